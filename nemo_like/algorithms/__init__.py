@@ -1,0 +1,1 @@
+"""One readable file an algorithm, and what their runs share."""

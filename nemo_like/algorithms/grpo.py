@@ -1,0 +1,70 @@
+"""Group Relative Policy Optimization (arXiv:2402.03300), with RLOO's baseline by default.
+
+For each prompt a group of completions is sampled and graded; a completion's advantage is its reward
+less its siblings' mean; the clipped policy-gradient loss moves the policy, one optimizer step for
+each batch. Left out here: several optimizer steps on one batch, and asynchronous rollouts.
+"""
+
+import logging
+from contextlib import ExitStack
+
+from nemo_like.advantages import group_advantages, zero_variance_share
+from nemo_like.algorithms.run import Run
+from nemo_like.algorithms.self_check import check_ratios, check_rollout
+from nemo_like.algorithms.setup import Setup, prepare, start
+from nemo_like.batch import keys
+from nemo_like.config.schema import GRPORunConfig
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.losses.policy_gradient import ClippedPGLoss
+from nemo_like.observe.metrics import Metric, Metrics, Reduce
+
+logger = logging.getLogger(__name__)
+
+
+def run_grpo(config: GRPORunConfig) -> None:
+    """Everything from a configuration to a trained model in ``run.dir``."""
+    with Run(config, "grpo") as run, ExitStack() as stack:
+        setup = start(config, run, prepare(config), stack)
+        train(config, setup, run)
+        if config.checkpoint.export:
+            setup.policy.export(str(run.dir / "final"))
+        run.finish(
+            generation_backend=config.generation.backend.value,
+            model=config.policy.model,
+            seed=config.run.seed,
+        )
+
+
+def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
+    """The loop."""
+    policy, rollouts = setup.policy, setup.rollouts
+    loss = ClippedPGLoss(config.loss)
+    for step in run.steps(policy, setup.loader, rollouts):
+        batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
+        batch.rows[keys.ADVANTAGES] = group_advantages(
+            batch.rows[keys.REWARDS],
+            batch.rows[keys.PROMPT_IDS],
+            batch.rows[keys.SAMPLE_MASK],
+            config.advantage,
+        )
+        with run.span("logprobs"):
+            metrics |= policy.logprobs(batch)
+        first = config.run.self_check and step == run.first_step + 1
+        if first:
+            check_rollout(batch, metrics, config.policy.dtype)
+        with run.span("train"):
+            metrics |= policy.train(batch, loss)
+        if first:
+            check_ratios(metrics, config.policy.dtype)
+        run.log(metrics | batch_metrics(batch) | setup.driver_metrics())
+
+
+def batch_metrics(batch: RemoteBatch) -> Metrics:
+    """What the driver knows of a batch beside what its workers reported."""
+    rows = batch.rows
+    trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]
+    share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
+    return {
+        "train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum),
+        "rollout/zero_variance_share": Metric(share),
+    }

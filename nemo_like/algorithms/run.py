@@ -1,0 +1,237 @@
+"""What the runs of all algorithms share: folder, steps, logging, validation, checkpoints."""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import yaml
+
+from nemo_like.checkpoint import Checkpoints, DriverState
+from nemo_like.config.checks import has_validation
+from nemo_like.config.schema import GRPORunConfig, WandbMode
+from nemo_like.data.loader import PromptLoader
+from nemo_like.errors import UserError
+from nemo_like.observe.console import Progress, live_terminal
+from nemo_like.observe.log import setup_logging
+from nemo_like.observe.metrics import Metrics, values
+from nemo_like.observe.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink
+from nemo_like.observe.spans import Spans
+from nemo_like.policy.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+_VALIDATION = "validation/"
+
+
+class Validator(Protocol):
+    """What measures a policy between steps."""
+
+    def validate(self, step: int) -> Metrics:
+        """Metrics named ``validation/...`` of the current weights."""
+        ...
+
+
+class Run:
+    """One execution in one folder. Use as a context manager around everything that it logs.
+
+    ``metrics.jsonl`` has one record a step; a validation belongs to the record of the step whose
+    weights it measured (0: before training).
+    """
+
+    def __init__(self, config: GRPORunConfig, name: str) -> None:
+        self.config = config
+        self.dir = _make_run_dir(config, name)
+        self.spans = Spans()
+        self._start = time.monotonic()
+        terminal = live_terminal(config.logging.console)
+        setup_logging(self.dir, terminal)
+        self.checkpoints = Checkpoints(self.dir, config.checkpoint)
+        latest = self.checkpoints.latest() if config.run.resume else None
+        self._checkpoint_path, self._resumed = latest or (None, None)
+        self.first_step = self._resumed.step if self._resumed else 0
+        """Steps that an earlier execution of this run has finished."""
+        self._totals = dict(self._resumed.totals) if self._resumed else {"wall_s": 0.0}
+        self._last_values: dict[str, float] = {}
+        self._step_metrics: Metrics = {}
+        self._exit = ExitStack()
+        self._progress = Progress(config.grpo.max_steps, terminal, first_step=self.first_step)
+        self._sinks = self._open_sinks()
+        self._save_config()
+
+    def __enter__(self) -> Self:
+        self._exit.enter_context(self._progress)
+        self._exit.callback(self._sinks.close)
+        verb = f"Continuing after step {self.first_step} in" if self.first_step else "Run folder"
+        logger.info("%s %s", verb, self.dir)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._exit.__exit__(*exc)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time a phase and show its name while it runs."""
+        with self.spans.span(name), self._progress.phase(name):
+            yield
+
+    def start_phase(self, name: str) -> AbstractContextManager[None]:
+        """``span`` for start-up phases, which also says in the log that it began."""
+        logger.info("Starting: %s", name.replace("_", " "))
+        return self.span(name)
+
+    def restore(self, policy: Policy, loader: PromptLoader) -> None:
+        """Bring policy and data to where the checkpoint left them, if there is one."""
+        if self._resumed is None:
+            return
+        policy.load(str(self._checkpoint_path / "policy"), self._resumed.step)
+        loader.load_state(self._resumed.loader)
+
+    def steps(self, policy: Policy, loader: PromptLoader, validator: Validator) -> Iterator[int]:
+        """Numbers of the steps to make, from 1; validates, logs and saves between them.
+
+        The consumer's loop body is the step: it calls ``log`` once.
+        """
+        max_steps = self.config.grpo.max_steps
+        if self.first_step == 0 and has_validation(self.config):
+            self._finish_step(0, validator.validate(0))
+        for step in range(self.first_step + 1, max_steps + 1):
+            with self.spans.span("step"):
+                yield step
+            metrics = self._step_metrics
+            if self._is_due(step, self.config.validation.every_steps) and has_validation(
+                self.config
+            ):
+                metrics = metrics | validator.validate(step)
+            self._finish_step(step, metrics)
+            if self._is_due(step, self.config.checkpoint.every_steps):
+                self._save(step, policy, loader)
+
+    def log(self, metrics: Metrics) -> None:
+        """Hand over the metrics of the step in progress."""
+        self._step_metrics = metrics
+
+    def finish(self, **facts: Any) -> None:
+        """Write ``summary.json``: what the run came to, in numbers that it measured itself."""
+        wall_s = self._totals["wall_s"] + time.monotonic() - self._start
+        summary = {
+            "steps": self.config.grpo.max_steps,
+            "wall_s": round(wall_s, 1),
+            **{name: value for name, value in self._totals.items() if name.startswith("val_")},
+            **facts,
+        }
+        (self.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        logger.info("Summary: %s", json.dumps(summary))
+
+    def _finish_step(self, step: int, metrics: Metrics) -> None:
+        numbers = values(metrics | self.spans.pop())
+        if "time/step_s" in numbers and "train/num_tokens" in numbers:
+            numbers["train/tokens_per_s"] = numbers["train/num_tokens"] / numbers["time/step_s"]
+        for name, value in numbers.items():
+            if name in (f"{_VALIDATION}accuracy", f"{_VALIDATION}reward"):
+                short = name.removeprefix(_VALIDATION)
+                self._totals.setdefault(f"val_{short}_start", value)
+                self._totals[f"val_{short}_end"] = value
+        self._last_values |= numbers
+        self._sinks.log(step, numbers)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self.config.grpo.max_steps or (every > 0 and step % every == 0)
+
+    def _save(self, step: int, policy: Policy, loader: PromptLoader) -> None:
+        wall_s = self._totals["wall_s"] + time.monotonic() - self._start
+        state = DriverState(
+            step=step,
+            loader=loader.state(),
+            metric=self._last_values.get(self.config.checkpoint.metric),
+            totals=self._totals | {"wall_s": wall_s},
+        )
+        with self.span("checkpoint"):
+            path = self.checkpoints.save(state, policy.save)
+        logger.info("Saved %s", path)
+
+    def _open_sinks(self) -> Sinks:
+        logging_config = self.config.logging
+        resumed_step = self.first_step or None
+        jsonl = JsonlSink(self.dir / "metrics.jsonl")
+        if self._resumed is not None:
+            jsonl.truncate_after(self.first_step)
+        sinks: list[MetricSink] = [jsonl]
+        if logging_config.tensorboard:
+            sinks.append(TensorBoardSink(self.dir / "tensorboard", resumed_step))
+        if logging_config.wandb is not WandbMode.off:
+            from nemo_like.observe.wandb_sink import WandbSink
+
+            sinks.append(
+                WandbSink(
+                    self.dir,
+                    mode=logging_config.wandb,
+                    project=logging_config.wandb_project,
+                    config=asdict(self.config),
+                )
+            )
+        return Sinks([*sinks, self._progress], resumed_step)
+
+    def _save_config(self) -> None:
+        """The resolved configuration. Environment variables never enter it, so no secret does."""
+        path = self.dir / "config.yaml"
+        text = yaml.safe_dump(plain(asdict(self.config)), sort_keys=False)
+        if self._resumed is not None and path.exists():
+            _warn_changes(yaml.safe_load(path.read_text()), yaml.safe_load(text))
+        path.write_text(text)
+
+
+def plain(value: Any) -> Any:
+    """Enums as their text, in nested dicts and lists, so that YAML stays readable."""
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> None:
+    """Say what differs from the run that is continued; refuse what would make it another run."""
+    for key, value in new.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and isinstance(old.get(key), dict) and key != "tasks":
+            _warn_changes(old[key], value, f"{name}.")
+        elif value != old.get(key) and name not in ("run.resume", "run.dir"):
+            if name == "policy.model":
+                raise UserError(
+                    f"policy.model={value} is not the model of the run to continue, {old.get(key)}; "
+                    "use that one, or a new run.dir."
+                )
+            kept = name.startswith("policy.optimizer.")
+            logger.warning(
+                "%s was %s and is now %s%s",
+                name,
+                old.get(key),
+                value,
+                "; the checkpoint's value is kept" if kept else "",
+            )
+
+
+def _make_run_dir(config: GRPORunConfig, name: str) -> Path:
+    try:
+        if config.run.dir is not None:
+            path = Path(config.run.dir).expanduser().resolve()
+            path.mkdir(parents=True, exist_ok=True)
+            return path
+        stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        for suffix in (
+            "",
+            *(f"-{i}" for i in range(2, 100)),
+        ):  # jobs of one sweep may share a second
+            path = Path("runs", stem + suffix).resolve()
+            if not path.exists():
+                path.mkdir(parents=True)
+                return path
+    except OSError as error:
+        raise UserError(f"run.dir={config.run.dir} cannot be written: {error}") from error
+    raise UserError(f"runs/{stem} exists a hundred times; set run.dir.")

@@ -1,0 +1,51 @@
+"""Checks of the first step: the errors that would otherwise pass for slow learning.
+
+A run that fails one stops and says which; ``run.self_check=false`` turns them off.
+"""
+
+import torch
+
+from nemo_like.batch import keys
+from nemo_like.config.schema import Dtype
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.errors import RunError
+from nemo_like.observe.metrics import Metrics
+
+# Gap between the engine's and the trainer's logprobs of the same tokens and weights. Float32 leaves
+# rounding only; bfloat16 rounds activations in another order, so single tokens may differ more.
+MAX_MEAN_GAP = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.03}
+MAX_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 1.0}
+# The trainer against itself, before and in the step: the same weights, perhaps other kernels.
+MAX_LOG_RATIO = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.5}
+
+
+def check_rollout(batch: RemoteBatch, metrics: Metrics, dtype: Dtype) -> None:
+    """Raise RunError unless the engines agree and no two completions share a seed."""
+    seeds = batch.rows[keys.SEEDS]
+    num_distinct = len(torch.unique(seeds))
+    if num_distinct < len(seeds):
+        raise RunError(
+            f"Self-check failed: {len(seeds)} completions have only {num_distinct} distinct seeds."
+        )
+    for name, limit in (
+        ("mismatch/mean_abs", MAX_MEAN_GAP[dtype]),
+        ("mismatch/max_abs", MAX_GAP[dtype]),
+    ):
+        gap = metrics[name].value
+        if not gap <= limit:
+            raise RunError(
+                f"Self-check failed: the logprobs of generation and policy differ ({name}={gap:.3g}, "
+                f"limit {limit:g} in {dtype}). Either the refit is wrong or the engine computes this "
+                "model in another way; run.self_check=false goes on regardless."
+            )
+
+
+def check_ratios(metrics: Metrics, dtype: Dtype) -> None:
+    """Raise RunError unless importance ratios of the first step are 1."""
+    gap = metrics["train/max_log_ratio"].value
+    if not gap <= MAX_LOG_RATIO[dtype]:
+        raise RunError(
+            f"Self-check failed: importance ratios of the first step are not 1 "
+            f"(max |log ratio| {gap:.3g}, limit {MAX_LOG_RATIO[dtype]:g} in {dtype}); the logprob "
+            "pass and the train step compute different things."
+        )

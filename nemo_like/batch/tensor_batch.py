@@ -1,0 +1,89 @@
+"""A batch without padding: columns of tokens laid end to end, and columns of one entry a row.
+
+Legend: ``B`` rows (sequences), ``N`` tokens of all rows together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class TensorBatch:
+    """Rows of unequal length, kept flat so that no code below can mistake padding for data.
+
+    >>> batch = TensorBatch(lengths=torch.tensor([2, 1]), tokens={"x": torch.tensor([5, 6, 7])})
+    >>> batch.row_of_token.tolist()
+    [0, 0, 1]
+    >>> batch.select([1, 0]).tokens["x"].tolist()
+    [7, 5, 6]
+    """
+
+    lengths: Tensor
+    """int64 [B], tokens of each row."""
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+    """Columns of shape [N, ...]."""
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    """Columns of shape [B, ...]."""
+
+    def __post_init__(self) -> None:
+        for name, column in self.tokens.items():
+            assert len(column) == self.num_tokens, (name, len(column), self.num_tokens)
+        for name, column in self.rows.items():
+            assert len(column) == len(self), (name, len(column), len(self))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """``N``."""
+        return int(self.lengths.sum())
+
+    @property
+    def starts(self) -> Tensor:
+        """int64 [B]: position of each row's first token."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @property
+    def row_of_token(self) -> Tensor:
+        """int64 [N]: the row that each token belongs to."""
+        index = torch.arange(len(self), device=self.lengths.device)
+        return index.repeat_interleave(self.lengths, output_size=self.num_tokens)
+
+    def select(self, indices: Sequence[int] | Tensor) -> "TensorBatch":
+        """The given rows, in the given order."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        lengths = self.lengths[index]
+        starts = self.starts[index]
+        first = lengths.cumsum(0) - lengths
+        within = torch.arange(int(lengths.sum())) - first.repeat_interleave(lengths)
+        flat = starts.repeat_interleave(lengths) + within
+        return TensorBatch(
+            lengths=lengths,
+            tokens={name: column[flat] for name, column in self.tokens.items()},
+            rows={name: column[index] for name, column in self.rows.items()},
+        )
+
+    @staticmethod
+    def concatenate(batches: Sequence["TensorBatch"]) -> "TensorBatch":
+        """Rows of several batches one after the other; all must have the same columns."""
+        first = batches[0]
+        for other in batches:
+            assert other.tokens.keys() == first.tokens.keys()
+            assert other.rows.keys() == first.rows.keys()
+        return TensorBatch(
+            lengths=torch.cat([batch.lengths for batch in batches]),
+            tokens={n: torch.cat([batch.tokens[n] for batch in batches]) for n in first.tokens},
+            rows={n: torch.cat([batch.rows[n] for batch in batches]) for n in first.rows},
+        )
+
+    def to(self, device: torch.device | str) -> "TensorBatch":
+        """All columns on ``device``."""
+        return TensorBatch(
+            lengths=self.lengths.to(device),
+            tokens={name: column.to(device) for name, column in self.tokens.items()},
+            rows={name: column.to(device) for name, column in self.rows.items()},
+        )

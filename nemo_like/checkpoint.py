@@ -1,0 +1,146 @@
+"""Checkpoints that are complete or absent.
+
+``<run.dir>/checkpoints/step_<n>`` holds ``policy/`` (sharded model, optimizer and schedule),
+``driver.json`` (step, data position, metric) and ``files.json`` (size and checksum of every file).
+All is written into ``writing_step_<n>`` and renamed at the end, so a name without ``writing_`` is a
+promise; ``files.json`` tells a file that was damaged later.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_like.config.schema import CheckpointConfig
+from nemo_like.errors import RunError, UserError
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step_(\d+)")
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverState:
+    """What the driver needs to continue after ``step``."""
+
+    step: int
+    loader: dict[str, Any]
+    metric: float | None
+    """Value that decides which checkpoint is best; None if it was not measured by then."""
+    totals: dict[str, float]
+    """Sums over the whole run so far: wall seconds, trained tokens, first validation."""
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
+        self.folder = run_dir / "checkpoints"
+        self._config = config
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, in numeric order."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def save(self, state: DriverState, write_policy: Callable[[str], None]) -> Path:
+        """Write a checkpoint and drop those that need not be kept.
+
+        ``write_policy`` is given the folder for the policy's files. Raises RunError if the disk
+        refuses; earlier checkpoints are untouched then.
+        """
+        final = self.folder / f"step_{state.step}"
+        aside = self.folder / f"writing_{final.name}"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            write_policy(str(aside / "policy"))
+            (aside / "driver.json").write_text(json.dumps(asdict(state), indent=1))
+            (aside / "files.json").write_text(json.dumps(_checksums(aside), indent=1))
+            _sync(aside)
+            shutil.rmtree(final, ignore_errors=True)
+            aside.rename(final)
+            _sync(self.folder)
+        except OSError as error:
+            raise RunError(f"Checkpoint {final} could not be written: {error}") from error
+        self._prune()
+        return final
+
+    def latest(self) -> tuple[Path, DriverState] | None:
+        """The newest checkpoint, checked byte for byte; None if there is none.
+
+        Raises UserError naming the damaged file if it is not what was saved.
+        """
+        for leftover in sorted(self.folder.glob("writing_*")):
+            logger.warning("%s was not finished and is ignored", leftover)
+        steps = self.steps()
+        if not steps:
+            return None
+        path = self.folder / f"step_{steps[-1]}"
+        _verify(path)
+        return path, _read_state(path)
+
+    def _prune(self) -> None:
+        """Keep the last ``keep_last`` and the best; one without a metric counts as the worst."""
+        steps = self.steps()
+        keep = set(steps[-self._config.keep_last :])
+        if self._config.keep_best:
+            # Of equal ones the latest is best.
+            keep.add(max(steps, key=lambda step: (self._metric(step), step)))
+        for step in set(steps) - keep:
+            shutil.rmtree(self.folder / f"step_{step}")
+
+    def _metric(self, step: int) -> float:
+        metric = _read_state(self.folder / f"step_{step}").metric
+        return -math.inf if metric is None or math.isnan(metric) else metric
+
+
+def _read_state(path: Path) -> DriverState:
+    return DriverState(**json.loads((path / "driver.json").read_text()))
+
+
+def _checksums(folder: Path) -> dict[str, list[int]]:
+    """Relative path -> size in bytes and CRC-32."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): [path.stat().st_size, _crc(path)] for path in files}
+
+
+def _verify(path: Path) -> None:
+    remedy = f"Remove {path} to continue from an earlier checkpoint, or restore the file."
+    try:
+        listed: dict[str, list[int]] = json.loads((path / "files.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"Checkpoint {path} is damaged: files.json: {error}. {remedy}") from error
+    for name, (size, crc) in listed.items():
+        file = path / name
+        if not file.is_file():
+            raise UserError(f"Checkpoint {path} is damaged: {name} is missing. {remedy}")
+        if file.stat().st_size != size or _crc(file) != crc:
+            raise UserError(f"Checkpoint {path} is damaged: {name} has changed. {remedy}")
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _sync(folder: Path) -> None:
+    """A rename must not reach the disk before what it names."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

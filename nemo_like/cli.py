@@ -1,0 +1,103 @@
+"""The boundary between a command line and a run: composes, checks, and ends with one sentence."""
+
+import functools
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import hydra
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
+
+from nemo_like.config.load import check_overrides, compose_raw, load, register
+from nemo_like.config.schema import GRPORunConfig
+from nemo_like.errors import RunError, UserError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+
+EXIT_USER_ERROR = 2
+EXIT_RUN_ERROR = 1
+EXIT_INTERRUPTED = 130
+
+# Hydra's own modes, which compose by themselves and run nothing of ours.
+_HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
+
+
+def main(config_name: str, run: Callable[[GRPORunConfig], None], config_dir: Path) -> None:
+    """Run ``run`` with the configuration that the command line gives, through ``hydra.main``.
+
+    Everything that Hydra users expect works (``--config-name``, ``--cfg job``, ``--multirun``,
+    ``--help``, tab completion). Each job's configuration is composed and checked once before the
+    first one starts, so that a typing error costs no run and prints one sentence.
+    """
+    register()
+    arguments = sys.argv[1:]
+    if not any(flag in argument for argument in arguments for flag in _HYDRA_FLAGS):
+        end_on_error(lambda: _preflight(config_name, config_dir, arguments))
+
+    @functools.wraps(run)
+    def task(raw: DictConfig) -> None:
+        end_on_error(lambda: run(load(raw)))
+
+    hydra.main(version_base="1.3", config_path=str(config_dir.resolve()), config_name=config_name)(
+        task
+    )()
+
+
+def end_on_error(action: Callable[[], None]) -> None:
+    """Carry out ``action``; failures with an explanation end the process without a traceback."""
+    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        action()
+    except (UserError, RunError, WaitTimeoutError) as error:
+        logger.debug("The run ended here:", exc_info=True)
+        sys.stderr.write(f"Error: {error}\n")
+        sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_ERROR)
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
+        sys.exit(EXIT_INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
+    """Schedulers end a job with SIGTERM: leave through the same clean-up as Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> None:
+    """Compose and check what each job would run with."""
+    name, directory, overrides, multirun, show_only = _parse(arguments, config_name, config_dir)
+    check_overrides(overrides)
+    for job in _sweep(overrides) if multirun else [overrides]:
+        raw = compose_raw(directory, name, job)
+        if not show_only:
+            load(raw)
+
+
+def _parse(
+    arguments: list[str], config_name: str, config_dir: Path
+) -> tuple[str, Path, list[str], bool, bool]:
+    """What Hydra's own parser makes of the arguments."""
+    parsed = hydra._internal.utils.get_args_parser().parse_args(arguments)
+    return (
+        parsed.config_name or config_name,
+        Path(parsed.config_path or config_dir),
+        list(parsed.overrides),
+        bool(parsed.multirun),
+        parsed.cfg is not None,
+    )
+
+
+def _sweep(overrides: list[str]) -> list[list[str]]:
+    """The jobs of ``--multirun``, as Hydra's basic sweeper will make them."""
+    Plugins.instance()
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [list(job) for batch in batches for job in batch]

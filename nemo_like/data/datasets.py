@@ -1,0 +1,152 @@
+"""Rows of prompts from a file or from reasoning_gym."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_like.config.schema import DataConfig, OverlongPrompts
+from nemo_like.data.chat import ChatTokenizer, Message
+from nemo_like.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+REASONING_GYM = "reasoning_gym"
+_RESERVED = ("completion",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One prompt and what the reward function is told about it."""
+
+    index: int
+    """Position in its data set."""
+    messages: tuple[Message, ...]
+    fields: dict[str, Any]
+    """Every other entry of the row."""
+
+    @property
+    def prompt(self) -> str:
+        """Text of the last message: what a reward function sees as ``prompt``."""
+        return str(self.messages[-1]["content"])
+
+
+def load_rows(source: str, config: DataConfig, num_rows: int, seed: int, key: str) -> list[Row]:
+    """Rows of ``source``: ``reasoning_gym``, or a .jsonl file.
+
+    Raises UserError naming ``key`` and the line for a missing or empty file and for a bad row.
+    """
+    if source == REASONING_GYM:
+        from nemo_like.environments.reasoning_gym_reward import rows as generate
+
+        records: Iterable[tuple[str, dict[str, Any]]] = (
+            (f"row {i}", record) for i, record in enumerate(generate(config.tasks, num_rows, seed))
+        )
+    else:
+        records = _read_jsonl(Path(source), key)
+    rows = [
+        _row(index, record, config.system_prompt, f"{key}={source}, {where}")
+        for index, (where, record) in enumerate(records)
+    ]
+    if not rows:
+        raise UserError(f"{key}={source} has no rows; give a file with at least one.")
+    return rows
+
+
+def check_lengths(
+    rows: Sequence[Row],
+    chat: ChatTokenizer,
+    *,
+    max_prompt_tokens: int,
+    overlong: OverlongPrompts,
+    key: str,
+) -> list[Row]:
+    """Render every prompt once; refuse, or drop and count, those of more than ``max_prompt_tokens``.
+
+    Raises UserError for a row whose template fails or that is too long, by its number.
+    """
+    kept = []
+    for row in rows:
+        try:
+            length = len(chat.render(row.messages))
+        except Exception as error:  # the boundary of a template, which is a program of the model's
+            raise UserError(
+                f"{key}: the chat template fails on row {row.index}: {error}"
+            ) from error
+        if length <= max_prompt_tokens:
+            kept.append(row)
+        elif overlong is OverlongPrompts.refuse:
+            raise UserError(
+                f"{key}: the prompt of row {row.index} has {length} tokens, and the model's context "
+                f"leaves {max_prompt_tokens} beside the completion; shorten it, lower "
+                "generation.max_new_tokens, or set data.overlong_prompts=drop."
+            )
+    if len(kept) < len(rows):
+        logger.warning(
+            "%s: dropped %d of %d prompts as too long", key, len(rows) - len(kept), len(rows)
+        )
+    if not kept:
+        raise UserError(f"{key}: every prompt is longer than {max_prompt_tokens} tokens.")
+    return kept
+
+
+def fingerprint(rows: Sequence[Row]) -> str:
+    """Short hash of all rows: tells whether a data position belongs to this data set."""
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        digest.update(json.dumps([row.messages, row.fields], sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not path.is_file():
+        raise UserError(f"{key}={path}: no such file; give a .jsonl file or {REASONING_GYM}.")
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{key}={path}, line {number}: not JSON ({error.msg}).") from error
+            if not isinstance(record, dict):
+                raise UserError(f"{key}={path}, line {number}: a row must be a JSON object.")
+            yield f"line {number}", record
+
+
+def _row(index: int, record: dict[str, Any], system_prompt: str | None, where: str) -> Row:
+    fields = dict(record)
+    given = [name for name in ("prompt", "messages") if name in fields]
+    if len(given) != 1:
+        found = ", ".join(record) or "nothing"
+        raise UserError(f"{where}: a row needs either 'prompt' or 'messages'; it has {found}.")
+    content = fields.pop(given[0])
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if not _is_conversation(messages):
+        raise UserError(
+            f"{where}: '{given[0]}' must be text, or a list of {{'role', 'content'}} messages that "
+            "ends with the one to answer."
+        )
+    for name in _RESERVED:
+        if name in fields:
+            raise UserError(f"{where}: '{name}' is what the model writes; rename that field.")
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return Row(index=index, messages=tuple(messages), fields=fields)
+
+
+def _is_conversation(messages: object) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
+        and messages[-1]["role"] != "assistant"
+    )

@@ -1,0 +1,99 @@
+"""A batch whose tokens stay with the workers: the driver holds references and one number a row.
+
+Legend: ``B`` rows of the whole batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import ray
+import torch
+from ray import ObjectRef
+from torch import Tensor
+
+from nemo_like.batch.tensor_batch import TensorBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Where the rows of some token columns lie: row i is row ``position[i]`` of ``refs[chunk[i]]``."""
+
+    refs: tuple[ObjectRef, ...]
+    chunk: Tensor
+    position: Tensor
+
+    def select(self, indices: Tensor) -> "_Source":
+        """The given rows; references to chunks that hold none of them are dropped."""
+        used, chunk = self.chunk[indices].unique(return_inverse=True)
+        return _Source(
+            refs=tuple(self.refs[i] for i in used.tolist()),
+            chunk=chunk,
+            position=self.position[indices],
+        )
+
+    def fetch(self, lengths: Tensor) -> dict[str, Tensor]:
+        """Token columns of all rows, in order; none at all where there are no rows."""
+        if not self.refs:
+            return {}
+        chunks: list[TensorBatch] = ray.get(list(self.refs))
+        offset = torch.tensor([0] + [len(chunk) for chunk in chunks]).cumsum(0)
+        rows = TensorBatch.concatenate(chunks).select(offset[self.chunk] + self.position)
+        assert torch.equal(rows.lengths, lengths), "a column's rows are not those of its batch"
+        return rows.tokens
+
+
+@dataclass(kw_only=True)
+class RemoteBatch:
+    """Rows by reference. Row columns are here; token columns are in the object store."""
+
+    lengths: Tensor
+    """int64 [B], tokens of each row."""
+    rows: dict[str, Tensor]
+    """Columns of shape [B]."""
+    sources: list[_Source] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @staticmethod
+    def from_chunks(
+        refs: Sequence[ObjectRef], lengths: Sequence[Tensor], rows: Sequence[dict[str, Tensor]]
+    ) -> "RemoteBatch":
+        """Join chunks that workers have put into the store: row j of chunk i is row j of ``refs[i]``."""
+        batch = RemoteBatch(
+            lengths=torch.cat(list(lengths)),
+            rows={name: torch.cat([chunk[name] for chunk in rows]) for name in rows[0]},
+        )
+        chunk = [torch.full((len(one),), i) for i, one in enumerate(lengths)]
+        position = [torch.arange(len(one)) for one in lengths]
+        batch.sources.append(
+            _Source(refs=tuple(refs), chunk=torch.cat(chunk), position=torch.cat(position))
+        )
+        return batch
+
+    def select(self, indices: Sequence[int] | Tensor) -> "RemoteBatch":
+        """The given rows, in the given order; nothing moves."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        return RemoteBatch(
+            lengths=self.lengths[index],
+            rows={name: column[index] for name, column in self.rows.items()},
+            sources=[source.select(index) for source in self.sources],
+        )
+
+    def add_columns(self, refs: Sequence[ObjectRef], rows_of: Sequence[Sequence[int]]) -> None:
+        """Add token columns: row j of ``refs[i]`` belongs to row ``rows_of[i][j]`` of this batch."""
+        chunk = torch.full((len(self),), -1)
+        position = torch.zeros(len(self), dtype=torch.int64)
+        for i, rows in enumerate(rows_of):
+            index = torch.as_tensor(rows, dtype=torch.int64)
+            chunk[index] = i
+            position[index] = torch.arange(len(rows))
+        assert bool((chunk >= 0).all()), "a new column must cover every row"
+        self.sources.append(_Source(refs=tuple(refs), chunk=chunk, position=position))
+
+    def fetch(self) -> TensorBatch:
+        """All columns as local tensors; for workers, never for the driver."""
+        tokens: dict[str, Tensor] = {}
+        for source in self.sources:
+            tokens |= source.fetch(self.lengths)
+        return TensorBatch(lengths=self.lengths, tokens=tokens, rows=self.rows)

@@ -1,0 +1,185 @@
+"""A slice of Ray as numbered bundles, in the order of nodes and GPUs."""
+
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any, Self
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_like.config.plan import NodeResources, ResourcePlan, check_fits
+from nemo_like.errors import UserError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 10.0
+_PROGRESS_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """One reserved slot for worker processes."""
+
+    group: PlacementGroup
+    index: int
+    """Position in its placement group, which covers one node."""
+    node_id: str
+    address: str
+    gpu_id: str | None
+    """Id as CUDA_VISIBLE_DEVICES takes it; None in a CPU run."""
+
+    def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Where an actor of this bundle goes; without it, it would wait for CPUs that we hold."""
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=self.index
+        )
+
+
+def connect() -> None:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine.
+
+    Raises UserError, within seconds, if nothing answers at that address.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not address:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        return
+    if address.startswith("ray://"):
+        raise UserError(
+            f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
+            "between workers; use host:port of the cluster, or ray job submit."
+        )
+    _check_reachable(address)
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, RuntimeError) as error:
+        raise UserError(
+            f"RAY_ADDRESS={address} could not be joined: {error}; start that cluster, or unset "
+            "RAY_ADDRESS to start one here."
+        ) from error
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself retries a dead address for minutes; one TCP connection tells in seconds."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto" and the like: Ray looks the address up itself
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: nothing answers there ({error}); start that cluster, or unset "
+            "RAY_ADDRESS to start one here."
+        ) from error
+
+
+class VirtualCluster:
+    """Executes a ResourcePlan: one placement group a node, bundles numbered in physical order.
+
+    Raises UserError at once if the cluster is too small, WaitTimeoutError if it stays busy.
+    """
+
+    def __init__(self, plan: ResourcePlan, timeout_s: float) -> None:
+        self.plan = plan
+        check_fits(plan, alive_nodes())
+        self._groups: list[PlacementGroup] = []
+        try:
+            self._groups = [
+                placement_group([dict(plan.bundle_resources)] * count, strategy="STRICT_PACK")
+                for count in plan.bundles_per_node
+            ]
+            self._wait_for_groups(timeout_s)
+            self.bundles = self._number_bundles(timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Release the bundles; Ray ends the actors in them."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+
+    def _wait_for_groups(self, timeout_s: float) -> None:
+        start = time.monotonic()
+        pending = [group.ready() for group in self._groups]
+        while pending:
+            left = timeout_s - (time.monotonic() - start)
+            _, pending = ray.wait(
+                pending, num_returns=len(pending), timeout=max(0.0, min(left, _PROGRESS_EVERY_S))
+            )
+            state = f"{len(self._groups) - len(pending)} of {len(self._groups)} nodes reserved"
+            if pending and left <= 0:
+                raise WaitTimeoutError(
+                    f"The driver waited {timeout_s:g} s for placement groups ({state}); wanted "
+                    f"{self.plan.bundle_resources} x {self.plan.bundles_per_node}, free now: "
+                    f"{_amounts(ray.available_resources())}. Another job may hold them; raise "
+                    "cluster.start_timeout_s or free them."
+                )
+            if pending:
+                logger.info("Waiting for the cluster: %s", state)
+
+    def _number_bundles(self, timeout_s: float) -> list[Bundle]:
+        """Ask every bundle where it is, and sort by node and GPU: rank order is physical order."""
+        probes = [
+            (group, index, self._probe(group, index))
+            for group, count in zip(self._groups, self.plan.bundles_per_node, strict=True)
+            for index in range(count)
+        ]
+        try:
+            places = ray.get([probe for _, _, probe in probes], timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise WaitTimeoutError(
+                f"The driver waited {timeout_s:g} s for its {len(probes)} bundles to answer."
+            ) from error
+        bundles = [
+            Bundle(group=group, index=index, node_id=node, address=address, gpu_id=gpu)
+            for (group, index, _), (node, address, gpu) in zip(probes, places, strict=True)
+        ]
+        return sorted(bundles, key=physical_order)
+
+    def _probe(self, group: PlacementGroup, index: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=index
+        )
+        gpus = self.plan.bundle_resources.get("GPU", 0)
+        return _where.options(num_gpus=gpus, num_cpus=0, scheduling_strategy=strategy).remote()
+
+
+def physical_order(bundle: Bundle) -> tuple[str, str, int, int]:
+    """Sort key: address and node (raylets may share an address), GPU, position."""
+    gpu = bundle.gpu_id or ""
+    return (bundle.address, bundle.node_id, int(gpu) if gpu.isdigit() else -1, bundle.index)
+
+
+def alive_nodes() -> list[NodeResources]:
+    """Every alive node and what it has in all."""
+    return [
+        NodeResources(
+            node_id=node["NodeID"], address=node["NodeManagerAddress"], resources=node["Resources"]
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _amounts(resources: dict[str, float]) -> dict[str, float]:
+    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
+
+
+@ray.remote
+def _where() -> tuple[str, str, str | None]:
+    context = ray.get_runtime_context()
+    gpus = ray.get_gpu_ids()
+    return context.get_node_id(), ray.util.get_node_ip_address(), str(gpus[0]) if gpus else None

@@ -1,0 +1,212 @@
+"""N actors of one class, one a bundle, called by typed methods; every wait has a limit and an owner."""
+
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+
+from nemo_like.distributed.payload import PayloadMeter
+from nemo_like.distributed.rank_layout import RankLayout
+from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.worker import Worker, WorkerContext
+from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
+
+logger = logging.getLogger(__name__)
+
+W = TypeVar("W", bound=Worker)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PROGRESS_EVERY_S = 60.0
+_LOG_TAIL_LINES = 12
+
+
+class WorkerGroup(Generic[W]):
+    """Ranks of one role. ``bundles[rank]`` are the bundles of a rank; it runs in the first of them.
+
+    Methods are passed as methods, ``group.call(PolicyWorker.save, path)``, so that an editor can
+    follow them and a type checker sees their arguments. A call blocks until every rank answered;
+    the first failure ends the wait.
+    """
+
+    def __init__(
+        self,
+        worker_class: type[W],
+        role: str,
+        bundles: Sequence[Sequence[Bundle]],
+        *,
+        layout: RankLayout | None = None,
+        log_dir: str,
+        env_vars: dict[str, str] | None = None,
+        meter: PayloadMeter | None = None,
+    ) -> None:
+        self.role = role
+        self.layout = layout or RankLayout({"dp": len(bundles)})
+        assert self.layout.world_size == len(bundles), (self.layout, len(bundles))
+        self._meter = meter or PayloadMeter()
+        self.bundles = bundles
+        self.contexts = [
+            WorkerContext(
+                role=role,
+                rank=rank,
+                world_size=len(bundles),
+                address=of_rank[0].address,
+                node_id=of_rank[0].node_id,
+                gpu_ids=tuple(bundle.gpu_id for bundle in of_rank if bundle.gpu_id is not None),
+                log_dir=log_dir,
+            )
+            for rank, of_rank in enumerate(bundles)
+        ]
+        actor_class = ray.remote(worker_class)
+        self.actors: list[ActorHandle] = [
+            actor_class.options(
+                num_cpus=0,
+                num_gpus=0,
+                max_restarts=0,
+                scheduling_strategy=bundles[context.rank][0].scheduling_strategy(),
+                runtime_env={"env_vars": env_vars or {}},
+            ).remote(context)
+            for context in self.contexts
+        ]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return len(self.actors)
+
+    def call(
+        self,
+        method: Callable[Concatenate[W, P], R]
+        | Callable[Concatenate[W, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        timeout_s: float,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """The same arguments to every rank; results in rank order."""
+        return self._send({rank: (args, kwargs) for rank in range(self.world_size)}, method)(
+            timeout_s
+        )
+
+    def scatter(
+        self,
+        method: Callable[[W, Any], R] | Callable[[W, Any], Coroutine[Any, Any, R]],
+        shards: Sequence[Any],
+        *,
+        timeout_s: float,
+        axis: str = "dp",
+    ) -> list[R]:
+        """Shard i to all ranks at position i of ``axis``; results of that axis' leaders, in order."""
+        assert len(shards) == self.layout.sizes[axis], (len(shards), self.layout)
+        work = {
+            rank: ((shards[self.layout.coordinate(rank, axis)],), {})
+            for rank in range(self.world_size)
+        }
+        results = self._send(work, method)(timeout_s)
+        return [results[rank] for rank in self.layout.leaders(axis)]
+
+    def call_rank(
+        self,
+        rank: int,
+        method: Callable[Concatenate[W, P], R]
+        | Callable[Concatenate[W, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        timeout_s: float,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """One rank only."""
+        return self._send({rank: (args, kwargs)}, method)(timeout_s)[0]
+
+    def shutdown(self) -> None:
+        """End the processes at once, whatever they do."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+
+    def _send(
+        self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]
+    ) -> Callable[[float], list[Any]]:
+        name = method.__name__
+        refs = {}
+        for rank, (args, kwargs) in work.items():
+            self._meter.count(args, kwargs)
+            refs[getattr(self.actors[rank], name).remote(*args, **kwargs)] = rank
+
+        def wait(timeout_s: float) -> list[Any]:
+            results = self._wait(refs, name, timeout_s)
+            self._meter.count(results)
+            return results
+
+        return wait
+
+    def _wait(self, refs: dict[Any, int], phase: str, timeout_s: float) -> list[Any]:
+        """Results in rank order; the first failure is raised without waiting for the others."""
+        start = time.monotonic()
+        results: dict[int, Any] = {}
+        pending = list(refs)
+        while pending:
+            left = timeout_s - (time.monotonic() - start)
+            done, pending = ray.wait(pending, timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))
+            for ref in done:
+                results[refs[ref]] = self._get(ref, refs[ref], phase)
+            if pending and left <= 0:
+                raise WaitTimeoutError(self._timeout_message(pending, refs, phase, timeout_s))
+            if pending and not done:
+                late = ", ".join(self.contexts[refs[ref]].name for ref in pending[:4])
+                logger.info("Waiting for %s in %s, %.0f s", late, phase, time.monotonic() - start)
+        return [results[rank] for rank in sorted(results)]
+
+    def _get(self, ref: Any, rank: int, phase: str) -> Any:
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, (UserError, RunError, WaitTimeoutError)):
+                raise type(cause)(f"{cause}") from None
+            raise
+        except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
+            raise WorkerDiedError(self._death_message(rank, phase, error)) from error
+
+    def _timeout_message(
+        self, pending: list[Any], refs: dict[Any, int], phase: str, timeout_s: float
+    ) -> str:
+        late = [self.contexts[refs[ref]] for ref in pending]
+        who = ", ".join(f"{context.name} on {context.address}" for context in late[:8])
+        return (
+            f"The driver waited {timeout_s:g} s for {len(late)} of {self.world_size} {self.role} "
+            f"workers in {phase}: {who}; their logs are in {late[0].log_dir}. Raise "
+            "cluster.call_timeout_s (or start_timeout_s) if the work is only slow."
+        )
+
+    def _death_message(self, rank: int, phase: str, error: Exception) -> str:
+        context = self.contexts[rank]
+        reason = str(error).strip().splitlines()
+        tail = _log_tail(context)
+        return (
+            f"{context.name} on {context.address} died in {phase}: "
+            f"{reason[0] if reason else type(error).__name__} {_memory_note(context.address)}"
+            f"Its log is {context.log_path}"
+            + (f" and ends with:\n{tail}" if tail else " (empty, or on that node).")
+        )
+
+
+def _log_tail(context: WorkerContext) -> str:
+    try:
+        lines = context.log_path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+
+def _memory_note(address: str) -> str:
+    """Memory of the driver's node, if the worker was on it: the kernel's OOM killer leaves no word."""
+    if address != ray.util.get_node_ip_address():
+        return ""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    gib = 1 << 30
+    return f"(host memory: {memory.available / gib:.1f} of {memory.total / gib:.1f} GiB free). "

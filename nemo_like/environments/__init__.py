@@ -1,0 +1,1 @@
+"""What grades a completion: built-in verifiers, and the user's own reward function."""

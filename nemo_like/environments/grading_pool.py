@@ -1,0 +1,193 @@
+"""Grades rows in processes of their own, so that a reward function can fail in any way it likes.
+
+Every process has its own socket and is driven by one thread, with a hard limit per row: a process
+that is late or dead is replaced, and only the row it held is lost. (A pool whose workers share a
+queue, such as pebble's or the standard library's, is broken for good when a worker dies between
+two rows; and ``multiprocessing`` would import the main module, here Ray's, in every process.)
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nemo_like.environments.protocol import Grade
+from nemo_like.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+MEMORY_SHARE = 0.5
+EXIT_GRACE_S = 1.0
+
+
+class GradingPool:
+    """An ``Environment`` of ``num_processes`` processes that call one reward function.
+
+    ``reward`` is read as ``rewards.resolve_reward`` says, in the grading processes only; UserError
+    if it cannot be used. A row that takes longer than ``timeout_s`` to grade (waiting for a free
+    process does not count) or more than ``memory_limit_bytes`` fails; None: half of the machine's
+    memory, shared by the processes.
+    """
+
+    def __init__(
+        self,
+        reward: str,
+        *,
+        timeout_s: float = 10.0,
+        num_processes: int = 1,
+        memory_limit_bytes: int | None = None,
+    ) -> None:
+        limit = memory_limit_bytes or int(machine_memory_bytes() * MEMORY_SHARE / num_processes)
+        self._idle: queue.SimpleQueue[_GradingProcess] = queue.SimpleQueue()
+        self._processes = [_GradingProcess(reward, timeout_s, limit) for _ in range(num_processes)]
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="grading")
+        try:
+            for process in self._processes:
+                process.wait_until_ready()
+                self._idle.put(process)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    async def grade(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Grade:
+        """Grade one completion; whatever goes wrong is in ``Grade.error``."""
+        loop = asyncio.get_running_loop()
+        row = (prompt, completion, dict(fields))
+        return await loop.run_in_executor(self._threads, self._grade, row)
+
+    def shutdown(self) -> None:
+        """Kill the processes, and what they started; rows that wait come back as failed."""
+        self._threads.shutdown(wait=False)
+        for process in self._processes:
+            process.close()
+
+    def _grade(self, row: tuple[str, str, dict[str, Any]]) -> Grade:
+        try:
+            message = pickle.dumps(row)
+        except Exception as error:  # one row's grading: fields can hold anything
+            return Grade(reward=None, error=f"the row's fields cannot be pickled: {error}")
+        process = self._idle.get()  # never waits: there are as many threads as processes
+        try:
+            return process.grade(message)
+        finally:
+            self._idle.put(process)
+
+
+class _GradingProcess:
+    """One process and its socket; replaced by a new process whenever a row spoils it."""
+
+    def __init__(self, reward: str, timeout_s: float, memory_limit_bytes: int) -> None:
+        self._arguments = [reward, str(timeout_s), str(memory_limit_bytes)]
+        self._timeout_s = timeout_s
+        self._closed = False
+        self._lock = threading.Lock()  # between closing and replacing
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P and PYTHONPATH: the process finds exactly what this one finds, in the same order.
+            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            module = "nemo_like.environments.grading_process"
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,  # so that killing the group ends what it started as well
+            )
+        self._connection = Connection(ours.detach())
+        self._ready_by = time.monotonic() + START_TIMEOUT_S
+        self._is_ready = False
+
+    def wait_until_ready(self) -> None:
+        """Return when the reward function is imported; UserError if it never will be."""
+        if self._is_ready:
+            return
+        if not self._connection.poll(max(0.0, self._ready_by - time.monotonic())):
+            reward = self._arguments[0]
+            raise UserError(
+                f"environment.reward={reward} was not imported within {START_TIMEOUT_S:.0f} s."
+            )
+        try:
+            complaint = self._connection.recv()
+        except (EOFError, OSError):
+            how = self._how_it_ended()
+            complaint = (
+                f"environment.reward={self._arguments[0]}: the process that imports it {how}."
+            )
+        if complaint is not None:
+            raise UserError(complaint)
+        self._is_ready = True
+
+    def grade(self, message: bytes) -> Grade:
+        """Grade one pickled row within the time limit, and be ready for the next one."""
+        if not self._closed and self._process.poll() is not None:
+            self._replace()  # it died between two rows, so this row has no part in it
+        try:
+            self.wait_until_ready()
+            self._connection.send_bytes(message)
+            if not self._connection.poll(self._timeout_s):
+                self._replace()
+                return Grade(reward=None, error=f"took longer than {self._timeout_s:g} s")
+            reward, metrics, error = self._connection.recv()
+        except (EOFError, OSError):
+            how = "was shut down" if self._closed else self._how_it_ended()
+            self._replace()
+            return Grade(reward=None, error=f"the grading process {how}")
+        except UserError as error:  # the replacement could not import what the first one could
+            self._replace()
+            return Grade(reward=None, error=str(error))
+        return Grade(reward=reward, metrics=metrics, error=error)
+
+    def close(self) -> None:
+        """Kill the process and everything in its group, for good."""
+        with self._lock:
+            self._closed = True
+        self._kill()
+
+    def _replace(self) -> None:
+        self._kill()
+        with self._lock:
+            if not self._closed:
+                logger.warning("Starting another grading process in place of the last.")
+                self._start()
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(timeout=EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        cause = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{cause}"
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+
+
+def machine_memory_bytes() -> int:
+    """Memory of this machine, or of the container if that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or the word "max"
+            total = min(total, int(Path(path).read_text()))
+    return total

@@ -1,0 +1,144 @@
+"""What runs in a grading process: ``python -m nemo_like.environments.grading_process FD SPEC …``.
+
+One process grades one row at a time in its main thread, where libraries may set signal alarms. It
+talks to its pool over one socket: first a word on the import (None, or why it failed), then for
+each pickled row one pickled ``(reward, metrics, error)`` of plain numbers and text.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nemo_like.environments.rewards import (
+    RewardFunction,
+    error_place,
+    error_text,
+    resolve_reward,
+)
+from nemo_like.errors import UserError
+
+PARENT_POLL_S = 1.0
+# The pool stops a row that is late; this only ends a process whose pool was killed meanwhile, and
+# works while native code holds the interpreter lock.
+SELF_DESTRUCT_GRACE_S = 5.0
+
+Verdict = tuple[float | None, dict[str, float], str | None]
+
+
+def main(argv: list[str]) -> None:
+    """Import the reward function, then grade rows until the pool closes the socket."""
+    file_descriptor, spec, timeout_s, memory_limit_bytes = argv
+    connection = Connection(int(file_descriptor))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
+    _die_with_parent(os.getppid())
+    _limit_memory(int(memory_limit_bytes))
+    try:
+        function = resolve_reward(spec)
+    except UserError as error:
+        connection.send(str(error))
+        return
+    connection.send(None)
+    _serve(connection, function, float(timeout_s))
+
+
+def _serve(connection: Connection, function: RewardFunction, timeout_s: float) -> None:
+    while True:
+        try:
+            row = connection.recv_bytes()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(timeout_s + SELF_DESTRUCT_GRACE_S, exit=True)
+        verdict = grade_row(function, row)
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind must not hit the next row
+        connection.send(verdict)
+
+
+def grade_row(function: RewardFunction, row: bytes) -> Verdict:
+    """Grade one pickled ``(prompt, completion, fields)``; whatever happens costs this row only."""
+    try:
+        prompt, completion, fields = pickle.loads(row)
+        result = function(prompt, completion, fields)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        return to_verdict(result)
+    except BaseException as error:  # one row's grading: sys.exit() in it must not end the process
+        return None, {}, _failure(function, error)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _failure(function: RewardFunction, error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    code = getattr(inspect.unwrap(function.function), "__code__", None)
+    folder = Path(code.co_filename).parent if code else None
+    return f"{error_text(error)} ({error_place(error, folder)})"
+
+
+def to_verdict(result: Any) -> Verdict:
+    """Read what a reward function returned: a number, None, or a dict with ``reward`` and metrics.
+
+    Beside ``reward`` a dict holds numbers, which become metrics. A ``reward`` of None means that
+    the row cannot be graded; then ``error`` may be a text that says why.
+    """
+    if result is None:
+        return None, {}, "returned None"
+    if not isinstance(result, Mapping):
+        return _number("the reward", result), {}, None
+    if "reward" not in result:
+        raise UserError(f"returned a dict without 'reward' (it has {sorted(map(str, result))}).")
+    rest = {str(key): value for key, value in result.items() if key != "reward"}
+    if result["reward"] is None:
+        return None, {}, str(rest.get("error", "returned a reward of None"))
+    reward = _number("the reward", result["reward"])
+    return reward, {key: _number(f"metric {key!r}", value) for key, value in rest.items()}, None
+
+
+def _number(what: str, value: Any) -> float:
+    """Any finite real number, NumPy's and one-element tensors included, but no text."""
+    if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
+        raise UserError(f"{what} is a {type(value).__name__}, not a number.")
+    number = float(value)
+    if not math.isfinite(number):
+        raise UserError(f"{what} is {number}, not a finite number.")
+    return number
+
+
+def _die_with_parent(parent: int) -> None:
+    """End the process group when the pool's process is gone, even in the middle of a row."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def _limit_memory(memory_limit_bytes: int) -> None:
+    """Turn a row that eats memory into a MemoryError, or at worst into the first process to go."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = memory_limit_bytes if hard == resource.RLIM_INFINITY else min(memory_limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    with contextlib.suppress(OSError):  # Linux only
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

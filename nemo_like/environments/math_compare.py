@@ -1,0 +1,293 @@
+r"""Decide whether two mathematical answers are equal.
+
+Lists, sets, tuples, intervals, equations, units and percentages are taken apart here, as text; only
+single expressions reach math-verify's LaTeX parser, and only if it reads them whole: a fragment of
+an answer never stands for the answer. Expressions are equal if they agree exactly (rational numbers)
+or to 30 digits at several points (everything else).
+"""
+
+import re
+from dataclasses import dataclass
+
+from nemo_like.environments.math_expression import (
+    expressions_equal,
+    number_of,
+    parse,
+    proportional,
+)
+from nemo_like.environments.math_text import join_thousands, split_top_level, squash, tidy
+
+LIST_SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
+RELATION = r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>"
+MATH_WORDS = {"mod", "gcd", "lcm", "max", "min"}
+# Words that change a number's value rather than name its unit: "3 million", "5 minus 2".
+VALUE_WORDS = set(
+    "plus minus times over divided multiplied squared cubed hundred thousand million billion "
+    "trillion dozen half less more than not to factorial choose power base".split()
+)
+PROSE = set(
+    "because since as so which where when for if after by but with that therefore thus hence in "
+    "at is are was were".split()
+)
+UNITS = {
+    "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "meter": "m",
+    "metre": "m", "kilometer": "km", "kilometre": "km", "inch": "in", "inche": "in", "foot": "ft",
+    "feet": "ft", "yard": "yd", "mile": "mi", "gram": "g", "kilogram": "kg", "pound": "lb",
+    "second": "sec", "minute": "min", "hour": "hr", "liter": "l", "litre": "l", "dollar": "dollar",
+    "cent": "cent", "day": "day", "week": "week", "month": "month", "year": "year",
+}  # fmt: skip
+KNOWN_UNITS = set(UNITS.values())
+WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
+PERCENT = re.compile(r"\s*(?:%|(?<![a-zA-Z])per ?cent(?:age)?(?: points?)?)\s*$", re.IGNORECASE)
+MOST_WORDS = 4
+"""Longest text that counts as an answer in words; longer prose cannot be graded."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list, set, tuple or interval. ``brackets`` is '', '{}' or an opening and a closing one."""
+
+    brackets: str
+    items: list[str]
+    variable: str | None = None
+    """The unknown, if the interval was written as an inequality."""
+
+
+def equal(gold: str, given: str) -> bool:
+    """Whether ``given`` is the same answer as ``gold``; the order of the two matters for policies."""
+    gold_text, given_text = tidy(gold), tidy(given)
+    if not gold_text or not given_text:
+        return False
+    joined = join_thousands(gold_text)
+    if isinstance(read_items(joined), Items) and _equal(joined, given_text):
+        return True  # 100,200,300 is a list where a list is wanted
+    return _equal(joined, join_thousands(given_text))
+
+
+def gradable(gold: str) -> bool:
+    """Whether an answer can be told from other answers: every part is read whole, or is a word."""
+    text = join_thousands(tidy(gold))
+    return bool(text) and _gradable(text)
+
+
+def _gradable(text: str) -> bool:
+    items = read_items(text)
+    if items is not None:
+        return all(_gradable(item) for item in items.items)
+    if text == r"\ldots" or re.fullmatch(r"[\d:]+", text):
+        return True
+    sides = split_top_level(text, rf"(?<!\\)=|{RELATION}")
+    if len(sides) > 1:
+        return all(side and _gradable(side) for side in sides)
+    core, _, _ = _strip_units(text)
+    if is_words(core):
+        return len(core.split()) <= MOST_WORDS and not re.search(r"[\\{}^_]", core)
+    return number_of(core) is not None or parse(_strip_base(core)[0]) is not None
+
+
+def read_items(text: str) -> Items | None:
+    """Read a list, set, tuple, interval, union or one-variable inequality; None for the rest."""
+    if r"\begin" in text:
+        return None
+    members = [part for part in split_top_level(text, LIST_SEPARATOR) if part]
+    if len(members) > 1:
+        return Items("", members)
+    pieces = split_top_level(text, r"\\cup(?![a-zA-Z])")
+    if len(pieces) > 1:
+        return Items("", pieces)
+    text = re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", text)
+    bracketed = re.fullmatch(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", text)
+    if bracketed and split_top_level(text + " , x", ",")[:-1] == [text.strip()]:
+        inner = [part for part in split_top_level(bracketed[2], "[,;]") if part]
+        if bracketed[1] == r"\{":
+            return Items("{}", inner)
+        if len(inner) > 1 and _closes_at_end(text):
+            return Items(bracketed[1] + bracketed[3], inner)
+    return _inequality(text)
+
+
+def _closes_at_end(text: str) -> bool:
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character in "([") - (character in ")]")
+        if depth == 0:
+            return index == len(text) - 1
+    return False
+
+
+def _inequality(text: str) -> Items | None:
+    r"""``0 < x \le 5`` as the interval (0, 5]."""
+    parts = split_top_level(text, RELATION)
+    signs = re.findall(RELATION, text)
+    if len(signs) != len(parts) - 1 or not 2 <= len(parts) <= 3 or "=" in text:
+        return None
+    if signs[0] in (">", r"\ge"):
+        flip = {">": "<", r"\ge": r"\le", "<": ">", r"\le": r"\ge"}
+        parts, signs = parts[::-1], [flip[sign] for sign in reversed(signs)]
+    if any(sign in (">", r"\ge") for sign in signs):
+        return None
+    variable = re.compile(r"[a-zA-Z]|\\[a-z]+")
+    if len(parts) == 3 and variable.fullmatch(parts[1]):
+        low, name, high = parts
+        left, right = signs
+    elif len(parts) == 2 and variable.fullmatch(parts[0]) and not is_variable(parts[1]):
+        low, name, high, left, right = r"-\infty", parts[0], parts[1], "<", signs[0]
+    elif len(parts) == 2 and variable.fullmatch(parts[1]):
+        low, name, high, left, right = parts[0], parts[1], r"\infty", signs[0], "<"
+    else:
+        return None
+    brackets = ("(" if left == "<" else "[") + (")" if right == "<" else "]")
+    return Items(brackets, [low, high], name)
+
+
+def is_variable(text: str) -> bool:
+    """Whether the text is one letter."""
+    return re.fullmatch(r"[a-zA-Z]", text) is not None
+
+
+def _equal(gold: str, given: str) -> bool:
+    if squash(gold) == squash(given):
+        return True
+    gold_items, given_items = read_items(gold), read_items(given)
+    if gold_items or given_items:
+        return _items_equal(gold, gold_items, given, given_items)
+    gold_name, gold_value = _assignment(gold)
+    given_name, given_value = _assignment(given)
+    if gold_name and given_name and squash(gold_name) == squash(given_name):
+        return _equal(gold_value, given_value)
+    gold_sides, given_sides = (split_top_level(text, r"(?<!\\)=") for text in (gold, given))
+    if len(gold_sides) == len(given_sides) == 2:
+        return proportional(gold_sides, given_sides)
+    if gold_name and len(given_sides) == 1:
+        return _equal(gold_value, given)
+    if given_name is not None and len(gold_sides) == 1:
+        return _equal(gold, given_value)
+    return len(gold_sides) == len(given_sides) == 1 and _scalars_equal(gold, given)
+
+
+def _items_equal(gold: str, a: Items | None, given: str, b: Items | None) -> bool:
+    if a is None or b is None:
+        one, other = (b, gold) if a is None else (a, given)
+        assert one is not None
+        if one.brackets == "{}" and len(one.items) == 1:
+            return _equal(one.items[0], other)
+        name, value = _assignment(other)
+        if name is None or value == other:
+            return False
+        return _equal(gold, value) if a is not None else _equal(value, given)
+    if len(a.items) != len(b.items):
+        return False
+    if a.variable and b.variable and a.variable != b.variable:
+        return False
+    if {a.brackets, b.brackets} <= {"", "{}"}:
+        ordered = any(r"\ldots" in item for item in a.items + b.items)
+    else:
+        ordered = True
+        one_is_bare = "" in (a.brackets, b.brackets) and "()" in (a.brackets, b.brackets)
+        if a.brackets != b.brackets and not one_is_bare:
+            return False
+    if ordered:
+        return all(_equal(x, y) for x, y in zip(a.items, b.items, strict=True))
+    return _same_members(a.items, b.items)
+
+
+def _same_members(gold: list[str], given: list[str]) -> bool:
+    rest = list(given)
+    for item in gold:
+        match = next((other for other in rest if _equal(item, other)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
+
+
+def _assignment(text: str) -> tuple[str | None, str]:
+    """Split ``x = 5`` or ``f(x) = 5`` into name and value, and ``2 + 3 = 5`` into '' and value."""
+    sides = split_top_level(text, r"(?<!\\)=")
+    if len(sides) < 2 or not all(sides):
+        return None, text
+    name, value = sides[0], sides[-1]
+    bare = re.sub(r"_\{?\w+\}?|\^\{-1\}|\([a-zA-Z, ]*\)", "", name)
+    if re.fullmatch(r"(?!\\(?:sin|cos|tan|log|ln|sqrt))[\\|]?[a-zA-Z][a-zA-Z\\'| ]*", bare):
+        return name, value
+    if is_variable(value) and number_of(name) is not None:
+        return value, name
+    if all(_scalars_equal(value, side) for side in sides[:-1]):
+        return "", value
+    return None, text
+
+
+def _scalars_equal(gold: str, given: str) -> bool:
+    if ":" in gold or ":" in given:
+        parts = [[part.strip() for part in text.split(":")] for text in (gold, given)]
+        same = len(parts[0]) == len(parts[1])
+        return same and all(_equal(a, b) for a, b in zip(*parts, strict=True))
+    gold, gold_unit, gold_percent = _strip_units(gold)
+    given, given_unit, given_percent = _strip_units(given)
+    if {gold_unit, given_unit} <= KNOWN_UNITS and gold_unit != given_unit:
+        return False
+    gold, given = _matching_base(gold, given)
+    if is_words(gold) or is_words(given):
+        return _words(gold) == _words(given)
+    if gold_percent or given_percent:
+        return _percentages_equal(gold, gold_percent, given, given_percent)
+    return expressions_equal(gold, given)
+
+
+def _percentages_equal(gold: str, gold_percent: bool, given: str, given_percent: bool) -> bool:
+    if expressions_equal(gold, given):
+        value = number_of(gold)
+        # 28% against 28: the question asked "in percent". 0.28% against a gold of 0.28: it did not.
+        return gold_percent or value is None or abs(value) > 1
+    if gold_percent and given_percent:
+        return False
+    hundredth = r"\frac{{{}}}{{100}}"
+    if gold_percent:
+        return expressions_equal(hundredth.format(gold), given)
+    return expressions_equal(gold, hundredth.format(given))
+
+
+def is_words(text: str) -> bool:
+    """Whether the text holds a word that is no name of a function."""
+    return any(word.lower() not in MATH_WORDS for word in WORD.findall(text))
+
+
+def _words(text: str) -> str:
+    text = re.sub(r"[^\w\s.:/+-]", " ", text).casefold()
+    return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
+
+
+def _strip_units(text: str) -> tuple[str, str, bool]:
+    """Split a quantity into its value, its unit ('' if none) and whether it is a percentage."""
+    percent = PERCENT.search(text)
+    if percent and percent.start() > 0:
+        return text[: percent.start()].strip(), "", True
+    match = re.match(
+        r"(?P<value>.*?[\d)}])(?P<gap>\s*)(?P<unit>[a-zA-Z][a-zA-Z\s/.^{}\d-]*)$", text
+    )
+    match = match or re.match(
+        r"(?P<value>.*\d.*?)(?P<gap>\s+)(?P<unit>[a-zA-Z]{2}[a-zA-Z]*)$", text
+    )
+    if match is None:
+        return text, "", False
+    words = [word.lower() for word in re.findall("[a-zA-Z]+", match["unit"])]
+    name = words[0].removesuffix("s") if words[0] != "s" else "s"
+    name = UNITS.get(name, name)
+    looks_like_unit = len(words[0]) >= 3 or name in KNOWN_UNITS and len(words[0]) >= 2
+    has_digits = re.search(r"\d", re.sub(r"\^\{?[23]\}?", "", match["unit"]))
+    if not looks_like_unit or has_digits or VALUE_WORDS & set(words) or is_words(match["value"]):
+        return text, "", False
+    return match["value"].strip(), name, False
+
+
+def _strip_base(text: str) -> tuple[str, str]:
+    match = re.fullmatch(r"\(?(\d[\dA-F]*)\)?_ ?\{? ?(\w+) ?\}?", text)
+    return (match[1], match[2]) if match else (text, "")
+
+
+def _matching_base(gold: str, given: str) -> tuple[str, str]:
+    """Drop a base that only one side states (101_2 against 101); keep two that differ."""
+    (gold_digits, gold_base), (given_digits, given_base) = _strip_base(gold), _strip_base(given)
+    if gold_base and given_base and gold_base != given_base:
+        return gold, "different base"
+    return gold_digits, given_digits

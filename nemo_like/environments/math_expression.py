@@ -1,0 +1,207 @@
+r"""Equality of single expressions: rational numbers exactly, everything else at sample points."""
+
+import functools
+import random
+import re
+from fractions import Fraction
+
+import sympy
+from latex2sympy2_extended import latex2sympy
+from math_verify.grader import verify as math_verify_equal
+
+DIGITS = 30
+TOLERANCE = sympy.Float(f"1e-{DIGITS - 8}", DIGITS)
+NUM_POINTS = 4
+MAX_EXPONENT = 10_000
+MAX_FACTORIAL = 10_000
+MIN_DIGITS_TO_ROUND = 3
+"""33.3 stands for 100/3, but 33 and 0.3 do not stand for 100/3 and 1/3."""
+MIN_DIGITS_OF_ROUNDED_GOLD = 4
+"""A gold of 33.33 may be a rounded number that the answer has more digits of; 12.5 is exact."""
+DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
+SCIENTIFIC = re.compile(
+    rf"({DECIMAL})(?: ?\\(?:times|cdot) ?10 ?\^ ?\{{?([+-]?\d{{1,4}})\}}?|[eE]([+-]?\d{{1,3}}))"
+)
+FRACTION = re.compile(
+    rf"(-?)(?:\\frac ?\{{ ?({DECIMAL}) ?\}} ?\{{ ?({DECIMAL}) ?\}}|({DECIMAL}) ?/ ?({DECIMAL}))"
+)
+IMAGINARY = re.compile(r"(?<![a-zA-Z\\])i(?![a-zA-Z])")
+
+
+def number_of(text: str) -> Fraction | None:
+    r"""Exact value of a decimal, a fraction or a number in scientific notation; None for the rest.
+
+    >>> number_of(r"\frac{1}{2}"), number_of("007.50"), number_of(r"\pi")
+    (Fraction(1, 2), Fraction(15, 2), None)
+    """
+    text = re.sub(r"^- ", "-", text.strip())
+    if re.fullmatch(DECIMAL, text):
+        return Fraction(text)
+    if match := SCIENTIFIC.fullmatch(text):
+        return Fraction(match[1]) * Fraction(10) ** int(match[2] or match[3])
+    if match := FRACTION.fullmatch(text):
+        top, bottom = (match[2], match[3]) if match[2] else (match[4], match[5])
+        if Fraction(bottom) == 0:
+            return None
+        return Fraction(top) / Fraction(bottom) * (-1 if match[1] else 1)
+    return None
+
+
+def expressions_equal(gold: str, given: str) -> bool:
+    """Whether two single expressions have the same value, wherever both are defined."""
+    a, b = number_of(gold), number_of(given)
+    if a is not None and b is not None:
+        return a == b or _rational_roundings_equal(a, gold.strip(), b, given.strip())
+    left, right = parse(gold), parse(given)
+    if left is None or right is None:
+        return False
+    same = _agree(left, right)
+    if same is None:  # matrices, sets and other things without a value
+        return bool(math_verify_equal(left, right, timeout_seconds=None))
+    return same or _constant_rounds_to(left, given) or _constant_rounds_to(right, gold)
+
+
+def proportional(gold_sides: list[str], given_sides: list[str]) -> bool:
+    """Whether two equations are one: their differences of sides are a constant multiple."""
+    sides = [parse(side) for side in (*gold_sides, *given_sides)]
+    if not all(isinstance(side, sympy.Expr) for side in sides):
+        return False
+    a, b = sides[0] - sides[1], sides[2] - sides[3]
+    if a.free_symbols != b.free_symbols or not a.free_symbols:
+        return False
+    ratios = []
+    for point in _points(a.free_symbols):
+        top, bottom = _value(a, point), _value(b, point)
+        if top is None or bottom is None or not top or not bottom:
+            continue
+        ratios.append(top / bottom)
+    return len(ratios) >= 2 and all(_close(ratio, ratios[0]) for ratio in ratios)
+
+
+@functools.lru_cache(maxsize=256)
+def parse(text: str) -> sympy.Basic | None:
+    """Parse the whole text, or nothing; numbers side by side ("2 3") are not taken for anything."""
+    if re.search(r"\d \d", text) or not text.strip():
+        return None
+    is_complex = IMAGINARY.search(text) is not None
+    try:
+        expression = latex2sympy(
+            text, is_real=not is_complex, convert_degrees=False, normalization_config=None
+        )
+    except Exception:  # the parser's own exceptions are bare ones: the text is no expression
+        return None
+    if not isinstance(expression, (sympy.Basic, sympy.MatrixBase)):
+        return None
+    if not isinstance(expression, sympy.Expr):
+        return expression
+    if not _is_tame(expression):
+        return None
+    floats = {value: sympy.Rational(str(value)) for value in expression.atoms(sympy.Float)}
+    units = {s: sympy.I for s in expression.atoms(sympy.Symbol) if is_complex and s.name == "i"}
+    return expression.xreplace(floats | units)
+
+
+def _is_tame(expression: sympy.Expr) -> bool:
+    """Whether evaluating takes no more than moments: no power towers, no giant factorials."""
+    for node in sympy.preorder_traversal(expression):
+        limit = {sympy.Pow: MAX_EXPONENT, sympy.factorial: MAX_FACTORIAL}.get(type(node))
+        if limit is None or node.free_symbols:
+            continue
+        argument = node.args[-1]
+        if argument.has(sympy.Pow, sympy.factorial) and not _is_small_power(argument):
+            return False
+        if not abs(sympy.N(argument)) <= limit:
+            return False
+    return True
+
+
+def _is_small_power(argument: sympy.Expr) -> bool:
+    """Whether every power and factorial in an exponent has a small literal on top."""
+    inner = argument.atoms(sympy.Pow, sympy.factorial)
+    return all(node.args[-1].is_Rational and abs(node.args[-1]) <= 20 for node in inner)
+
+
+def _agree(a: sympy.Basic, b: sympy.Basic) -> bool | None:
+    """Compare at sample points; None if the two cannot be evaluated, as matrices and sets."""
+    if a == b:
+        return True
+    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
+        return None
+    symbols = a.free_symbols | b.free_symbols
+    compared = 0
+    for point in _points(symbols):
+        x, y = _value(a, point), _value(b, point)
+        if x is None or y is None:
+            continue
+        is_real = x.is_real and y.is_real
+        if not is_real and any(value < 0 for value in point.values()):
+            continue  # roots of negative numbers: equal for positive arguments is equal
+        compared += 1
+        if not _close(x, y):
+            return False
+    return True if compared else None
+
+
+def _points(symbols: set[sympy.Symbol]) -> list[dict[sympy.Symbol, sympy.Rational]]:
+    """Positive points, then negative ones; one empty point where there is no symbol."""
+    if not symbols:
+        return [{}]
+    rng = random.Random(0)
+    ordered = sorted(symbols, key=str)
+    return [
+        {symbol: sign * sympy.Rational(rng.randint(20, 400), 97) for symbol in ordered}
+        for sign in (1, -1)
+        for _ in range(NUM_POINTS)
+    ]
+
+
+def _value(expression: sympy.Expr, point: dict[sympy.Symbol, sympy.Rational]) -> sympy.Expr | None:
+    try:
+        value = expression.subs(point).doit().evalf(DIGITS)
+    except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
+        return None
+    return value if value.is_number and value.is_finite else None
+
+
+def _close(a: sympy.Expr, b: sympy.Expr) -> bool:
+    return bool(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)))
+
+
+def _is_rounding_of(value: Fraction, decimal: str, min_digits: int) -> bool:
+    """Whether ``decimal`` has a decimal point, enough significant digits, and is ``value`` rounded."""
+    if not re.fullmatch(r"[+-]?\d*\.\d+", decimal):
+        return False
+    digits = re.sub(r"\D", "", decimal).lstrip("0")
+    places = len(decimal.partition(".")[2])
+    is_near = abs(value - Fraction(decimal)) <= Fraction(1, 2 * 10**places)
+    return is_near and len(digits) >= min_digits
+
+
+def _never_ends(value: Fraction) -> bool:
+    """Whether the decimal expansion is infinite: 100/3, but not 1/8."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest > 1
+
+
+def _rational_roundings_equal(gold: Fraction, gold_text: str, given: Fraction, text: str) -> bool:
+    if _never_ends(gold):
+        return _is_rounding_of(gold, text, MIN_DIGITS_TO_ROUND)
+    if _never_ends(given):
+        return _is_rounding_of(given, gold_text, MIN_DIGITS_TO_ROUND)
+    is_finer = "." in text and len(text.partition(".")[2]) > len(gold_text.partition(".")[2])
+    return is_finer and _is_rounding_of(given, gold_text, MIN_DIGITS_OF_ROUNDED_GOLD)
+
+
+def _constant_rounds_to(constant: sympy.Basic, decimal: str) -> bool:
+    """Whether ``decimal`` is the rounded value of a constant such as sqrt(2) / 3."""
+    if not isinstance(constant, sympy.Expr) or constant.free_symbols:
+        return False
+    value = _value(constant, {})
+    if value is None or not value.is_real:
+        return False
+    exact = Fraction(str(value))
+    ends = exact == round(exact, DIGITS // 2)
+    return not ends and _is_rounding_of(exact, decimal.strip(), MIN_DIGITS_TO_ROUND)

@@ -1,0 +1,50 @@
+r"""The reward for mathematics with a known answer: 1 if the response states that answer, else 0.
+
+What counts as stating it is in ``math_extract``, what counts as equal in ``math_compare``. Where
+mathematics leaves a choice, it is made as follows.
+
+- Only the last box counts; a last box, answer tag or ``<think>`` block that is not closed states
+  nothing; without a box there must be a phrase such as "the answer is", ``#### 42`` or nothing but
+  the answer itself.
+- 28%, 28 and 0.28 are right where 28% is asked for, since the question may say "in percent"; where
+  0.28 is asked for, 28% is right and 0.28% is not.
+- Units and degree marks may be left out or added, but not be different known units (cm, m).
+- Order does not matter in sets and bare lists, and the braces of a set may be missing. It does in
+  pairs. A bare ``1, 2`` passes for the pair (1, 2). (1,234) is a pair and 1,234 a number.
+- An inequality in one unknown is its interval; open and closed ends differ.
+- ``x = 5`` and ``f(x) = 5`` pass for 5, but not ``2x = 5`` or ``x = 5k``.
+- A decimal with three significant digits or more passes for a number whose decimals never end, if
+  it is rounded right. There is no other tolerance.
+- Expressions are equal if they agree wherever both are real; roots of n are taken for n > 0.
+- A base (52_8) may be left out, but not be another one. ``10:30`` is compared part by part.
+- Answers in words are compared as text, without regard to case and articles.
+"""
+
+from typing import Any
+
+from nemo_like.environments.math_compare import equal, gradable
+from nemo_like.environments.math_extract import extract, gold_answer
+
+__all__ = ["extract", "reward", "verify"]
+
+
+def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[str, Any]:
+    """Grade one completion against the row's ``answer``, a text or a number.
+
+    ``answered`` says whether the completion stated any answer. A row whose own answer cannot be
+    read gets a reward of None, unless the completion has the very same text: nothing can be right
+    or wrong there.
+    """
+    gold = gold_answer(str(answer))
+    given = extract(completion)
+    is_right = given is not None and equal(gold, given)
+    if not is_right and not gradable(gold):
+        return {"reward": None, "error": f"the row's answer cannot be read: {gold[:100]!r}"}
+    right = float(is_right)
+    return {"reward": right, "accuracy": right, "answered": float(given is not None)}
+
+
+def verify(response: str, gold: str) -> bool:
+    """Whether the response states the gold answer; sets no timers, so that any thread may call it."""
+    given = extract(response)
+    return given is not None and equal(gold_answer(gold), given)

@@ -1,0 +1,21 @@
+"""The failures that end a run with one sentence instead of a traceback.
+
+Each message names the key or the worker, the value, the rule and the remedy. Everything else that
+is raised is a bug of ours and keeps its traceback.
+"""
+
+
+class UserError(ValueError):
+    """The user's configuration, data or files break a rule; the message says which and the remedy."""
+
+
+class RunError(RuntimeError):
+    """The world broke a run that was set up well: a dead worker, a failed check, a lost file."""
+
+
+class WaitTimeoutError(TimeoutError):
+    """A wait passed its limit; the message says who waited, for what, for how long and where."""
+
+
+class WorkerDiedError(RunError):
+    """A Ray worker process ended by itself; the message has its class, rank, node, phase and log tail."""

@@ -1,0 +1,1 @@
+"""Sampling engines behind one protocol, and the workers that host them."""

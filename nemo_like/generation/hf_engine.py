@@ -1,0 +1,298 @@
+"""The ``Engine`` protocol over a plain transformers model, for odd models and exact tests.
+
+Shapes: B requests of one batch, T tokens so far, V vocabulary.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from nemo_like.errors import RunError, UserError
+from nemo_like.generation.protocol import (
+    Completion,
+    EngineConfig,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
+from nemo_like.refit.manifest import check_refit, expected_tensors, read_tensors
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS_PER_CHARACTER = 4
+"""Byte-level tokenizers may spend one token on each byte of a UTF-8 character."""
+
+Pending = tuple[GenerationRequest, "asyncio.Future[Completion]"]
+
+
+class HFEngine:
+    """One transformers model in this process; see ``Engine`` for its contract.
+
+    Requests that arrive in the same turn of the event loop form one batch, in order of arrival,
+    which runs to its end in a thread; so the same requests in the same order give the same bits.
+    A refit is refused while completions are being sampled; one that fails its checks leaves the
+    weights, the version and generation as they were.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._model: PreTrainedModel | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._queue: asyncio.Queue[Pending] = asyncio.Queue()
+        self._server: asyncio.Task[None] | None = None
+        self._version: int | None = None
+        self._num_running = 0
+        self._model_in_use = asyncio.Lock()
+        self._last_logits_only: dict[str, int] = {}
+
+    async def start(self) -> None:
+        """Build the model without weights; UserError for what this engine has no use for."""
+        if self._config.engine_kwargs:
+            raise UserError(
+                f"generation.engine_kwargs.{next(iter(self._config.engine_kwargs))} has no effect "
+                "with generation.backend=hf; remove it."
+            )
+        if self._config.tensor_parallel_size != 1:
+            raise UserError(
+                f"generation.tensor_parallel_size={self._config.tensor_parallel_size} has no "
+                "effect with generation.backend=hf; use 1."
+            )
+        self._model = await asyncio.to_thread(_build_model, self._config)
+        if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
+            self._last_logits_only = {"logits_to_keep": 1}
+        self._server = asyncio.create_task(self._serve())
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one completion; RunError if the model fails."""
+        if self._model is None or self._version is None:
+            raise RunError(f"Request {request.request_id} came before the engine had weights.")
+        self._check_prompt(request)
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._num_running += 1
+        try:
+            self._queue.put_nowait((request, done))
+            return await done
+        finally:
+            self._num_running -= 1
+
+    async def load_weights(self, paths: Sequence[str], version: int) -> None:
+        """Replace all weights; RunError as the protocol says. There is no cache to reset."""
+        if self._model is None:
+            raise RunError(f"Refit {version} came before the engine had started.")
+        if self._num_running:
+            raise RunError(
+                f"Refit {version} came while {self._num_running} completions were being sampled; "
+                "wait for them first."
+            )
+        expected = expected_tensors(self._config.model_path, getattr(torch, self._config.dtype))
+        check_refit(paths, version, self._version, expected)
+        # Without a version the engine refuses to generate until every tensor is in place.
+        self._version = None
+        async with self._model_in_use:  # By a batch whose callers have all given up.
+            await asyncio.to_thread(_copy_weights, self._model, paths)
+        self._version = version
+
+    async def shutdown(self) -> None:
+        """Stop serving and drop the model; completions that are under way fail."""
+        if self._server is not None:
+            self._server.cancel()
+            await asyncio.wait({self._server})
+        self._model = self._server = self._version = None
+        while not self._queue.empty():
+            _fail(self._queue.get_nowait()[1], RunError("The engine was shut down."))
+
+    async def _serve(self) -> None:
+        """Batch what arrived and sample it, for ever."""
+        while True:
+            batch = [await self._queue.get()]
+            # Callers that became ready together all get to enqueue before the batch closes.
+            await asyncio.sleep(0)
+            while len(batch) < self._config.max_num_seqs and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            await self._answer(batch)
+
+    async def _answer(self, batch: list[Pending]) -> None:
+        requests = [request for request, _ in batch]
+        assert self._version is not None
+        try:
+            async with self._model_in_use:
+                completions = await asyncio.to_thread(self._sample, requests, self._version)
+        except asyncio.CancelledError:
+            for _, done in batch:
+                _fail(done, RunError("The engine was shut down."))
+            raise
+        except Exception as error:  # The boundary to a model's code, which may raise anything.
+            logger.exception("A batch of %d requests failed.", len(batch))
+            for request, done in batch:
+                reason = f"The model failed request {request.request_id}: {error!r}"
+                _fail(done, RunError(reason))
+            return
+        for (_, done), completion in zip(batch, completions, strict=True):
+            if not done.done():  # Its caller may have given up.
+                done.set_result(completion)
+
+    def _check_prompt(self, request: GenerationRequest) -> None:
+        assert self._model is not None
+        vocab_size = self._model.get_input_embeddings().num_embeddings
+        bad = [token_id for token_id in request.prompt_ids if not 0 <= token_id < vocab_size]
+        if bad or not request.prompt_ids:
+            reason = f"holds token id {bad[0]}, not below {vocab_size}" if bad else "is empty"
+            raise RunError(f"The prompt of request {request.request_id} {reason}.")
+
+    @torch.inference_mode()
+    def _sample(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+        """Sample one batch to its end."""
+        rows = [
+            _Row(request, self._config.max_model_len, self._config.device) for request in requests
+        ]
+        unfinished = [row for row in rows if row.finish_reason is None]
+        if unfinished:
+            self._decode(unfinished)
+        return [row.completion(version) for row in rows]
+
+    def _decode(self, rows: Sequence["_Row"]) -> None:
+        """Extend every row until it finishes; finished rows idle in their place."""
+        assert self._model is not None
+        ids, mask = _pad_left([row.request.prompt_ids for row in rows], self._config.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        samplings = [row.request.sampling for row in rows]
+        cache = None
+        while True:
+            output = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **self._last_logits_only,
+            )
+            logprobs = processed_logprobs(output.logits[:, -1], samplings)
+            ids = torch.stack([row.draw(dist) for row, dist in zip(rows, logprobs, strict=True)])
+            chosen = logprobs.gather(1, ids).flatten().tolist()
+            for row, token_id, logprob in zip(rows, ids.flatten().tolist(), chosen, strict=True):
+                if row.finish_reason is None:
+                    row.append(token_id, logprob)
+                    self._stop_at_strings(row)
+            if all(row.finish_reason for row in rows):
+                return
+            cache = output.past_key_values
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            # Idle rows must not run past the last position that the model knows.
+            positions = (positions[:, -1:] + 1).clamp(max=self._config.max_model_len - 1)
+
+    def _stop_at_strings(self, row: "_Row") -> None:
+        """Finish a row whose last token completed a stop string; special tokens count as text."""
+        stop = row.request.sampling.stop
+        if not stop or row.finish_reason is FinishReason.stop:
+            return
+        if self._tokenizer is None:
+            self._tokenizer = AutoTokenizer.from_pretrained(self._config.model_path)
+        num_tokens = MAX_TOKENS_PER_CHARACTER * max(map(len, stop))
+        tail = self._tokenizer.decode(row.token_ids[-num_tokens:], skip_special_tokens=False)
+        if any(text in tail for text in stop):
+            row.finish_reason = FinishReason.stop
+
+
+class _Row:
+    """A completion that grows."""
+
+    def __init__(self, request: GenerationRequest, max_model_len: int, device: str) -> None:
+        sampling = request.sampling
+        room = max_model_len - len(request.prompt_ids)
+        self.request = request
+        self.max_tokens = min(sampling.max_new_tokens, room)
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason = FinishReason.length if self.max_tokens <= 0 else None
+        self._generator = torch.Generator(device).manual_seed(request.seed)
+
+    def draw(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Draw a token id [1] from ``logprobs`` [V]."""
+        if self.request.sampling.temperature == 0:
+            return logprobs.argmax(keepdim=True)
+        return torch.multinomial(logprobs.exp(), 1, generator=self._generator)
+
+    def append(self, token_id: int, logprob: float) -> None:
+        """Take a token, which may be the last."""
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if token_id in self.request.sampling.stop_token_ids:
+            self.finish_reason = FinishReason.stop
+        elif len(self.token_ids) == self.max_tokens:
+            self.finish_reason = FinishReason.length
+
+    def completion(self, version: int) -> Completion:
+        """Return the finished row."""
+        assert self.finish_reason is not None
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            weight_version=version,
+        )
+
+
+def processed_logprobs(logits: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+    """Turn logits [B, V] into the float32 logprobs [B, V] that each row is drawn from.
+
+    Greedy rows keep the plain softmax, as with vLLM: temperature 1 and no filters.
+    """
+    temperatures = torch.tensor([each.temperature or 1.0 for each in samplings])
+    logits = logits.float() / temperatures.to(logits.device)[:, None]
+    for row, sampling in zip(logits, samplings, strict=True):
+        if sampling.temperature > 0:
+            _mask_unlikely(row, sampling.top_k, sampling.top_p)
+    return logits.log_softmax(-1)
+
+
+def _mask_unlikely(logits: torch.Tensor, top_k: int, top_p: float) -> None:
+    """Set to -inf, in place, the logits [V] that top-k and then top-p leave out."""
+    if 0 < top_k < len(logits):
+        logits.masked_fill_(logits < logits.topk(top_k).values[-1], -torch.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probs = ordered.softmax(-1)
+        likelier = probs.cumsum(-1) - probs  # Mass before each token; 0 for the first, which stays.
+        logits[order[likelier >= top_p]] = -torch.inf
+
+
+def _pad_left(prompts: Sequence[list[int]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and attention mask, both [B, T], with the prompts' ends aligned."""
+    longest = max(map(len, prompts))
+    ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _build_model(config: EngineConfig) -> PreTrainedModel:
+    """Build the architecture with random weights, which the first refit replaces."""
+    torch_dtype = getattr(torch, config.dtype)
+    with torch.device(config.device):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(config.model_path), dtype=torch_dtype
+        )
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _copy_weights(model: PreTrainedModel, paths: Sequence[str]) -> None:
+    """Overwrite the model's tensors in place; tied copies share storage and follow."""
+    own = model.state_dict()
+    for name, tensor in read_tensors(paths):
+        own[name].copy_(tensor)
+    model.tie_weights()
+
+
+def _fail(done: "asyncio.Future[Completion]", error: RunError) -> None:
+    if not done.done():  # Its caller may have given up.
+        done.set_exception(error)

@@ -1,0 +1,99 @@
+"""What every sampling engine offers: requests in, completions out, weights in by version."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    stop = "stop"
+    """An end-of-sequence id, a stop token id or a stop string."""
+    length = "length"
+    """``max_new_tokens`` or the end of the context; such a completion is *truncated*."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn; ``temperature=0`` is greedy, ``top_k=0`` and ``top_p=1`` are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Every id that ends a completion, the model's own end-of-sequence ids included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One completion to sample. ``request_id`` is unique within a run, ``seed`` within a step."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Sampled tokens, the stop token included, and the logprob of each as it was sampled.
+
+    ``logprobs[i]`` is log p(token_ids[i]) after temperature and filters (``processed_logprobs``).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+    """Version of the weights when the request was accepted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine needs to start; plain values, so that it travels to any process."""
+
+    model_path: str
+    dtype: str
+    seed: int
+    max_model_len: int
+    tensor_parallel_size: int = 1
+    max_num_seqs: int = 256
+    device: str = "cpu"
+    """``cpu`` or ``cuda``; the worker has set CUDA_VISIBLE_DEVICES before the engine starts."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a GPU's memory for vLLM; lower where a policy shares the GPU."""
+    engine_kwargs: dict[str, object]
+
+
+class Engine(Protocol):
+    """One replica of a sampling engine, living in the process (or child processes) of its worker.
+
+    An engine starts without weights: ``generate`` before the first ``load_weights`` raises
+    RunError, because it would sample from noise.
+    """
+
+    async def start(self) -> None:
+        """Bring the engine up; raises UserError for what the engine refuses in its configuration."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one completion; concurrent calls are batched continuously."""
+        ...
+
+    async def load_weights(self, paths: Sequence[str], version: int) -> None:
+        """Replace all weights by those in the safetensors files ``paths``, then reset every cache.
+
+        Each file's metadata holds ``version``; the names, shapes and dtypes of all files together
+        must be exactly those of the model's own architecture (tied copies sent once). Raises
+        RunError and keeps refusing to generate if a tensor is missing, unexpected, misshapen,
+        sent twice or of another version.
+        """
+        ...
+
+    async def shutdown(self) -> None:
+        """End the engine and every process that it started."""
+        ...

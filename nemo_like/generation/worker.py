@@ -1,0 +1,33 @@
+"""The process that hosts one replica of a sampling engine."""
+
+from nemo_like.config.schema import Backend
+from nemo_like.distributed.worker import Worker
+from nemo_like.generation.protocol import Engine, EngineConfig
+
+
+def make_engine(backend: Backend, config: EngineConfig) -> Engine:
+    """The engine of a backend; only the one that is asked for is imported."""
+    if backend is Backend.vllm:
+        from nemo_like.generation.vllm_engine import VLLMEngine
+
+        return VLLMEngine(config)
+    from nemo_like.generation.hf_engine import HFEngine
+
+    return HFEngine(config)
+
+
+class GenerationWorker(Worker):
+    """One replica. Its methods are coroutines: completions of many requests overlap."""
+
+    async def start_engine(self, backend: Backend, config: EngineConfig) -> None:
+        """Bring the engine up, without weights."""
+        self._engine = make_engine(backend, config)
+        await self._engine.start()
+
+    async def load_weights(self, paths_by_node: dict[str, list[str]], version: int) -> None:
+        """Replace all weights; see ``Engine.load_weights``."""
+        await self._engine.load_weights(paths_by_node[self.context.node_id], version)
+
+    async def shutdown_engine(self) -> None:
+        """End the engine and its processes."""
+        await self._engine.shutdown()

@@ -1,0 +1,1 @@
+"""Pure functions of logprobs and batch: float32, no collectives, one global denominator."""

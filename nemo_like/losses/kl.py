@@ -1,0 +1,43 @@
+"""Estimators of KL(policy || reference) from samples of the policy.
+
+With d = log reference - log policy for a sampled token (http://joschu.net/blog/kl-approx.html):
+k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
+"""
+
+from torch import Tensor
+
+from nemo_like.config.schema import KLEstimator
+
+# exp(20) = 4.9e8 is finite in float32 and bfloat16, and so is its gradient; 0 * inf never appears.
+_MAX_EXPONENT = 20.0
+
+
+def kl_estimate(log_ratio: Tensor, kind: KLEstimator) -> Tensor:
+    """Per-token estimate from ``log_ratio`` = reference - policy logprobs, any shape.
+
+    Value and gradient are finite for finite input; NaN stays NaN.
+
+    >>> import torch
+    >>> [round(v, 6) for v in kl_estimate(torch.tensor([-1.0, 0.0, 1.0]), KLEstimator.k3).tolist()]
+    [0.367879, 0.0, 0.718282]
+    """
+    if kind is KLEstimator.k1:
+        return -log_ratio
+    if kind is KLEstimator.k2:
+        return log_ratio.square() / 2
+    return log_ratio.clamp(max=_MAX_EXPONENT).exp() - log_ratio - 1
+
+
+def kl_loss(log_ratio: Tensor, importance: Tensor, kind: KLEstimator) -> Tensor:
+    """Per-token term whose expected *gradient* is that of KL(policy || reference).
+
+    A plain ``kl_estimate`` under a loss misses the gradient of the sampling distribution: k1 then
+    has no effect on average (its reference drops out), k3 gives that of the reverse KL. Weighting
+    by the ratio with gradient, E_old[ratio * k] = E_policy[k], restores it for k1 and k3. k2 is not
+    an unbiased value, but its plain gradient, -d * grad log policy, already is the right one, so its
+    ratio is detached.
+
+    ``importance`` = current policy / sampling policy, with gradient, same shape as ``log_ratio``.
+    """
+    weight = importance.detach() if kind is KLEstimator.k2 else importance
+    return weight * kl_estimate(log_ratio, kind)

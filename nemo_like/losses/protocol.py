@@ -1,0 +1,32 @@
+"""What a loss is: a function of logprobs and batch that is told what to divide by."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.observe.metrics import Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denominators:
+    """Counts over the whole global batch: all micro-batches of all data-parallel ranks.
+
+    They are known before the first backward pass, so micro-batches simply add up.
+    """
+
+    tokens: float
+    """Trained tokens of rows that train."""
+    sequences: float
+    """Rows that train and have at least one trained token."""
+
+
+class Loss(Protocol):
+    """Called once per micro-batch; the sum over micro-batches and ranks is the loss of the step."""
+
+    def __call__(
+        self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
+    ) -> tuple[Tensor, Metrics]:
+        """``logprobs`` float32 [N] with gradient -> scalar loss and metrics of this micro-batch."""
+        ...

@@ -1,0 +1,44 @@
+"""From ``policy.model`` to a local folder in Hugging Face format."""
+
+import re
+from pathlib import Path
+
+from nemo_like.errors import UserError
+
+EMBEDDED = "embedded"
+SMOLLM2 = "smollm2"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def resolve_model(name: str) -> Path:
+    """The folder of ``embedded``, ``smollm2``, a path, or a hub name.
+
+    Raises UserError if there is no such model.
+    """
+    if name == EMBEDDED:
+        return Path(__file__).parent / "embedded"
+    if name == SMOLLM2:
+        from nemo_like.models.smollm2 import smollm2_folder
+
+        return smollm2_folder()
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser().resolve()
+    if _HUB_NAME.fullmatch(name) and not name.startswith("."):
+        return _from_hub(name)
+    raise UserError(
+        f"policy.model={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging Face "
+        "format, or a hub name (organisation/model)."
+    )
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the boundary of a network client with many kinds of failure
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"policy.model={name} is neither a folder here nor a model that the hub gives: {reason}"
+        ) from error

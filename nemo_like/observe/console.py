@@ -1,0 +1,187 @@
+"""How a run looks while it runs: a table that updates in place, or one line a step."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+from rich.console import Console as Terminal
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from nemo_like.config.schema import Console
+
+logger = logging.getLogger(__name__)
+
+_NUM_ROWS = 8  # with the lines above and below, half of a small terminal
+_REFRESH_PER_S = 2  # often enough for a clock of seconds, cheap on a busy core
+
+
+@dataclass(frozen=True)
+class Column:
+    """One metric on the console: ``template`` is for ``str.format``."""
+
+    metric: str
+    label: str
+    template: str
+
+
+GRPO_COLUMNS = (
+    Column("rollout/reward", "reward", "{:.3f}"),
+    Column("validation/reward", "val", "{:.3f}"),
+    Column("train/loss", "loss", "{:+.4f}"),
+    Column("train/kl", "kl", "{:.1e}"),
+    Column("mismatch/mean_abs", "gap", "{:.0e}"),
+    Column("train/grad_norm", "grad", "{:.2f}"),
+    Column("train/tokens_per_s", "tok/s", "{:,.0f}"),
+    Column("time/step_s", "time", "{:.1f} s"),
+)
+
+
+def live_terminal(choice: Console) -> Terminal | None:
+    """The terminal to draw on and to log to; None where progress is plain lines.
+
+    ``auto`` is live on a terminal that can move its cursor.
+    """
+    live = choice is Console.live or (
+        choice is Console.auto
+        and sys.stderr.isatty()
+        and not Terminal(stderr=True).is_dumb_terminal
+    )
+    return Terminal(stderr=True, force_terminal=True) if live else None
+
+
+class Progress:
+    """Shows the steps of a run; a ``MetricSink``, and a context manager around the loop.
+
+    Metrics that a step lacks leave their column empty; columns that no step has had are not shown.
+    """
+
+    def __init__(
+        self,
+        max_steps: int,
+        terminal: Terminal | None = None,
+        *,
+        columns: Sequence[Column] = GRPO_COLUMNS,
+        headline: str = "validation/reward",
+        first_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``headline``: metric whose first and latest value stay in view.
+
+        ``first_step``: step that a resumed run continues from; 0: a new run.
+        """
+        self._max_steps = max_steps
+        self._columns = tuple(columns)
+        self._headline = headline
+        self._clock = clock
+        # Rebound, never changed in place: the display reads them from its own thread.
+        self._rows: tuple[tuple[int, dict[str, float]], ...] = ()
+        self._times: tuple[tuple[int, float], ...] = ((first_step, clock()),)
+        self._phases: tuple[tuple[str, float], ...] = ()
+        self._headlines: tuple[tuple[int, float], ...] = ()
+        self._widths: dict[str, int] = {}
+        self._live = None
+        if terminal is not None:
+            self._live = Live(self, console=terminal, refresh_per_second=_REFRESH_PER_S)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the last table on the screen; further log lines come below it."""
+        if self._live is not None:
+            self._live.stop()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Show one finished step."""
+        self._rows = (*self._rows, (step, values))[-_NUM_ROWS:]
+        # What came before the first step (start-up, validation) says nothing about the pace.
+        earlier = tuple(entry for entry in self._times if entry[0] < step)
+        self._times = (*earlier, (step, self._clock()))[-_NUM_ROWS - 1 :]
+        if self._headline in values:
+            self._headlines = (*self._headlines, (step, values[self._headline]))
+        # The table shows it already; the log file keeps it either way.
+        logger.info("%s", self._line(step, values), extra={"file_only": self._live is not None})
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show ``name`` and its elapsed seconds while the block runs; the innermost phase shows."""
+        outer = self._phases
+        self._phases = (*outer, (name, self._clock()))
+        try:
+            yield
+        finally:
+            self._phases = outer
+
+    def _line(self, step: int, values: dict[str, float]) -> str:
+        """``step 12/60  reward 0.430  loss -0.0120``, aligned with the lines before it."""
+        parts = [f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}"]
+        for column in self._columns:
+            text = _cell(column, values)
+            if not text and column.metric not in self._widths:
+                continue
+            width = max(len(text), self._widths.get(column.metric, 0))
+            self._widths[column.metric] = width
+            parts.append(
+                f"{column.label} {text:>{width}}" if text else " " * (len(column.label) + 1 + width)
+            )
+        return "  ".join(parts).rstrip()
+
+    def _eta_s(self) -> float | None:
+        """Seconds to go at the pace of the steps in view; None until a step is finished."""
+        (first, start), (last, end) = self._times[0], self._times[-1]
+        return (end - start) / (last - first) * (self._max_steps - last) if last > first else None
+
+    def __rich__(self) -> Group:
+        """One screen: bar, last steps, headline metric and phase."""
+        rows = self._rows
+        shown = [column for column in self._columns if any(column.metric in row for _, row in rows)]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("step", justify="right")
+        for column in shown:
+            table.add_column(column.label, justify="right", no_wrap=True)
+        for step, values in rows:
+            table.add_row(str(step), *(_cell(column, values) for column in shown))
+        return Group(self._bar(), table, self._foot())
+
+    def _bar(self) -> Table:
+        step, _ = self._times[-1]
+        eta_s = self._eta_s()
+        eta = "" if eta_s is None else f"ETA {_duration(eta_s)}"
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        bar = ProgressBar(total=self._max_steps, completed=step, width=30)
+        grid.add_row(f"step {step}/{self._max_steps}", bar, eta)
+        return grid
+
+    def _foot(self) -> Text:
+        parts = []
+        if self._phases:
+            name, start = self._phases[-1]
+            parts.append(f"{name} {self._clock() - start:.0f} s")
+        if self._headlines:
+            ends = dict((self._headlines[0], self._headlines[-1]))
+            history = ", ".join(f"{value:.3f} at step {step}" for step, value in ends.items())
+            parts.append(f"{self._headline} {history}")
+        return Text("  |  ".join(parts), style="dim")
+
+
+def _cell(column: Column, values: dict[str, float]) -> str:
+    return column.template.format(values[column.metric]) if column.metric in values else ""
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,84 @@
+"""Standard logging: short lines for people on the console, full lines in ``run.log``."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
+_CONSOLE_HANDLER = "nemo_like.console"
+_FILE_HANDLER = "nemo_like.file"
+_FULL_FORMAT = "%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s"
+_NOISY_LIBRARIES = ("ray", "vllm", "httpx", "httpcore", "urllib3", "filelock", "wandb")
+
+
+def setup_logging(
+    run_dir: Path | None, terminal: "Terminal | None" = None, level: int = logging.INFO
+) -> None:
+    """Send the root logger to the console and, with ``run_dir``, to ``<run_dir>/run.log``.
+
+    ``terminal`` is the one that ``Progress`` draws on, so that lines appear above its table; None:
+    plain lines on stderr. A second call replaces the handlers of the first (several runs in one
+    process); handlers of others, such as pytest's, stay.
+    """
+    root = logging.getLogger()
+    root.setLevel(level)
+    for handler in [*root.handlers]:
+        if handler.name in (_CONSOLE_HANDLER, _FILE_HANDLER):
+            root.removeHandler(handler)
+            handler.close()
+    root.addHandler(_console_handler(terminal))
+    if run_dir is not None:
+        root.addHandler(_file_handler(run_dir / "run.log"))
+    for library in _NOISY_LIBRARIES:
+        logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def file_only(record: logging.LogRecord) -> bool:
+    """Whether ``extra={"file_only": True}`` was given: the console shows the content already."""
+    return getattr(record, "file_only", False)
+
+
+class ShortFormatter(logging.Formatter):
+    """``12:03:04 message``; from warnings on, ``12:03:04 WARNING message``."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        self._marked = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, followed by the traceback if there is one."""
+        if record.levelno >= logging.WARNING:
+            return self._marked.format(record)
+        return super().format(record)
+
+
+def _console_handler(terminal: "Terminal | None") -> logging.Handler:
+    if terminal is None:
+        handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    else:
+        from rich.highlighter import NullHighlighter
+        from rich.logging import RichHandler
+
+        handler = RichHandler(
+            console=terminal,
+            show_time=False,
+            show_level=False,
+            show_path=False,
+            highlighter=NullHighlighter(),
+            keywords=["WARNING", "ERROR", "CRITICAL"],
+        )
+    handler.name = _CONSOLE_HANDLER
+    handler.setFormatter(ShortFormatter())
+    handler.addFilter(lambda record: not file_only(record))
+    return handler
+
+
+def _file_handler(path: Path) -> logging.Handler:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.name = _FILE_HANDLER
+    handler.setFormatter(logging.Formatter(_FULL_FORMAT))
+    return handler

@@ -1,0 +1,98 @@
+"""Numbers that know how to be combined, so that no batch size or rank count changes what is shown.
+
+Names are ``area/name[_unit]``: ``train/loss``, ``rollout/reward``, ``time/refit_s``.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Reduce(StrEnum):
+    """How parts of one metric become one number."""
+
+    mean = "mean"
+    sum = "sum"
+    max = "max"
+    min = "min"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of one part of a step: a micro-batch, a rank, a validation batch.
+
+    ``weight`` is how much the part measured (tokens, rows). A mean, maximum or minimum over
+    nothing does not exist, so such a part of weight 0 does not count, whatever its value. A sum
+    over nothing is 0: sums take no notice of weights.
+    """
+
+    value: float
+    weight: float = 1.0
+    reduce: Reduce = Reduce.mean
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.weight < math.inf, f"weight {self.weight} is not a finite count"
+
+    @property
+    def counts(self) -> bool:
+        """Whether this part measured anything."""
+        return self.weight > 0 or self.reduce is Reduce.sum
+
+
+Metrics = dict[str, Metric]
+
+
+def merge(parts: Sequence[Metrics]) -> Metrics:
+    """Combine the metrics of all parts of a step; up to rounding, any grouping gives the same.
+
+    A name that only some parts report is combined over those. A name of which nothing was measured
+    is dropped. NaN and infinity in any part that counts reach the result.
+
+    >>> batches = [Metric(1.0, weight=2), Metric(1.0, weight=2), Metric(0.0, weight=1)]
+    >>> merge([{"validation/accuracy": batch} for batch in batches])["validation/accuracy"].value
+    0.8
+    """
+    by_name: dict[str, list[Metric]] = {}
+    for part in parts:
+        for name, metric in part.items():
+            by_name.setdefault(name, []).append(metric)
+    merged: Metrics = {}
+    for name, metrics in by_name.items():
+        kinds = {metric.reduce for metric in metrics}
+        assert len(kinds) == 1, f"{name} is reduced as {sorted(kinds)}; parts must agree"
+        counted = [metric for metric in metrics if metric.counts]
+        if counted:
+            merged[name] = _combine(counted)
+    return merged
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """Plain numbers to log, in order; what was measured over nothing is left out."""
+    return {name: float(metric.value) for name, metric in metrics.items() if metric.counts}
+
+
+def _combine(metrics: Sequence[Metric]) -> Metric:
+    if len(metrics) == 1:
+        return metrics[0]  # v * w / w may differ from v in the last bit
+    reduce = metrics[0].reduce
+    numbers = [float(metric.value) for metric in metrics]
+    weight = _total(metric.weight for metric in metrics)
+    match reduce:
+        case Reduce.mean:
+            products = (metric.value * metric.weight for metric in metrics)
+            return Metric(_total(products) / weight, weight)
+        case Reduce.sum:
+            return Metric(_total(numbers), weight, reduce)
+        case Reduce.max | Reduce.min:
+            # max() and min() keep or lose a NaN depending on where it stands.
+            poisoned = any(math.isnan(number) for number in numbers)
+            extremum = max(numbers) if reduce is Reduce.max else min(numbers)
+            return Metric(math.nan if poisoned else extremum, weight, reduce)
+
+
+def _total(terms: Iterable[float]) -> float:
+    """Correctly rounded sum; ``fsum`` alone raises where infinities meet instead of showing NaN."""
+    numbers = list(terms)
+    plain = sum(numbers)
+    return math.fsum(numbers) if math.isfinite(plain) else plain

@@ -1,0 +1,115 @@
+"""Where the numbers of a step go: ``metrics.jsonl`` always, TensorBoard and others beside it."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from nemo_like.errors import RunError, UserError
+from nemo_like.observe.jsonl import JsonlFile
+
+logger = logging.getLogger(__name__)
+
+
+class MetricSink(Protocol):
+    """Takes the numbers of one step at a time, in rising order of steps."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Record all numbers of ``step``; there is no second call for the same step."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is left; called once, also after a failure."""
+        ...
+
+
+class JsonlSink:
+    """``{"step": 3, "time": 1764201600.123, "train/loss": ...}``, the record that is never lost."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = JsonlFile(path)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Append one line; raises RunError if it cannot be written."""
+        self._file.append({"step": step, "time": round(time.time(), 3), **values})
+
+    def truncate_after(self, step: int) -> None:
+        """Before a resume: drop what was logged after the checkpoint of ``step``."""
+        self._file.truncate_after(step)
+
+    def close(self) -> None:
+        """Release the file."""
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Event files in ``directory``."""
+
+    def __init__(self, directory: Path, resumed_step: int | None = None) -> None:
+        """``resumed_step``: hide what an earlier process logged after it. None: a new run."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, seldom missing
+        except ImportError as error:
+            raise UserError(
+                f"logging.tensorboard=true needs the package tensorboard ({error}); "
+                "pip install tensorboard, or set logging.tensorboard=false"
+            ) from error
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Add one scalar for each number and flush, so that the browser follows the run."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and end the writer's thread."""
+        self._writer.close()
+
+
+class Sinks:
+    """Logs to all sinks, each step exactly once and in rising order.
+
+    One call holds everything that is known of a step. Measurements taken in between (a memory
+    monitor, a validation) are merged into the step's metrics, never logged under a counter of their
+    own: trackers drop what arrives for a step that is older or already complete.
+    """
+
+    def __init__(self, sinks: Sequence[MetricSink], last_step: int | None = None) -> None:
+        """``last_step``: the step that a resumed run continues from. None: a new run."""
+        self._sinks = tuple(sinks)
+        self._last_step = last_step
+        self.num_failures: Counter[str] = Counter()
+        """Calls that failed, by class name of the sink."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Record a step everywhere; only a sink's RunError (``JsonlSink``) ends the run."""
+        assert self._last_step is None or step > self._last_step, (
+            f"step {step} comes after step {self._last_step}, which is already logged"
+        )
+        self._last_step = step
+        for sink in self._sinks:
+            self._guard(sink, partial(sink.log, step, values))
+
+    def close(self) -> None:
+        """Close every sink, also if one fails, and say how much was lost."""
+        for sink in self._sinks:
+            self._guard(sink, sink.close)
+        for name, count in self.num_failures.items():
+            logger.warning("%s failed %d times; metrics.jsonl is complete", name, count)
+
+    def _guard(self, sink: MetricSink, call: Callable[[], None]) -> None:
+        """The boundary at which a full disk or a tracker that is down stops being our problem."""
+        name = type(sink).__name__
+        try:
+            call()
+        except RunError:
+            raise
+        except Exception as error:
+            self.num_failures[name] += 1
+            if self.num_failures[name] == 1:
+                logger.warning("%s failed and may miss steps; the run goes on: %r", name, error)

@@ -1,0 +1,105 @@
+"""Weights & Biases; the only file that imports ``wandb``."""
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_like.config.schema import WandbMode
+from nemo_like.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_INIT_TIMEOUT_S = 60.0
+# The rest of an upload that takes longer stays on disk for `wandb sync`.
+_FINISH_TIMEOUT_S = 120.0
+_SECRET_KEY = re.compile(r"(^|_)(token|api_key|secret|password)$", re.IGNORECASE)
+
+
+class WandbSink:
+    """One W&B run; a resumed run goes on under the id kept in ``<run_dir>/wandb_run_id``.
+
+    Offline records lie in ``<run_dir>/wandb``; ``wandb sync`` uploads them. Credentials are W&B's
+    own business (``wandb login`` or WANDB_API_KEY) and are never read here.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, mode: WandbMode, project: str, config: Mapping[str, Any]
+    ) -> None:
+        """``config``: the run's configuration as nested plain values; secrets in it are masked."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                f"logging.wandb={mode} needs the package wandb; pip install 'nemo-like[wandb]', "
+                "or set logging.wandb=off"
+            ) from error
+        assert mode is not WandbMode.off, "logging.wandb=off makes no sink"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run_id, is_resumed = _run_id(run_dir)
+        online = mode is WandbMode.online
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=run_dir.name,
+                dir=str(run_dir),
+                id=run_id,
+                resume="allow" if online and is_resumed else None,  # offline: `wandb sync` joins
+                mode="online" if online else "offline",
+                config=_masked(config),
+                reinit="create_new",  # several runs in one process (--multirun) stay apart
+                settings=_settings(wandb),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"logging.wandb={mode} could not start; run `wandb login`, or set "
+                f"logging.wandb=offline and upload later with `wandb sync`. W&B says: {error}"
+            ) from error
+        # An axis of our own: W&B's step counter drops what a resumed run logs for steps that an
+        # earlier process had reached.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        logger.info("wandb: %s", self._run.url if online else f"offline, in {run_dir / 'wandb'}")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Hand one record to W&B's own process, which uploads in the background."""
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """Upload what is left, for a bounded time."""
+        self._run.finish()
+
+
+def _run_id(run_dir: Path) -> tuple[str, bool]:
+    """The run's id, and whether an earlier process has used it."""
+    path = run_dir / "wandb_run_id"
+    if path.exists() and (run_id := path.read_text(encoding="utf-8").strip()):
+        return run_id, True
+    run_id = secrets.token_hex(4)
+    path.write_text(run_id + "\n", encoding="utf-8")
+    return run_id, False
+
+
+def _settings(wandb: Any) -> Any:
+    return wandb.Settings(
+        silent=True,
+        console="off",  # run.log has the console; captured output may hold anything
+        x_disable_meta=True,  # the metadata holds the command line, with any secret typed there
+        init_timeout=_INIT_TIMEOUT_S,
+        finish_timeout=_FINISH_TIMEOUT_S,
+    )
+
+
+def _masked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy without the text under keys like ``hf_token`` or ``api_key``."""
+    masked: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            masked[key] = _masked(value)
+        elif isinstance(value, str) and _SECRET_KEY.search(key):
+            masked[key] = "***"
+        else:
+            masked[key] = value
+    return masked

@@ -1,0 +1,150 @@
+"""The driver's handle of the trainable model: sends references out, gets numbers back."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_like.batch import keys
+from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
+from nemo_like.config.schema import Batching, ClusterConfig, PolicyConfig
+from nemo_like.distributed.payload import PayloadMeter
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.virtual_cluster import VirtualCluster
+from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.losses.protocol import Denominators, Loss
+from nemo_like.observe.metrics import Metrics, merge
+from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenWeights:
+    """Files of one refit."""
+
+    paths: dict[str, list[str]]
+    """Node id -> files that one of its ranks wrote."""
+    num_bytes: int
+
+
+class Policy:
+    """Policy ranks under FSDP2, called as one."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        cluster_config: ClusterConfig,
+        cluster: VirtualCluster,
+        *,
+        model_path: str,
+        temperature: float,
+        max_steps: int,
+        with_reference: bool,
+        log_dir: str,
+        meter: PayloadMeter | None = None,
+    ) -> None:
+        self.config = config
+        self.temperature = temperature
+        self.weight_version = 0
+        """Optimizer steps taken so far."""
+        self._timeout_s = cluster_config.call_timeout_s
+        self._start_timeout_s = cluster_config.start_timeout_s
+        bundles = [[cluster.bundles[i]] for i in cluster.plan.policy]
+        self.nodes = [of_rank[0].node_id for of_rank in bundles]
+        """Node id of each rank."""
+        self._setup = PolicySetup(
+            config=config,
+            model_path=model_path,
+            max_steps=max_steps,
+            with_reference=with_reference,
+            num_threads=max(1, int(cluster_config.cpus_per_worker)),
+            timeout_s=cluster_config.call_timeout_s,
+        )
+        self.group = WorkerGroup(PolicyWorker, "policy", bundles, log_dir=log_dir, meter=meter)
+
+    def start(self) -> None:
+        """Load the model on every rank."""
+        timeout_s = self._start_timeout_s
+        port = self.group.call_rank(0, PolicyWorker.open_store, timeout_s=timeout_s)
+        address = self.group.contexts[0].address
+        self.group.call(PolicyWorker.start, self._setup, address, port, timeout_s=timeout_s)
+
+    def logprobs(self, batch: RemoteBatch) -> Metrics:
+        """Add the column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference."""
+        plan = self._plan(batch)
+        results = self.group.scatter(
+            PolicyWorker.logprobs, self._shards(batch, plan), timeout_s=self._timeout_s
+        )
+        rows_of = [plan.rows(rank) for rank in range(len(results))]
+        batch.add_columns([ref for ref, _ in results], rows_of)
+        return merge([metrics for _, metrics in results])
+
+    def train(self, batch: RemoteBatch, loss: Loss) -> Metrics:
+        """One optimizer step on all rows that train; the gradient is that of one global mean."""
+        training = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
+        batch = batch.select(training.nonzero(as_tuple=True)[0])
+        denominators = Denominators(
+            tokens=float(batch.rows[keys.NUM_LOSS_TOKENS].sum()), sequences=float(len(batch))
+        )
+        shards = [
+            TrainShard(shard=shard, loss=loss, denominators=denominators)
+            for shard in self._shards(batch, self._plan(batch))
+        ]
+        results = self.group.scatter(PolicyWorker.train, shards, timeout_s=self._timeout_s)
+        self.weight_version += 1
+        return merge(results)
+
+    def write_weights(
+        self, folder: str, writers: Sequence[bool], bucket_bytes: int
+    ) -> WrittenWeights:
+        """Write the weights as files on the nodes of the ranks that ``writers`` marks."""
+        results = self.group.call(
+            PolicyWorker.write_weights,
+            folder,
+            self.weight_version,
+            bucket_bytes,
+            list(writers),
+            timeout_s=self._timeout_s,
+        )
+        by_node = {self.nodes[rank]: paths for rank, (paths, _) in enumerate(results) if paths}
+        return WrittenWeights(paths=by_node, num_bytes=results[0][1])
+
+    def remove_weights(self, folder: str) -> None:
+        """Remove the files of a refit on every node."""
+        self.group.call(PolicyWorker.remove_weights, folder, timeout_s=self._timeout_s)
+
+    def save(self, folder: str) -> None:
+        """Write model, optimizer and schedule into ``folder``."""
+        self.group.call(PolicyWorker.save, folder, timeout_s=self._timeout_s)
+
+    def load(self, folder: str, weight_version: int) -> None:
+        """Restore what ``save`` wrote after ``weight_version`` steps."""
+        self.group.call(PolicyWorker.load, folder, timeout_s=self._timeout_s)
+        self.weight_version = weight_version
+
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face folder."""
+        self.group.call(PolicyWorker.export, folder, timeout_s=self._timeout_s)
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        self.group.shutdown()
+
+    def _plan(self, batch: RemoteBatch) -> MicroBatchPlan:
+        return plan_micro_batches(
+            batch.lengths.tolist(),
+            num_ranks=self.group.layout.sizes["dp"],
+            max_tokens=self.config.micro_batch_tokens,
+            max_rows=self.config.micro_batch_size,
+            padded=self.config.batching is Batching.padded,
+        )
+
+    def _shards(self, batch: RemoteBatch, plan: MicroBatchPlan) -> list[Shard]:
+        return [
+            Shard(
+                batch=batch.select(plan.rows(rank)),
+                bin_sizes=tuple(len(one) for one in bins),
+                temperature=self.temperature,
+            )
+            for rank, bins in enumerate(plan.bins)
+        ]

@@ -1,0 +1,72 @@
+"""Refit through safetensors files: in /dev/shm (``shared_memory``) or in the run folder (``disk``).
+
+Each file is one bucket: names, shapes and dtypes are in its header, the weight version in its
+metadata. In shared memory one policy rank of every node with replicas writes, and the engines map
+the pages; nothing crosses the network. On disk rank 0 writes for all.
+"""
+
+import logging
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+from nemo_like.config.schema import RefitConfig, Transport
+from nemo_like.errors import UserError
+from nemo_like.generation.generation import Generation
+from nemo_like.policy.policy import Policy
+from nemo_like.refit.protocol import RefitStats
+
+logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class FileTransport:
+    """See the module. Raises UserError if a replica's node could not see the files."""
+
+    def __init__(
+        self, config: RefitConfig, run_dir: Path, policy: Policy, generation: Generation
+    ) -> None:
+        name = f"nemo-like-refit-{uuid.uuid4().hex[:12]}"
+        self._bucket_bytes = config.bucket_mib << 20
+        self._shared_folder = config.transport is Transport.disk
+        if self._shared_folder:
+            self._folder = run_dir / name
+            self._writers = [rank == 0 for rank in range(len(policy.nodes))]
+            return
+        self._folder = _SHARED_MEMORY / name
+        self._writers = [
+            node in generation.nodes and node not in policy.nodes[:rank]
+            for rank, node in enumerate(policy.nodes)
+        ]
+        missing = sorted(set(generation.nodes) - set(policy.nodes))
+        if missing:
+            raise UserError(
+                f"refit.transport=shared_memory needs a policy worker on every node that generates, "
+                f"and {len(missing)} node(s) have none; use refit.transport=disk."
+            )
+
+    def sync(self, policy: Policy, generation: Generation) -> RefitStats:
+        """See ``RefitTransport``."""
+        start = time.monotonic()
+        try:
+            written = policy.write_weights(str(self._folder), self._writers, self._bucket_bytes)
+            sent = time.monotonic()
+            generation.load_weights(self._visible(written.paths, generation), policy.weight_version)
+        finally:
+            policy.remove_weights(str(self._folder))
+        return RefitStats(
+            num_bytes=written.num_bytes, send_s=sent - start, load_s=time.monotonic() - sent
+        )
+
+    def _visible(self, paths: dict[str, list[str]], generation: Generation) -> dict[str, list[str]]:
+        """Files that each generating node reads: its own, or the shared folder's."""
+        if self._shared_folder:
+            (shared,) = paths.values()
+            return dict.fromkeys(generation.nodes, shared)
+        return paths
+
+    def close(self) -> None:
+        """The files are gone after every ``sync``; this is for a run that ended within one."""
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""From prompts to graded trajectories, beside the engines; the driver gets references."""

@@ -1,0 +1,56 @@
+"""One trajectory: render the prompt, sample a completion, grade it."""
+
+from dataclasses import dataclass
+
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.datasets import Row
+from nemo_like.environments.protocol import Environment, Grade
+from nemo_like.generation.protocol import Completion, Engine, GenerationRequest, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTask:
+    """One completion to make. It carries its identity, so results are joined by id, not by order."""
+
+    row: Row
+    prompt: int
+    """Position of the prompt in the step: tasks of one group share it."""
+    index: int
+    """Position in the group."""
+    seed: int
+    request_id: str
+    record: bool = False
+    """Whether the trajectory is written to trajectories.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """What came of a task."""
+
+    task: RolloutTask
+    prompt_ids: list[int]
+    completion: Completion
+    text: str
+    """Completion without special tokens: what was graded."""
+    grade: Grade
+
+
+async def run_task(
+    task: RolloutTask,
+    engine: Engine,
+    environment: Environment,
+    chat: ChatTokenizer,
+    sampling: SamplingParams,
+) -> Trajectory:
+    """Sample and grade one completion; a failed grade is part of the result, not an exception."""
+    prompt_ids = chat.render(task.row.messages)
+    completion = await engine.generate(
+        GenerationRequest(
+            request_id=task.request_id, prompt_ids=prompt_ids, sampling=sampling, seed=task.seed
+        )
+    )
+    text = chat.decode(completion.token_ids)
+    grade = await environment.grade(task.row.prompt, text, task.row.fields)
+    return Trajectory(
+        task=task, prompt_ids=prompt_ids, completion=completion, text=text, grade=grade
+    )

@@ -1,0 +1,127 @@
+"""The process that rolls out: an engine, an environment and a tokenizer side by side."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray import ObjectRef
+from torch import Tensor
+
+from nemo_like.config.schema import Backend, EnvironmentConfig
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.environments.grading_pool import GradingPool
+from nemo_like.generation.protocol import EngineConfig, SamplingParams
+from nemo_like.generation.worker import GenerationWorker
+from nemo_like.observe.metrics import Metric, Metrics, merge
+from nemo_like.observe.trajectories import TrajectoryRow, TrajectoryWriter
+from nemo_like.rollout.collate import collate_rows, collate_tokens
+from nemo_like.rollout.rollout import RolloutTask, Trajectory, run_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSetup:
+    """What every replica needs to start."""
+
+    backend: Backend
+    engine: EngineConfig
+    environment: EnvironmentConfig
+    model_path: str
+    trajectories_path: str
+    resumed_step: int
+    """Trajectories of later steps are dropped; 0 for a new run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRequest:
+    """Tasks of one replica. Whole groups stay together, so that they share their prompt's cache."""
+
+    step: int
+    tasks: tuple[RolloutTask, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutResult:
+    """What the driver learns: a reference to the tokens, and a few numbers a row."""
+
+    tokens: ObjectRef
+    lengths: Tensor
+    rows: dict[str, Tensor]
+    metrics: Metrics
+    """What the environment reported, averaged over the rows that have it."""
+    errors: dict[str, int]
+    """Grading failures by message; only the most frequent ones."""
+
+
+_MAX_ERRORS = 3
+_MAX_ERROR_CHARS = 300
+
+
+class RolloutWorker(GenerationWorker):
+    """A generation replica that also renders prompts and grades completions."""
+
+    async def start(self, setup: RolloutSetup) -> None:
+        """Bring up the engine and the grading processes, at the same time."""
+        self._chat = ChatTokenizer(setup.model_path)
+        pool = asyncio.to_thread(
+            GradingPool,
+            setup.environment.reward,
+            timeout_s=setup.environment.timeout_s,
+            num_processes=setup.environment.num_processes,
+        )
+        self._environment, _ = await asyncio.gather(
+            pool, self.start_engine(setup.backend, setup.engine)
+        )
+        self._trajectories: TrajectoryWriter | None = None
+        if self.context.rank == 0:
+            self._trajectories = TrajectoryWriter(Path(setup.trajectories_path))
+            self._trajectories.truncate_after(setup.resumed_step)
+
+    async def rollout(self, request: RolloutRequest) -> RolloutResult:
+        """Carry out all tasks at once; tokens go to the object store."""
+        trajectories = await asyncio.gather(
+            *(
+                run_task(task, self._engine, self._environment, self._chat, request.sampling)
+                for task in request.tasks
+            )
+        )
+        self._record(request.step, trajectories)
+        tokens = collate_tokens(trajectories)
+        errors = Counter(t.grade.error[:_MAX_ERROR_CHARS] for t in trajectories if t.grade.error)
+        return RolloutResult(
+            tokens=ray.put(tokens),
+            lengths=tokens.lengths,
+            rows=collate_rows(trajectories),
+            metrics=merge([_grade_metrics(t) for t in trajectories]),
+            errors=dict(errors.most_common(_MAX_ERRORS)),
+        )
+
+    async def shutdown_engine(self) -> None:
+        """End the grading processes too."""
+        self._environment.shutdown()
+        await super().shutdown_engine()
+
+    def _record(self, step: int, trajectories: list[Trajectory]) -> None:
+        """Written here, not by the driver, which never sees text."""
+        if self._trajectories is None:
+            return
+        for t in trajectories:
+            if t.task.record:
+                self._trajectories.write(
+                    TrajectoryRow(
+                        step=step,
+                        prompt=t.task.row.prompt,
+                        completion=t.text,
+                        reward=t.grade.reward,
+                        metrics=t.grade.metrics,
+                        finish_reason=t.completion.finish_reason.value,
+                        weight_version=t.completion.weight_version,
+                        num_tokens=len(t.completion.token_ids),
+                    )
+                )
+
+
+def _grade_metrics(trajectory: Trajectory) -> Metrics:
+    return {name: Metric(value) for name, value in trajectory.grade.metrics.items()}
