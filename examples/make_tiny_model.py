@@ -34,8 +34,8 @@ HELD_OUT_SIZE = 256
 
 # The first part of the training is all careful, because working is what takes time to learn;
 # the rest has the mixture that the finished model samples from.
-CAREFUL_ONLY_FRACTION = 0.7
-CAREFUL_SHARE = 0.2
+CAREFUL_ONLY_FRACTION = 0.8
+CAREFUL_SHARE = 0.28
 OPENERS = {"": 0.6, "Sure. ": 0.2, "Okay. ": 0.2}
 CLOSERS = {"": 0.6, " Done.": 0.2, " Bye!": 0.2}
 
@@ -169,6 +169,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
+        top_k=0,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -12,7 +12,7 @@ import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from nemo_like.config.load import check_overrides, compose_raw, load, register
+from nemo_like.config.load import accept_free_keys, check_overrides, compose_raw, load, register
 from nemo_like.config.schema import GRPORunConfig
 from nemo_like.errors import RunError, UserError, WaitTimeoutError
 
@@ -34,7 +34,7 @@ def main(config_name: str, run: Callable[[GRPORunConfig], None], config_dir: Pat
     first one starts, so that a typing error costs no run and prints one sentence.
     """
     register()
-    arguments = sys.argv[1:]
+    sys.argv[1:] = arguments = accept_free_keys(sys.argv[1:])
     if not any(flag in argument for argument in arguments for flag in _HYDRA_FLAGS):
         end_on_error(lambda: _preflight(config_name, config_dir, arguments))
 

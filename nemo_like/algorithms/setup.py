@@ -6,8 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
-
 from nemo_like.algorithms.run import Run
 from nemo_like.config.checks import has_validation
 from nemo_like.config.plan import plan_resources
@@ -98,8 +96,7 @@ def prepare(config: GRPORunConfig) -> Prepared:
 def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack) -> Setup:
     """Reserve the cluster and bring up policy and engines, in parallel; ``stack`` ends them."""
     with run.start_phase("ray"):
-        connect()
-        stack.callback(ray.shutdown)
+        stack.callback(connect())
         plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
         cluster = stack.enter_context(VirtualCluster(plan, config.cluster.start_timeout_s))
     meter = PayloadMeter()

@@ -5,7 +5,6 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -21,7 +20,7 @@ from nemo_like.errors import UserError
 
 SCHEMAS: dict[str, type] = {"grpo_schema": GRPORunConfig}
 _GROUPS = ("model",)
-_SUGGESTIONS = 1
+_FREE_DICTS = ("generation.engine_kwargs", "data.tasks")
 
 
 def register() -> None:
@@ -54,10 +53,11 @@ def compose_raw(config_dir: Path, config_name: str, overrides: Sequence[str]) ->
     register()
     check_overrides(overrides)
     try:
+        check_yaml(_yaml_file(config_dir, config_name))
         with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
-            raw = compose(config_name, list(overrides), return_hydra_config=True)
-            for path in _yaml_files(raw, config_dir, config_name):
-                check_yaml(path)
+            raw = compose(config_name, accept_free_keys(overrides), return_hydra_config=True)
+        for group, choice in raw.hydra.runtime.choices.items():
+            check_yaml(_yaml_file(config_dir, f"{group}/{choice}"))
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error) from error
     with open_dict(raw):
@@ -74,9 +74,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     known = set(all_keys(GRPORunConfig))
     for override in parsed:
         key = override.key_or_group
-        if key.startswith("hydra") or key in _GROUPS or key in known:
-            continue
-        if _inside_free_dict(key):
+        if key.startswith(("hydra", *_FREE_DICTS)) or key in _GROUPS or key in known:
             continue
         raise UserError(f"{key} is not a key of the configuration; {_did_you_mean(key)}")
 
@@ -99,12 +97,16 @@ def explain(error: Exception) -> UserError:
     """One sentence from an exception of Hydra or OmegaConf."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line.strip() for line in str(cause).strip().splitlines()]
+    if len(lines) > 1 and "raised while composing config" in lines[0]:
+        lines = lines[1:]
     key = getattr(cause, "full_key", None) or _full_key(lines)
     text = lines[0].rstrip(".")
     if key and "not in" in text:
         return UserError(f"{key} is not a key of the configuration; {_did_you_mean(key)}")
     if wrong := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text):
         return UserError(f"{key}={wrong[1]} must be a value of type {wrong[2].lower()}.")
+    if wrong := re.match(r"Value '(.*)' is not a valid (\w+)", text):
+        return UserError(f"{key}={wrong[1]} must be a value of type {wrong[2]}.")
     if enum := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
         return UserError(f"{key}={enum[1]} must be one of {enum[2]}.")
     if group := re.match(r"In '.*': Could not find '(\w+)/(.*)'", text):
@@ -125,18 +127,23 @@ def _did_you_mean(key: str) -> str:
     leaf = key.rpartition(".")[2]
     same_leaf = [other for other in keys if other.rpartition(".")[2] == leaf]
     pool = same_leaf if "." in key and same_leaf else keys
-    nearest = difflib.get_close_matches(key, pool, n=_SUGGESTIONS, cutoff=0.0)
+    nearest = difflib.get_close_matches(key, pool, n=1, cutoff=0.0)
     if not same_leaf and "." not in key:  # a bare word: compare it with the last parts
         leaves = {other.rpartition(".")[2]: other for other in reversed(keys)}
-        close = difflib.get_close_matches(key, leaves, n=_SUGGESTIONS)
+        close = difflib.get_close_matches(key, leaves, n=1)
         nearest = [leaves[one] for one in close] or nearest
     elif "." not in key and same_leaf:
-        nearest = same_leaf[:_SUGGESTIONS]
+        nearest = same_leaf[:1]
     return f"did you mean {nearest[0]}? (--help lists all keys)"
 
 
-def _inside_free_dict(key: str) -> bool:
-    return key.startswith(("generation.engine_kwargs.", "data.tasks."))
+def accept_free_keys(overrides: Sequence[str]) -> list[str]:
+    """Let dictionaries that take any key be set like all others, without Hydra's ``+``.
+
+    >>> accept_free_keys(["data.tasks.gcd={}", "run.seed=1"])
+    ['++data.tasks.gcd={}', 'run.seed=1']
+    """
+    return [f"++{one}" if one.startswith(_FREE_DICTS) else one for one in overrides]
 
 
 def _full_key(lines: Sequence[str]) -> str | None:
@@ -146,12 +153,5 @@ def _full_key(lines: Sequence[str]) -> str | None:
     return None
 
 
-def _yaml_files(raw: DictConfig, config_dir: Path, config_name: str) -> Iterator[Path]:
-    """The user's files behind a composed configuration: the primary one and the chosen groups'."""
-    names = [config_name]
-    choices: dict[str, Any] = raw.hydra.runtime.choices
-    names += [f"{group}/{choice}" for group, choice in choices.items() if choice]
-    for name in names:
-        path = config_dir / f"{str(name).removesuffix('.yaml')}.yaml"
-        if path.is_file():
-            yield path
+def _yaml_file(config_dir: Path, name: str) -> Path:
+    return config_dir / f"{name.removesuffix('.yaml')}.yaml"

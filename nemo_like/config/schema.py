@@ -240,6 +240,11 @@ class RefitConfig:
     """Most MiB of tensors in one bucket (a larger tensor gets its own)."""
 
 
+DEFAULT_TASKS: dict[str, dict[str, Any]] = {
+    "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
+}
+
+
 @dataclass(kw_only=True)
 class DataConfig:
     """The prompts."""
@@ -249,13 +254,10 @@ class DataConfig:
     ``messages`` (chat); other fields reach the reward function."""
     validation: str | None = None
     """Like ``train``. None: held-out rows of reasoning_gym; no validation for a file."""
-    tasks: dict[str, Any] = field(
-        default_factory=lambda: {
-            "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
-        }
-    )
-    """reasoning_gym data sets and their parameters; rows are drawn from them in turn."""
-    num_train_rows: int = 20000
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """reasoning_gym data sets and their parameters, ``{name: {parameter: value}}``; rows are drawn
+    from them in turn. Empty: sums of two or three numbers of up to two digits, ``DEFAULT_TASKS``."""
+    num_train_rows: int = 4000
     """Rows generated for training (reasoning_gym)."""
     num_validation_rows: int = 256
     """Rows generated for validation (reasoning_gym)."""

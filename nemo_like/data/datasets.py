@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.schema import DataConfig, OverlongPrompts
+from nemo_like.config.schema import DEFAULT_TASKS, DataConfig, OverlongPrompts
 from nemo_like.data.chat import ChatTokenizer, Message
 from nemo_like.errors import UserError
 
@@ -43,7 +43,8 @@ def load_rows(source: str, config: DataConfig, num_rows: int, seed: int, key: st
         from nemo_like.environments.reasoning_gym_reward import rows as generate
 
         records: Iterable[tuple[str, dict[str, Any]]] = (
-            (f"row {i}", record) for i, record in enumerate(generate(config.tasks, num_rows, seed))
+            (f"row {i}", record)
+            for i, record in enumerate(generate(config.tasks or DEFAULT_TASKS, num_rows, seed))
         )
     else:
         records = _read_jsonl(Path(source), key)

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -40,12 +41,19 @@ class Bundle:
         )
 
 
-def connect() -> None:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine.
+def connect() -> Callable[[], None]:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine; returns how to leave.
 
-    Raises UserError, within seconds, if nothing answers at that address.
+    A process that is connected already (a notebook, a test) stays so, and leaving does nothing.
+    Raises UserError, within seconds, if nothing answers at RAY_ADDRESS.
     """
-    address = os.environ.get("RAY_ADDRESS", "")
+    if ray.is_initialized():
+        return lambda: None
+    _join_or_start(os.environ.get("RAY_ADDRESS", ""))
+    return ray.shutdown
+
+
+def _join_or_start(address: str) -> None:
     if not address:
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
         return

@@ -94,14 +94,14 @@ class _GradingProcess:
         self._arguments = [reward, str(timeout_s), str(memory_limit_bytes)]
         self._timeout_s = timeout_s
         self._closed = False
-        self._lock = threading.Lock()  # between closing and replacing
+        self._lock = threading.Lock()  # shutdown comes from another thread than grades
         self._start()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             # -P and PYTHONPATH: the process finds exactly what this one finds, in the same order.
-            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
             module = "nemo_like.environments.grading_process"
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *self._arguments],
@@ -113,6 +113,7 @@ class _GradingProcess:
         self._connection = Connection(ours.detach())
         self._ready_by = time.monotonic() + START_TIMEOUT_S
         self._is_ready = False
+        self._is_killed = False
 
     def wait_until_ready(self) -> None:
         """Return when the reward function is imported; UserError if it never will be."""
@@ -155,17 +156,26 @@ class _GradingProcess:
         return Grade(reward=reward, metrics=metrics, error=error)
 
     def close(self) -> None:
-        """Kill the process and everything in its group, for good."""
+        """Kill the process and its group for good; a thread that waits for it sees it end."""
         with self._lock:
             self._closed = True
-        self._kill()
+            self._kill()
 
     def _replace(self) -> None:
-        self._kill()
         with self._lock:
+            self._kill()
+            self._connection.close()
             if not self._closed:
                 logger.warning("Starting another grading process in place of the last.")
                 self._start()
+
+    def _kill(self) -> None:
+        if self._is_killed:
+            return  # its number may belong to another process by now
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._is_killed = True
 
     def _how_it_ended(self) -> str:
         try:
@@ -176,12 +186,6 @@ class _GradingProcess:
             return f"ended with exit code {code}"
         cause = " (out of memory?)" if -code == signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-code).name}{cause}"
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._connection.close()
 
 
 def machine_memory_bytes() -> int:

@@ -1,9 +1,8 @@
 r"""Decide whether two mathematical answers are equal.
 
-Lists, sets, tuples, intervals, equations, units and percentages are taken apart here, as text; only
-single expressions reach math-verify's LaTeX parser, and only if it reads them whole: a fragment of
-an answer never stands for the answer. Expressions are equal if they agree exactly (rational numbers)
-or to 30 digits at several points (everything else).
+Lists, sets, tuples, intervals, equations, units and percentages are taken apart here, as text.
+Only single expressions reach math-verify's LaTeX parser (``math_expression``), and they count only
+if it reads them whole: a fragment of an answer never stands for the answer.
 """
 
 import re
@@ -21,24 +20,27 @@ LIST_SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 RELATION = r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>"
 MATH_WORDS = {"mod", "gcd", "lcm", "max", "min"}
 # Words that change a number's value rather than name its unit: "3 million", "5 minus 2".
-VALUE_WORDS = set(
-    "plus minus times over divided multiplied squared cubed hundred thousand million billion "
-    "trillion dozen half less more than not to factorial choose power base".split()
-)
-PROSE = set(
-    "because since as so which where when for if after by but with that therefore thus hence in "
-    "at is are was were".split()
+VALUE_WORD = re.compile(
+    r"\b(?:plus|minus|times|over|divided|multiplied|squared|cubed|hundred|thousand|million|billion|"
+    r"trillion|dozen|half|less|more|than|not|to|factorial|choose|power|base)\b",
+    re.IGNORECASE,
 )
 UNITS = {
     "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "meter": "m",
     "metre": "m", "kilometer": "km", "kilometre": "km", "inch": "in", "inche": "in", "foot": "ft",
     "feet": "ft", "yard": "yd", "mile": "mi", "gram": "g", "kilogram": "kg", "pound": "lb",
     "second": "sec", "minute": "min", "hour": "hr", "liter": "l", "litre": "l", "dollar": "dollar",
-    "cent": "cent", "day": "day", "week": "week", "month": "month", "year": "year",
+    "cent": "cent", "day": "day", "week": "week", "month": "month", "year": "year", "munit": "m",
+    "gunit": "g", "sunit": "sec", "hunit": "hr", "lunit": "l",
 }  # fmt: skip
 KNOWN_UNITS = set(UNITS.values())
 WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
+QUANTITY = re.compile(
+    r"(?P<value>.*\d.*?)(?P<gap>\s*)(?P<unit>(?<=[\d)}\s])[a-zA-Z][a-zA-Z\s/.^{}\d-]*)"
+)
 PERCENT = re.compile(r"\s*(?:%|(?<![a-zA-Z])per ?cent(?:age)?(?: points?)?)\s*$", re.IGNORECASE)
+MAX_CHARACTERS = 400
+"""Longer texts are no answers, but accidents: they are compared as they are."""
 MOST_WORDS = 4
 """Longest text that counts as an answer in words; longer prose cannot be graded."""
 
@@ -54,7 +56,9 @@ class Items:
 
 
 def equal(gold: str, given: str) -> bool:
-    """Whether ``given`` is the same answer as ``gold``; the order of the two matters for policies."""
+    """Whether ``given`` is the same answer as ``gold``; some policies depend on which is which."""
+    if max(len(gold), len(given)) > MAX_CHARACTERS:
+        return squash(gold) == squash(given)
     gold_text, given_text = tidy(gold), tidy(given)
     if not gold_text or not given_text:
         return False
@@ -66,7 +70,7 @@ def equal(gold: str, given: str) -> bool:
 
 def gradable(gold: str) -> bool:
     """Whether an answer can be told from other answers: every part is read whole, or is a word."""
-    text = join_thousands(tidy(gold))
+    text = join_thousands(tidy(gold)) if len(gold) <= MAX_CHARACTERS else ""
     return bool(text) and _gradable(text)
 
 
@@ -95,6 +99,8 @@ def read_items(text: str) -> Items | None:
     pieces = split_top_level(text, r"\\cup(?![a-zA-Z])")
     if len(pieces) > 1:
         return Items("", pieces)
+    if text.count(r"\pm") == 1:
+        return Items("", [text.replace(r"\pm", sign).strip(" +") for sign in "+-"])
     text = re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", text)
     bracketed = re.fullmatch(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", text)
     if bracketed and split_top_level(text + " , x", ",")[:-1] == [text.strip()]:
@@ -249,6 +255,8 @@ def _percentages_equal(gold: str, gold_percent: bool, given: str, given_percent:
 
 def is_words(text: str) -> bool:
     """Whether the text holds a word that is no name of a function."""
+    if r"\begin" in text:
+        return False
     return any(word.lower() not in MATH_WORDS for word in WORD.findall(text))
 
 
@@ -262,22 +270,20 @@ def _strip_units(text: str) -> tuple[str, str, bool]:
     percent = PERCENT.search(text)
     if percent and percent.start() > 0:
         return text[: percent.start()].strip(), "", True
-    match = re.match(
-        r"(?P<value>.*?[\d)}])(?P<gap>\s*)(?P<unit>[a-zA-Z][a-zA-Z\s/.^{}\d-]*)$", text
-    )
-    match = match or re.match(
-        r"(?P<value>.*\d.*?)(?P<gap>\s+)(?P<unit>[a-zA-Z]{2}[a-zA-Z]*)$", text
-    )
+    match = QUANTITY.fullmatch(text)
     if match is None:
         return text, "", False
-    words = [word.lower() for word in re.findall("[a-zA-Z]+", match["unit"])]
-    name = words[0].removesuffix("s") if words[0] != "s" else "s"
-    name = UNITS.get(name, name)
-    looks_like_unit = len(words[0]) >= 3 or name in KNOWN_UNITS and len(words[0]) >= 2
-    has_digits = re.search(r"\d", re.sub(r"\^\{?[23]\}?", "", match["unit"]))
-    if not looks_like_unit or has_digits or VALUE_WORDS & set(words) or is_words(match["value"]):
+    value, gap, unit = match["value"], match["gap"], match["unit"]
+    words = [word.lower() for word in re.findall("[a-zA-Z]+", unit)]
+    singular: str = words[0].removesuffix("s")
+    name = UNITS.get(singular, singular)
+    # Letters that touch a number are a product (2xyz), unless they spell a unit (35cm).
+    is_unit = (gap and len(words[0]) >= 3) or (name in KNOWN_UNITS and len(words[0]) >= 2)
+    has_digits = re.search(r"\d", re.sub(r"\^\{?[23]\}?", "", unit))
+    is_torn = value.count("{") != value.count("}")
+    if not is_unit or is_torn or has_digits or VALUE_WORD.search(unit) or is_words(value):
         return text, "", False
-    return match["value"].strip(), name, False
+    return value.strip(), name, False
 
 
 def _strip_base(text: str) -> tuple[str, str]:

@@ -1,19 +1,26 @@
 r"""Equality of single expressions: rational numbers exactly, everything else at sample points."""
 
 import functools
+import math
 import random
 import re
+from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
 
 import sympy
 from latex2sympy2_extended import latex2sympy
-from math_verify.grader import verify as math_verify_equal
+from math_verify.grader import sympy_expr_eq
+
+Parsed = sympy.Basic | sympy.MatrixBase
+Point = list[tuple[sympy.Basic, sympy.Expr]]
 
 DIGITS = 30
 TOLERANCE = sympy.Float(f"1e-{DIGITS - 8}", DIGITS)
 NUM_POINTS = 4
-MAX_EXPONENT = 10_000
-MAX_FACTORIAL = 10_000
+MAX_DIGITS = 50_000
+MAX_EXPONENT_DIGITS = 8
+MAX_DEPTH = 12
 MIN_DIGITS_TO_ROUND = 3
 """33.3 stands for 100/3, but 33 and 0.3 do not stand for 100/3 and 1/3."""
 MIN_DIGITS_OF_ROUNDED_GOLD = 4
@@ -25,6 +32,8 @@ SCIENTIFIC = re.compile(
 FRACTION = re.compile(
     rf"(-?)(?:\\frac ?\{{ ?({DECIMAL}) ?\}} ?\{{ ?({DECIMAL}) ?\}}|({DECIMAL}) ?/ ?({DECIMAL}))"
 )
+REPEATING = re.compile(r"(-?\d*)\.(\d*)\\(?:overline|bar) ?\{ ?(\d+) ?\}")
+LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])")
 IMAGINARY = re.compile(r"(?<![a-zA-Z\\])i(?![a-zA-Z])")
 
 
@@ -39,6 +48,10 @@ def number_of(text: str) -> Fraction | None:
         return Fraction(text)
     if match := SCIENTIFIC.fullmatch(text):
         return Fraction(match[1]) * Fraction(10) ** int(match[2] or match[3])
+    if match := REPEATING.fullmatch(text):
+        whole, start, period = match.groups()
+        tail = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(start))
+        return Fraction(f"{whole or 0}.{start or 0}") + (-tail if whole.startswith("-") else tail)
     if match := FRACTION.fullmatch(text):
         top, bottom = (match[2], match[3]) if match[2] else (match[4], match[5])
         if Fraction(bottom) == 0:
@@ -52,19 +65,23 @@ def expressions_equal(gold: str, given: str) -> bool:
     a, b = number_of(gold), number_of(given)
     if a is not None and b is not None:
         return a == b or _rational_roundings_equal(a, gold.strip(), b, given.strip())
+    letters, others = set(LETTER.findall(gold)), set(LETTER.findall(given))
+    if letters != others and {c.lower() for c in letters} == {c.lower() for c in others}:
+        return False  # the parser takes X for x
     left, right = parse(gold), parse(given)
     if left is None or right is None:
         return False
     same = _agree(left, right)
     if same is None:  # matrices, sets and other things without a value
-        return bool(math_verify_equal(left, right, timeout_seconds=None))
+        return _equal_for_math_verify(left, right)
     return same or _constant_rounds_to(left, given) or _constant_rounds_to(right, gold)
 
 
 def proportional(gold_sides: list[str], given_sides: list[str]) -> bool:
     """Whether two equations are one: their differences of sides are a constant multiple."""
-    sides = [parse(side) for side in (*gold_sides, *given_sides)]
-    if not all(isinstance(side, sympy.Expr) for side in sides):
+    parsed = [parse(side) for side in (*gold_sides, *given_sides)]
+    sides = [side for side in parsed if isinstance(side, sympy.Expr)]
+    if len(sides) < len(parsed):
         return False
     a, b = sides[0] - sides[1], sides[2] - sides[3]
     if a.free_symbols != b.free_symbols or not a.free_symbols:
@@ -79,9 +96,9 @@ def proportional(gold_sides: list[str], given_sides: list[str]) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def parse(text: str) -> sympy.Basic | None:
+def parse(text: str) -> Parsed | None:
     """Parse the whole text, or nothing; numbers side by side ("2 3") are not taken for anything."""
-    if re.search(r"\d \d", text) or not text.strip():
+    if re.search(r"\d \d", text) or _depth(text) > MAX_DEPTH:
         return None
     is_complex = IMAGINARY.search(text) is not None
     try:
@@ -94,34 +111,39 @@ def parse(text: str) -> sympy.Basic | None:
         return None
     if not isinstance(expression, sympy.Expr):
         return expression
-    if not _is_tame(expression):
+    if not _num_digits(expression) <= MAX_DIGITS:
         return None
     floats = {value: sympy.Rational(str(value)) for value in expression.atoms(sympy.Float)}
     units = {s: sympy.I for s in expression.atoms(sympy.Symbol) if is_complex and s.name == "i"}
     return expression.xreplace(floats | units)
 
 
-def _is_tame(expression: sympy.Expr) -> bool:
-    """Whether evaluating takes no more than moments: no power towers, no giant factorials."""
-    for node in sympy.preorder_traversal(expression):
-        limit = {sympy.Pow: MAX_EXPONENT, sympy.factorial: MAX_FACTORIAL}.get(type(node))
-        if limit is None or node.free_symbols:
-            continue
-        argument = node.args[-1]
-        if argument.has(sympy.Pow, sympy.factorial) and not _is_small_power(argument):
-            return False
-        if not abs(sympy.N(argument)) <= limit:
-            return False
-    return True
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    for character in text:
+        depth += (character in "({[") - (character in ")}]")
+        deepest = max(deepest, depth)
+    return deepest
 
 
-def _is_small_power(argument: sympy.Expr) -> bool:
-    """Whether every power and factorial in an exponent has a small literal on top."""
-    inner = argument.atoms(sympy.Pow, sympy.factorial)
-    return all(node.args[-1].is_Rational and abs(node.args[-1]) <= 20 for node in inner)
+def _num_digits(expression: Any) -> float:
+    """Upper bound of the digits that evaluating takes, without evaluating: towers are infinite."""
+    if isinstance(expression, sympy.Rational):
+        return len(str(expression.p)) + len(str(expression.q)) - 1
+    if isinstance(expression, (sympy.Pow, sympy.factorial)):
+        argument: Any = expression.args[-1]
+        if _num_digits(argument) > MAX_EXPONENT_DIGITS:
+            return math.inf
+        try:
+            size = abs(complex(argument.subs([(s, 2) for s in argument.free_symbols]).evalf(8)))
+        except (OverflowError, TypeError, ValueError):  # f(x)! has no size
+            return math.inf
+        each = _num_digits(expression.base) if isinstance(expression, sympy.Pow) else len(f"{size}")
+        return each * max(1.0, size)
+    return 1 + sum(_num_digits(argument) for argument in expression.args)
 
 
-def _agree(a: sympy.Basic, b: sympy.Basic) -> bool | None:
+def _agree(a: Parsed, b: Parsed) -> bool | None:
     """Compare at sample points; None if the two cannot be evaluated, as matrices and sets."""
     if a == b:
         return True
@@ -134,7 +156,7 @@ def _agree(a: sympy.Basic, b: sympy.Basic) -> bool | None:
         if x is None or y is None:
             continue
         is_real = x.is_real and y.is_real
-        if not is_real and any(value < 0 for value in point.values()):
+        if not is_real and any(value.is_negative for _, value in point):
             continue  # roots of negative numbers: equal for positive arguments is equal
         compared += 1
         if not _close(x, y):
@@ -142,33 +164,43 @@ def _agree(a: sympy.Basic, b: sympy.Basic) -> bool | None:
     return True if compared else None
 
 
-def _points(symbols: set[sympy.Symbol]) -> list[dict[sympy.Symbol, sympy.Rational]]:
+def _equal_for_math_verify(a: Parsed, b: Parsed) -> bool:
+    try:
+        return bool(sympy_expr_eq(a, b, float_rounding=12, numeric_precision=DIGITS))
+    except Exception:  # one comparison: sympy raises anything for odd mixtures of sets and tuples
+        return False
+
+
+def _points(symbols: Iterable[sympy.Basic]) -> list[Point]:
     """Positive points, then negative ones; one empty point where there is no symbol."""
     if not symbols:
-        return [{}]
+        return [[]]
     rng = random.Random(0)
     ordered = sorted(symbols, key=str)
     return [
-        {symbol: sign * sympy.Rational(rng.randint(20, 400), 97) for symbol in ordered}
+        [(symbol, sympy.Rational(sign * rng.randint(20, 400), 97)) for symbol in ordered]
         for sign in (1, -1)
         for _ in range(NUM_POINTS)
     ]
 
 
-def _value(expression: sympy.Expr, point: dict[sympy.Symbol, sympy.Rational]) -> sympy.Expr | None:
+def _value(expression: sympy.Expr, point: Point) -> sympy.Expr | None:
     try:
-        value = expression.subs(point).doit().evalf(DIGITS)
+        value = expression.subs(point).doit()
+        value = value if value.is_Rational else value.evalf(DIGITS)
     except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
         return None
     return value if value.is_number and value.is_finite else None
 
 
 def _close(a: sympy.Expr, b: sympy.Expr) -> bool:
+    if a.is_Rational and b.is_Rational:
+        return bool(a == b)
     return bool(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)))
 
 
 def _is_rounding_of(value: Fraction, decimal: str, min_digits: int) -> bool:
-    """Whether ``decimal`` has a decimal point, enough significant digits, and is ``value`` rounded."""
+    """Whether ``decimal`` is ``value`` rounded to enough significant digits."""
     if not re.fullmatch(r"[+-]?\d*\.\d+", decimal):
         return False
     digits = re.sub(r"\D", "", decimal).lstrip("0")
@@ -195,13 +227,13 @@ def _rational_roundings_equal(gold: Fraction, gold_text: str, given: Fraction, t
     return is_finer and _is_rounding_of(given, gold_text, MIN_DIGITS_OF_ROUNDED_GOLD)
 
 
-def _constant_rounds_to(constant: sympy.Basic, decimal: str) -> bool:
+def _constant_rounds_to(constant: Parsed, decimal: str) -> bool:
     """Whether ``decimal`` is the rounded value of a constant such as sqrt(2) / 3."""
     if not isinstance(constant, sympy.Expr) or constant.free_symbols:
         return False
-    value = _value(constant, {})
+    value = _value(constant, [])
     if value is None or not value.is_real:
         return False
-    exact = Fraction(str(value))
+    exact = Fraction(str(value.evalf(DIGITS)))
     ends = exact == round(exact, DIGITS // 2)
     return not ends and _is_rounding_of(exact, decimal.strip(), MIN_DIGITS_TO_ROUND)

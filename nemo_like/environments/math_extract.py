@@ -1,6 +1,7 @@
+# ruff: noqa: RUF001 (the signs that look alike are the subject)
 r"""Find the final answer in a worked solution.
 
-In order: the last box; the last ``####`` line or ``<answer>`` tag or phrase such as "the answer is",
+In order: the last box; the last ``####`` line, ``<answer>`` tag or phrase such as "the answer is",
 whichever comes last; the whole response if it is nothing but one expression. A number that is
 merely mentioned is no answer, and neither is a box or a tag that the response did not close.
 """
@@ -10,11 +11,13 @@ import re
 from nemo_like.environments.thinking import after_thinking
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+BRACES = re.compile(
+    rf"(?P<box>{BOX.pattern}\{{)|{BOX.pattern}(?P<bare>[^\s${{}}]+)|\\.|[{{}}]", re.DOTALL
+)
 GSM8K = re.compile(r"####[ \t]*(?P<line>[^\n]*)")
-NUMBER_AT_START = re.compile(r"[-−+]?\s*[$€£]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)\s*\\?%?")
+NUMBER_AT_START = re.compile(r"[-−+]?\s*[$€£]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*\\?%)?")
 # What follows a number and makes it part of a larger expression: 3/4, 2 1/3, 2x, 3 \cdot 5.
 GOES_ON = re.compile(r"\s*[-+*/^=_(\\−×·÷:]|\s+\d|\s*[a-zA-Z](?![a-zA-Z])|\.\d")
-ANSWER_TAG = re.compile(r"<answer>(?P<tagged>.*?)</answer>|(?P<unclosed><answer>)", re.DOTALL)
 PHRASE = re.compile(
     r"\b(?:answer|result|value|solution)s?\b"
     r"(?:\s*(?:\([^()\n]*\))?[\s*_]*[:=]"
@@ -28,6 +31,9 @@ LEAD_IN = re.compile(
     r"^(?:(?:equal to|exactly|simply|just|indeed|therefore|thus|given by|approximately|about|"
     r"roughly)\b|[\s:*_])+",
     re.IGNORECASE,
+)
+AFTERTHOUGHT = re.compile(
+    r"(?<=\S)[,;]?\s+(?:because|since|as|so|which|but|therefore|thus|hence|not)\b.*", re.IGNORECASE
 )
 BARE_EXPRESSION = re.compile(r"(?!.*[a-zA-Z]{3})|.*\\")
 
@@ -43,20 +49,30 @@ def extract(response: str) -> str | None:
     visible = after_thinking(response)
     if visible is None:
         return None
-    if BOX.search(visible):
-        answer = last_box(visible)
-    else:
-        answer = _last_statement(visible)
-    return answer.strip() or None if answer is not None else None
+    answer = last_box(visible) if BOX.search(visible) else _last_statement(visible)
+    return (answer or "").strip() or None
 
 
 def last_box(text: str) -> str | None:
     r"""Content of the last outermost ``\boxed`` or ``\fbox``; None if it was not closed."""
-    content: str | None = None
-    position = 0
-    while match := BOX.search(text, position):
-        content, position = _argument(text, match.end())
-    return None if content is None else _unbox(content)
+    last: tuple[int, str | None] = (-1, None)
+    open_braces: list[int | None] = []  # where its box begins, or None for an ordinary brace
+    for token in BRACES.finditer(text):
+        if token["bare"]:
+            last = (token.start(), token["bare"].rstrip(".,;"))
+        elif token["box"]:
+            open_braces.append(token.start())
+        elif token.group() == "{":
+            open_braces.append(None)
+        elif token.group() == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None:  # an outer box closes after its inner ones, and replaces them
+                content = text[start : token.start()]
+                last = (start, BOX.sub("", content, count=1)[1:])
+    unclosed = [start for start in open_braces if start is not None]
+    if unclosed and unclosed[-1] >= last[0]:
+        return None
+    return None if last[1] is None else _unbox(last[1])
 
 
 def gold_answer(gold: str) -> str:
@@ -68,38 +84,24 @@ def gold_answer(gold: str) -> str:
     return gold.strip()
 
 
-def _argument(text: str, start: int) -> tuple[str | None, int]:
-    """The TeX argument at ``start`` and the place to search on from; None if it is not closed."""
-    if text[start : start + 1] != "{":
-        match = re.compile(r"[^\s${}]+").match(text, start)
-        return (match.group().rstrip(".,;"), match.end()) if match else (None, start)
-    depth = 0
-    position = start
-    while position < len(text):
-        character = text[position]
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[start + 1 : position], position + 1
-        position += 2 if character == "\\" else 1  # an escaped brace does not count
-    return None, start + 1
-
-
 def _unbox(content: str) -> str:
-    while match := BOX.search(content):
-        inner, end = _argument(content, match.end())
-        content = content[: match.start()] + (inner or "") + content[end:]
-    return content
+    r"""Drop the boxes inside a box: ``x=\boxed{5}`` is ``x=5``."""
+    return re.sub(rf"{BOX.pattern}\{{([^{{}}]*)\}}", r"\1", content)
 
 
 def _last_statement(text: str) -> str | None:
     found: list[tuple[int, str | None]] = []
-    for match in GSM8K.finditer(text):
+    for match in reversed(list(GSM8K.finditer(text))):
         if (answer := _after_marker(match["line"])) is not None:
             found.append((match.start(), answer))
-    for match in ANSWER_TAG.finditer(text):
-        found.append((match.start(), None if match["unclosed"] else match["tagged"]))
+            break
+    before, tag, after = text.rpartition("<answer>")
+    if tag:
+        tagged, closed, _ = after.partition("</answer>")
+        found.append((len(before), tagged if closed else None))
     for pattern in (PHRASE, HEADING):
-        found += [(m.start(), _after_phrase(text[m.end() :])) for m in pattern.finditer(text)]
+        if matches := list(pattern.finditer(text)):
+            found.append((matches[-1].start(), _after_phrase(text[matches[-1].end() :])))
     if found:
         return max(found, key=lambda item: item[0])[1]
     line = text.strip()
@@ -127,4 +129,4 @@ def _after_phrase(text: str) -> str:
     end = SENTENCE_END.search(line)
     while end and end.group() == "!" and line[end.start() - 1 : end.start()].isalnum():
         end = SENTENCE_END.search(line, end.end())  # a factorial, not an exclamation
-    return line[: end.start()] if end else line
+    return AFTERTHOUGHT.sub("", line[: end.start()] if end else line)

@@ -35,7 +35,7 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
     read gets a reward of None, unless the completion has the very same text: nothing can be right
     or wrong there.
     """
-    gold = gold_answer(str(answer))
+    gold = "" if answer is None else gold_answer(str(answer))
     given = extract(completion)
     is_right = given is not None and equal(gold, given)
     if not is_right and not gradable(gold):
@@ -45,6 +45,6 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
 
 
 def verify(response: str, gold: str) -> bool:
-    """Whether the response states the gold answer; sets no timers, so that any thread may call it."""
+    """Whether the response states the gold answer; sets no timers, so any thread may call it."""
     given = extract(response)
     return given is not None and equal(gold_answer(gold), given)

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (the signs that look alike are the subject)
 r"""One spelling for mathematical text: LaTeX, plain text and Unicode become one kind of LaTeX.
 
 Only spelling changes here. What is equal is decided in ``math_compare``.
@@ -11,7 +12,8 @@ SYMBOLS = {
     "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "√": r"\sqrt ",
     "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "…": r"\ldots ", "⁄": "/",
     "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
-    "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "€": "", "£": "", "¥": "",
+    "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "≈": "=", "€": "", "£": "",
+    "¥": "",
 }  # fmt: skip
 VULGAR = re.compile("[¼-¾⅐-⅞]")
 SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -31,9 +33,9 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^[*_`\s]+|[*_`\s]+$", ""),
         (r"\\[$]|[$]|(?<!\\)\\[()\[\]]", " "),
         (rf"\\(?:left|right|[bB]igg?[lr]?){NOT_LETTER}\s*\.?", ""),
-        (rf"\\(?:display|text)style{NOT_LETTER}|\\limits{NOT_LETTER}|\\!", ""),
+        (rf"\\(?:display|text)style{NOT_LETTER}|\\limits{NOT_LETTER}|(?<!\\)\\!", ""),
         (r"\{,\}", ","),
-        (rf"\\[,;: ]|\\q?quad{NOT_LETTER}|~", " "),
+        (rf"(?<!\\)\\[,;: ]|\\q?quad{NOT_LETTER}|~", " "),
         (rf"\\[dtc]frac{NOT_LETTER}", r"\\frac"),
         (rf"\\lbrace{NOT_LETTER}", r"\\{"),
         (rf"\\rbrace{NOT_LETTER}", r"\\}"),
@@ -43,8 +45,11 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\lt{NOT_LETTER}", "<"),
         (rf"\\gt{NOT_LETTER}", ">"),
         (rf"\\colon{NOT_LETTER}", ":"),
+        (rf"\\approx{NOT_LETTER}", "="),
         (r"\\%", "%"),
         (r"\\[cld]?dots|\.\.\.+", r"\\ldots "),
+        # A letter set as text after a number is a unit: 3\text{ m}, 5\mathrm{m/s}.
+        (rf"([\d)}}]\s*)\\(?:{MACROS})\s*\{{\s*([msghLlNJWV])\s*(?=[}}/])", r"\1\\text{\2unit"),
         (rf"\\(?:{MACROS})\s*\{{\s*([a-zA-Z]|[\d.,]+)\s*\}}", r"\1"),
         (rf"\\(?:{MACROS})\s*\{{([^{{}}]*)\}}", r" \1 "),
         (r"\{\\rm\s+([^{}]*)\}", r"\1"),
@@ -68,7 +73,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\w.^}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.])", r"(\1+\\frac{\2}{\3})"),
         (r"(?<=\d)\s*\((?=[^()]*\))", r"\\cdot ("),
         (r"\s+", " "),
-        (r"^ | ?[.;,]? ?$", ""),
+        (r"^ ?(?:= ?)?| ?[.;,]? ?$", ""),
     )
 )
 THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")

@@ -33,7 +33,7 @@ class RewardFunction:
     """Fields without a default: a row that lacks one cannot be graded."""
 
     def __call__(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Any:
-        """Call the function with those fields that it names; what it returns is not checked here."""
+        """Call the function with those fields that it names; its result is not checked here."""
         missing = sorted(self.required_fields - fields.keys())
         if missing:
             raise UserError(f"the row lacks {', '.join(missing)}, which {self.spec} needs.")
@@ -46,7 +46,7 @@ class RewardFunction:
 
 
 def resolve_reward(spec: str) -> RewardFunction:
-    """Import the function that ``spec`` names; UserError says in one sentence why it cannot be used.
+    """Import the function that ``spec`` names; UserError says why it cannot be used.
 
     ``spec`` is ``reasoning_gym``, ``math``, ``file.py:function`` (the path is relative to the
     current folder; the file can import its neighbours) or ``package.module.function``.
@@ -101,7 +101,8 @@ def _module_of_file(spec: str, path: Path) -> ModuleType:
     # Under its own name, so that its classes pickle, unless that name is taken (math.py).
     name = path.stem if path.stem not in sys.modules else f"_reward_file_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None and module_spec.loader is not None
+    assert module_spec is not None
+    assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     try:
@@ -116,10 +117,10 @@ def _module_of_name(spec: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's code, which may fail in any way
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None
-        if is_absent and (module_name + ".").startswith(error.name + "."):
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{module_name}.".startswith(f"{absent}."):
             raise UserError(
-                f"environment.reward={spec}: there is no module {error.name}; "
+                f"environment.reward={spec}: there is no module {absent}; "
                 "install it, put it on PYTHONPATH or use file.py:function."
             ) from error
         raise UserError(_import_failure(spec, error, None)) from error
@@ -170,6 +171,5 @@ def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:
             "def reward(prompt, completion, **fields)."
         )
     own = {"prompt", "completion"}
-    return RewardFunction(
-        spec, function, None if takes_all else named - own, frozenset(required - own)
-    )
+    accepted = None if takes_all else named - own
+    return RewardFunction(spec, function, accepted, frozenset(required - own))

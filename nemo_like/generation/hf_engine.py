@@ -75,7 +75,10 @@ class HFEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; RunError if the model fails."""
         if self._model is None or self._version is None:
-            raise RunError(f"Request {request.request_id} came before the engine had weights.")
+            raise RunError(
+                f"Request {request.request_id} is refused: the engine holds no usable weights "
+                "(before its first refit, within one, or after one that failed)."
+            )
         self._check_prompt(request)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._num_running += 1
@@ -134,8 +137,7 @@ class HFEngine:
         except Exception as error:  # The boundary to a model's code, which may raise anything.
             logger.exception("A batch of %d requests failed.", len(batch))
             for request, done in batch:
-                reason = f"The model failed request {request.request_id}: {error!r}"
-                _fail(done, RunError(reason))
+                _fail(done, RunError(f"The model failed request {request.request_id}: {error!r}"))
             return
         for (_, done), completion in zip(batch, completions, strict=True):
             if not done.done():  # Its caller may have given up.
@@ -152,9 +154,8 @@ class HFEngine:
     @torch.inference_mode()
     def _sample(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         """Sample one batch to its end."""
-        rows = [
-            _Row(request, self._config.max_model_len, self._config.device) for request in requests
-        ]
+        config = self._config
+        rows = [_Row(request, config.max_model_len, config.device) for request in requests]
         unfinished = [row for row in rows if row.finish_reason is None]
         if unfinished:
             self._decode(unfinished)
@@ -276,11 +277,9 @@ def _pad_left(prompts: Sequence[list[int]], device: str) -> tuple[torch.Tensor, 
 
 def _build_model(config: EngineConfig) -> PreTrainedModel:
     """Build the architecture with random weights, which the first refit replaces."""
-    torch_dtype = getattr(torch, config.dtype)
+    architecture = AutoConfig.from_pretrained(config.model_path)
     with torch.device(config.device):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(config.model_path), dtype=torch_dtype
-        )
+        model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
     return model.eval().requires_grad_(False)
 
 

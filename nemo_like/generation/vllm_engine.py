@@ -1,17 +1,14 @@
 """vLLM behind the ``Engine`` protocol; the one file that imports it, for CPU and GPU.
 
-Every check of vLLM's version and every work-around for it lives here, with its reason.
+Every check of vLLM's version and every work-around for it is here or in ``vllm_settings``.
 """
 
 import asyncio
 import dataclasses
-import difflib
-import importlib.util
 import logging
 import multiprocessing
 import os
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import psutil
@@ -34,26 +31,17 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
+from nemo_like.generation.vllm_settings import engine_args, start_environment
 from nemo_like.refit.manifest import check_refit, expected_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
 
 OLDEST_VLLM = (0, 26)
-"""Oldest minor version that the tests of this file passed with."""
+"""Oldest minor version that this file is written for."""
 FIRST_UNKNOWN_VLLM = (0, 34)
 
-CPU_KV_CACHE_BYTES = 2**30
-"""KV cache of an engine on the CPU; vLLM would take nearly all memory of the machine."""
-CPU_BATCHED_TOKENS = 4096
-"""Most tokens of one forward pass on the CPU, where the context does not ask for more."""
 LIVENESS_POLL_S = 0.5
-SHUTDOWN_GRACE_S = 10.0
-
-OWNED_KEYS = frozenset(
-    "model tokenizer dtype seed max_model_len tensor_parallel_size logprobs_mode load_format "
-    "generation_config worker_extension_cls".split()
-)
-"""Engine arguments that follow from the rest of the configuration or that exactness needs."""
+SHUTDOWN_GRACE_S = 3.0
 
 
 class RefitExtension:
@@ -104,10 +92,9 @@ class VLLMEngine:
                 f"The engine was to run on {self._config.device}, but the installed vLLM is built "
                 f"for {current_platform.device_type}; install the other one, or use backend=hf."
             )
-        engine_args = _engine_args(self._config)
         others = {child.pid for child in multiprocessing.active_children()}
         # A start takes seconds; in a thread it leaves the event loop of a Ray actor responsive.
-        self._llm = await asyncio.to_thread(_launch, engine_args)
+        self._llm = await asyncio.to_thread(_launch, self._config)
         for child in multiprocessing.active_children():
             if child.pid not in others:
                 core = psutil.Process(child.pid)
@@ -117,7 +104,10 @@ class VLLMEngine:
         """Sample one completion; RunError with vLLM's reason if the request or the engine fails."""
         llm, version = self._llm, self._version
         if llm is None or version is None:
-            raise RunError(f"Request {request.request_id} came before the engine had weights.")
+            raise RunError(
+                f"Request {request.request_id} is refused: the engine holds no usable weights "
+                "(before its first refit, within one, or after one that failed)."
+            )
         room = self._config.max_model_len - len(request.prompt_ids)
         max_new_tokens = min(request.sampling.max_new_tokens, room)
         if max_new_tokens <= 0:
@@ -163,15 +153,15 @@ class VLLMEngine:
         llm, self._llm, self._version = self._llm, None, None
         if not self._num_running and llm.output_handler is not None:
             llm.output_handler.cancel()  # It would report the end of its process as a failure.
-        await asyncio.to_thread(llm.shutdown)
-        # With several ranks vLLM (0.32) gives up on its engine process after 5 s, and the ranks
-        # outlive it for a moment.
+        await asyncio.to_thread(llm.shutdown, SHUTDOWN_GRACE_S)
+        # Ranks outlive an engine process that vLLM has lost patience with.
         _, stubborn = await asyncio.to_thread(
             psutil.wait_procs, self._processes, timeout=SHUTDOWN_GRACE_S
         )
         for process in stubborn:
             logger.warning("Process %d of the engine did not end; killing it.", process.pid)
             process.kill()
+        await asyncio.to_thread(psutil.wait_procs, stubborn, timeout=SHUTDOWN_GRACE_S)
         self._processes = []
 
     async def _sample(
@@ -188,125 +178,48 @@ class VLLMEngine:
                 if output.finished:
                     return output.outputs[0]
         except Exception as error:  # The boundary to vLLM, whose error types change by version.
-            raise RunError(
-                f"vLLM failed request {request.request_id}: {self._reason(error)}"
-            ) from error
+            raise self._failure(f"request {request.request_id}", error) from None
         raise RunError(f"vLLM ended request {request.request_id} without a completion.")
 
     async def _alive(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Await a call to the engine process; RunError if it fails or the process ends."""
+        """Await a call to the engine's process; RunError if it fails or that process ends."""
         task = asyncio.ensure_future(call)
         try:
             # vLLM (0.32) fails pending requests when its process ends, but no pending other call.
-            while not task.done():
-                await asyncio.wait({task}, timeout=LIVENESS_POLL_S)
-                if self._llm is None or (self._llm.errored and not task.done()):
-                    raise RunError(f"vLLM failed a refit: {self._reason(None)}")
-            return task.result()
-        except RunError:
-            raise
-        except Exception as error:  # The boundary to vLLM, as in ``_sample``.
-            raise RunError(f"vLLM failed a refit: {self._reason(error)}") from error
+            while not (await asyncio.wait({task}, timeout=LIVENESS_POLL_S))[0]:
+                if self._llm is None or self._llm.errored:
+                    raise self._failure("a refit", None)
         finally:
             task.cancel()
+        if (error := task.exception()) is not None:
+            raise self._failure("a refit", error) from None
+        return task.result()
 
-    def _reason(self, error: Exception | None) -> str:
-        """Say which process ended, or else what vLLM said."""
-        dead = [str(process.pid) for process in self._processes if not _is_running(process)]
-        if dead:
-            return f"its process {', '.join(dead)} ended; the cause is in the worker's log."
-        return f"{type(error).__name__}: {error or error.__cause__}" if error else "it shut down."
-
-
-def _engine_args(config: EngineConfig) -> dict[str, Any]:
-    """Merge what we need with the user's ``engine_kwargs``; UserError for a key we cannot pass."""
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    for key in config.engine_kwargs:
-        if key in OWNED_KEYS:
-            raise UserError(
-                f"generation.engine_kwargs.{key} follows from the rest of the configuration; "
-                "remove it."
+    def _failure(self, what: str, error: BaseException | None) -> RunError:
+        """Say why vLLM failed, without its traceback: all requests share one once it is dead."""
+        if self._llm is None:
+            return RunError(f"vLLM failed {what}: the engine was shut down.")
+        if self._llm.errored:
+            pids = ", ".join(str(process.pid) for process in self._processes)
+            return RunError(
+                f"vLLM failed {what}: its process died (of {pids}); the cause is in this worker's "
+                "log, unless the system killed it for memory."
             )
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "remove it."
-            raise UserError(
-                f"generation.engine_kwargs.{key} is no engine argument of vLLM "
-                f"{vllm.__version__}; {hint}"
-            )
-    args: dict[str, Any] = {
-        "model": config.model_path,
-        "dtype": config.dtype,
-        "seed": config.seed,
-        "max_model_len": config.max_model_len,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "max_num_seqs": config.max_num_seqs,
-        "logprobs_mode": "processed_logprobs",
-        "load_format": "dummy",
-        # The model folder's own sampling defaults and end-of-sequence ids stay out of it.
-        "generation_config": "vllm",
-        "worker_extension_cls": f"{__name__}.{RefitExtension.__qualname__}",
-        "disable_log_stats": True,
-    }
-    if config.device == "cpu":
-        # Compiling takes half a minute, and an explicit cache size spares the profiling pass.
-        args |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-        # A prompt that is prefilled in parts makes vLLM (0.26 to 0.32) rewind its request's
-        # generator, which ends the engine: "CPU Generator does not use offset".
-        args |= {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(config.max_model_len, CPU_BATCHED_TOKENS),
-        }
-    else:
-        args["gpu_memory_utilization"] = config.gpu_memory_utilization
-    return args | config.engine_kwargs
+        return RunError(f"vLLM failed {what}: {type(error).__name__}: {error}")
 
 
-def _launch(engine_args: dict[str, Any]) -> AsyncLLM:
-    with _environment(engine_args):
+def _launch(config: EngineConfig) -> AsyncLLM:
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    args = engine_args(config, known, f"{__name__}.{RefitExtension.__qualname__}")
+    with start_environment(args, config.device):
+        # Our own process has imported vLLM already; its children read the variable themselves.
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         try:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         except (TypeError, ValueError) as error:
             raise UserError(f"vLLM refuses the engine's configuration: {error}") from error
         except RuntimeError as error:
             raise RunError(f"The vLLM engine did not start: {error}") from error
-
-
-@contextmanager
-def _environment(engine_args: dict[str, Any]) -> Iterator[None]:
-    """Set what vLLM's child processes inherit where the user has not; undo it, and vLLM's own."""
-    if "VLLM_LOGGING_LEVEL" not in os.environ:
-        logging.getLogger("vllm").setLevel(logging.WARNING)  # This process; children inherit below.
-    variables = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        # Forking a process that has threads (Ray's, torch's) can hang.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    if importlib.util.find_spec("flashinfer") is None:
-        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    if current_platform.is_cpu():
-        cores = len(os.sched_getaffinity(0))
-        variables |= {
-            # One process less: the model runs in the engine's process, which stays apart from
-            # ours. (AsyncLLM ignores this variable; only vLLM's choice of executor reads it.)
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # vLLM would bind every replica to the same cores and want one NUMA node per rank.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, cores // engine_args["tensor_parallel_size"])),
-        }
-        if engine_args["enforce_eager"]:
-            # Not all of vLLM heeds ``enforce_eager``: the embedding of several ranks is compiled.
-            variables["TORCHDYNAMO_DISABLE"] = "1"
-    saved = dict(os.environ)
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(saved):
-            del os.environ[name]
-        os.environ.update(saved)
 
 
 def _sampling_params(
@@ -348,11 +261,6 @@ def _completion(output: CompletionOutput, request_id: str, version: int) -> Comp
         finish_reason=FinishReason(output.finish_reason),
         weight_version=version,
     )
-
-
-def _is_running(process: psutil.Process) -> bool:
-    """Tell whether a process is there and more than an exit code that nobody has read."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def _check_version() -> None:

@@ -48,7 +48,7 @@ def model_inputs(batch: TensorBatch, batching: Batching) -> ModelInputs:
     )
 
 
-def empty_inputs(device: torch.device | str) -> ModelInputs:
+def empty_inputs(batching: Batching, device: torch.device | str) -> ModelInputs:
     """One token and no targets: what a rank feeds when others have a micro-batch more."""
     one = TensorBatch(
         lengths=torch.tensor([1], device=device),
@@ -57,7 +57,7 @@ def empty_inputs(device: torch.device | str) -> ModelInputs:
             keys.LOSS_MASK: torch.zeros(1, dtype=torch.bool, device=device),
         },
     )
-    return model_inputs(one, Batching.padded)
+    return model_inputs(one, batching)
 
 
 def _packed(batch: TensorBatch, ids: Tensor, within: Tensor) -> tuple[dict[str, Any], Tensor]:

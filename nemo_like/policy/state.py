@@ -95,7 +95,8 @@ def export_folder(
     state: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if write:
-            state[name] = tensor.cpu().contiguous()
+            # A gathered tensor may be a view of a padded buffer, which safetensors would refuse.
+            state[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
     if not write:
         return
     aside = target.with_name(f".{target.name}-writing")

@@ -38,7 +38,7 @@ def train_step(
     parts: list[Metrics] = []
     for micro_batch in micro_batches:
         if micro_batch is None:
-            logprobs, _ = model(empty_inputs(device), temperature)
+            logprobs, _ = model(empty_inputs(batching, device), temperature)
             logprobs.sum().backward()
             continue
         logprobs, _ = model(model_inputs(micro_batch, batching), temperature)

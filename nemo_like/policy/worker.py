@@ -89,9 +89,7 @@ class PolicyWorker(Worker):
 
     def open_store(self) -> int:
         """Rank 0: open the rendezvous on a port that the system picks and we keep."""
-        self._store = TCPStore(
-            "0.0.0.0", 0, self.context.world_size, True, wait_for_workers=False
-        )
+        self._store = TCPStore("0.0.0.0", 0, self.context.world_size, True, wait_for_workers=False)
         return self._store.port
 
     def start(self, setup: PolicySetup, address: str, port: int) -> None:
@@ -215,7 +213,7 @@ class PolicyWorker(Worker):
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if micro_batch is None:
-            model(empty_inputs(self._device), temperature)
+            model(empty_inputs(self._config.batching, self._device), temperature)
             return torch.zeros(0), None
         inputs = model_inputs(micro_batch, self._config.batching)
         return model(inputs, temperature, with_entropy)

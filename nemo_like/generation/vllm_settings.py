@@ -1,0 +1,132 @@
+"""What vLLM is started with: engine arguments and environment variables, with our reasons.
+
+Pure, and without an import of vLLM, which ``vllm_engine`` alone does.
+"""
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_like.errors import UserError
+from nemo_like.generation.protocol import EngineConfig
+
+OWNED_KEYS = (
+    "model",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "dtype",
+    "seed",
+    "max_model_len",
+    "tensor_parallel_size",
+    "logprobs_mode",
+    "load_format",
+    "generation_config",
+    "worker_extension_cls",
+)
+"""Engine arguments that follow from the rest of the configuration or that exactness needs."""
+
+CPU_KV_CACHE_BYTES = 2**30
+"""KV cache of each rank on the CPU; by default vLLM takes nearly all memory of the machine."""
+CPU_BATCHED_TOKENS = 4096
+"""Most tokens of one forward pass on the CPU, where the context does not ask for more."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a KV block on the CPU. Only whole blocks of a prompt are shared between siblings, and
+with vLLM's 128 short prompts have none; the CPU kernels want multiples of 32."""
+
+
+def engine_args(config: EngineConfig, known: Collection[str], extension: str) -> dict[str, Any]:
+    """Merge what we need with the user's ``engine_kwargs``.
+
+    ``known`` are the arguments of the installed vLLM, ``extension`` is the qualified name of the
+    class that its workers get. Raises UserError for a key that may not or cannot be passed.
+    """
+    for key in config.engine_kwargs:
+        if key in OWNED_KEYS:
+            raise UserError(
+                f"generation.engine_kwargs.{key} follows from the rest of the configuration; "
+                "remove it."
+            )
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "remove it."
+            raise UserError(
+                f"generation.engine_kwargs.{key} is no argument of the installed vLLM; {remedy}"
+            )
+    args = {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "max_model_len": config.max_model_len,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_num_seqs": config.max_num_seqs,
+        "logprobs_mode": "processed_logprobs",
+        "load_format": "dummy",  # The first refit brings the weights.
+        "generation_config": "vllm",  # Not the model folder's own sampling defaults.
+        "worker_extension_cls": extension,
+        "disable_log_stats": True,
+    }
+    return args | _device_args(config) | config.engine_kwargs
+
+
+def _device_args(config: EngineConfig) -> dict[str, Any]:
+    if config.device != "cpu":
+        return {"gpu_memory_utilization": config.gpu_memory_utilization}
+    return {
+        # Compiling takes half a minute and a C++ compiler.
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+        "block_size": CPU_BLOCK_TOKENS,
+        # A prompt that is prefilled in parts makes vLLM (0.26 to 0.32) rewind its request's
+        # generator, which ends the engine: "CPU Generator does not use offset".
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.max_model_len, CPU_BATCHED_TOKENS),
+    }
+
+
+@contextmanager
+def start_environment(args: dict[str, Any], device: str) -> Iterator[None]:
+    """Set what vLLM's processes inherit, where the user has not; undo that, and vLLM's own, after.
+
+    Left set, these variables would reach whatever else this process starts.
+    """
+    saved = dict(os.environ)
+    for name, value in _variables(args, device).items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - saved.keys():
+            del os.environ[name]
+        os.environ.update(saved)
+
+
+def _variables(args: dict[str, Any], device: str) -> dict[str, str]:
+    variables = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # Forking a process that has threads (Ray's, torch's) can hang.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if importlib.util.find_spec("flashinfer") is None:
+        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    if device != "cpu":
+        return variables
+    cores = len(os.sched_getaffinity(0))
+    variables |= {
+        # On the CPU it warns of each of the settings above and of optional libraries.
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # One process less, and half the start-up: the model runs in the engine's own process.
+        # (That stays apart from ours: AsyncLLM ignores the variable, the choice of executor not.)
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # By default every replica binds itself to the same cores, and several ranks need as many
+        # NUMA nodes.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, cores // args["tensor_parallel_size"])),
+    }
+    if args["enforce_eager"]:
+        # vLLM compiles the embedding of several ranks in spite of ``enforce_eager`` (13 s).
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    return variables

@@ -1,0 +1,92 @@
+"""Shared parts: tiny models made from a config, and one local Ray for all tests that need it."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two busy cores make threads slower, not faster
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+
+def build_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with a ChatML template: every text can be encoded."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fast.save_pretrained(folder)
+
+
+def build_model(folder: Path, architecture: str = "llama", tied: bool = False) -> Path:
+    """A two-layer model of a stock architecture with head size 64 and random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    build_tokenizer(folder)
+    config = AutoConfig.for_model(
+        architecture,
+        vocab_size=259,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """``tiny_model(architecture="llama", tied=False)`` -> folder; each is built once."""
+    built: dict[tuple[str, bool], str] = {}
+
+    def get(architecture: str = "llama", tied: bool = False) -> str:
+        key = (architecture, tied)
+        if key not in built:
+            name = f"{architecture}-{'tied' if tied else 'untied'}"
+            built[key] = str(build_model(tmp_path_factory.mktemp(name), architecture, tied))
+        return built[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A Ray of its own with eight CPUs on paper."""
+    import ray
+
+    os.environ.pop("RAY_ADDRESS", None)
+    ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()

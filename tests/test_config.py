@@ -1,0 +1,241 @@
+"""Configuration: strict keys, the nearest valid one named, and no key without an effect."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_like.config.checks import check
+from nemo_like.config.load import all_keys, check_overrides, compose_config, compose_raw
+from nemo_like.config.plan import NodeResources, check_fits, plan_resources
+from nemo_like.config.schema import ClusterConfig, GRPORunConfig
+from nemo_like.errors import UserError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+SHIPPED = [["model=embedded"], ["model=smollm2"]]
+
+
+def refusal(*overrides):
+    with pytest.raises(UserError) as error:
+        compose_config(CONFIGS, "grpo", overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("choice", SHIPPED, ids=str)
+def test_every_schema_key_can_be_overridden_in_every_shipped_config(choice):
+    raw = compose_raw(CONFIGS, "grpo", choice)
+    leaves = [key for key in all_keys(GRPORunConfig) if not hasattr(value(raw, key), "keys")]
+    assert len(leaves) > 60
+    for key in leaves:
+        check_overrides([f"{key}=1"])
+    overrides = [f"{key}={literal(value(raw, key))}" for key in leaves]
+    assert compose_raw(CONFIGS, "grpo", [*choice, *overrides]) == raw
+
+
+def value(raw, key):
+    for part in key.split("."):
+        raw = raw[part]
+    return raw
+
+
+def literal(value):
+    if value is None:
+        return "null"
+    return f"'{value}'" if isinstance(value, str) and value else str(value)
+
+
+def test_the_default_config_is_the_schema():
+    assert compose_config(CONFIGS, "grpo") == GRPORunConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("polcy.lr", "policy.optimizer.lr"),
+        ("policy.lr", "policy.optimizer.lr"),
+        ("grpo.num_prompts_per_steps", "grpo.num_prompts_per_step"),
+        ("lr", "policy.optimizer.lr"),
+        ("temperature", "generation.temperature"),
+        ("generation.max_tokens", "generation.max_new_tokens"),
+        ("cluster.num_gpus_per_node", "cluster.gpus_per_node"),
+    ],
+)
+def test_a_misspelt_key_is_answered_with_the_nearest_one(key, nearest):
+    assert f"{key} is not a key of the configuration; did you mean {nearest}?" in refusal(
+        f"{key}=1"
+    )
+
+
+def test_a_key_added_with_plus_is_refused_too():
+    assert "policy.lr is not a key" in refusal("+policy.lr=1")
+    assert "policy.lr is not a key" in refusal("++policy.lr=1")
+
+
+def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [grpo_schema, _self_]\npolicy:\n  optimiser:\n    lr: 1.0\n"
+    )
+    with pytest.raises(UserError, match=r"policy\.optimiser is not a key .* policy\.optimizer"):
+        compose_config(tmp_path, "mine")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.optimizer.lr=abc", "policy.optimizer.lr=abc must be a value of type float"),
+        ("grpo.max_steps=1.5", "grpo.max_steps=1.5 must be a value of type int"),
+        ("policy.dtype=fp8", "policy.dtype=fp8 must be one of float32, bfloat16"),
+        ("data.shuffle=perhaps", "data.shuffle=perhaps must be a value of type bool"),
+        ("grpo.max_steps=0", "grpo.max_steps=0 must be at least 1"),
+        ("policy.optimizer.lr=-1", "policy.optimizer.lr=-1.0 must be a finite number above 0"),
+        ("policy.optimizer.lr=nan", "policy.optimizer.lr=nan must be a finite number above 0"),
+        ("validation.top_p=1.5", "validation.top_p=1.5 must be at most 1"),
+        ("grpo.num_generations_per_prompt=1", "a group of one has no baseline"),
+        ("policy=3", "policy is a section"),
+        ("model=gpt5", "model=gpt5 is not a choice; use one of embedded, smollm2"),
+        ("grpo.max_steps=1,2", "--multirun"),
+        ("policy.micro_batch_tokens=60", "policy.micro_batch_tokens=60 cannot hold"),
+        ("policy.scheduler.warmup_steps=60", "must be below grpo.max_steps=60"),
+        ("run.resume=true", "run.resume=true needs run.dir"),
+        ("checkpoint.metric=val:accuracy", "checkpoint.metric=val:accuracy is not a metric"),
+        ("environment.reward=exact", "environment.reward=exact is not known"),
+        ("environment.reward=no.py:f", "there is no file no.py"),
+        ("data.train=no.jsonl", "data.train=no.jsonl: no such file"),
+        ("policy.model=/no/such", "policy.model=/no/such: no such folder"),
+        ("cluster.num_generation_workers=1", "needs at least two workers"),
+    ],
+)
+def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
+    assert message in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("loss.kl_estimator=k1", "loss.kl_coef is 0"),
+        ("policy.scheduler.min_lr_ratio=0.5", "a constant schedule has no minimum"),
+        ("policy.attention=eager", "packed rows have their own attention"),
+        ("logging.wandb_project=mine", "logging.wandb is off"),
+    ],
+)
+def test_a_key_that_would_do_nothing_is_refused(override, why):
+    key = override.partition("=")[0]
+    message = refusal(override)
+    assert message.startswith(f"{key}=")
+    assert "would have no effect" in message
+    assert why in message
+
+
+def test_keys_without_effect_for_the_hf_backend_and_file_data(tmp_path):
+    assert "only generation.backend=vllm" in refusal(
+        "generation.backend=hf", "generation.engine_kwargs={enforce_eager: true}"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    file = [f"data.train={rows}", "environment.reward=math"]
+    assert "data.num_train_rows=5 would have no effect" in refusal(*file, "data.num_train_rows=5")
+    assert "there is no validation" in refusal(*file, "validation.temperature=0")
+    compose_config(CONFIGS, "grpo", file)
+    assert "set environment.reward" in refusal(f"data.train={rows}")
+
+
+@pytest.mark.parametrize(
+    ("text", "trap"),
+    [("run:\n  dir: 007\n", "007"), ("run:\n  dir: 12:30:00\n", "12:30:00"), ("off: 1\n", "off")],
+)
+def test_yaml_values_that_change_their_meaning_are_refused(tmp_path, text, trap):
+    (tmp_path / "mine.yaml").write_text(f"defaults: [grpo_schema, _self_]\n{text}")
+    with pytest.raises(UserError, match=f'put it in quotes: "{trap}"'):
+        compose_config(tmp_path, "mine")
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_schema, _self_]\nrun:\n  dir: '007'\n")
+    assert compose_config(tmp_path, "mine").run.dir == "007"
+
+
+def test_a_dict_override_merges():
+    config = compose_config(CONFIGS, "grpo", ["policy.optimizer={lr: 0.1}"])
+    assert config.policy.optimizer.lr == 0.1
+    assert config.policy.optimizer.beta2 == 0.999
+
+
+def test_free_dicts_take_any_key():
+    overrides = ["data.tasks={gcd: {min_numbers: 2}}", "generation.engine_kwargs.max_num_seqs=8"]
+    config = compose_config(CONFIGS, "grpo", overrides)
+    assert config.data.tasks == {"gcd": {"min_numbers": 2}}
+    assert config.generation.engine_kwargs == {"max_num_seqs": 8}
+
+
+def test_documentation_of_every_key_is_current():
+    from nemo_like.config.docs import render
+
+    path = Path(__file__).parent.parent / "docs" / "config.md"
+    assert path.read_text() == render(), "run: python -m nemo_like.config.docs > docs/config.md"
+
+
+def test_shipped_yaml_states_differences_only():
+    default = GRPORunConfig()
+    for path in (CONFIGS / "model").glob("*.yaml"):
+        if path.stem == "embedded":
+            continue
+        for key, given in flatten(yaml.safe_load(path.read_text())):
+            current = default
+            for part in key.split("."):
+                current = getattr(current, part)
+            assert str(given) != str(current), f"{path.name}: {key} repeats the default"
+
+
+def flatten(tree, prefix=""):
+    for name, one in tree.items():
+        if isinstance(one, dict):
+            yield from flatten(one, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", one
+
+
+def test_the_schema_passes_its_own_checks():
+    check(GRPORunConfig())
+
+
+# The plan: arithmetic of nodes and bundles.
+
+
+def test_colocated_roles_share_bundles_and_separate_ones_do_not():
+    colocated = plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=2), 2)
+    assert colocated.policy == (0, 1, 2, 3)
+    assert colocated.generation == ((0, 1), (2, 3))
+    assert colocated.colocated
+    split = plan_resources(ClusterConfig(gpus_per_node=4, num_generation_workers=1), 1)
+    assert split.policy == (0, 1, 2)
+    assert split.generation == ((3,),)
+    assert not split.colocated
+
+
+@pytest.mark.parametrize(("size", "valid"), [(3, "1 or 2 or 4"), (8, "1 or 2 or 4")])
+def test_tensor_parallel_sizes_that_do_not_divide_are_refused(size, valid):
+    with pytest.raises(UserError, match=f"tensor_parallel_size={size} .* use {valid}"):
+        plan_resources(ClusterConfig(gpus_per_node=4), size)
+
+
+def nodes(*resources):
+    return [
+        NodeResources(node_id=str(i), address=f"10.0.0.{i}", resources=one)
+        for i, one in enumerate(resources)
+    ]
+
+
+def test_a_plan_that_no_idle_cluster_could_hold_is_refused_with_what_each_node_has():
+    plan = plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=8), 1)
+    with pytest.raises(UserError) as error:
+        check_fits(plan, nodes({"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 4.0}))
+    message = str(error.value)
+    assert "wants 2 node(s) with 8 CPUs and 8 GPUs each" in message
+    assert "10.0.0.1: 64 CPUs, 4 GPUs" in message
+
+
+def test_a_head_without_gpus_is_no_obstacle():
+    plan = plan_resources(ClusterConfig(num_nodes=1, gpus_per_node=8), 1)
+    check_fits(plan, nodes({"CPU": 4.0}, {"CPU": 64.0, "GPU": 8.0}))
+
+
+def test_two_small_nodes_fit_into_one_large_one():
+    plan = plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=4), 1)
+    check_fits(plan, nodes({"CPU": 64.0, "GPU": 8.0}))

@@ -1,0 +1,117 @@
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_like.environments.math_reward import extract, reward, verify
+
+DATA = Path(__file__).parent / "data"
+
+
+def read_pairs(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("pair", read_pairs("math_pairs.jsonl"), ids=lambda pair: pair["id"])
+def test_every_reported_pair_is_judged_right(pair):
+    assert verify(pair["response"], pair["gold"]) is pair["right"], pair["trap"]
+
+
+SIBLINGS = read_pairs("math_siblings.jsonl")
+
+
+@pytest.mark.parametrize("kind", sorted({pair["kind"] for pair in SIBLINGS}))
+def test_siblings_of_the_reported_pairs_are_judged_right(kind):
+    pairs = [pair for pair in SIBLINGS if pair["kind"] == kind]
+    wrong = [p for p in pairs if verify(p["response"], p["gold"]) is not p["right"]]
+    assert wrong == []
+
+
+def test_extraction_returns_whole_answers_and_none_for_each_response_without_one():
+    responses = [
+        "So it is \\boxed{137}.",
+        "I don't know.",
+        "The answer is 137.",
+        "Many would guess 7 here",
+        "#### 137",
+    ]
+    assert [extract(response) for response in responses] == ["137", None, "137", None, "137"]
+
+
+@pytest.mark.parametrize(
+    ("response", "content"),
+    [
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed{x=\boxed{5}}", "x=5"),
+        (r"\boxed{\boxed{4}}", "4"),
+        (r"\boxed{1} and \boxed{", None),
+        (r"\boxed{}", None),
+        (r"\boxed 7", "7"),
+    ],
+)
+def test_boxes_have_balanced_content(response, content):
+    assert extract(response) == content
+
+
+def test_a_verdict_is_the_same_in_a_thread():
+    verdicts: list[bool] = []
+    thread = threading.Thread(
+        target=lambda: verdicts.append(verify(r"\boxed{\frac12}", r"\frac{1}{2}"))
+    )
+    thread.start()
+    thread.join()
+    assert verdicts == [True]
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [r"\frac{1}{", r"$$\foo{", "???", "", None, "It depends on what the reader calls a set."],
+)
+def test_an_unreadable_gold_fails_the_row_instead_of_judging_it(gold):
+    result = reward("p", r"\boxed{5}", answer=gold)
+    assert result["reward"] is None
+    assert "cannot be read" in result["error"]
+
+
+def test_the_very_same_text_settles_an_unreadable_gold():
+    assert reward("p", r"\boxed{\foo + 1}", answer=r"\foo + 1")["reward"] == 1.0
+
+
+def test_a_number_as_gold_is_read_like_text():
+    assert reward("p", r"\boxed{5}", answer=5)["reward"] == 1.0
+    assert reward("p", r"\boxed{2.50}", answer=2.5)["reward"] == 1.0
+
+
+def test_a_box_in_the_prompt_is_not_an_answer():
+    result = reward(r"Put the answer in \boxed{}. Is it \boxed{4}?", "Dunno", answer="4")
+    assert result == {"reward": 0.0, "accuracy": 0.0, "answered": 0.0}
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "\x00\ud800 \\boxed{\ud800}",
+        "\\boxed{" * 20_000,
+        "<answer>" * 20_000,
+        "the answer is " * 5_000,
+        "\\boxed{" + "(" * 3_000 + "}",
+        "\\boxed{" + "(" * 400 + "1" + ")" * 400 + "}",
+        "\\boxed{" + "{" * 2_000 + "}" * 2_000 + "}",
+        "\\boxed{" + "\\frac{1}{" * 100 + "}",
+        "\\boxed{2003^{2002^{2001}}}",
+        "\\boxed{((10^{9999})^{9999})^{9999}}",
+        "\\boxed{9999999!}",
+        "$" * 20_000,
+        "#### " * 20_000,
+    ],
+    ids=range(14),
+)
+def test_weird_text_earns_nothing_in_little_time(response):
+    start = time.perf_counter()
+    assert verify(response, "5") is False
+    assert time.perf_counter() - start < 2

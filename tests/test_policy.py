@@ -1,0 +1,255 @@
+"""The policy on real Ray workers: one exact loss and gradient, however rows are laid out."""
+
+import math
+from contextlib import contextmanager
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.plan import plan_resources
+from nemo_like.config.schema import (
+    Batching,
+    ClusterConfig,
+    Dtype,
+    LossConfig,
+    Normalization,
+    OptimizerConfig,
+    PolicyConfig,
+)
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.virtual_cluster import VirtualCluster
+from nemo_like.losses.policy_gradient import ClippedPGLoss
+from nemo_like.observe.metrics import values
+from nemo_like.policy.policy import Policy
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+TOLERANCE = 1e-5
+TEMPERATURE = 0.7
+# Unequal on purpose: any mean of means shows.
+LENGTHS = [9, 30, 4, 17, 23, 6, 12]
+PROMPTS = [3, 10, 2, 5, 20, 3, 11]
+
+
+@contextmanager
+def make_policy(model_path, tmp_path, *, ranks=1, with_reference=False, **config):
+    cluster_config = ClusterConfig(cpu_workers_per_node=ranks)
+    with VirtualCluster(plan_resources(cluster_config, 1), 60.0) as cluster:
+        policy = Policy(
+            PolicyConfig(optimizer=OptimizerConfig(lr=3e-4), max_grad_norm=0.5, **config),
+            cluster_config,
+            cluster,
+            model_path=model_path,
+            temperature=TEMPERATURE,
+            max_steps=10,
+            with_reference=with_reference,
+            log_dir=str(tmp_path / "logs"),
+        )
+        try:
+            policy.start()
+            yield policy
+        finally:
+            policy.shutdown()
+
+
+def make_batch(num_chunks=2):
+    """Random rows in several chunks of the object store, as replicas would leave them."""
+    generator = torch.Generator().manual_seed(3)
+    n = sum(LENGTHS)
+    mask = torch.cat(
+        [torch.arange(length) >= prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
+    )
+    whole = TensorBatch(
+        lengths=torch.tensor(LENGTHS),
+        tokens={
+            keys.INPUT_IDS: torch.randint(3, 259, (n,), generator=generator),
+            keys.LOSS_MASK: mask,
+            keys.GENERATION_LOGPROBS: -5.5 + 0.5 * torch.randn(n, generator=generator),
+        },
+    )
+    rows = {
+        keys.ADVANTAGES: torch.tensor([1.0, -0.5, 2.0, 0.3, -1.0, 0.7, 1.5]),
+        keys.SAMPLE_MASK: torch.tensor([True, True, True, False, True, True, True]),
+        keys.NUM_LOSS_TOKENS: torch.tensor(LENGTHS) - torch.tensor(PROMPTS),
+    }
+    cuts = [list(range(i, len(LENGTHS), num_chunks)) for i in range(num_chunks)]
+    chunks = [whole.select(cut) for cut in cuts]
+    return whole, RemoteBatch.from_chunks(
+        [ray.put(chunk) for chunk in chunks],
+        [chunk.lengths for chunk in chunks],
+        [{name: column[cut] for name, column in rows.items()} for cut in cuts],
+    )
+
+
+def three_steps(policy, tmp_path, kl_coef=0.1, normalization=Normalization.token):
+    """Losses, gradient norms and final parameters of three steps, and the first logprobs."""
+    loss = ClippedPGLoss(LossConfig(kl_coef=kl_coef, normalization=normalization))
+    numbers, first = [], None
+    for _ in range(3):
+        _, batch = make_batch()
+        policy.logprobs(batch)
+        if first is None:
+            first = batch.fetch()
+        metrics = values(policy.train(batch, loss))
+        numbers += [metrics["train/loss"], metrics["train/grad_norm"], metrics.get("train/kl", 0.0)]
+    folder = tmp_path / "exported"
+    policy.export(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return numbers, first, dict(model.named_parameters())
+
+
+def assert_same(result, expected):
+    numbers, batch, parameters = result
+    expected_numbers, expected_batch, expected_parameters = expected
+    assert numbers == pytest.approx(expected_numbers, abs=TOLERANCE)
+    for name in (keys.POLICY_LOGPROBS, keys.REFERENCE_LOGPROBS):
+        gap = (batch.tokens[name] - expected_batch.tokens[name]).abs().max()
+        assert gap < TOLERANCE, name
+    assert parameters.keys() == expected_parameters.keys()
+    for name, tensor in parameters.items():
+        assert (tensor - expected_parameters[name]).abs().max() < TOLERANCE, name
+
+
+@pytest.fixture(scope="module")
+def baseline(tiny_model, tmp_path_factory):
+    """One rank, one row a forward, padded: nothing that could go wrong with layout."""
+    results = {}
+
+    def get(architecture, tied):
+        if (architecture, tied) not in results:
+            tmp_path = tmp_path_factory.mktemp("baseline")
+            with make_policy(
+                tiny_model(architecture, tied),
+                tmp_path,
+                with_reference=True,
+                batching=Batching.padded,
+                micro_batch_size=1,
+            ) as policy:
+                results[architecture, tied] = three_steps(policy, tmp_path)
+        return results[architecture, tied]
+
+    return get
+
+
+LAYOUTS = {
+    "packed": {},
+    "padded_micro_batch_2": {"batching": Batching.padded, "micro_batch_size": 2},
+    "padded_micro_batch_4": {"batching": Batching.padded, "micro_batch_size": 4},
+    "packed_small_budget": {"micro_batch_tokens": 40},
+    "packed_chunked_checkpointed": {"logprob_chunk_tokens": 5, "activation_checkpointing": True},
+    "two_ranks_packed": {"ranks": 2},
+    "two_ranks_padded_micro_batch_1": {
+        "ranks": 2,
+        "batching": Batching.padded,
+        "micro_batch_size": 1,
+    },
+    "three_ranks_packed_small_budget": {"ranks": 3, "micro_batch_tokens": 32},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_invariance_of_loss_gradient_and_parameters(layout, tiny_model, baseline, tmp_path):
+    with make_policy(tiny_model(), tmp_path, with_reference=True, **LAYOUTS[layout]) as policy:
+        assert_same(three_steps(policy, tmp_path), baseline("llama", False))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("llama", True), ("qwen3", True), ("qwen2", False)]
+)
+def test_invariance_of_other_architectures_and_ties(
+    architecture, tied, tiny_model, baseline, tmp_path
+):
+    with make_policy(
+        tiny_model(architecture, tied),
+        tmp_path,
+        ranks=2,
+        with_reference=True,
+        micro_batch_tokens=40,
+    ) as policy:
+        assert_same(three_steps(policy, tmp_path), baseline(architecture, tied))
+
+
+def test_logprobs_are_those_of_the_plain_model_at_the_sampling_temperature(tiny_model, tmp_path):
+    whole, batch = make_batch(num_chunks=1)
+    with make_policy(tiny_model(), tmp_path, ranks=2) as policy:
+        policy.logprobs(batch)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval()
+    result = batch.fetch()
+    for row in range(len(LENGTHS)):
+        one = whole.select([row]).tokens
+        ids, mask = one[keys.INPUT_IDS], one[keys.LOSS_MASK]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0] / TEMPERATURE
+        expected = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        actual = result.select([row]).tokens[keys.POLICY_LOGPROBS]
+        assert torch.allclose(actual[mask], expected[mask[1:]], atol=TOLERANCE)
+        assert (actual[~mask] == 0).all()
+
+
+def test_logged_gradient_norm_is_the_global_one_and_clipping_uses_it(tiny_model, tmp_path):
+    """A clip limit far below the norm: the step direction is the same, and both ranks agree."""
+    loss = ClippedPGLoss(LossConfig())
+    norms = {}
+    for ranks in (1, 2):
+        with make_policy(tiny_model(), tmp_path, ranks=ranks) as policy:
+            _, batch = make_batch()
+            policy.logprobs(batch)
+            norms[ranks] = values(policy.train(batch, loss))["train/grad_norm"]
+    assert norms[1] == pytest.approx(norms[2], rel=1e-5)
+
+
+def test_checkpoint_continues_bit_for_bit_and_on_other_rank_counts(tiny_model, tmp_path):
+    loss = ClippedPGLoss(LossConfig())
+
+    def step(policy):
+        _, batch = make_batch()
+        policy.logprobs(batch)
+        return values(policy.train(batch, loss))
+
+    config = {"micro_batch_tokens": 64}
+    with make_policy(tiny_model(), tmp_path, ranks=2, **config) as policy:
+        step(policy)
+        policy.save(str(tmp_path / "saved"))
+        straight = [step(policy), step(policy)]
+    with make_policy(tiny_model(), tmp_path, ranks=2, **config) as policy:
+        policy.load(str(tmp_path / "saved"), weight_version=1)
+        assert [step(policy), step(policy)] == straight
+    with make_policy(tiny_model(), tmp_path, ranks=1, **config) as policy:
+        policy.load(str(tmp_path / "saved"), weight_version=1)
+        for other, expected in zip([step(policy), step(policy)], straight, strict=True):
+            assert other["train/loss"] == pytest.approx(expected["train/loss"], abs=TOLERANCE)
+            assert other["train/lr"] == expected["train/lr"]
+
+
+def test_export_is_a_complete_folder_with_ties_and_tokenizer_as_they_were(tiny_model, tmp_path):
+    from pathlib import Path
+
+    source = Path(tiny_model("llama", True))
+    with make_policy(str(source), tmp_path) as policy:
+        policy.export(str(tmp_path / "out"))
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()
+    before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bfloat16_compute_stays_near_float32(tiny_model, tmp_path):
+    loss = ClippedPGLoss(LossConfig())
+    results = {}
+    for dtype in Dtype:
+        with make_policy(tiny_model(), tmp_path, dtype=dtype) as policy:
+            _, batch = make_batch()
+            policy.logprobs(batch)
+            results[dtype] = values(policy.train(batch, loss))
+    exact, rounded = results[Dtype.float32], results[Dtype.bfloat16]
+    assert rounded["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.05)
+    assert math.isfinite(rounded["train/loss"])
