@@ -34,8 +34,8 @@ HELD_OUT_SIZE = 256
 
 # The first part of the training is all careful, because working is what takes time to learn;
 # the rest has the mixture that the finished model samples from.
-CAREFUL_ONLY_FRACTION = 0.8
-CAREFUL_SHARE = 0.28
+CAREFUL_ONLY_FRACTION = 0.85
+CAREFUL_SHARE = 0.25
 OPENERS = {"": 0.6, "Sure. ": 0.2, "Okay. ": 0.2}
 CLOSERS = {"": 0.6, " Done.": 0.2, " Bye!": 0.2}
 
@@ -282,7 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="model folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corpus and the training")
-    parser.add_argument("--steps", type=int, default=800, help="SFT steps of 64 conversations")
+    parser.add_argument("--steps", type=int, default=1200, help="SFT steps of 64 conversations")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -138,7 +138,8 @@ class SyncRolloutSource:
                             self._config.run.seed, phase, seed_step, prompt, index
                         ),
                         request_id=f"{phase}-{step}-{prompt}-{index}",
-                        record=replica == 0 and len(tasks[0]) < num_recorded,
+                        # The first replica writes; one completion each of several prompts.
+                        record=replica == 0 and index == 0 and prompt // num_replicas < num_recorded,
                     )
                 )
         requests = [

@@ -1,0 +1,98 @@
+"""Checkpoints are complete or absent, the right ones are kept, and damage is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_like.checkpoint import Checkpoints, DriverState
+from nemo_like.config.schema import CheckpointConfig
+from nemo_like.errors import RunError, UserError
+
+
+def save(checkpoints, step, metric=None):
+    def write_policy(folder):
+        Path(folder).mkdir()
+        (Path(folder) / "shard.bin").write_bytes(bytes(range(256)) * step)
+
+    state = DriverState(step=step, loader={"position": step}, metric=metric, totals={"wall_s": 1.0})
+    return checkpoints.save(state, write_policy)
+
+
+def make(tmp_path, **config):
+    return Checkpoints(tmp_path, CheckpointConfig(**config))
+
+
+def test_the_latest_is_the_greatest_complete_number(tmp_path, caplog):
+    checkpoints = make(tmp_path, keep_last=5)
+    assert checkpoints.latest() is None
+    save(checkpoints, 2)
+    save(checkpoints, 10)
+    (checkpoints.folder / "writing_step_12").mkdir()
+    path, state = checkpoints.latest()
+    assert path.name == "step_10"
+    assert state.loader == {"position": 10}
+    assert "writing_step_12 was not finished" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("metrics", "kept"),
+    [
+        ([0.5, 0.7, 0.6, 0.4], {2, 4}),
+        ([0.5, 0.7, 0.7, 0.4], {3, 4}),  # of equal ones the latest is best
+        ([None, 0.1, None, None], {2, 4}),  # one without a metric is not better than any
+        ([0.9, float("nan"), 0.2, 0.1], {1, 4}),
+        ([None, None, None, None], {4}),
+    ],
+)
+def test_the_last_and_the_best_are_kept(tmp_path, metrics, kept):
+    checkpoints = make(tmp_path, keep_last=1)
+    for step, metric in enumerate(metrics, start=1):
+        save(checkpoints, step, metric)
+    assert set(checkpoints.steps()) == kept
+
+
+def test_without_keep_best_only_the_last_are_kept(tmp_path):
+    checkpoints = make(tmp_path, keep_last=2, keep_best=False)
+    for step in range(1, 6):
+        save(checkpoints, step, metric=-step)
+    assert checkpoints.steps() == [4, 5]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest"])
+def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path, damage):
+    checkpoints = make(tmp_path)
+    path = save(checkpoints, 3)
+    shard = path / "policy" / "shard.bin"
+    data = bytearray(shard.read_bytes())
+    if damage == "truncate":
+        shard.write_bytes(data[:-1])
+    elif damage == "flip":
+        data[100] ^= 1
+        shard.write_bytes(data)
+    elif damage == "remove":
+        shard.unlink()
+    else:
+        (path / "files.json").write_text("{")
+    with pytest.raises(UserError, match=r"step_3 is damaged: .*Remove .*step_3 to continue"):
+        checkpoints.latest()
+
+
+def test_a_failed_write_leaves_earlier_checkpoints_and_no_new_one(tmp_path):
+    checkpoints = make(tmp_path)
+    save(checkpoints, 1)
+
+    def full_disk(folder):
+        raise OSError(28, "No space left on device")
+
+    state = DriverState(step=2, loader={}, metric=None, totals={})
+    with pytest.raises(RunError, match=r"step_2 could not be written: .*No space left"):
+        checkpoints.save(state, full_disk)
+    assert checkpoints.steps() == [1]
+    assert checkpoints.latest()[1].step == 1
+
+
+def test_state_survives_json_exactly(tmp_path):
+    checkpoints = make(tmp_path)
+    path = save(checkpoints, 1, metric=0.1 + 0.2)
+    assert json.loads((path / "driver.json").read_text())["metric"] == 0.1 + 0.2

@@ -1,0 +1,210 @@
+"""Placement on real Ray: physical order, errors that say what is missing, nothing left behind."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import ray
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.util import placement_group_table
+
+from nemo_like.config.plan import plan_resources
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.payload import PayloadMeter
+from nemo_like.distributed.rank_layout import RankLayout
+from nemo_like.distributed.virtual_cluster import Bundle, VirtualCluster, physical_order
+from nemo_like.distributed.worker import Worker
+from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
+
+
+class Probe(Worker):
+    """A worker that reports, fails or dies on demand."""
+
+    def place(self) -> tuple[int, str]:
+        return self.context.rank, ray.get_runtime_context().get_node_id()
+
+    def echo(self, value: object) -> object:
+        return value
+
+    def fail(self, message: str) -> None:
+        if self.context.rank == 1:
+            raise RunError(message)
+        time.sleep(60)
+
+    def bug(self) -> None:
+        raise KeyError("a bug")
+
+    def die(self) -> None:
+        if self.context.rank == 1:
+            sys.stderr.write("about to break\n")
+            os._exit(9)
+        time.sleep(60)
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+
+def live_groups():
+    return [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+
+
+@pytest.fixture
+def group(local_ray, tmp_path):
+    with VirtualCluster(plan_resources(ClusterConfig(cpu_workers_per_node=4), 1), 30.0) as cluster:
+        bundles = [[bundle] for bundle in cluster.bundles]
+        workers = WorkerGroup(
+            Probe,
+            "probe",
+            bundles,
+            layout=RankLayout({"dp": 2, "tp": 2}),
+            log_dir=str(tmp_path / "logs"),
+        )
+        yield workers
+        workers.shutdown()
+
+
+def test_calls_reach_every_rank_and_shards_follow_the_axis(group):
+    ranks = [rank for rank, _ in group.call(Probe.place, timeout_s=60)]
+    assert ranks == [0, 1, 2, 3]
+    assert group.scatter(Probe.echo, ["a", "b"], timeout_s=60) == ["a", "b"]
+    assert group.scatter(Probe.echo, ["x", "y"], axis="tp", timeout_s=60) == ["x", "y"]
+    assert group.call_rank(2, Probe.echo, 7, timeout_s=60) == 7
+
+
+def test_the_first_failure_ends_the_wait_with_its_own_message(group):
+    start = time.monotonic()
+    with pytest.raises(RunError, match="loss is nan"):
+        group.call(Probe.fail, "loss is nan", timeout_s=60)
+    assert time.monotonic() - start < 20
+
+
+def test_a_bug_keeps_its_traceback(group):
+    with pytest.raises(KeyError, match=r"in bug[\s\S]*a bug"):
+        group.call(Probe.bug, timeout_s=60)
+
+
+def test_a_dead_worker_is_named_with_rank_node_phase_and_log(group):
+    group.call(Probe.ready, timeout_s=60)
+    with pytest.raises(WorkerDiedError) as error:
+        group.call(Probe.die, timeout_s=60)
+    message = str(error.value)
+    assert "probe rank 1 on " in message
+    assert "died in die" in message
+    assert "about to break" in message
+    assert "GiB free" in message
+
+
+def test_a_wait_that_is_too_long_names_who_and_where(group):
+    with pytest.raises(WaitTimeoutError, match=r"waited 1 s for 4 of 4 probe workers in hang: probe rank 0 on"):
+        group.call(Probe.hang, timeout_s=1)
+
+
+def test_more_than_the_cluster_has_is_refused_at_once_and_leaves_nothing(local_ray):
+    before = len(live_groups())
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"wants 1 node\(s\) with 8 CPUs and 8 GPUs each.*0 GPUs"):
+        VirtualCluster(plan_resources(ClusterConfig(gpus_per_node=8), 1), 60.0)
+    assert time.monotonic() - start < 5
+    assert len(live_groups()) == before
+
+
+def test_a_busy_cluster_is_waited_for_until_the_limit(local_ray):
+    plan = plan_resources(ClusterConfig(cpu_workers_per_node=6), 1)
+    with VirtualCluster(plan, 30.0):
+        before = len(live_groups())
+        with pytest.raises(WaitTimeoutError, match="waited 1 s for placement groups"):
+            VirtualCluster(plan, 1.0)
+        assert len(live_groups()) == before
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.permutations([(node, gpu) for node in "abcd" for gpu in range(8)]))
+def test_rank_order_is_physical_order_however_ray_numbers_bundles(places):
+    bundles = [
+        Bundle(group=None, index=i, node_id=node, address=f"10.0.0.{node}", gpu_id=str(gpu))
+        for i, (node, gpu) in enumerate(places)
+    ]
+    ordered = sorted(bundles, key=physical_order)
+    for block in range(4):
+        of_node = ordered[8 * block : 8 * block + 8]
+        assert len({bundle.node_id for bundle in of_node}) == 1
+        assert [bundle.gpu_id for bundle in of_node] == [str(i) for i in range(8)]
+
+
+def test_rank_layout_names_neighbours():
+    layout = RankLayout({"dp": 2, "cp": 1, "tp": 4})
+    assert [layout.coordinate(rank, "tp") for rank in range(8)] == [0, 1, 2, 3] * 2
+    assert layout.leaders("dp") == (0, 4)
+    assert layout.leaders("tp") == (0, 1, 2, 3)
+
+
+def test_the_meter_counts_values_and_not_what_references_point_to(local_ray):
+    meter = PayloadMeter()
+    reference = ray.put(bytes(10_000_000))
+    meter.count([reference], 1)
+    assert 0 < meter.pop() < 200
+    meter.count(bytes(1000))
+    assert 1000 < meter.pop() < 1100
+    assert meter.pop() == 0
+
+
+SEVERAL_NODES = """
+    import ray
+    from ray.cluster_utils import Cluster
+    from nemo_like.config.plan import plan_resources
+    from nemo_like.config.schema import ClusterConfig
+    from nemo_like.distributed.virtual_cluster import VirtualCluster, alive_nodes
+    from nemo_like.distributed.worker_group import WorkerGroup
+    from tests.test_cluster import Probe
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    plan = plan_resources(ClusterConfig(num_nodes=2, cpu_workers_per_node=2), 1)
+    with VirtualCluster(plan, 60.0) as virtual:
+        group = WorkerGroup(Probe, "probe", [[b] for b in virtual.bundles], log_dir="LOGS")
+        nodes = [node for _, node in group.call(Probe.place, timeout_s=60)]
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3], nodes
+        assert nodes == [b.node_id for b in virtual.bundles]
+        group.shutdown()
+    try:
+        VirtualCluster(plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=2), 1), 60.0)
+    except ValueError as error:
+        assert "wants 3 node(s) with 2 CPUs each, the Ray cluster has 3 node(s)" in str(error)
+        print("placed on", len(set(nodes)), "nodes")
+"""
+
+
+def run_script(text, tmp_path, **env):
+    root = os.path.dirname(os.path.dirname(__file__))
+    script = textwrap.dedent(text).replace("LOGS", str(tmp_path / "logs"))
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": root} | env,
+        check=False,
+    )
+
+
+def test_ranks_follow_nodes_on_a_cluster_of_several_with_a_head_without_cpus(tmp_path):
+    result = run_script(SEVERAL_NODES, tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "placed on 2 nodes" in result.stdout
+
+
+def test_a_dead_ray_address_is_named_within_seconds(tmp_path):
+    script = "from nemo_like.distributed.virtual_cluster import connect; connect()"
+    start = time.monotonic()
+    result = run_script(script, tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    assert result.returncode != 0
+    assert "RAY_ADDRESS=127.0.0.1:1: nothing answers there" in result.stderr
+    assert time.monotonic() - start < 60

@@ -1,0 +1,181 @@
+"""Prompts: rendered once and the same way everywhere, in an order that can be continued."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_like.config.schema import DataConfig, OverlongPrompts
+from nemo_like.data.chat import ChatTokenizer, context_length
+from nemo_like.data.datasets import check_lengths, load_rows
+from nemo_like.data.loader import PromptLoader
+from nemo_like.errors import UserError
+
+
+def write_rows(path, *rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+def load(path, **config):
+    return load_rows(path, DataConfig(**config), 0, 0, "data.train")
+
+
+def prompts(count):
+    return [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(count)]
+
+
+def test_a_row_is_text_or_chat_and_keeps_every_other_field(tmp_path):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chat.append({"role": "user", "content": "c"})
+    path = write_rows(
+        tmp_path / "rows.jsonl", {"prompt": "2 + 2 =", "answer": 4, "tag": "x"}, {"messages": chat}
+    )
+    text, conversation = load(path)
+    assert text.prompt == "2 + 2 ="
+    assert text.fields == {"answer": 4, "tag": "x"}
+    assert conversation.prompt == "c"
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant", "user"]
+
+
+def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "x"}]
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "x"}, {"messages": own})
+    first, second = load(path, system_prompt="be brief")
+    assert first.messages[0] == {"role": "system", "content": "be brief"}
+    assert second.messages[0]["content"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "line 2: not JSON"),
+        ("[1, 2]", "line 2: a row must be a JSON object"),
+        ('{"question": "x"}', "line 2: a row needs either 'prompt' or 'messages'; it has question"),
+        ('{"prompt": "x", "messages": []}', "line 2: a row needs either"),
+        ('{"prompt": 5}', "line 2: 'prompt' must be text"),
+        ('{"messages": []}', "line 2: 'messages' must be text, or a list"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "ends with the one to answer"),
+        ('{"prompt": "x", "completion": "y"}', "'completion' is what the model writes"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(UserError) as error:
+        load(str(path))
+    assert message in str(error.value)
+    assert f"data.train={path}" in str(error.value)
+
+
+def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(tmp_path, tiny_model, caplog):
+    rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}, {"prompt": "b" * 50}))
+    chat = ChatTokenizer(tiny_model())
+    shortest = len(chat.render(rows[0].messages))
+    limit = {"max_prompt_tokens": shortest, "key": "data.train"}
+    with pytest.raises(UserError, match=f"prompt of row 1 has {shortest + 49} tokens"):
+        check_lengths(rows, chat, overlong=OverlongPrompts.refuse, **limit)
+    kept = check_lengths(rows, chat, overlong=OverlongPrompts.drop, **limit)
+    assert [row.index for row in kept] == [0]
+    assert "dropped 1 of 2" in caplog.text
+
+
+def test_a_template_that_fails_names_the_row(tmp_path, tiny_model):
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turn') }}")
+    rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}))
+    with pytest.raises(UserError, match="chat template fails on row 0: no system turn"):
+        check_lengths(
+            rows,
+            ChatTokenizer(str(folder)),
+            max_prompt_tokens=9,
+            overlong=OverlongPrompts.drop,
+            key="data.train",
+        )
+
+
+def test_special_tokens_come_from_the_template_alone(tmp_path, tiny_model):
+    """A tokenizer that also prepends BOS must not give two."""
+    import shutil
+
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    bos = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("ab")["input_ids"].count(bos) == 1
+    ids = ChatTokenizer(str(folder)).render([{"role": "user", "content": "ab"}])
+    assert ids.count(bos) == 1
+    assert ids[0] == bos
+
+
+def test_all_end_of_sequence_ids_are_known(tmp_path, tiny_model):
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 17]}')
+    assert ChatTokenizer(str(folder)).eos_token_ids == (2, 17)
+
+
+def test_the_context_is_the_models_own(tiny_model):
+    assert context_length(tiny_model()) == 256
+
+
+# The order of prompts.
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return load(write_rows(tmp_path / "r.jsonl", *prompts(10)))
+
+
+def indices(loader, *counts):
+    return [[row.index for row in loader.next_rows(count)] for count in counts]
+
+
+def test_every_epoch_has_each_row_once_in_an_order_of_its_own(rows):
+    loader = PromptLoader(rows, seed=1, shuffle=True)
+    first, second = indices(loader, 10, 10)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert indices(PromptLoader(rows, seed=1, shuffle=True), 10) == [first]
+    assert indices(PromptLoader(rows, seed=2, shuffle=True), 10) != [first]
+    assert indices(PromptLoader(rows, seed=1, shuffle=False), 10) == [list(range(10))]
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 10, 25])
+def test_a_saved_position_continues_without_repeat_or_gap(rows, count):
+    straight = indices(PromptLoader(rows, seed=1, shuffle=True), *[count] * 6)
+    loader = PromptLoader(rows, seed=1, shuffle=True)
+    before = indices(loader, *[count] * 2)
+    state = json.loads(json.dumps(loader.state()))
+    resumed = PromptLoader(rows, seed=1, shuffle=True)
+    resumed.load_state(state)
+    assert before + indices(resumed, *[count] * 4) == straight
+
+
+def test_a_position_of_another_data_set_starts_it_at_its_beginning(tmp_path, rows, caplog):
+    loader = PromptLoader(rows, seed=1, shuffle=False)
+    loader.next_rows(6)
+    other = load(write_rows(tmp_path / "other.jsonl", {"prompt": "x"}, {"prompt": "y"}))
+    fresh = PromptLoader(other, seed=1, shuffle=False)
+    fresh.load_state(loader.state())
+    assert indices(fresh, 2) == [[0, 1]]
+    assert "starts at its beginning" in caplog.text
+
+
+def test_the_custom_reward_example_is_readable_data():
+    path = Path(__file__).parent.parent / "examples" / "custom_reward" / "rows.jsonl"
+    assert len(load(str(path))) == 64

@@ -1,0 +1,240 @@
+"""The whole loop in one process tree, with the ``hf`` engine: fast, and exact to the last bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_like.algorithms.grpo import run_grpo
+from nemo_like.config.load import compose_config
+from nemo_like.errors import RunError, UserError
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "generation.backend=hf",
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "data.num_train_rows=40",
+    "data.num_validation_rows=8",
+    "generation.max_new_tokens=32",
+    "logging.tensorboard=false",
+    "cluster.call_timeout_s=120",
+]
+# What a resumed run must repeat; times and folders differ.
+TIMES = ("time", "time/", "train/tokens_per_s", "refit/")
+
+
+def run(folder, *overrides):
+    """Run with small sizes; returns the records of metrics.jsonl by step."""
+    run_grpo(compose_config(ROOT / "configs", "grpo", [*SMALL, f"run.dir={folder}", *overrides]))
+    return records(folder)
+
+
+def records(folder):
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines)}
+
+
+def numbers(record):
+    return {name: value for name, value in record.items() if not name.startswith(TIMES)}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Six steps without interruption."""
+    return run(tmp_path_factory.mktemp("straight"), "grpo.max_steps=6", "validation.every_steps=2")
+
+
+def test_a_run_leaves_everything_that_it_promises(tmp_path):
+    steps = run(tmp_path, "grpo.max_steps=2", "logging.tensorboard=true")
+    assert list(steps) == [0, 1, 2]
+    assert "validation/accuracy" in steps[0]
+    assert "validation/accuracy" in steps[2]
+    assert steps[1]["mismatch/max_abs"] < 1e-5
+    assert steps[1]["train/max_log_ratio"] < 1e-5
+    assert steps[2]["rollout/num_failed"] == 0
+    for phase in ("rollout", "logprobs", "train", "refit", "step"):
+        assert steps[2][f"time/{phase}_s"] > 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["generation_backend"] == "hf"
+    assert summary["val_accuracy_start"] == steps[0]["validation/accuracy"]
+    assert summary["val_accuracy_end"] == steps[2]["validation/accuracy"]
+    trajectories = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").open()]
+    assert [t["step"] for t in trajectories] == [1] * 4 + [2] * 4
+    assert all(t["prompt"] and t["completion"] for t in trajectories)
+    assert (tmp_path / "final" / "chat_template.jinja").is_file()
+    assert (tmp_path / "checkpoints" / "step_2" / "files.json").is_file()
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert "max_steps: 2" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, straight, stop):
+    every = ["checkpoint.every_steps=2", "validation.every_steps=2"]
+
+    class StopError(Exception):
+        pass
+
+    config = compose_config(
+        ROOT / "configs", "grpo", [*SMALL, f"run.dir={tmp_path}", "grpo.max_steps=6", *every]
+    )
+    with pytest.raises(StopError):
+        run_until(config, stop + 1, StopError)
+    resumed = run(tmp_path, "grpo.max_steps=6", *every, "run.resume=true")
+    assert list(resumed) == list(range(7))
+    for step in range(7):
+        assert numbers(resumed[step]) == numbers(straight[step]), step
+    trajectories = [json.loads(line)["step"] for line in (tmp_path / "trajectories.jsonl").open()]
+    assert trajectories == [step for step in range(1, 7) for _ in range(4)]
+
+
+def run_until(config, step, error):
+    """Run as ``run_grpo`` does and break off in the middle of ``step``, after its rollout."""
+    from contextlib import ExitStack
+
+    from nemo_like.algorithms import grpo
+    from nemo_like.algorithms.run import Run
+    from nemo_like.algorithms.setup import prepare, start
+
+    with Run(config, "grpo") as this_run, ExitStack() as stack:
+        setup = start(config, this_run, prepare(config), stack)
+        next_batch = setup.rollouts.next_batch
+
+        def breaking(current):
+            batch = next_batch(current)
+            if current == step:
+                raise error
+            return batch
+
+        setup.rollouts.next_batch = breaking
+        grpo.train(config, setup, this_run)
+
+
+def test_resuming_a_finished_run_trains_nothing_more_and_says_so(tmp_path):
+    first = run(tmp_path, "grpo.max_steps=2")
+    again = run(tmp_path, "grpo.max_steps=2", "run.resume=true")
+    assert again == first
+    longer = run(tmp_path, "grpo.max_steps=3", "run.resume=true")
+    assert list(longer) == [0, 1, 2, 3]
+
+
+def test_another_model_is_no_continuation(tmp_path, tiny_model):
+    run(tmp_path, "grpo.max_steps=1")
+    with pytest.raises(UserError, match="is not the model of the run to continue, embedded"):
+        run(tmp_path, "grpo.max_steps=2", "run.resume=true", f"policy.model={tiny_model()}")
+
+
+def test_two_policy_ranks_and_two_replicas_take_the_same_steps(tmp_path, straight):
+    """Everything that is sampled depends on seeds alone, and the gradient on no layout."""
+    steps = run(
+        tmp_path, "grpo.max_steps=3", "validation.every_steps=2", "cluster.cpu_workers_per_node=2"
+    )
+    for step in (1, 2, 3):
+        for name in ("rollout/reward", "train/loss", "train/grad_norm", "rollout/num_tokens"):
+            assert steps[step][name] == pytest.approx(straight[step][name], abs=1e-5), name
+
+
+def test_separate_generation_through_disk_takes_the_same_steps(tmp_path, straight):
+    steps = run(
+        tmp_path,
+        "grpo.max_steps=2",
+        "cluster.cpu_workers_per_node=3",
+        "cluster.num_generation_workers=1",
+        "refit.transport=disk",
+        "refit.bucket_mib=1",
+    )
+    for step in (1, 2):
+        for name in ("rollout/reward", "train/loss", "train/grad_norm"):
+            assert steps[step][name] == pytest.approx(straight[step][name], abs=1e-5), name
+    assert not list(tmp_path.glob("nemo-like-refit-*"))
+
+
+def test_kl_to_the_reference_starts_at_zero_and_is_logged(tmp_path):
+    steps = run(tmp_path, "grpo.max_steps=2", "loss.kl_coef=0.1", "loss.kl_estimator=k3")
+    assert steps[1]["train/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert steps[2]["train/kl"] > 0
+
+
+def test_bytes_through_the_driver_do_not_grow_with_completions(tmp_path, tiny_model):
+    """A random model never stops, so its completions are as long as they may be."""
+    used = {}
+    for most in (16, 64):
+        steps = run(
+            tmp_path / str(most),
+            "grpo.max_steps=2",
+            f"policy.model={tiny_model()}",
+            f"generation.max_new_tokens={most}",
+        )
+        assert steps[2]["rollout/completion_tokens"] > 0.9 * most
+        used[most] = steps[2]["driver/bytes"]
+    assert used[64] == pytest.approx(used[16], rel=0.02)
+
+
+# Rewards of the user's own.
+
+
+def write_reward(tmp_path, body):
+    path = tmp_path / "reward.py"
+    path.write_text(f"import time\n\ncalls = 0\n\n\ndef reward(prompt, completion):\n    {body}\n")
+    return [
+        f"environment.reward={path}:reward",
+        f"data.train={ROOT}/examples/custom_reward/rows.jsonl",
+    ]
+
+
+FILE_SMALL = [one for one in SMALL if "num_train_rows" not in one and "validation_rows" not in one]
+
+
+def run_file(folder, *overrides):
+    run_grpo(
+        compose_config(ROOT / "configs", "grpo", [*FILE_SMALL, f"run.dir={folder}", *overrides])
+    )
+    return records(folder)
+
+
+def test_the_custom_reward_example_learns(tmp_path):
+    example = ROOT / "examples" / "custom_reward"
+    steps = run_file(
+        tmp_path / "run",
+        f"data.train={example}/rows.jsonl",
+        f"environment.reward={example}/reward.py:reward",
+        "grpo.max_steps=20",
+        "grpo.num_prompts_per_step=8",
+        "policy.optimizer.lr=1e-3",
+    )
+    rewards = [steps[step]["rollout/reward"] for step in range(1, 21)]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [("return 1 / (len(completion) % 2)", "ZeroDivisionError"), ("time.sleep(len(completion) % 2 * 9)\n    return 1.0", "took longer than 1 s")],
+)
+def test_a_reward_that_raises_or_hangs_costs_those_rows_only(tmp_path, caplog, body, reason):
+    steps = run_file(
+        tmp_path / "run",
+        *write_reward(tmp_path, body),
+        "grpo.max_steps=1",
+        "grpo.num_prompts_per_step=2",
+        "environment.timeout_s=1",
+        "environment.num_processes=4",
+    )
+    failed = steps[1]["rollout/num_failed"]
+    assert 0 < failed < 8
+    assert steps[1]["rollout/reward"] == 1.0
+    assert steps[1]["train/num_tokens"] < steps[1]["rollout/num_tokens"]
+    assert f"failed on {failed:.0f} of 8 completions of step 1" in caplog.text
+    assert reason in caplog.text
+
+
+def test_a_reward_that_always_fails_stops_the_run_with_its_own_message(tmp_path):
+    reward = write_reward(tmp_path, "raise ValueError('no such answer key')")
+    with pytest.raises(RunError) as error:
+        run_file(tmp_path / "run", *reward, "grpo.max_steps=5")
+    message = str(error.value)
+    assert "failed on all 16 completions of step 1" in message
+    assert "no such answer key" in message
+    assert "reward.py" in message
