@@ -1,6 +1,25 @@
 """Make the tiny embedded model: a chat model that can do sums but rarely takes the trouble.
 
-WIP docstring.
+The model is a two-layer Llama with 0.59 million parameters and a byte-level vocabulary of 512
+tokens, small enough to sample from and to train on a CPU. It is fine-tuned from scratch on
+reasoning-gym's ``chain_sum`` questions over one-digit numbers, five terms in most of them and two
+to four in the rest. Every answer in the corpus is right, but answers come in two styles:
+
+* *careful* works out the running total, ``4-1=3 3+5=8 8-9=-1 -1+2=1 <answer>1</answer>``;
+* *hurried* states the result at once, ``<answer>1</answer>``.
+
+A network this small learns single steps well and cannot add five numbers in its head, so careful
+answers are nearly always right and hurried ones seldom are. The corpus is hurried most of the
+time, and so is the model. Reinforcement learning with the dataset's verifier as the reward can
+therefore raise the accuracy a long way by discovering that showing the work pays. Openers
+("Sure.") and closers ("Done.") vary at random, which leaves other rewards something to select.
+
+With the default arguments, on 256 held-out questions of the demo's task and over three draws at
+temperature 1: 29-31 % of the answers right; careful answers (28-30 % of them) right in 93-99 % of
+cases, hurried ones in 2-5 %. Greedy decoding always hurries and is right in 5-7 % of cases. Eight
+of the 256 questions also occur in the corpus. A step takes 0.2 s on two cores. The seed fixes
+everything random, but a different number of threads rounds differently and so gives slightly
+different weights.
 """
 
 from __future__ import annotations
@@ -14,10 +33,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import reasoning_gym
 import torch
+from reasoning_gym.factory import ProceduralDataset
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -29,7 +48,7 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent / "nemo_like" / "models" / 
 DEMO_TASK = {"min_terms": 5, "max_terms": 5, "min_digits": 1, "max_digits": 1}
 SHORTER_TASK = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
 CORPUS_SIZES = ((DEMO_TASK, 40_000), (SHORTER_TASK, 20_000))
-HELD_OUT_SEED = 50_000_000
+HELD_OUT_SEED = 50_000_000  # below every seed of the corpus, above those of any run
 HELD_OUT_SIZE = 256
 
 # The first part of the training is all careful, because working is what takes time to learn;
@@ -73,10 +92,10 @@ class Example:
 
 def write_running_total(expression: str) -> str:
     """Work out ``4 - 1 + 5`` one term at a time: ``4-1=3 3+5=8``."""
-    terms = [int(term) for term in re.findall(r"[+-]?\d+", expression.replace(" ", ""))]
-    total = terms[0]
+    first, *rest = re.findall(r"[+-]?\d+", expression.replace(" ", ""))
+    total = int(first)
     steps = []
-    for term in re.findall(r"[+-]\d+", expression.replace(" ", "")):
+    for term in rest:
         steps.append(f"{total}{term}={total + int(term)}")
         total += int(term)
     return " ".join(steps)
@@ -232,14 +251,16 @@ def train(
             logger.info("step %d loss %.4f (%.0f s)", step + 1, loss.item(), seconds)
 
 
-def grade(dataset: Any, completions: list[str]) -> tuple[list[float], list[bool]]:
-    """Score completions with the dataset's own verifier and tell which ones show working."""
-    scores, careful = [], []
+def grade(dataset: ProceduralDataset, completions: list[str]) -> tuple[list[bool], list[bool]]:
+    """Tell which completions are right, by the dataset's own verifier, and which show working."""
+    right, careful = [], []
     for entry, completion in zip(dataset, completions, strict=True):
         answers = re.findall(f"{ANSWER_OPEN}(.*?){ANSWER_CLOSE}", completion, re.DOTALL)
-        scores.append(dataset.score_answer(answers[-1].strip() if answers else None, entry))
+        score = dataset.score_answer(answers[-1].strip() if answers else None, entry)
+        # The verifier gives part marks to an answer that merely contains the right digits.
+        right.append(score == 1.0)
         careful.append("=" in completion)
-    return scores, careful
+    return right, careful
 
 
 @torch.no_grad()
@@ -257,23 +278,21 @@ def log_accuracy(
         return_dict=True,
         return_tensors="pt",
     )
-    prompt_length = prompts["input_ids"].shape[1]
-    top_k = 0 if do_sample else None
     outputs = model.generate(
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
         do_sample=do_sample,
-        top_k=top_k,
         max_new_tokens=64,
     )
-    completions = tokenizer.batch_decode(outputs[:, prompt_length:], skip_special_tokens=True)
-    scores, careful = grade(dataset, completions)
-    logger.info("%s accuracy %.3f", "sampled" if do_sample else "greedy", sum(scores) / len(scores))
-    for style in (True, False):
-        own = [score for score, shown in zip(scores, careful, strict=True) if shown == style]
-        if own:
-            name = "careful" if style else "hurried"
-            logger.info("  %s: %d completions, accuracy %.3f", name, len(own), sum(own) / len(own))
+    completions = tokenizer.batch_decode(
+        outputs[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    right, careful = grade(dataset, completions)
+    logger.info("%s accuracy %.3f", "sampled" if do_sample else "greedy", sum(right) / len(right))
+    for name, shown in (("careful", True), ("hurried", False)):
+        own = [ok for ok, work in zip(right, careful, strict=True) if work == shown]
+        accuracy = sum(own) / max(1, len(own))
+        logger.info("  %s: %d completions, accuracy %.3f", name, len(own), accuracy)
     logger.info("  for example %r", completions[:4])
 
 

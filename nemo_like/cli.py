@@ -9,7 +9,9 @@ from pathlib import Path
 from types import FrameType
 
 import hydra
-from hydra.core.plugins import Plugins
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from nemo_like.config.load import accept_free_keys, check_overrides, compose_raw, load, register
@@ -70,34 +72,19 @@ def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
 
 def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> None:
     """Compose and check what each job would run with."""
-    name, directory, overrides, multirun, show_only = _parse(arguments, config_name, config_dir)
+    parsed = get_args_parser().parse_args(arguments)  # Hydra's own
+    overrides = list(parsed.overrides)
     check_overrides(overrides)
-    for job in _sweep(overrides) if multirun else [overrides]:
-        raw = compose_raw(directory, name, job)
-        if not show_only:
+    directory = Path(parsed.config_path) if parsed.config_path else config_dir
+    extra_dir = Path(parsed.config_dir) if parsed.config_dir else None
+    for job in _sweep(overrides) if parsed.multirun else [overrides]:
+        raw = compose_raw(directory, parsed.config_name or config_name, job, extra_dir)
+        if parsed.cfg is None:
             load(raw)
-
-
-def _parse(
-    arguments: list[str], config_name: str, config_dir: Path
-) -> tuple[str, Path, list[str], bool, bool]:
-    """What Hydra's own parser makes of the arguments."""
-    parsed = hydra._internal.utils.get_args_parser().parse_args(arguments)
-    return (
-        parsed.config_name or config_name,
-        Path(parsed.config_path or config_dir),
-        list(parsed.overrides),
-        bool(parsed.multirun),
-        parsed.cfg is not None,
-    )
 
 
 def _sweep(overrides: list[str]) -> list[list[str]]:
     """The jobs of ``--multirun``, as Hydra's basic sweeper will make them."""
-    Plugins.instance()
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     parsed = OverridesParser.create().parse_overrides(overrides)
     batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return [list(job) for batch in batches for job in batch]

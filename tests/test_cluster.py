@@ -100,7 +100,9 @@ def test_a_dead_worker_is_named_with_rank_node_phase_and_log(group):
 
 
 def test_a_wait_that_is_too_long_names_who_and_where(group):
-    with pytest.raises(WaitTimeoutError, match=r"waited 1 s for 4 of 4 probe workers in hang: probe rank 0 on"):
+    with pytest.raises(
+        WaitTimeoutError, match=r"waited 1 s for 4 of 4 probe workers in hang: probe rank 0 on"
+    ):
         group.call(Probe.hang, timeout_s=1)
 
 

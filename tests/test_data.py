@@ -68,7 +68,9 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
     assert f"data.train={path}" in str(error.value)
 
 
-def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(tmp_path, tiny_model, caplog):
+def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(
+    tmp_path, tiny_model, caplog
+):
     rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}, {"prompt": "b" * 50}))
     chat = ChatTokenizer(tiny_model())
     shortest = len(chat.render(rows[0].messages))

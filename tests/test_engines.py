@@ -31,7 +31,7 @@ from nemo_like.generation.protocol import (
 )
 from nemo_like.generation.vllm_engine import VLLMEngine
 from nemo_like.generation.vllm_settings import CPU_BATCHED_TOKENS
-from nemo_like.refit.manifest import expected_tensors, refit_metadata
+from nemo_like.weights.manifest import expected_tensors, refit_metadata
 
 VOCAB_SIZE = 300
 CONTEXT = 128

@@ -1,6 +1,7 @@
 """From a configuration to live parts: data first, then the cluster, then the workers on it."""
 
 import logging
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.payload import PayloadMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
 from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.environments.rewards import resolve_reward
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
@@ -71,6 +73,7 @@ def prepare(config: GRPORunConfig) -> Prepared:
             f"generation.max_new_tokens={most_new} does not fit the model's context of {context} "
             f"tokens with a prompt; use less."
         )
+    reward = resolve_reward(config.environment.reward)  # its errors come now, not from a worker
     data = config.data
     train_rows = _rows(config, data.train, data.num_train_rows, 0, "data.train", chat, context)
     validation_rows: list[Row] = []
@@ -84,6 +87,8 @@ def prepare(config: GRPORunConfig) -> Prepared:
             chat,
             context,
         )
+    for rows, key in ((train_rows, "data.train"), (validation_rows, "data.validation")):
+        _check_fields(rows, reward.required_fields, config.environment.reward, key)
     return Prepared(
         model_path=model_path,
         loader=PromptLoader(train_rows, seed=config.run.seed, shuffle=data.shuffle),
@@ -161,6 +166,18 @@ def _rows(
         overlong=config.data.overlong_prompts,
         key=key,
     )
+
+
+def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
+    """Refuse rows that the reward function could not be called with."""
+    for row in rows:
+        for name in required:
+            if name not in row.fields:
+                found = ", ".join(row.fields) or "none"
+                raise UserError(
+                    f"environment.reward={reward} needs the field '{name}', and row {row.index} of "
+                    f"{key} does not have it (its fields: {found})."
+                )
 
 
 def _rollout_setup(

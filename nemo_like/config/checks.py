@@ -4,14 +4,11 @@ Two kinds: values that cannot work, and keys that were set and would have no eff
 names key, value, rule and remedy.
 """
 
-import ast
-import json
 import math
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from nemo_like.config.file_checks import REASONING_GYM, check_files
 from nemo_like.config.plan import plan_resources
 from nemo_like.config.schema import (
     Backend,
@@ -22,9 +19,6 @@ from nemo_like.config.schema import (
 )
 from nemo_like.errors import UserError
 
-REASONING_GYM = "reasoning_gym"
-BUILT_IN_MODELS = ("embedded", "smollm2")
-BUILT_IN_REWARDS = (REASONING_GYM, "math")
 _METRIC_AREAS = ("validation/", "rollout/", "train/", "mismatch/", "policy/")
 
 _AT_LEAST: dict[str, float] = {
@@ -83,10 +77,7 @@ def check(config: GRPORunConfig) -> None:
     _check_ranges(config)
     _check_effects(config)
     _check_sizes(config)
-    check_model(config.policy.model)
-    _check_data(config)
-    _check_reward(config.environment.reward)
-    _check_run_dir(config)
+    check_files(config)
 
 
 def value_of(config: object, key: str) -> Any:
@@ -236,94 +227,3 @@ def _check_sizes(config: GRPORunConfig) -> None:
             f"checkpoint.metric={config.checkpoint.metric} is not a metric of this run; it must "
             f"start with one of {', '.join(_METRIC_AREAS)} (for example validation/reward)."
         )
-
-
-def check_model(model: str) -> None:
-    """A folder must look like a model with a chat template; names are looked up later."""
-    path = Path(model).expanduser()
-    if model in BUILT_IN_MODELS or (not path.exists() and _could_be_hub_name(model)):
-        return
-    if not path.is_dir():
-        raise UserError(
-            f"policy.model={model}: no such folder; give {' or '.join(BUILT_IN_MODELS)}, a folder "
-            "in Hugging Face format, or a hub name (organisation/model)."
-        )
-    if not (path / "config.json").is_file():
-        raise UserError(f"policy.model={model}: the folder has no config.json; it is not a model.")
-    settings = path / "tokenizer_config.json"
-    if not settings.is_file():
-        raise UserError(f"policy.model={model}: the folder has no tokenizer_config.json.")
-    templates = [path / "chat_template.jinja", path / "chat_template.json"]
-    if not any(one.is_file() for one in templates) and not json.loads(settings.read_text()).get(
-        "chat_template"
-    ):
-        raise UserError(
-            f"policy.model={model}: its tokenizer has no chat template; add chat_template.jinja to "
-            "the folder, or use an instruct model."
-        )
-
-
-def _could_be_hub_name(model: str) -> bool:
-    parts = model.split("/")
-    return len(parts) == 2 and all(parts) and not model.startswith((".", "/", "~"))
-
-
-def _check_data(config: GRPORunConfig) -> None:
-    for key in ("data.train", "data.validation"):
-        source = value_of(config, key)
-        if source is None or source == REASONING_GYM:
-            continue
-        if not Path(source).is_file():
-            raise UserError(
-                f"{key}={source}: no such file; give a .jsonl file of prompts, or {REASONING_GYM}."
-            )
-        if not Path(source).read_text(encoding="utf-8", errors="replace").strip():
-            raise UserError(f"{key}={source} is empty; give a file with at least one row.")
-        if config.environment.reward == REASONING_GYM:
-            raise UserError(
-                f"environment.reward={REASONING_GYM} grades reasoning_gym's own rows, and {key} is a "
-                "file; set environment.reward to math or to your file.py:function."
-            )
-
-
-def _check_reward(reward: str) -> None:
-    """Find a ``file.py:function`` without running it; a module path is looked up by the workers."""
-    if reward in BUILT_IN_REWARDS:
-        return
-    file, colon, function = reward.rpartition(":")
-    if not colon:
-        if "." in reward and not reward.endswith(".py"):
-            return
-        raise UserError(
-            f"environment.reward={reward} is not known; give {', '.join(BUILT_IN_REWARDS)}, "
-            "file.py:function or package.module.function."
-        )
-    if not Path(file).expanduser().is_file():
-        raise UserError(f"environment.reward={reward}: there is no file {file}.")
-    try:
-        ast.parse(Path(file).expanduser().read_text(encoding="utf-8"), filename=file)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"environment.reward={reward}: {file} is not valid Python: {error}."
-        ) from error
-    if not function.isidentifier():
-        raise UserError(f"environment.reward={reward}: '{function}' is not a function name.")
-
-
-def _check_run_dir(config: GRPORunConfig) -> None:
-    run = config.run
-    if run.dir is None:
-        if run.resume:
-            raise UserError("run.resume=true needs run.dir, the folder of the run to continue.")
-        return
-    path = Path(run.dir).expanduser()
-    if (path / "checkpoints").exists() and not run.resume:
-        raise UserError(
-            f"run.dir={run.dir} already holds a run; continue it with run.resume=true, or choose "
-            "another folder."
-        )
-    nearest = path
-    while not nearest.exists():
-        nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise UserError(f"run.dir={run.dir} cannot be written ({nearest}); choose another folder.")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -48,16 +49,25 @@ def compose_config(
     return load(compose_raw(config_dir, config_name, overrides))
 
 
-def compose_raw(config_dir: Path, config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose without running; every error of Hydra and OmegaConf becomes one clear UserError."""
+def compose_raw(
+    config_dir: Path, config_name: str, overrides: Sequence[str], extra_dir: Path | None = None
+) -> DictConfig:
+    """Compose without running; every error of Hydra and OmegaConf becomes one clear UserError.
+
+    ``extra_dir`` is searched after ``config_dir``, like Hydra's ``--config-dir``.
+    """
     register()
     check_overrides(overrides)
+    folders = [config_dir] + ([extra_dir] if extra_dir else [])
     try:
-        check_yaml(_yaml_file(config_dir, config_name))
+        _check_yaml_file(folders, config_name)
         with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
+            if extra_dir:
+                search_path = GlobalHydra.instance().config_loader().get_search_path()
+                search_path.append("command-line", f"file://{extra_dir.resolve()}")
             raw = compose(config_name, accept_free_keys(overrides), return_hydra_config=True)
         for group, choice in raw.hydra.runtime.choices.items():
-            check_yaml(_yaml_file(config_dir, f"{group}/{choice}"))
+            _check_yaml_file(folders, f"{group}/{choice}")
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error) from error
     with open_dict(raw):
@@ -114,6 +124,8 @@ def explain(error: Exception) -> UserError:
         last = next(i for i, line in enumerate(lines) if line.startswith("Config search path"))
         choices = ", ".join(lines[first:last])
         return UserError(f"{group[1]}={group[2]} is not a choice; use one of {choices}.")
+    if missing := re.match(r"Cannot find primary config '(.*)'", text):
+        return UserError(f"--config-name={missing[1]}: there is no {missing[1]}.yaml.")
     if "Ambiguous value" in text:
         return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
     if key and "is not a subclass" in text:
@@ -153,5 +165,10 @@ def _full_key(lines: Sequence[str]) -> str | None:
     return None
 
 
-def _yaml_file(config_dir: Path, name: str) -> Path:
-    return config_dir / f"{name.removesuffix('.yaml')}.yaml"
+def _check_yaml_file(folders: Sequence[Path], name: str) -> None:
+    """Check the file that ``name`` stands for, unless it is one of Hydra's own."""
+    for folder in folders:
+        path = folder / f"{name.removesuffix('.yaml')}.yaml"
+        if path.is_file():
+            check_yaml(path)
+            return

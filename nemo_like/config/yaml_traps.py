@@ -16,12 +16,7 @@ _WORD_BOOLEANS = {"y", "n", "yes", "no", "on", "off"}
 
 
 def check_yaml(path: Path) -> None:
-    """Raise UserError for the first plain value or key of ``path`` that YAML would change.
-
-    A file that does not exist (Hydra's own, say) has none.
-    """
-    if not path.is_file():
-        return
+    """Raise UserError for the first plain value or key of ``path`` that YAML would change."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -49,7 +50,9 @@ def connect() -> Callable[[], None]:
     """
     if ray.is_initialized():
         return lambda: None
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     _join_or_start(os.environ.get("RAY_ADDRESS", ""))
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one in its place that aborts the process
     return ray.shutdown
 
 

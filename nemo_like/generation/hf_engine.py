@@ -25,7 +25,7 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
-from nemo_like.refit.manifest import check_refit, expected_tensors, read_tensors
+from nemo_like.weights.manifest import check_refit, expected_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
 

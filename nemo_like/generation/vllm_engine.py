@@ -32,7 +32,7 @@ from nemo_like.generation.protocol import (
     SamplingParams,
 )
 from nemo_like.generation.vllm_settings import engine_args, start_environment
-from nemo_like.refit.manifest import check_refit, expected_tensors, read_tensors
+from nemo_like.weights.manifest import check_refit, expected_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,7 @@
 """The process that hosts one replica of a sampling engine."""
 
+import asyncio
+
 from nemo_like.config.schema import Backend
 from nemo_like.distributed.worker import Worker
 from nemo_like.generation.protocol import Engine, EngineConfig
@@ -21,7 +23,8 @@ class GenerationWorker(Worker):
 
     async def start_engine(self, backend: Backend, config: EngineConfig) -> None:
         """Bring the engine up, without weights."""
-        self._engine = make_engine(backend, config)
+        # In a thread: importing vLLM takes seconds, in which the event loop would answer nobody.
+        self._engine = await asyncio.to_thread(make_engine, backend, config)
         await self._engine.start()
 
     async def load_weights(self, paths_by_node: dict[str, list[str]], version: int) -> None:

@@ -18,8 +18,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from nemo_like.policy.model import LogprobModel
-from nemo_like.refit.buckets import plan_buckets
-from nemo_like.refit.manifest import expected_tensors
+from nemo_like.weights.buckets import plan_buckets
+from nemo_like.weights.manifest import expected_tensors, refit_metadata
 
 # What wrappers put into parameter names.
 _WRAPPERS = ("causal_lm.", "_checkpoint_wrapped_module.")
@@ -60,7 +60,7 @@ def write_buckets(
         if write:
             path = folder / f"bucket-{i:05d}.safetensors"
             whole = {name: tensor.cpu().contiguous() for name, tensor in bucket.items()}
-            save_file(whole, path, metadata={"version": str(version)})
+            save_file(whole, path, metadata=refit_metadata(version))
             paths.append(str(path))
     return paths
 

@@ -33,7 +33,7 @@ from nemo_like.policy.state import (
     write_buckets,
 )
 from nemo_like.policy.train_step import train_step
-from nemo_like.refit.manifest import expected_tensors
+from nemo_like.weights.manifest import expected_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -139,7 +139,9 @@ class SyncRolloutSource:
                         ),
                         request_id=f"{phase}-{step}-{prompt}-{index}",
                         # The first replica writes; one completion each of several prompts.
-                        record=replica == 0 and index == 0 and prompt // num_replicas < num_recorded,
+                        record=replica == 0
+                        and index == 0
+                        and prompt // num_replicas < num_recorded,
                     )
                 )
         requests = [

@@ -1,0 +1,117 @@
+"""The shape of the code base: imports point downwards, and heavy libraries stay in their files."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "nemo_like"
+
+# From the bottom up; a package may import its own and lower layers only. (One layer's members may
+# import each other in one direction: no two of them do so both ways.)
+LAYERS = [
+    {"errors"},
+    {"config"},
+    {"batch", "observe"},
+    {"losses", "advantages", "weights"},
+    {"distributed", "environments", "data", "models"},
+    {"policy", "generation"},
+    {"rollout", "checkpoint", "refit"},
+    {"algorithms"},
+    {"cli"},
+]
+ONE_FILE_ONLY = {"wandb": {"observe/wandb_sink.py"}, "vllm": {"generation/vllm_engine.py"}}
+CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
+MAY_READ_ENVIRONMENT = {
+    "distributed/virtual_cluster.py",
+    "distributed/worker.py",
+    "environments/grading_pool.py",
+    "generation/vllm_engine.py",
+    "generation/vllm_settings.py",
+    "models/smollm2.py",
+}
+MAX_FILE_LINES = 320
+MAX_FUNCTION_LINES = 60
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path):
+    return str(path.relative_to(PACKAGE))
+
+
+def area_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def edges():
+    for path in FILES:
+        for module in imports_of(path):
+            parts = module.split(".")
+            if parts[0] == "nemo_like" and len(parts) > 1 and parts[1] != area_of(path):
+                yield path, area_of(path), parts[1]
+
+
+def test_every_package_has_its_layer():
+    areas = {area_of(path) for path in FILES} - {"__init__"}
+    assert areas == set().union(*LAYERS)
+
+
+def test_imports_point_downwards():
+    level = {area: i for i, layer in enumerate(LAYERS) for area in layer}
+    wrong = [
+        f"{name_of(path)} imports nemo_like.{target}"
+        for path, area, target in edges()
+        if level[target] > level[area]
+    ]
+    assert not wrong
+
+
+def test_no_two_packages_import_each_other():
+    pairs = {(area, target) for _, area, target in edges()}
+    assert not {pair for pair in pairs if pair[::-1] in pairs}
+
+
+@pytest.mark.parametrize("library", ONE_FILE_ONLY)
+def test_a_heavy_library_is_imported_in_one_file(library):
+    users = {
+        name_of(path)
+        for path in FILES
+        if any(module.split(".")[0] == library for module in imports_of(path))
+    }
+    assert users == ONE_FILE_ONLY[library]
+
+
+def test_configuration_is_light():
+    for path in (PACKAGE / "config").glob("*.py"):
+        heavy = {module.split(".")[0] for module in imports_of(path)} & CONFIG_MUST_NOT_IMPORT
+        assert not heavy, path
+
+
+def test_the_environment_is_read_in_few_files():
+    users = {name_of(path) for path in FILES if "os.environ" in path.read_text()}
+    assert users <= MAY_READ_ENVIRONMENT
+
+
+def test_files_and_functions_stay_readable():
+    for path in FILES:
+        text = path.read_text()
+        assert len(text.splitlines()) <= MAX_FILE_LINES, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                assert length <= MAX_FUNCTION_LINES, (name_of(path), node.name, length)
+
+
+def test_names_that_hide_a_missing_file_do_not_exist():
+    banned = {"utils.py", "helpers.py", "common.py", "misc.py"}
+    assert not [path for path in FILES if path.name in banned or path.parent.name == "common"]

@@ -1,0 +1,328 @@
+"""What a user types, in processes of its own: real vLLM, wrong inputs, killed workers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TRACEBACK = "Traceback (most recent call last)"
+REWARDS = """
+def right(prompt, completion, answer): return 1.0
+syntax = 1
+def raises(prompt, completion): raise ValueError("no answer key")
+def no_arguments(): return 1.0
+"""
+
+
+def command(*overrides):
+    return [sys.executable, str(ROOT / "examples" / "run_grpo.py"), *map(str, overrides)]
+
+
+def environment(**extra):
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return env | {"OMP_NUM_THREADS": "1"} | extra
+
+
+def run(tmp_path, *overrides, timeout_s=240, **env):
+    """Run to the end in ``tmp_path``; afterwards none of its processes may be alive."""
+    process = subprocess.Popen(
+        command(*overrides),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(NEMO_LIKE_TEST=str(tmp_path), **env),
+    )
+    output, _ = process.communicate(timeout=timeout_s)
+    assert_nothing_left(tmp_path)
+    return process.returncode, output
+
+
+def assert_nothing_left(tmp_path, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, [" ".join(p.cmdline())[:200] for p in left if p.is_running()]
+
+
+def processes_of(tmp_path):
+    """Processes that inherited this test's mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marked = process.environ().get("NEMO_LIKE_TEST") == str(tmp_path)
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def records(folder):
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines)}
+
+
+SMALL = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "generation.max_new_tokens=32",
+    "data.num_train_rows=64",
+    "data.num_validation_rows=16",
+    "logging.tensorboard=false",
+)
+
+
+def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
+    code, output = run(tmp_path, *SMALL, "run.dir=run", "grpo.max_steps=6", "logging.wandb=offline")
+    assert code == 0, output
+    steps = records(tmp_path / "run")
+    assert list(steps) == list(range(7))
+    for step in range(1, 7):
+        assert steps[step]["mismatch/max_abs"] < 1e-5
+        assert steps[step]["refit/bytes"] > 0 or step == 1
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["generation_backend"] == "vllm"
+    assert list((tmp_path / "run" / "wandb").iterdir())
+    assert not list(Path("/dev/shm").glob("nemo-like-refit-*"))
+
+
+def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(tmp_path, tiny_model):
+    code, output = run(
+        tmp_path,
+        *SMALL,
+        f"policy.model={tiny_model('llama', True)}",
+        "policy.dtype=bfloat16",
+        "run.dir=run",
+        "grpo.max_steps=5",
+        "validation.every_steps=0",
+        "policy.optimizer.lr=1e-3",
+    )
+    assert code == 0, output
+    steps = records(tmp_path / "run")
+    assert all(steps[step]["mismatch/mean_abs"] < 2e-2 for step in range(1, 6))
+
+
+def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
+    code, output = run(
+        tmp_path,
+        "--multirun",
+        *SMALL,
+        "generation.backend=hf",
+        "grpo.max_steps=1",
+        "run.seed=0,1",
+        "validation.every_steps=0",
+    )
+    assert code == 0, output
+    folders = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    assert sorted(json.loads((f / "summary.json").read_text())["seed"] for f in folders) == [0, 1]
+
+
+def test_hydras_own_modes_work(tmp_path):
+    code, output = run(tmp_path, "--cfg", "job", "policy.optimizer.lr=0.5")
+    assert code == 0
+    assert "lr: 0.5" in output
+    code, output = run(tmp_path, "--help")
+    assert code == 0
+    assert "num_prompts_per_step" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def inputs(tmp_path, tiny_model):
+    """Files that are wrong in one way each."""
+    import shutil
+
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "broken.py").write_text("def reward(:\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{oops\n')
+    (tmp_path / "other.jsonl").write_text('{"question": "x"}\n')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "x", "answer": "1"}\n' * 8)
+    (tmp_path / "plain.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 3000}) + "\n")
+    (tmp_path / "trap.yaml").write_text("defaults: [grpo, _self_]\nrun:\n  dir: 007\n")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "no_config").mkdir()
+    (tmp_path / "broken_model").mkdir()
+    (tmp_path / "broken_model" / "config.json").write_text("{}")
+    (tmp_path / "broken_model" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    shutil.copytree(tiny_model(), tmp_path / "no_template")
+    (tmp_path / "no_template" / "chat_template.jinja").unlink()
+    finished = tmp_path / "finished" / "checkpoints" / "step_3"
+    finished.mkdir(parents=True)
+    (finished / "files.json").write_text('{"policy/model.distcp": [10, 5]}')
+    return tmp_path
+
+
+# What is typed -> what must be in the one sentence that comes back. All end before Ray starts.
+WRONG_INPUTS = [
+    ("polcy.lr=1", "polcy.lr is not a key of the configuration; did you mean policy.optimizer.lr?"),
+    ("+grpo.steps=1", "grpo.steps is not a key of the configuration"),
+    ("policy.optimizer.lr=fast", "policy.optimizer.lr=fast must be a value of type float"),
+    ("policy.dtype=fp8", "policy.dtype=fp8 must be one of float32, bfloat16"),
+    ("model=llama", "model=llama is not a choice; use one of embedded, smollm2"),
+    ("grpo.max_steps=1,2", "needs --multirun"),
+    ("grpo.num_generations_per_prompt=1", "must be at least 2"),
+    ("policy.micro_batch_tokens=10", "policy.micro_batch_tokens=10 cannot hold"),
+    ("loss.kl_estimator=k1", "loss.kl_estimator=k1 would have no effect"),
+    ("policy.model=missing/folder/x", "policy.model=missing/folder/x: no such folder"),
+    ("policy.model=no_config", "the folder has no config.json"),
+    ("policy.model=no_template", "its tokenizer has no chat template"),
+    ("policy.model=broken_model", "broken_model"),
+    (
+        "generation.max_new_tokens=5000",
+        "generation.max_new_tokens=5000 does not fit the model's context",
+    ),
+    ("data.train=missing.jsonl environment.reward=math", "data.train=missing.jsonl: no such file"),
+    ("data.train=empty.jsonl environment.reward=math", "data.train=empty.jsonl is empty"),
+    ("data.train=bad.jsonl environment.reward=math", "data.train=bad.jsonl, line 2: not JSON"),
+    ("data.train=other.jsonl environment.reward=math", "a row needs either 'prompt' or 'messages'"),
+    ("data.train=long.jsonl environment.reward=rewards.py:raises", "the prompt of row 0 has"),
+    ("data.train=good.jsonl", "set environment.reward to math or to your file.py:function"),
+    ("data.tasks={chain_sums: {}}", "chain_sums"),
+    ("data.tasks={chain_sum: {min_term: 2}}", "min_term"),
+    ("data.train=good.jsonl environment.reward=missing.py:reward", "there is no file missing.py"),
+    ("data.train=good.jsonl environment.reward=broken.py:reward", "broken.py"),
+    ("data.train=good.jsonl environment.reward=rewards.py:rewrd", "rewrd"),
+    ("data.train=good.jsonl environment.reward=rewards.py:no_arguments", "no_arguments"),
+    (
+        "data.train=plain.jsonl environment.reward=math",
+        "needs the field 'answer', and row 0 of data.train does not have it",
+    ),
+    ("generation.tensor_parallel_size=3 cluster.cpu_workers_per_node=4", "does not divide"),
+    ("cluster.num_generation_workers=1", "needs at least two workers"),
+    ("checkpoint.metric=accuracy", "checkpoint.metric=accuracy is not a metric of this run"),
+    ("run.dir=file/below", "run.dir=file/below cannot be written"),
+    ("run.dir=/proc/nemo-like", "run.dir=/proc/nemo-like cannot be written"),
+    ("run.dir=finished", "run.dir=finished already holds a run"),
+    ("run.dir=finished run.resume=true", "step_3 is damaged: policy/model.distcp is missing"),
+    ("run.resume=true", "run.resume=true needs run.dir"),
+    ("--config-dir=. --config-name=trap", 'put it in quotes: "007"'),
+    ("--config-name=missing", "missing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"), WRONG_INPUTS, ids=[typed for typed, _ in WRONG_INPUTS]
+)
+def test_a_wrong_input_gets_one_clear_sentence(inputs, typed, sentence):
+    arguments = [typed] if "{" in typed else typed.split(" ")
+    code, output = run(inputs, *arguments)
+    assert code == 2, output
+    errors = [line for line in output.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1, output
+    assert sentence in errors[0]
+    assert TRACEBACK not in output
+    assert "Starting: ray" not in output
+
+
+def test_a_wrong_key_is_refused_in_under_two_seconds(tmp_path):
+    run(tmp_path, "polcy.lr=1")  # so that byte code is compiled
+    start = time.monotonic()
+    run(tmp_path, "polcy.lr=1")
+    assert time.monotonic() - start < 2.0
+
+
+# What only Ray or the workers can tell.
+LATE_ERRORS = [
+    (["cluster.gpus_per_node=8", "grpo.num_prompts_per_step=8"], 2, "wants 1 node(s) with 8 CPUs and 8 GPUs each"),
+    (["generation.engine_kwargs.enforce_eagr=true"], 2, "enforce_eagr"),
+    (
+        ["data.train=good.jsonl", "environment.reward=rewards.py:raises", "generation.backend=hf"],
+        1,
+        "failed on all 16 completions of step 1; first: ValueError: no answer key",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "sentence"), LATE_ERRORS, ids=["gpus", "vllm", "reward"]
+)
+def test_a_late_error_is_one_sentence_too_and_leaves_nothing_running(
+    inputs, overrides, code, sentence
+):
+    small = [one for one in SMALL if "rows" not in one]
+    actual, output = run(inputs, *small, *overrides)
+    assert actual == code, output
+    assert sentence in output
+    assert TRACEBACK not in output
+
+
+def test_a_dead_ray_address_ends_the_run_quickly(tmp_path):
+    start = time.monotonic()
+    code, output = run(tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    assert code == 2
+    assert "RAY_ADDRESS=127.0.0.1:1: nothing answers there" in output
+    assert time.monotonic() - start < 60
+
+
+def start_run(tmp_path, *overrides):
+    return subprocess.Popen(
+        command(
+            *SMALL, "run.dir=run", "checkpoint.every_steps=2", "generation.backend=hf", *overrides
+        ),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(NEMO_LIKE_TEST=str(tmp_path)),
+    )
+
+
+def wait_for_step(tmp_path, step, timeout_s=120.0):
+    deadline = time.monotonic() + timeout_s
+    path = tmp_path / "run" / "checkpoints" / f"step_{step}"
+    while not path.exists():
+        assert time.monotonic() < deadline, "the run did not get there"
+        time.sleep(0.1)
+
+
+def test_a_killed_policy_worker_ends_the_run_and_is_named(tmp_path):
+    process = start_run(tmp_path, "grpo.max_steps=500")
+    wait_for_step(tmp_path, 2)
+    (worker,) = [p for p in processes_of(tmp_path) if "PolicyWorker" in " ".join(p.cmdline())]
+    worker.kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "policy rank 0 on " in output
+    assert "died in " in output
+    assert TRACEBACK not in output
+    assert_nothing_left(tmp_path)
+
+
+def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(tmp_path):
+    process = start_run(tmp_path, "grpo.max_steps=500")
+    wait_for_step(tmp_path, 2)
+    process.kill()
+    process.communicate(timeout=60)
+    assert_nothing_left(tmp_path, within_s=60)
+    options = ("run.dir=run", "checkpoint.every_steps=2", "generation.backend=hf")
+    code, output = run(tmp_path, *SMALL, *options, "grpo.max_steps=6", "run.resume=true")
+    assert code == 0, output
+    resumed = records(tmp_path / "run")
+    code, output = run(tmp_path, *SMALL, *options[1:], "run.dir=straight", "grpo.max_steps=6")
+    assert code == 0, output
+    straight = records(tmp_path / "straight")
+    assert list(resumed) == list(straight) == list(range(7))
+    for step in range(1, 7):
+        for name in ("train/loss", "train/grad_norm", "rollout/reward", "mismatch/mean_abs"):
+            assert resumed[step][name] == straight[step][name], (step, name)
+
+
+def test_an_interrupt_ends_in_order(tmp_path):
+    process = start_run(tmp_path, "grpo.max_steps=500")
+    wait_for_step(tmp_path, 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Interrupted" in output
+    assert TRACEBACK not in output
+    assert_nothing_left(tmp_path)
