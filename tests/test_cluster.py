@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -61,6 +62,7 @@ def group(local_ray, tmp_path):
             Probe,
             "probe",
             bundles,
+            timeout_s=60,
             layout=RankLayout({"dp": 2, "tp": 2}),
             log_dir=str(tmp_path / "logs"),
         )
@@ -69,29 +71,29 @@ def group(local_ray, tmp_path):
 
 
 def test_calls_reach_every_rank_and_shards_follow_the_axis(group):
-    ranks = [rank for rank, _ in group.call(Probe.place, timeout_s=60)]
+    ranks = [rank for rank, _ in group.call(Probe.place)]
     assert ranks == [0, 1, 2, 3]
-    assert group.scatter(Probe.echo, ["a", "b"], timeout_s=60) == ["a", "b"]
-    assert group.scatter(Probe.echo, ["x", "y"], axis="tp", timeout_s=60) == ["x", "y"]
-    assert group.call_rank(2, Probe.echo, 7, timeout_s=60) == 7
+    assert group.scatter(Probe.echo, ["a", "b"]) == ["a", "b"]
+    assert group.scatter(Probe.echo, ["x", "y"], axis="tp") == ["x", "y"]
+    assert group.call_rank(2, Probe.echo, 7) == 7
 
 
 def test_the_first_failure_ends_the_wait_with_its_own_message(group):
     start = time.monotonic()
     with pytest.raises(RunError, match="loss is nan"):
-        group.call(Probe.fail, "loss is nan", timeout_s=60)
+        group.call(Probe.fail, "loss is nan")
     assert time.monotonic() - start < 20
 
 
 def test_a_bug_keeps_its_traceback(group):
     with pytest.raises(KeyError, match=r"in bug[\s\S]*a bug"):
-        group.call(Probe.bug, timeout_s=60)
+        group.call(Probe.bug)
 
 
 def test_a_dead_worker_is_named_with_rank_node_phase_and_log(group):
-    group.call(Probe.ready, timeout_s=60)
+    group.call(Probe.ready)
     with pytest.raises(WorkerDiedError) as error:
-        group.call(Probe.die, timeout_s=60)
+        group.call(Probe.die)
     message = str(error.value)
     assert "probe rank 1 on " in message
     assert "died in die" in message
@@ -103,7 +105,7 @@ def test_a_wait_that_is_too_long_names_who_and_where(group):
     with pytest.raises(
         WaitTimeoutError, match=r"waited 1 s for 4 of 4 probe workers in hang: probe rank 0 on"
     ):
-        group.call(Probe.hang, timeout_s=1)
+        group.waiting(1).call(Probe.hang)
 
 
 def test_more_than_the_cluster_has_is_refused_at_once_and_leaves_nothing(local_ray):
@@ -170,8 +172,8 @@ SEVERAL_NODES = """
     ray.init(address=cluster.address, log_to_driver=False)
     plan = plan_resources(ClusterConfig(num_nodes=2, cpu_workers_per_node=2), 1)
     with VirtualCluster(plan, 60.0) as virtual:
-        group = WorkerGroup(Probe, "probe", [[b] for b in virtual.bundles], log_dir="LOGS")
-        nodes = [node for _, node in group.call(Probe.place, timeout_s=60)]
+        group = WorkerGroup(Probe, "probe", [[b] for b in virtual.bundles], timeout_s=60, log_dir="LOGS")
+        nodes = [node for _, node in group.call(Probe.place)]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3], nodes
         assert nodes == [b.node_id for b in virtual.bundles]
         group.shutdown()
@@ -184,7 +186,7 @@ SEVERAL_NODES = """
 
 
 def run_script(text, tmp_path, **env):
-    root = os.path.dirname(os.path.dirname(__file__))
+    root = str(Path(__file__).parent.parent)
     script = textwrap.dedent(text).replace("LOGS", str(tmp_path / "logs"))
     return subprocess.run(
         [sys.executable, "-c", script],

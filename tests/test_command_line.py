@@ -233,7 +233,11 @@ def test_a_wrong_key_is_refused_in_under_two_seconds(tmp_path):
 
 # What only Ray or the workers can tell.
 LATE_ERRORS = [
-    (["cluster.gpus_per_node=8", "grpo.num_prompts_per_step=8"], 2, "wants 1 node(s) with 8 CPUs and 8 GPUs each"),
+    (
+        ["cluster.gpus_per_node=8", "grpo.num_prompts_per_step=8"],
+        2,
+        "wants 1 node(s) with 8 CPUs and 8 GPUs each",
+    ),
     (["generation.engine_kwargs.enforce_eagr=true"], 2, "enforce_eagr"),
     (
         ["data.train=good.jsonl", "environment.reward=rewards.py:raises", "generation.backend=hf"],

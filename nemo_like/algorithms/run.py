@@ -53,7 +53,7 @@ class Run:
         setup_logging(self.dir, terminal)
         self.checkpoints = Checkpoints(self.dir, config.checkpoint)
         latest = self.checkpoints.latest() if config.run.resume else None
-        self._checkpoint_path, self._resumed = latest or (None, None)
+        self._resumed_from, self._resumed = latest or (Path(), None)
         self.first_step = self._resumed.step if self._resumed else 0
         """Steps that an earlier execution of this run has finished."""
         self._totals = dict(self._resumed.totals) if self._resumed else {"wall_s": 0.0}
@@ -89,7 +89,7 @@ class Run:
         """Bring policy and data to where the checkpoint left them, if there is one."""
         if self._resumed is None:
             return
-        policy.load(str(self._checkpoint_path / "policy"), self._resumed.step)
+        policy.load(str(self._resumed_from / "policy"), self._resumed.step)
         loader.load_state(self._resumed.loader)
 
     def steps(self, policy: Policy, loader: PromptLoader, validator: Validator) -> Iterator[int]:

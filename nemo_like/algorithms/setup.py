@@ -119,15 +119,22 @@ def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack)
     )
     stack.callback(policy.shutdown)
     bundles = [[cluster.bundles[i] for i in replica] for replica in plan.generation]
-    group = WorkerGroup(RolloutWorker, "generation", bundles, log_dir=log_dir, meter=meter)
-    generation = Generation(group, config.cluster)
+    group = WorkerGroup(
+        RolloutWorker,
+        "generation",
+        bundles,
+        timeout_s=config.cluster.call_timeout_s,
+        log_dir=log_dir,
+        meter=meter,
+    )
+    generation = Generation(group)
     stack.callback(generation.shutdown)
     rollout_setup = _rollout_setup(config, run, prepared, plan.colocated)
-    timeout_s = config.cluster.start_timeout_s
+    starting = group.waiting(config.cluster.start_timeout_s)
     with run.start_phase("workers"), ThreadPoolExecutor(2) as threads:
         starts = [
             threads.submit(policy.start),
-            threads.submit(group.call, RolloutWorker.start, rollout_setup, timeout_s=timeout_s),
+            threads.submit(starting.call, RolloutWorker.start, rollout_setup),
         ]
         for one in starts:
             one.result()
@@ -136,7 +143,6 @@ def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack)
     stack.callback(transport.close)
     rollouts = SyncRolloutSource(
         config,
-        group=group,
         policy=policy,
         generation=generation,
         transport=transport,

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -52,10 +53,10 @@ def _field_docs(config: type) -> dict[str, str]:
         n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == config.__name__
     )
     docs = {}
-    for field, text in zip(body, body[1:], strict=False):
-        is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            docs[field.target.id] = str(text.value.value)
+    for field, text in itertools.pairwise(body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=doc)):
+                docs[name] = str(doc)
     return docs
 
 

@@ -115,7 +115,7 @@ class RunConfig:
 class GRPOConfig:
     """The loop: how much is sampled for one optimizer step, and for how many steps."""
 
-    max_steps: int = 60
+    max_steps: int = 40
     """Optimizer steps of the whole run, resumed parts included."""
     num_prompts_per_step: int = 16
     """Distinct prompts sampled for one step."""
@@ -157,7 +157,7 @@ class LossConfig:
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = 5e-4
+    lr: float = 1e-4
     """Peak learning rate."""
     beta1: float = 0.9
     """Decay of the first moment, in [0, 1)."""
@@ -241,7 +241,7 @@ class RefitConfig:
 
 
 DEFAULT_TASKS: dict[str, dict[str, Any]] = {
-    "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
+    "chain_sum": {"min_terms": 5, "max_terms": 5, "min_digits": 1, "max_digits": 1}
 }
 
 
@@ -256,7 +256,7 @@ class DataConfig:
     """Like ``train``. None: held-out rows of reasoning_gym; no validation for a file."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """reasoning_gym data sets and their parameters, ``{name: {parameter: value}}``; rows are drawn
-    from them in turn. Empty: sums of two or three numbers of up to two digits, ``DEFAULT_TASKS``."""
+    from them in turn. Empty: sums of five one-digit numbers, ``DEFAULT_TASKS``."""
     num_train_rows: int = 4000
     """Rows generated for training (reasoning_gym)."""
     num_validation_rows: int = 256

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -185,7 +185,7 @@ def alive_nodes() -> list[NodeResources]:
     ]
 
 
-def _amounts(resources: dict[str, float]) -> dict[str, float]:
+def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
     return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
 
 

@@ -1,12 +1,12 @@
 """N actors of one class, one a bundle, called by typed methods; every wait has a limit and an owner."""
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 from nemo_like.distributed.payload import PayloadMeter
@@ -30,7 +30,7 @@ class WorkerGroup(Generic[W]):
 
     Methods are passed as methods, ``group.call(PolicyWorker.save, path)``, so that an editor can
     follow them and a type checker sees their arguments. A call blocks until every rank answered;
-    the first failure ends the wait.
+    the first failure ends the wait, and so does ``timeout_s``.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class WorkerGroup(Generic[W]):
         bundles: Sequence[Sequence[Bundle]],
         *,
         layout: RankLayout | None = None,
+        timeout_s: float,
         log_dir: str,
         env_vars: dict[str, str] | None = None,
         meter: PayloadMeter | None = None,
@@ -47,6 +48,7 @@ class WorkerGroup(Generic[W]):
         self.role = role
         self.layout = layout or RankLayout({"dp": len(bundles)})
         assert self.layout.world_size == len(bundles), (self.layout, len(bundles))
+        self._timeout_s = timeout_s
         self._meter = meter or PayloadMeter()
         self.bundles = bundles
         self.contexts = [
@@ -62,7 +64,7 @@ class WorkerGroup(Generic[W]):
             for rank, of_rank in enumerate(bundles)
         ]
         actor_class = ray.remote(worker_class)
-        self.actors: list[ActorHandle] = [
+        self.actors: list[Any] = [
             actor_class.options(
                 num_cpus=0,
                 num_gpus=0,
@@ -83,20 +85,16 @@ class WorkerGroup(Generic[W]):
         method: Callable[Concatenate[W, P], R]
         | Callable[Concatenate[W, P], Coroutine[Any, Any, R]],
         *args: P.args,
-        timeout_s: float,
         **kwargs: P.kwargs,
     ) -> list[R]:
         """The same arguments to every rank; results in rank order."""
-        return self._send({rank: (args, kwargs) for rank in range(self.world_size)}, method)(
-            timeout_s
-        )
+        return self._send({rank: (args, kwargs) for rank in range(self.world_size)}, method)
 
     def scatter(
         self,
         method: Callable[[W, Any], R] | Callable[[W, Any], Coroutine[Any, Any, R]],
         shards: Sequence[Any],
         *,
-        timeout_s: float,
         axis: str = "dp",
     ) -> list[R]:
         """Shard i to all ranks at position i of ``axis``; results of that axis' leaders, in order."""
@@ -105,7 +103,7 @@ class WorkerGroup(Generic[W]):
             rank: ((shards[self.layout.coordinate(rank, axis)],), {})
             for rank in range(self.world_size)
         }
-        results = self._send(work, method)(timeout_s)
+        results = self._send(work, method)
         return [results[rank] for rank in self.layout.leaders(axis)]
 
     def call_rank(
@@ -114,46 +112,45 @@ class WorkerGroup(Generic[W]):
         method: Callable[Concatenate[W, P], R]
         | Callable[Concatenate[W, P], Coroutine[Any, Any, R]],
         *args: P.args,
-        timeout_s: float,
         **kwargs: P.kwargs,
     ) -> R:
         """One rank only."""
-        return self._send({rank: (args, kwargs)}, method)(timeout_s)[0]
+        return self._send({rank: (args, kwargs)}, method)[0]
+
+    def waiting(self, timeout_s: float) -> Self:
+        """The same workers, called with another limit."""
+        view = copy.copy(self)
+        view._timeout_s = timeout_s
+        return view
 
     def shutdown(self) -> None:
         """End the processes at once, whatever they do."""
         for actor in self.actors:
             ray.kill(actor)
-        self.actors = []
+        self.actors.clear()
 
-    def _send(
-        self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]
-    ) -> Callable[[float], list[Any]]:
+    def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> list[Any]:
         name = method.__name__
         refs = {}
         for rank, (args, kwargs) in work.items():
             self._meter.count(args, kwargs)
             refs[getattr(self.actors[rank], name).remote(*args, **kwargs)] = rank
+        results = self._wait(refs, name)
+        self._meter.count(results)
+        return results
 
-        def wait(timeout_s: float) -> list[Any]:
-            results = self._wait(refs, name, timeout_s)
-            self._meter.count(results)
-            return results
-
-        return wait
-
-    def _wait(self, refs: dict[Any, int], phase: str, timeout_s: float) -> list[Any]:
+    def _wait(self, refs: dict[Any, int], phase: str) -> list[Any]:
         """Results in rank order; the first failure is raised without waiting for the others."""
         start = time.monotonic()
         results: dict[int, Any] = {}
         pending = list(refs)
         while pending:
-            left = timeout_s - (time.monotonic() - start)
+            left = self._timeout_s - (time.monotonic() - start)
             done, pending = ray.wait(pending, timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))
             for ref in done:
                 results[refs[ref]] = self._get(ref, refs[ref], phase)
             if pending and left <= 0:
-                raise WaitTimeoutError(self._timeout_message(pending, refs, phase, timeout_s))
+                raise WaitTimeoutError(self._timeout_message(pending, refs, phase))
             if pending and not done:
                 late = ", ".join(self.contexts[refs[ref]].name for ref in pending[:4])
                 logger.info("Waiting for %s in %s, %.0f s", late, phase, time.monotonic() - start)
@@ -170,13 +167,11 @@ class WorkerGroup(Generic[W]):
         except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
             raise WorkerDiedError(self._death_message(rank, phase, error)) from error
 
-    def _timeout_message(
-        self, pending: list[Any], refs: dict[Any, int], phase: str, timeout_s: float
-    ) -> str:
+    def _timeout_message(self, pending: list[Any], refs: dict[Any, int], phase: str) -> str:
         late = [self.contexts[refs[ref]] for ref in pending]
         who = ", ".join(f"{context.name} on {context.address}" for context in late[:8])
         return (
-            f"The driver waited {timeout_s:g} s for {len(late)} of {self.world_size} {self.role} "
+            f"The driver waited {self._timeout_s:g} s for {len(late)} of {self.world_size} {self.role} "
             f"workers in {phase}: {who}; their logs are in {late[0].log_dir}. Raise "
             "cluster.call_timeout_s (or start_timeout_s) if the work is only slow."
         )

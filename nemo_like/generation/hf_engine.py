@@ -145,7 +145,7 @@ class HFEngine:
 
     def _check_prompt(self, request: GenerationRequest) -> None:
         assert self._model is not None
-        vocab_size = self._model.get_input_embeddings().num_embeddings
+        vocab_size = self._model.config.get_text_config().vocab_size
         bad = [token_id for token_id in request.prompt_ids if not 0 <= token_id < vocab_size]
         if bad or not request.prompt_ids:
             reason = f"holds token id {bad[0]}, not below {vocab_size}" if bad else "is empty"
@@ -196,10 +196,10 @@ class HFEngine:
         stop = row.request.sampling.stop
         if not stop or row.finish_reason is FinishReason.stop:
             return
-        if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._config.model_path)
+        tokenizer = self._tokenizer or AutoTokenizer.from_pretrained(self._config.model_path)
+        self._tokenizer = tokenizer
         num_tokens = MAX_TOKENS_PER_CHARACTER * max(map(len, stop))
-        tail = self._tokenizer.decode(row.token_ids[-num_tokens:], skip_special_tokens=False)
+        tail = tokenizer.decode(row.token_ids[-num_tokens:], skip_special_tokens=False)
         if any(text in tail for text in stop):
             row.finish_reason = FinishReason.stop
 

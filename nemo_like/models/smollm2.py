@@ -54,11 +54,12 @@ def _convert(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    settings = loaded.config.to_dict()
+    settings.pop("quantization_config", None)
     # A model loaded from GGUF refuses save_pretrained; the same weights in a fresh one do not.
-    fresh = type(loaded)(config).to(torch.bfloat16)
+    fresh = AutoModelForCausalLM.from_config(
+        type(loaded.config).from_dict(settings), dtype=torch.bfloat16
+    )
     fresh.load_state_dict(loaded.state_dict())
     fresh.generation_config.eos_token_id = tokenizer.eos_token_id
     fresh.generation_config.pad_token_id = tokenizer.pad_token_id

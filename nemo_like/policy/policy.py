@@ -47,7 +47,6 @@ class Policy:
         self.temperature = temperature
         self.weight_version = 0
         """Optimizer steps taken so far."""
-        self._timeout_s = cluster_config.call_timeout_s
         self._start_timeout_s = cluster_config.start_timeout_s
         bundles = [[cluster.bundles[i]] for i in cluster.plan.policy]
         self.nodes = [of_rank[0].node_id for of_rank in bundles]
@@ -60,21 +59,26 @@ class Policy:
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
             timeout_s=cluster_config.call_timeout_s,
         )
-        self.group = WorkerGroup(PolicyWorker, "policy", bundles, log_dir=log_dir, meter=meter)
+        self.group = WorkerGroup(
+            PolicyWorker,
+            "policy",
+            bundles,
+            timeout_s=cluster_config.call_timeout_s,
+            log_dir=log_dir,
+            meter=meter,
+        )
 
     def start(self) -> None:
         """Load the model on every rank."""
-        timeout_s = self._start_timeout_s
-        port = self.group.call_rank(0, PolicyWorker.open_store, timeout_s=timeout_s)
-        address = self.group.contexts[0].address
-        self.group.call(PolicyWorker.start, self._setup, address, port, timeout_s=timeout_s)
+        group = self.group.waiting(self._start_timeout_s)
+        port = group.call_rank(0, PolicyWorker.open_store)
+        address = group.contexts[0].address
+        group.call(PolicyWorker.start, self._setup, address, port)
 
     def logprobs(self, batch: RemoteBatch) -> Metrics:
         """Add the column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference."""
         plan = self._plan(batch)
-        results = self.group.scatter(
-            PolicyWorker.logprobs, self._shards(batch, plan), timeout_s=self._timeout_s
-        )
+        results = self.group.scatter(PolicyWorker.logprobs, self._shards(batch, plan))
         rows_of = [plan.rows(rank) for rank in range(len(results))]
         batch.add_columns([ref for ref, _ in results], rows_of)
         return merge([metrics for _, metrics in results])
@@ -90,7 +94,7 @@ class Policy:
             TrainShard(shard=shard, loss=loss, denominators=denominators)
             for shard in self._shards(batch, self._plan(batch))
         ]
-        results = self.group.scatter(PolicyWorker.train, shards, timeout_s=self._timeout_s)
+        results = self.group.scatter(PolicyWorker.train, shards)
         self.weight_version += 1
         return merge(results)
 
@@ -99,32 +103,27 @@ class Policy:
     ) -> WrittenWeights:
         """Write the weights as files on the nodes of the ranks that ``writers`` marks."""
         results = self.group.call(
-            PolicyWorker.write_weights,
-            folder,
-            self.weight_version,
-            bucket_bytes,
-            list(writers),
-            timeout_s=self._timeout_s,
+            PolicyWorker.write_weights, folder, self.weight_version, bucket_bytes, list(writers)
         )
         by_node = {self.nodes[rank]: paths for rank, (paths, _) in enumerate(results) if paths}
         return WrittenWeights(paths=by_node, num_bytes=results[0][1])
 
     def remove_weights(self, folder: str) -> None:
         """Remove the files of a refit on every node."""
-        self.group.call(PolicyWorker.remove_weights, folder, timeout_s=self._timeout_s)
+        self.group.call(PolicyWorker.remove_weights, folder)
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule into ``folder``."""
-        self.group.call(PolicyWorker.save, folder, timeout_s=self._timeout_s)
+        self.group.call(PolicyWorker.save, folder)
 
     def load(self, folder: str, weight_version: int) -> None:
         """Restore what ``save`` wrote after ``weight_version`` steps."""
-        self.group.call(PolicyWorker.load, folder, timeout_s=self._timeout_s)
+        self.group.call(PolicyWorker.load, folder)
         self.weight_version = weight_version
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder."""
-        self.group.call(PolicyWorker.export, folder, timeout_s=self._timeout_s)
+        self.group.call(PolicyWorker.export, folder)
 
     def shutdown(self) -> None:
         """End the workers."""

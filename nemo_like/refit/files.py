@@ -10,6 +10,7 @@ import shutil
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from nemo_like.config.schema import RefitConfig, Transport
 from nemo_like.errors import UserError
@@ -26,7 +27,7 @@ class FileTransport:
     """See the module. Raises UserError if a replica's node could not see the files."""
 
     def __init__(
-        self, config: RefitConfig, run_dir: Path, policy: Policy, generation: Generation
+        self, config: RefitConfig, run_dir: Path, policy: Policy, generation: Generation[Any]
     ) -> None:
         name = f"nemo-like-refit-{uuid.uuid4().hex[:12]}"
         self._bucket_bytes = config.bucket_mib << 20
@@ -47,7 +48,7 @@ class FileTransport:
                 f"and {len(missing)} node(s) have none; use refit.transport=disk."
             )
 
-    def sync(self, policy: Policy, generation: Generation) -> RefitStats:
+    def sync(self, policy: Policy, generation: Generation[Any]) -> RefitStats:
         """See ``RefitTransport``."""
         start = time.monotonic()
         try:
@@ -60,7 +61,9 @@ class FileTransport:
             num_bytes=written.num_bytes, send_s=sent - start, load_s=time.monotonic() - sent
         )
 
-    def _visible(self, paths: dict[str, list[str]], generation: Generation) -> dict[str, list[str]]:
+    def _visible(
+        self, paths: dict[str, list[str]], generation: Generation[Any]
+    ) -> dict[str, list[str]]:
         """Files that each generating node reads: its own, or the shared folder's."""
         if self._shared_folder:
             (shared,) = paths.values()

@@ -1,7 +1,7 @@
 """What a transport does: bring generation to the policy's weight version, or raise."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from nemo_like.generation.generation import Generation
 from nemo_like.policy.policy import Policy
@@ -19,7 +19,7 @@ class RefitStats:
 class RefitTransport(Protocol):
     """Transports differ in how bytes travel; what is sent and what is checked is the same."""
 
-    def sync(self, policy: Policy, generation: Generation) -> RefitStats:
+    def sync(self, policy: Policy, generation: Generation[Any]) -> RefitStats:
         """Load the policy's current weights into every replica; all of them, or RunError."""
         ...
 

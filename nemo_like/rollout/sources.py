@@ -10,7 +10,6 @@ from nemo_like.config.schema import GRPORunConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
@@ -32,9 +31,8 @@ class SyncRolloutSource:
         self,
         config: GRPORunConfig,
         *,
-        group: WorkerGroup[RolloutWorker],
         policy: Policy,
-        generation: Generation,
+        generation: Generation[RolloutWorker],
         transport: RefitTransport,
         loader: PromptLoader,
         validation_rows: Sequence[Row],
@@ -42,7 +40,6 @@ class SyncRolloutSource:
         spans: Spans,
     ) -> None:
         self._config = config
-        self._group = group
         self._policy = policy
         self._generation = generation
         self._transport = transport
@@ -124,7 +121,7 @@ class SyncRolloutSource:
         """Deal whole groups to replicas in turn. Rows come back by replica, with their ids."""
         seed_step = step if phase == "train" else 0
         num_recorded = self._config.logging.trajectories_per_step if phase == "train" else 0
-        num_replicas = self._group.world_size
+        num_replicas = self._generation.group.world_size
         tasks: list[list[RolloutTask]] = [[] for _ in range(num_replicas)]
         for prompt, row in enumerate(rows):
             replica = prompt % num_replicas
@@ -148,8 +145,7 @@ class SyncRolloutSource:
             RolloutRequest(step=step, tasks=tuple(of_replica), sampling=sampling)
             for of_replica in tasks
         ]
-        timeout_s = self._config.cluster.call_timeout_s
-        results = self._group.scatter(RolloutWorker.rollout, requests, timeout_s=timeout_s)
+        results = self._generation.group.scatter(RolloutWorker.rollout, requests)
         return [result for result in results if len(result.lengths)]
 
     def _check_grades(
