@@ -33,13 +33,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import reasoning_gym
 import torch
 from reasoning_gym.factory import ProceduralDataset
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BatchEncoding,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 logger = logging.getLogger("make_tiny_model")
 
@@ -169,6 +176,9 @@ def build_tokenizer(corpus: list[Example], seed: int) -> PreTrainedTokenizerFast
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Initialise the network, with the 64-wide heads that attention kernels expect."""
+    eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(eos_id, int)
+    assert isinstance(pad_id, int)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -181,8 +191,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         tie_word_embeddings=False,
         initializer_range=0.05,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos_id,
+        pad_token_id=pad_id,
     )
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
@@ -190,10 +200,18 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         temperature=1.0,
         top_k=0,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos_id,
+        pad_token_id=pad_id,
     )
     return model
+
+
+def render(
+    tokenizer: PreTrainedTokenizerFast, conversations: list[list[dict[str, str]]], **options: Any
+) -> BatchEncoding:
+    """Put conversations through the chat template."""
+    encoding = tokenizer.apply_chat_template(conversations, return_dict=True, **options)
+    return cast(BatchEncoding, encoding)  # what return_dict makes of it
 
 
 def collate(
@@ -204,13 +222,12 @@ def collate(
         [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
         for question, completion in zip(questions, completions, strict=True)
     ]
-    batch = tokenizer.apply_chat_template(
-        conversations, return_dict=True, return_assistant_tokens_mask=True
-    )
+    batch = render(tokenizer, conversations, return_assistant_tokens_mask=True)
     ids = [torch.tensor(row) for row in batch["input_ids"]]
     masks = [torch.tensor(row).bool() for row in batch["assistant_masks"]]
     labels = [row.masked_fill(~mask, -100) for row, mask in zip(ids, masks, strict=True)]
     pad_id = tokenizer.pad_token_id
+    assert isinstance(pad_id, int)
     return (
         pad_sequence(ids, batch_first=True, padding_value=pad_id),
         pad_sequence(labels, batch_first=True, padding_value=-100),
@@ -271,14 +288,15 @@ def log_accuracy(
     dataset = reasoning_gym.create_dataset(
         "chain_sum", seed=HELD_OUT_SEED, size=HELD_OUT_SIZE, **DEMO_TASK
     )
-    prompts = tokenizer.apply_chat_template(
+    prompts = render(
+        tokenizer,
         [[{"role": "user", "content": entry["question"]}] for entry in dataset],
         add_generation_prompt=True,
         padding=True,
-        return_dict=True,
         return_tensors="pt",
     )
-    outputs = model.generate(
+    # The annotation of ``generate`` asks for attributes that a Llama does not have.
+    outputs = cast(Any, model).generate(
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
         do_sample=do_sample,
@@ -298,6 +316,7 @@ def log_accuracy(
 
 def main() -> None:
     """Make the model, log what it can do and save it."""
+    assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="model folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corpus and the training")

@@ -1,13 +1,15 @@
 """Advantages from rewards, within the group of one prompt. Everything here is float64.
 
 Float64 and a two-pass standard deviation, because E[x^2] - E[x]^2 in float32 leaves about 1e-7 for
-equal rewards such as 0.95, and dividing by its root turns a lone failure into an advantage of -2000.
+equal rewards such as 0.95, and dividing by its root turns a lone failure into an advantage of
+-2000.
 """
 
 import torch
 from torch import Tensor
 
-from nemo_like.config.schema import AdvantageConfig, AdvantageScale, Baseline
+from nemo_like.config.choices import AdvantageScale, Baseline
+from nemo_like.config.schema import AdvantageConfig
 
 # Rewards that differ by less than this share of their size are equal; their spread is rounding.
 _RELATIVE_SPREAD = 1e-9
@@ -23,8 +25,8 @@ def group_advantages(
 
     ``leave_one_out`` subtracts the mean of the *other* valid rows and divides by *their* standard
     deviation (RLOO, arXiv:2402.14740 Eq. 7); ``mean`` uses all valid rows of the group (GRPO,
-    arXiv:2402.03300 Eq. 3). Deviations are unbiased (n - 1). Where the deviation is zero the centred
-    reward is left as it is; where no baseline exists (no valid sibling) the advantage is 0.
+    arXiv:2402.03300 Eq. 3). Deviations are unbiased (n - 1). Where the deviation is zero the
+    centred reward is left as it is; where no baseline exists (no valid sibling) the advantage is 0.
 
     >>> config = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.std)
     >>> r = torch.tensor([1.0, 0, 0, 0])
@@ -48,7 +50,7 @@ def group_advantages(
 
 
 def zero_variance_share(rewards: Tensor, groups: Tensor, valid: Tensor) -> float:
-    """Share of groups whose valid rewards are all equal: they carry no signal. NaN without groups."""
+    """Share of groups whose valid rewards are all equal: they carry no signal. No groups: NaN."""
     flat = [
         bool((members == members[0]).all())
         for group in groups.unique()

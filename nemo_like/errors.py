@@ -6,7 +6,7 @@ is raised is a bug of ours and keeps its traceback.
 
 
 class UserError(ValueError):
-    """The user's configuration, data or files break a rule; the message says which and the remedy."""
+    """The user's configuration, data or files break a rule; the message has rule and remedy."""
 
 
 class RunError(RuntimeError):
@@ -18,4 +18,4 @@ class WaitTimeoutError(TimeoutError):
 
 
 class WorkerDiedError(RunError):
-    """A Ray worker process ended by itself; the message has its class, rank, node, phase and log tail."""
+    """A Ray worker process ended by itself; the message: class, rank, node, phase and log tail."""

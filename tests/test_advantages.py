@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.advantages import group_advantages, zero_variance_share
-from nemo_like.config.schema import AdvantageConfig, AdvantageScale, Baseline
+from nemo_like.config.choices import AdvantageScale, Baseline
+from nemo_like.config.schema import AdvantageConfig
 
 LOO_STD = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.std)
 LOO = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.none)

@@ -158,21 +158,25 @@ def test_the_meter_counts_values_and_not_what_references_point_to(local_ray):
 
 
 SEVERAL_NODES = """
+    import os
     import ray
     from ray.cluster_utils import Cluster
     from nemo_like.config.plan import plan_resources
     from nemo_like.config.schema import ClusterConfig
-    from nemo_like.distributed.virtual_cluster import VirtualCluster, alive_nodes
+    from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
     from nemo_like.distributed.worker_group import WorkerGroup
     from tests.test_cluster import Probe
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for _ in range(2):
         cluster.add_node(num_cpus=2)
-    ray.init(address=cluster.address, log_to_driver=False)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    leave = connect()
+    assert len(ray.nodes()) == 3, "joined the cluster that RAY_ADDRESS names, and started none"
     plan = plan_resources(ClusterConfig(num_nodes=2, cpu_workers_per_node=2), 1)
     with VirtualCluster(plan, 60.0) as virtual:
-        group = WorkerGroup(Probe, "probe", [[b] for b in virtual.bundles], timeout_s=60, log_dir="LOGS")
+        bundles = [[b] for b in virtual.bundles]
+        group = WorkerGroup(Probe, "probe", bundles, timeout_s=60, log_dir="LOGS")
         nodes = [node for _, node in group.call(Probe.place)]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3], nodes
         assert nodes == [b.node_id for b in virtual.bundles]
@@ -181,6 +185,7 @@ SEVERAL_NODES = """
         VirtualCluster(plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=2), 1), 60.0)
     except ValueError as error:
         assert "wants 3 node(s) with 2 CPUs each, the Ray cluster has 3 node(s)" in str(error)
+        leave()
         print("placed on", len(set(nodes)), "nodes")
 """
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.config.schema import DataConfig, OverlongPrompts
+from nemo_like.config.choices import OverlongPrompts
+from nemo_like.config.schema import DataConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
 from nemo_like.data.datasets import check_lengths, load_rows
 from nemo_like.data.loader import PromptLoader

@@ -7,7 +7,8 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.schema import KLEstimator, LossConfig, Normalization
+from nemo_like.config.choices import KLEstimator, Normalization
+from nemo_like.config.schema import LossConfig
 from nemo_like.losses.kl import kl_estimate, kl_loss
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators

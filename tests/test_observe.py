@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
-from nemo_like.config.schema import Console, WandbMode
+from nemo_like.config.choices import Console, WandbMode
 from nemo_like.errors import RunError
 from nemo_like.observe.console import Column, Progress, live_terminal
 from nemo_like.observe.jsonl import JsonlFile

@@ -10,16 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.choices import Batching, Dtype, Normalization
 from nemo_like.config.plan import plan_resources
-from nemo_like.config.schema import (
-    Batching,
-    ClusterConfig,
-    Dtype,
-    LossConfig,
-    Normalization,
-    OptimizerConfig,
-    PolicyConfig,
-)
+from nemo_like.config.schema import ClusterConfig, LossConfig, OptimizerConfig, PolicyConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.losses.policy_gradient import ClippedPGLoss
@@ -236,7 +229,8 @@ def test_export_is_a_complete_folder_with_ties_and_tokenizer_as_they_were(tiny_m
     from safetensors import safe_open
 
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert "lm_head.weight" not in file.keys()
+        names = file.keys()
+    assert "lm_head.weight" not in names
     before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

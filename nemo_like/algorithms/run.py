@@ -14,7 +14,8 @@ import yaml
 
 from nemo_like.checkpoint import Checkpoints, DriverState
 from nemo_like.config.checks import has_validation
-from nemo_like.config.schema import GRPORunConfig, WandbMode
+from nemo_like.config.choices import WandbMode
+from nemo_like.config.schema import GRPORunConfig
 from nemo_like.data.loader import PromptLoader
 from nemo_like.errors import UserError
 from nemo_like.observe.console import Progress, live_terminal
@@ -204,8 +205,8 @@ def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") ->
         elif value != old.get(key) and name not in ("run.resume", "run.dir"):
             if name == "policy.model":
                 raise UserError(
-                    f"policy.model={value} is not the model of the run to continue, {old.get(key)}; "
-                    "use that one, or a new run.dir."
+                    f"policy.model={value} is not the model of the run to continue, "
+                    f"{old.get(key)}; use that one, or a new run.dir."
                 )
             kept = name.startswith("policy.optimizer.")
             logger.warning(

@@ -6,15 +6,16 @@ A run that fails one stops and says which; ``run.self_check=false`` turns them o
 import torch
 
 from nemo_like.batch import keys
-from nemo_like.config.schema import Dtype
+from nemo_like.config.choices import Dtype
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metrics
 
 # Gap between the engine's and the trainer's logprobs of the same tokens and weights. Float32 leaves
-# rounding only; bfloat16 rounds activations in another order, so single tokens may differ more.
-MAX_MEAN_GAP = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.03}
-MAX_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 1.0}
+# rounding only. In bfloat16 a logit of 16 to 32 is rounded to 1/8, so that SmolLM2-135M has a mean
+# gap of 0.04 and single tokens 0.6; a stale output head gives 1.1.
+MAX_MEAN_GAP = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.1}
+MAX_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 2.0}
 # The trainer against itself, before and in the step: the same weights, perhaps other kernels.
 MAX_LOG_RATIO = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.5}
 
@@ -34,9 +35,10 @@ def check_rollout(batch: RemoteBatch, metrics: Metrics, dtype: Dtype) -> None:
         gap = metrics[name].value
         if not gap <= limit:
             raise RunError(
-                f"Self-check failed: the logprobs of generation and policy differ ({name}={gap:.3g}, "
-                f"limit {limit:g} in {dtype}). Either the refit is wrong or the engine computes this "
-                "model in another way; run.self_check=false goes on regardless."
+                "Self-check failed: the logprobs of generation and policy differ "
+                f"({name}={gap:.3g}, limit {limit:g} in {dtype}). Either the refit is wrong or "
+                "the engine computes this model in another way; run.self_check=false goes on "
+                "regardless."
             )
 
 

@@ -56,7 +56,7 @@ def plan_micro_batches(
 
 
 def _deal(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Longest row first to the rank with the fewest tokens (LPT): within 4/3 of the best balance."""
+    """Longest row first to the rank with the fewest tokens (LPT): within 4/3 of the optimum."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):

@@ -8,15 +8,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from nemo_like.config.choices import Backend, Batching, Schedule, WandbMode
 from nemo_like.config.file_checks import REASONING_GYM, check_files
 from nemo_like.config.plan import plan_resources
-from nemo_like.config.schema import (
-    Backend,
-    Batching,
-    GRPORunConfig,
-    Schedule,
-    WandbMode,
-)
+from nemo_like.config.schema import GRPORunConfig
 from nemo_like.errors import UserError
 
 _METRIC_AREAS = ("validation/", "rollout/", "train/", "mismatch/", "policy/")
@@ -105,7 +100,8 @@ def _check_ranges(config: GRPORunConfig) -> None:
             raise UserError(f"{key}={value_of(config, key)} must be in [0, 1).")
     if config.policy.scheduler.min_lr_ratio < 0:
         raise UserError(
-            f"policy.scheduler.min_lr_ratio={config.policy.scheduler.min_lr_ratio} must be at least 0."
+            f"policy.scheduler.min_lr_ratio={config.policy.scheduler.min_lr_ratio} must be at "
+            "least 0."
         )
 
 
@@ -206,9 +202,9 @@ def _check_sizes(config: GRPORunConfig) -> None:
     least = config.generation.max_new_tokens + 1
     if policy.micro_batch_tokens < least:
         raise UserError(
-            f"policy.micro_batch_tokens={policy.micro_batch_tokens} cannot hold one prompt token and "
-            f"generation.max_new_tokens={config.generation.max_new_tokens}; use at least {least}, "
-            "plus the length of your prompts."
+            f"policy.micro_batch_tokens={policy.micro_batch_tokens} cannot hold one prompt token "
+            f"and generation.max_new_tokens={config.generation.max_new_tokens}; use at least "
+            f"{least}, plus the length of your prompts."
         )
     if policy.scheduler.warmup_steps >= config.grpo.max_steps:
         raise UserError(

@@ -67,8 +67,8 @@ def _check_data(config: GRPORunConfig) -> None:
             raise UserError(f"{key}={source} is empty; give a file with at least one row.")
         if config.environment.reward == REASONING_GYM:
             raise UserError(
-                f"environment.reward={REASONING_GYM} grades reasoning_gym's own rows, and {key} is a "
-                "file; set environment.reward to math or to your file.py:function."
+                f"environment.reward={REASONING_GYM} grades reasoning_gym's own rows, and {key} is "
+                "a file; set environment.reward to math or to your file.py:function."
             )
 
 

@@ -54,7 +54,8 @@ def plan_resources(cluster: ClusterConfig, tensor_parallel_size: int) -> Resourc
     if separate is not None and not 0 < separate < total:
         raise UserError(
             f"cluster.num_generation_workers={separate} must leave at least one of the {total} "
-            f"workers to the policy and take at least one; use 1 to {total - 1}, or null to colocate."
+            f"workers to the policy and take at least one; use 1 to {total - 1}, or null to "
+            "colocate."
             if total > 1
             else f"cluster.num_generation_workers={separate} needs at least two workers, and there "
             "is one; use null to colocate, or more workers per node."
@@ -121,6 +122,6 @@ def _does_not_fit(plan: ResourcePlan, nodes: Sequence[NodeResources]) -> str:
     if not plan.uses_gpus:
         keys = "cluster.num_nodes, cluster.cpu_workers_per_node and cluster.cpus_per_worker"
     return (
-        f"The run wants {len(plan.bundles_per_node)} node(s) with {wanted} each, the Ray cluster has "
-        f"{len(nodes)} node(s) ({have}); lower {keys}, or start more nodes."
+        f"The run wants {len(plan.bundles_per_node)} node(s) with {wanted} each, the Ray cluster "
+        f"has {len(nodes)} node(s) ({have}); lower {keys}, or start more nodes."
     )

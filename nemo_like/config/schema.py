@@ -5,96 +5,22 @@ text below a field is its documentation, printed by ``--help`` and collected in 
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
-
-class Dtype(StrEnum):
-    """Number format of the parameters in compute."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Backend(StrEnum):
-    """Engine that samples completions."""
-
-    vllm = "vllm"
-    hf = "hf"
-
-
-class Batching(StrEnum):
-    """How the rows of a micro-batch share one forward pass."""
-
-    packed = "packed"
-    padded = "padded"
-
-
-class Schedule(StrEnum):
-    """Shape of the learning rate after warm-up."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class Baseline(StrEnum):
-    """What is subtracted from a reward."""
-
-    leave_one_out = "leave_one_out"
-    mean = "mean"
-
-
-class AdvantageScale(StrEnum):
-    """What a centred reward is divided by."""
-
-    std = "std"
-    none = "none"
-
-
-class Normalization(StrEnum):
-    """What a loss is a mean over."""
-
-    token = "token"
-    sequence = "sequence"
-
-
-class KLEstimator(StrEnum):
-    """Estimator of KL(policy || reference), http://joschu.net/blog/kl-approx.html."""
-
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class Transport(StrEnum):
-    """How weights travel from the policy to generation."""
-
-    shared_memory = "shared_memory"
-    disk = "disk"
-
-
-class OverlongPrompts(StrEnum):
-    """What happens to a prompt that leaves no room for a completion."""
-
-    refuse = "refuse"
-    drop = "drop"
-
-
-class WandbMode(StrEnum):
-    """Where Weights & Biases records go."""
-
-    off = "off"
-    offline = "offline"
-    online = "online"
-
-
-class Console(StrEnum):
-    """How progress is shown."""
-
-    auto = "auto"
-    live = "live"
-    plain = "plain"
+from nemo_like.config.choices import (
+    AdvantageScale,
+    Backend,
+    Baseline,
+    Batching,
+    Console,
+    Dtype,
+    KLEstimator,
+    Normalization,
+    OverlongPrompts,
+    Schedule,
+    Transport,
+    WandbMode,
+)
 
 
 @dataclass(kw_only=True)
@@ -106,9 +32,9 @@ class RunConfig:
     seed: int = 0
     """Seed of data order, sampling and initialisation, >= 0."""
     resume: bool = False
-    """Continue from the latest complete checkpoint in ``run.dir``; starts afresh if there is none."""
+    """Continue from the latest complete checkpoint in ``run.dir``; without one, start afresh."""
     self_check: bool = True
-    """On the first step, stop unless engine and policy agree, ratios are 1 and seeds are distinct."""
+    """On the first step, stop unless engine and policy agree, ratios are 1 and seeds differ."""
 
 
 @dataclass(kw_only=True)
@@ -128,9 +54,10 @@ class AdvantageConfig:
     """From rewards to advantages, within the group of one prompt."""
 
     baseline: Baseline = Baseline.leave_one_out
-    """``leave_one_out``: mean reward of the siblings (RLOO); ``mean``: of the whole group (GRPO)."""
+    """``leave_one_out``: mean reward of siblings (RLOO); ``mean``: of the whole group (GRPO)."""
     scale: AdvantageScale = AdvantageScale.std
-    """``std``: divide by the unbiased standard deviation of the baseline's rewards; ``none``: do not."""
+    """``std``: divide by the unbiased standard deviation of the baseline's rewards; ``none``: do
+    not."""
 
 
 @dataclass(kw_only=True)
@@ -143,7 +70,8 @@ class LossConfig:
     """Ratios above 1 + clip_high carry no gradient for positive advantages."""
     normalization: Normalization = Normalization.token
     """``token``: mean over all trained tokens of the step; ``sequence``: mean over sequences of the
-    mean over their tokens. Both denominators are global: ranks and micro-batches do not change them."""
+    mean over their tokens. Both denominators are global: ranks and micro-batches do not change
+    them."""
     importance_cap: float | None = 2.0
     """Upper bound of exp(policy_logprobs - generation_logprobs), which corrects for the gap between
     the two engines (truncated importance sampling). None: no correction."""
@@ -213,7 +141,8 @@ class GenerationConfig:
     """The engine that samples completions for training."""
 
     backend: Backend = Backend.vllm
-    """``vllm``, or ``hf``: a plain loop over the transformers model, for odd models and exact tests."""
+    """``vllm``, or ``hf``: a plain loop over the transformers model, for odd models and exact
+    tests."""
     temperature: float = 1.0
     """Sampling temperature, > 0; the policy's logprobs use it too. (Top-p and top-k exist for
     validation only: truncated sampling has no exact importance ratio.)"""
@@ -287,7 +216,7 @@ class EnvironmentConfig:
 class ValidationConfig:
     """Measuring on prompts that are never trained."""
 
-    every_steps: int = 10
+    every_steps: int = 5
     """Steps between validations; one is made before the first and after the last step. 0: never."""
     num_generations_per_prompt: int = 1
     """Completions of each validation prompt; all of them count."""
@@ -342,7 +271,7 @@ class LoggingConfig:
     """Where numbers go; ``metrics.jsonl`` and ``run.log`` are always written."""
 
     console: Console = Console.auto
-    """``live``: a table that updates in place; ``plain``: one line a step; ``auto``: by terminal."""
+    """``live``: a table updated in place; ``plain``: one line a step; ``auto``: by terminal."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
     wandb: WandbMode = WandbMode.off

@@ -30,8 +30,8 @@ class ChatTokenizer:
             ) from error
         if self._tokenizer.chat_template is None:
             raise UserError(
-                f"The tokenizer of {model_path} has no chat template; add chat_template.jinja to the "
-                "folder, or use an instruct model."
+                f"The tokenizer of {model_path} has no chat template; add chat_template.jinja to "
+                "the folder, or use an instruct model."
             )
         self.eos_token_ids = _eos_token_ids(Path(model_path), self._tokenizer.eos_token_id)
         """Every id that ends a turn: the tokenizer's, and all of the generation config."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.schema import DEFAULT_TASKS, DataConfig, OverlongPrompts
+from nemo_like.config.choices import OverlongPrompts
+from nemo_like.config.schema import DEFAULT_TASKS, DataConfig
 from nemo_like.data.chat import ChatTokenizer, Message
 from nemo_like.errors import UserError
 
@@ -65,7 +66,7 @@ def check_lengths(
     overlong: OverlongPrompts,
     key: str,
 ) -> list[Row]:
-    """Render every prompt once; refuse, or drop and count, those of more than ``max_prompt_tokens``.
+    """Render every prompt once; refuse, or drop and count, those above ``max_prompt_tokens``.
 
     Raises UserError for a row whose template fails or that is too long, by its number.
     """
@@ -81,8 +82,8 @@ def check_lengths(
             kept.append(row)
         elif overlong is OverlongPrompts.refuse:
             raise UserError(
-                f"{key}: the prompt of row {row.index} has {length} tokens, and the model's context "
-                f"leaves {max_prompt_tokens} beside the completion; shorten it, lower "
+                f"{key}: the prompt of row {row.index} has {length} tokens, and the model's "
+                f"context leaves {max_prompt_tokens} beside the completion; shorten it, lower "
                 "generation.max_new_tokens, or set data.overlong_prompts=drop."
             )
     if len(kept) < len(rows):

@@ -48,7 +48,7 @@ class PromptLoader:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position; with other rows or another seed, start at their beginning."""
+        """Continue at a saved position; with other rows or another seed, at their beginning."""
         if (state["fingerprint"], state["seed"]) != (self._fingerprint, self._seed):
             logger.warning(
                 "The checkpoint's data position belongs to other rows or another seed; this data "

@@ -1,1 +1,1 @@
-"""The Ray plumbing: a virtual cluster, typed worker groups, named axes, and batches by reference."""
+"""The Ray plumbing: a virtual cluster, typed worker groups, named axes, batches by reference."""

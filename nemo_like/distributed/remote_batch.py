@@ -16,7 +16,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where the rows of some token columns lie: row i is row ``position[i]`` of ``refs[chunk[i]]``."""
+    """Where rows of some token columns lie: row i is row ``position[i]`` of ``refs[chunk[i]]``."""
 
     refs: tuple[ObjectRef, ...]
     chunk: Tensor
@@ -59,7 +59,7 @@ class RemoteBatch:
     def from_chunks(
         refs: Sequence[ObjectRef], lengths: Sequence[Tensor], rows: Sequence[dict[str, Tensor]]
     ) -> "RemoteBatch":
-        """Join chunks that workers have put into the store: row j of chunk i is row j of ``refs[i]``."""
+        """Join chunks that workers put into the store: row j of chunk i is row j of ``refs[i]``."""
         batch = RemoteBatch(
             lengths=torch.cat(list(lengths)),
             rows={name: torch.cat([chunk[name] for chunk in rows]) for name in rows[0]},
@@ -81,7 +81,7 @@ class RemoteBatch:
         )
 
     def add_columns(self, refs: Sequence[ObjectRef], rows_of: Sequence[Sequence[int]]) -> None:
-        """Add token columns: row j of ``refs[i]`` belongs to row ``rows_of[i][j]`` of this batch."""
+        """Add token columns: row j of ``refs[i]`` belongs to row ``rows_of[i][j]`` here."""
         chunk = torch.full((len(self),), -1)
         position = torch.zeros(len(self), dtype=torch.int64)
         for i, rows in enumerate(rows_of):

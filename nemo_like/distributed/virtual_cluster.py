@@ -19,6 +19,8 @@ from nemo_like.errors import UserError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
+# Workers write logs of their own; Ray's greetings say nothing that ours do not.
+_QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _CONNECT_TIMEOUT_S = 10.0
 _PROGRESS_EVERY_S = 10.0
 
@@ -58,7 +60,7 @@ def connect() -> Callable[[], None]:
 
 def _join_or_start(address: str) -> None:
     if not address:
-        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        ray.init(address="local", include_dashboard=False, **_QUIET)
         return
     if address.startswith("ray://"):
         raise UserError(
@@ -67,7 +69,7 @@ def _join_or_start(address: str) -> None:
         )
     _check_reachable(address)
     try:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, **_QUIET)
     except (ConnectionError, RuntimeError) as error:
         raise UserError(
             f"RAY_ADDRESS={address} could not be joined: {error}; start that cluster, or unset "

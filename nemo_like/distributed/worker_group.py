@@ -1,4 +1,4 @@
-"""N actors of one class, one a bundle, called by typed methods; every wait has a limit and an owner."""
+"""N actors of one class, one a bundle, called by typed methods; waits have a limit and an owner."""
 
 import copy
 import logging
@@ -42,7 +42,6 @@ class WorkerGroup(Generic[W]):
         layout: RankLayout | None = None,
         timeout_s: float,
         log_dir: str,
-        env_vars: dict[str, str] | None = None,
         meter: PayloadMeter | None = None,
     ) -> None:
         self.role = role
@@ -70,7 +69,6 @@ class WorkerGroup(Generic[W]):
                 num_gpus=0,
                 max_restarts=0,
                 scheduling_strategy=bundles[context.rank][0].scheduling_strategy(),
-                runtime_env={"env_vars": env_vars or {}},
             ).remote(context)
             for context in self.contexts
         ]
@@ -88,7 +86,7 @@ class WorkerGroup(Generic[W]):
         **kwargs: P.kwargs,
     ) -> list[R]:
         """The same arguments to every rank; results in rank order."""
-        return self._send({rank: (args, kwargs) for rank in range(self.world_size)}, method)
+        return self._send(dict.fromkeys(range(self.world_size), (args, kwargs)), method)
 
     def scatter(
         self,
@@ -97,7 +95,7 @@ class WorkerGroup(Generic[W]):
         *,
         axis: str = "dp",
     ) -> list[R]:
-        """Shard i to all ranks at position i of ``axis``; results of that axis' leaders, in order."""
+        """Shard i to all ranks at position i of ``axis``; results of its leaders, in order."""
         assert len(shards) == self.layout.sizes[axis], (len(shards), self.layout)
         work = {
             rank: ((shards[self.layout.coordinate(rank, axis)],), {})
@@ -171,8 +169,8 @@ class WorkerGroup(Generic[W]):
         late = [self.contexts[refs[ref]] for ref in pending]
         who = ", ".join(f"{context.name} on {context.address}" for context in late[:8])
         return (
-            f"The driver waited {self._timeout_s:g} s for {len(late)} of {self.world_size} {self.role} "
-            f"workers in {phase}: {who}; their logs are in {late[0].log_dir}. Raise "
+            f"The driver waited {self._timeout_s:g} s for {len(late)} of {self.world_size} "
+            f"{self.role} workers in {phase}: {who}; their logs are in {late[0].log_dir}. Raise "
             "cluster.call_timeout_s (or start_timeout_s) if the work is only slow."
         )
 
@@ -197,7 +195,7 @@ def _log_tail(context: WorkerContext) -> str:
 
 
 def _memory_note(address: str) -> str:
-    """Memory of the driver's node, if the worker was on it: the kernel's OOM killer leaves no word."""
+    """Memory of the driver's node, if the worker was on it: the OOM killer leaves no word."""
     if address != ray.util.get_node_ip_address():
         return ""
     import psutil

@@ -77,7 +77,7 @@ class Engine(Protocol):
     """
 
     async def start(self) -> None:
-        """Bring the engine up; raises UserError for what the engine refuses in its configuration."""
+        """Bring the engine up; raises UserError for what it refuses in its configuration."""
         ...
 
     async def generate(self, request: GenerationRequest) -> Completion:

@@ -256,15 +256,15 @@ def _completion(output: CompletionOutput, request_id: str, version: int) -> Comp
             f"({output.stop_reason!r})."
         )
     token_ids = list(output.token_ids)
-    logprobs = output.logprobs
-    assert logprobs is not None
+    assert output.logprobs is not None
+    logprobs = []
+    for token_id, entry in zip(token_ids, output.logprobs, strict=True):
+        assert entry is not None
+        # An entry may hold more probable tokens first, so look the sampled one up by its id.
+        logprobs.append(entry[token_id].logprob)
     return Completion(
         token_ids=token_ids,
-        # An entry may hold more probable tokens first, so look the sampled one up by its id.
-        logprobs=[
-            entry[token_id].logprob
-            for token_id, entry in zip(token_ids, logprobs, strict=True)
-        ],
+        logprobs=logprobs,
         finish_reason=FinishReason(output.finish_reason),
         weight_version=version,
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from nemo_like.config.schema import Backend
+from nemo_like.config.choices import Backend
 from nemo_like.distributed.worker import Worker
 from nemo_like.generation.protocol import Engine, EngineConfig
 

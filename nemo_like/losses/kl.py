@@ -6,7 +6,7 @@ k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
 
 from torch import Tensor
 
-from nemo_like.config.schema import KLEstimator
+from nemo_like.config.choices import KLEstimator
 
 # exp(20) = 4.9e8 is finite in float32 and bfloat16, and so is its gradient; 0 * inf never appears.
 _MAX_EXPONENT = 20.0
@@ -34,8 +34,8 @@ def kl_loss(log_ratio: Tensor, importance: Tensor, kind: KLEstimator) -> Tensor:
     A plain ``kl_estimate`` under a loss misses the gradient of the sampling distribution: k1 then
     has no effect on average (its reference drops out), k3 gives that of the reverse KL. Weighting
     by the ratio with gradient, E_old[ratio * k] = E_policy[k], restores it for k1 and k3. k2 is not
-    an unbiased value, but its plain gradient, -d * grad log policy, already is the right one, so its
-    ratio is detached.
+    an unbiased value, but its plain gradient, -d * grad log policy, already is the right one, so
+    its ratio is detached.
 
     ``importance`` = current policy / sampling policy, with gradient, same shape as ``log_ratio``.
     """

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.schema import LossConfig, Normalization
+from nemo_like.config.choices import Normalization
+from nemo_like.config.schema import LossConfig
 from nemo_like.losses.kl import kl_estimate, kl_loss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
@@ -24,10 +25,10 @@ class ClippedPGLoss:
     """-mean of w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * KL.
 
     r = exp(current - policy logprobs) (PPO, Eq. 7 of arXiv:1707.06347; clip bounds of DAPO, Eq. 10
-    of arXiv:2503.14476). w = min(exp(policy - generation logprobs), importance_cap) without gradient
-    corrects for sampling with another engine (truncated importance sampling, arXiv:1708.01867 and
-    https://fengyao.notion.site/off-policy-rl). The mean is over tokens or sequences of the *global*
-    batch, and the KL term uses the same mean.
+    of arXiv:2503.14476). w = min(exp(policy - generation logprobs), importance_cap), without
+    gradient, corrects for sampling with another engine (truncated importance sampling,
+    arXiv:1708.01867 and https://fengyao.notion.site/off-policy-rl). The mean is over tokens or
+    sequences of the *global* batch, and the KL term uses the same mean.
     """
 
     config: LossConfig

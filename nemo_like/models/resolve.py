@@ -26,8 +26,8 @@ def resolve_model(name: str) -> Path:
     if _HUB_NAME.fullmatch(name) and not name.startswith("."):
         return _from_hub(name)
     raise UserError(
-        f"policy.model={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging Face "
-        "format, or a hub name (organisation/model)."
+        f"policy.model={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging "
+        "Face format, or a hub name (organisation/model)."
     )
 
 

@@ -48,10 +48,13 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Write aside, then rename: a folder that exists is complete."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     # transformers reads a GGUF file's hyperparameters from the file itself.
     loaded = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     settings = loaded.config.to_dict()

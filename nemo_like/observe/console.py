@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nemo_like.config.schema import Console
+from nemo_like.config.choices import Console
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.schema import WandbMode
+from nemo_like.config.choices import WandbMode
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)

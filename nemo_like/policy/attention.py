@@ -51,7 +51,8 @@ def packed_attention(
     ``query`` [1, H, N, D], ``key`` and ``value`` [1, H_kv, N, D] -> [1, N, H, D]. Raises
     AssertionError for a window shorter than a row: set ``policy.batching=padded`` for such models.
     """
-    assert attention_mask is None and dropout == 0.0
+    assert attention_mask is None
+    assert dropout == 0.0
     assert sliding_window is None or sliding_window >= max_length_q, (
         "sliding windows shorter than a sequence need policy.batching=padded"
     )

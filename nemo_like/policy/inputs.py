@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.schema import Batching
+from nemo_like.config.choices import Batching
 from nemo_like.policy.attention import row_index
 
 
@@ -31,7 +31,7 @@ class ModelInputs:
 
 
 def model_inputs(batch: TensorBatch, batching: Batching) -> ModelInputs:
-    """Lay the rows of one micro-batch out for the model; logprobs are wanted where the mask is True."""
+    """Lay one micro-batch's rows out for the model; logprobs are wanted where the mask is True."""
     ids = batch.tokens[keys.INPUT_IDS]
     within = torch.arange(len(ids), device=ids.device) - batch.starts[batch.row_of_token]
     targets = batch.tokens[keys.LOSS_MASK].nonzero(as_tuple=True)[0]

@@ -24,8 +24,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """log p(token | hidden) at ``temperature``, and optionally the entropy of each distribution.
 
-    ``hidden`` [M, H], ``token_ids`` int64 [M] -> float32 [M] each. Logits exist for ``chunk_tokens``
-    tokens at a time; the backward pass computes them again instead of keeping them.
+    ``hidden`` [M, H], ``token_ids`` int64 [M] -> float32 [M] each. Logits exist for
+    ``chunk_tokens`` tokens at a time; the backward pass computes them again, it does not keep them.
     """
     if len(token_ids) == 0:
         empty = hidden.sum(-1).float() * 0  # keeps the graph, so that every rank has a backward

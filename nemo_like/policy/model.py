@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_like.config.schema import Batching, PolicyConfig
+from nemo_like.config.choices import Batching
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.inputs import ModelInputs
@@ -102,6 +103,6 @@ def _check_head(model: LogprobModel, config: PolicyConfig) -> None:
     gap = (model.logits(hidden) - expected).abs().max().item()
     if not gap <= _HEAD_TOLERANCE * max(1.0, expected.abs().max().item()):
         raise UserError(
-            f"policy.model={config.model}: {type(model.causal_lm).__name__} changes its logits in a "
-            f"way that is not supported (they differ by {gap:.3g}); use another architecture."
+            f"policy.model={config.model}: {type(model.causal_lm).__name__} changes its logits in "
+            f"a way that is not supported (they differ by {gap:.3g}); use another architecture."
         )

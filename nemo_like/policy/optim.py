@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from nemo_like.config.schema import OptimizerConfig, Schedule, SchedulerConfig
+from nemo_like.config.choices import Schedule
+from nemo_like.config.schema import OptimizerConfig, SchedulerConfig
 from nemo_like.errors import RunError
 
 

@@ -31,7 +31,7 @@ def shard_model(
 
 
 def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """The outermost lists of repeated blocks: ``layers``, ``h`` or whatever the model calls them."""
+    """The outermost lists of repeated blocks: ``layers``, ``h`` or whatever a model calls them."""
     found: list[nn.ModuleList] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in _names(model, found))

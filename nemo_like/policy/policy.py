@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
-from nemo_like.config.schema import Batching, ClusterConfig, PolicyConfig
+from nemo_like.config.choices import Batching
+from nemo_like.config.schema import ClusterConfig, PolicyConfig
 from nemo_like.distributed.payload import PayloadMeter
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
@@ -76,7 +77,7 @@ class Policy:
         group.call(PolicyWorker.start, self._setup, address, port)
 
     def logprobs(self, batch: RemoteBatch) -> Metrics:
-        """Add the column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference."""
+        """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference."""
         plan = self._plan(batch)
         results = self.group.scatter(PolicyWorker.logprobs, self._shards(batch, plan))
         rows_of = [plan.rows(rank) for rank in range(len(results))]

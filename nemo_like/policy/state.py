@@ -1,4 +1,4 @@
-"""The policy's state in other forms: tensors for a refit, checkpoint files, a Hugging Face folder."""
+"""The policy's state in other forms: tensors for a refit, checkpoints, a Hugging Face folder."""
 
 import json
 import shutil
@@ -76,7 +76,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path, model: LogprobModel, optimizer: AdamW, scheduler: LambdaLR
 ) -> None:
-    """Restore in place, from any number of ranks; optimizer hyperparameters are the checkpoint's."""
+    """Restore in place, from any number of ranks, the optimizer's hyperparameters included."""
     state = _checkpoint_state(model, optimizer, scheduler)
     dcp_load.load(state, checkpoint_id=str(folder))
     set_state_dict(

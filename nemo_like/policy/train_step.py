@@ -7,7 +7,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.schema import Batching
+from nemo_like.config.choices import Batching
 from nemo_like.errors import RunError
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge

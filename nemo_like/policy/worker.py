@@ -10,8 +10,8 @@ import ray
 import torch
 import torch.distributed as dist
 from ray import ObjectRef
-from torch.distributed.device_mesh import init_device_mesh
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.batch import keys

@@ -12,7 +12,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.schema import RefitConfig, Transport
+from nemo_like.config.choices import Transport
+from nemo_like.config.schema import RefitConfig
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.policy.policy import Policy
@@ -44,7 +45,7 @@ class FileTransport:
         missing = sorted(set(generation.nodes) - set(policy.nodes))
         if missing:
             raise UserError(
-                f"refit.transport=shared_memory needs a policy worker on every node that generates, "
+                "refit.transport=shared_memory needs a policy worker on every node that generates, "
                 f"and {len(missing)} node(s) have none; use refit.transport=disk."
             )
 

@@ -1,4 +1,4 @@
-"""Trajectories as columns. The sampled ids are kept as they are, never decoded and encoded again."""
+"""Trajectories as columns. Sampled ids are kept as they are, never decoded and encoded again."""
 
 from collections.abc import Sequence
 

@@ -10,7 +10,7 @@ from nemo_like.generation.protocol import Completion, Engine, GenerationRequest,
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTask:
-    """One completion to make. It carries its identity, so results are joined by id, not by order."""
+    """One completion to make. It carries its identity: results are joined by id, not by order."""
 
     row: Row
     prompt: int

@@ -1,1 +1,1 @@
-"""What a model's weights are called, and how they are bundled: shared by policy, engines and refit."""
+"""What a model's weights are called and how they are bundled, for policy, engines and refit."""
