@@ -179,7 +179,8 @@ def test_shipped_yaml_states_differences_only():
         for key, given in flatten(yaml.safe_load(path.read_text())):
             current = default
             for part in key.split("."):
-                current = current.get(part) if isinstance(current, dict) else getattr(current, part)
+                is_dict = current is None or isinstance(current, dict)
+                current = (current or {}).get(part) if is_dict else getattr(current, part)
             assert str(given) != str(current), f"{path.name}: {key} repeats the default"
 
 
