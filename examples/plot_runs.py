@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     figure.savefig(arguments.out)
 
 
-def plot_run(axes: plt.Axes, run_dir: Path, color: str) -> None:
+def plot_run(axes: Axes, run_dir: Path, color: str) -> None:
     """Training reward and validation of one run."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     trained = [(r["step"], r["rollout/reward"]) for r in records if "rollout/reward" in r]

@@ -33,20 +33,24 @@ def group_advantages(
     >>> group_advantages(r, torch.zeros(4), torch.ones(4, dtype=torch.bool), config).tolist()
     [1.5, -0.5, -0.5, -0.5]
     """
-    same = (groups[:, None] == groups[None, :]) & valid[None, :] & valid[:, None]
+    # One line a group, [P, G]; then each row against its siblings, [P, G, G].
+    line, slot, shape = _grid(groups)
+    x, ok = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+    x[line, slot] = torch.where(valid, rewards.double(), 0.0)
+    ok[line, slot] = valid
+    weight = (ok[:, None, :] & ok[:, :, None]).double()
     if config.baseline is Baseline.leave_one_out:
-        same = same & ~torch.eye(len(rewards), dtype=torch.bool)
-    x = torch.where(valid, rewards.double(), 0.0)
-    weight = same.double()
-    count = weight.sum(1)
-    mean = (weight @ x) / count.clamp(min=1)
-    centred = torch.where((count > 0) & valid, x - mean, 0.0)
+        weight = weight * (1 - torch.eye(shape[1], dtype=torch.float64))
+    count = weight.sum(-1)
+    mean = (weight * x[:, None, :]).sum(-1) / count.clamp(min=1)
+    centred = torch.where(count > 0, x - mean, 0.0)
     if config.scale is AdvantageScale.std:
-        deviation = _deviation(x, mean, weight, count)
-        size = (weight * x.abs()[None, :]).amax(1)
-        spread = deviation > _RELATIVE_SPREAD * size
+        squares = (weight * (x[:, None, :] - mean[:, :, None]).square()).sum(-1)
+        deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+        size = (weight * x.abs()[:, None, :]).amax(-1)
+        spread = (count > 1) & (deviation > _RELATIVE_SPREAD * size)
         centred = torch.where(spread, centred / deviation.clamp(min=1e-300), centred)
-    return centred.float()
+    return centred[line, slot].float()
 
 
 def zero_variance_share(rewards: Tensor, groups: Tensor, valid: Tensor) -> float:
@@ -59,7 +63,10 @@ def zero_variance_share(rewards: Tensor, groups: Tensor, valid: Tensor) -> float
     return sum(flat) / len(flat) if flat else float("nan")
 
 
-def _deviation(x: Tensor, mean: Tensor, weight: Tensor, count: Tensor) -> Tensor:
-    """Unbiased standard deviation [B] of the rows that ``weight`` [B, B] selects; 0 below two."""
-    squares = (weight * (x[None, :] - mean[:, None]).square()).sum(1)
-    return torch.where(count > 1, (squares / (count - 1).clamp(min=1)).sqrt(), 0.0)
+def _grid(groups: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """For each row the line of its group and its place in it, [B] each; and the grid's shape."""
+    _, line, sizes = groups.unique(return_inverse=True, return_counts=True)
+    order = line.argsort(stable=True)
+    slot = torch.empty_like(line)
+    slot[order] = torch.arange(len(line)) - (sizes.cumsum(0) - sizes)[line[order]]
+    return line, slot, (len(sizes), int(sizes.max()))

@@ -2,8 +2,8 @@
 
 ``<run.dir>/checkpoints/step_<n>`` holds ``policy/`` (sharded model, optimizer and schedule),
 ``driver.json`` (step, data position, metric) and ``files.json`` (size and checksum of every file).
-All is written into ``writing_step_<n>`` and renamed at the end, so a name without ``writing_`` is a
-promise; ``files.json`` tells a file that was damaged later.
+All is written into ``writing_step_<n>`` and renamed at the end (and away before it is deleted), so
+the name ``step_<n>`` is a promise; ``files.json`` tells a file that was damaged later.
 """
 
 import json
@@ -36,7 +36,7 @@ class DriverState:
     metric: float | None
     """Value that decides which checkpoint is best; None if it was not measured by then."""
     totals: dict[str, float]
-    """Sums over the whole run so far: wall seconds, trained tokens, first validation."""
+    """Of the whole run so far: wall seconds, first and latest validation."""
 
 
 class Checkpoints:
@@ -68,7 +68,7 @@ class Checkpoints:
             (aside / "driver.json").write_text(json.dumps(asdict(state), indent=1))
             (aside / "files.json").write_text(json.dumps(_checksums(aside), indent=1))
             _sync(aside)
-            shutil.rmtree(final, ignore_errors=True)
+            _remove(final)
             aside.rename(final)
             _sync(self.folder)
         except OSError as error:
@@ -81,7 +81,7 @@ class Checkpoints:
 
         Raises UserError naming the damaged file if it is not what was saved.
         """
-        for leftover in sorted(self.folder.glob("writing_*")):
+        for leftover in sorted(self.folder.glob("*ing_step_*")):
             logger.warning("%s was not finished and is ignored", leftover)
         steps = self.steps()
         if not steps:
@@ -98,11 +98,20 @@ class Checkpoints:
             # Of equal ones the latest is best.
             keep.add(max(steps, key=lambda step: (self._metric(step), step)))
         for step in set(steps) - keep:
-            shutil.rmtree(self.folder / f"step_{step}")
+            _remove(self.folder / f"step_{step}")
 
     def _metric(self, step: int) -> float:
         metric = _read_state(self.folder / f"step_{step}").metric
         return -math.inf if metric is None or math.isnan(metric) else metric
+
+
+def _remove(path: Path) -> None:
+    """Rename first: a name ``step_<n>`` is complete even if the removal is cut short."""
+    if path.exists():
+        doomed = path.with_name(f"deleting_{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _read_state(path: Path) -> DriverState:

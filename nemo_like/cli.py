@@ -37,7 +37,7 @@ def main(config_name: str, run: Callable[[GRPORunConfig], None], config_dir: Pat
     """
     register()
     sys.argv[1:] = arguments = accept_free_keys(sys.argv[1:])
-    if not any(flag in argument for argument in arguments for flag in _HYDRA_FLAGS):
+    if not any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
         end_on_error(lambda: _preflight(config_name, config_dir, arguments))
 
     @functools.wraps(run)

@@ -96,3 +96,15 @@ def test_state_survives_json_exactly(tmp_path):
     checkpoints = make(tmp_path)
     path = save(checkpoints, 1, metric=0.1 + 0.2)
     assert json.loads((path / "driver.json").read_text())["metric"] == 0.1 + 0.2
+
+
+def test_a_removal_that_was_cut_short_does_not_stop_later_saves(tmp_path, caplog):
+    checkpoints = make(tmp_path, keep_last=1, keep_best=False)
+    save(checkpoints, 1)
+    half_deleted = checkpoints.folder / "deleting_step_1"
+    (checkpoints.folder / "step_1").rename(half_deleted)
+    (half_deleted / "driver.json").unlink()
+    save(checkpoints, 2)
+    save(checkpoints, 3)
+    assert checkpoints.latest()[1].step == 3
+    assert "deleting_step_1 was not finished" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 from nemo_like.config.choices import OverlongPrompts
 from nemo_like.config.schema import DataConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
-from nemo_like.data.datasets import check_lengths, load_rows
+from nemo_like.data.datasets import check_lengths, load_rows, without_overlap
 from nemo_like.data.loader import PromptLoader
 from nemo_like.errors import UserError
 
@@ -75,11 +75,18 @@ def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(
     rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}, {"prompt": "b" * 50}))
     chat = ChatTokenizer(tiny_model())
     shortest = len(chat.render(rows[0].messages))
-    limit = {"max_prompt_tokens": shortest, "key": "data.train"}
-    with pytest.raises(UserError, match=f"prompt of row 1 has {shortest + 49} tokens"):
-        check_lengths(rows, chat, overlong=OverlongPrompts.refuse, **limit)
-    kept = check_lengths(rows, chat, overlong=OverlongPrompts.drop, **limit)
+    limits = {"micro_batch_tokens": 9999, "context": shortest + 8, "max_new_tokens": 8}
+    with pytest.raises(
+        UserError, match=f"row 1 has {shortest + 49} tokens, and the model's context"
+    ):
+        check_lengths(rows, chat, **limits, config=DataConfig(), key="data.train")
+    config = DataConfig(overlong_prompts=OverlongPrompts.drop)
+    kept, longest = check_lengths(rows, chat, **limits, config=config, key="data.train")
     assert [row.index for row in kept] == [0]
+    assert longest == shortest
+    limits |= {"micro_batch_tokens": shortest + 7}
+    with pytest.raises(UserError, match=r"row 0 has .* and policy\.micro_batch_tokens leaves"):
+        check_lengths(rows, chat, **limits, config=DataConfig(), key="data.train")
     assert "dropped 1 of 2" in caplog.text
 
 
@@ -91,13 +98,7 @@ def test_a_template_that_fails_names_the_row(tmp_path, tiny_model):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turn') }}")
     rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}))
     with pytest.raises(UserError, match="chat template fails on row 0: no system turn"):
-        check_lengths(
-            rows,
-            ChatTokenizer(str(folder)),
-            max_prompt_tokens=9,
-            overlong=OverlongPrompts.drop,
-            key="data.train",
-        )
+        check_lengths(rows, ChatTokenizer(str(folder)), 99, 99, 9, DataConfig(), "data.train")
 
 
 def test_special_tokens_come_from_the_template_alone(tmp_path, tiny_model):
@@ -177,6 +178,14 @@ def test_a_position_of_another_data_set_starts_it_at_its_beginning(tmp_path, row
     fresh.load_state(loader.state())
     assert indices(fresh, 2) == [[0, 1]]
     assert "starts at its beginning" in caplog.text
+
+
+def test_training_rows_whose_prompt_is_validated_are_left_out(tmp_path):
+    train = load(write_rows(tmp_path / "t.jsonl", *prompts(5)))
+    held_out = load(write_rows(tmp_path / "v.jsonl", *prompts(2)))
+    assert [row.index for row in without_overlap(train, held_out)] == [2, 3, 4]
+    with pytest.raises(UserError, match="Every training prompt is also among the 5 validation"):
+        without_overlap(train, train)
 
 
 def test_the_custom_reward_example_is_readable_data():

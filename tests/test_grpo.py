@@ -121,6 +121,35 @@ def test_resuming_a_finished_run_trains_nothing_more_and_says_so(tmp_path):
     assert list(longer) == [0, 1, 2, 3]
 
 
+def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_afresh(tmp_path):
+    class StopError(Exception):
+        pass
+
+    options = [*SMALL, f"run.dir={tmp_path}", "grpo.max_steps=2"]
+    with pytest.raises(StopError):
+        run_until(compose_config(ROOT / "configs", "grpo", options), 2, StopError)
+    with pytest.raises(UserError, match="already holds a run"):
+        run(tmp_path, "grpo.max_steps=2")
+    assert list(run(tmp_path, "grpo.max_steps=2", "run.resume=true")) == [0, 1, 2]
+
+
+def test_the_best_checkpoint_is_one_whose_metric_was_measured(tmp_path):
+    run(
+        tmp_path,
+        "grpo.max_steps=3",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=1",
+        "validation.every_steps=2",
+    )
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    metrics = [
+        json.loads((tmp_path / "checkpoints" / name / "driver.json").read_text())["metric"]
+        for name in kept
+    ]
+    assert "step_1" not in kept, "step 1 was not validated"
+    assert None not in metrics
+
+
 def test_another_model_is_no_continuation(tmp_path, tiny_model):
     run(tmp_path, "grpo.max_steps=1")
     with pytest.raises(UserError, match="is not the model of the run to continue, embedded"):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching, Dtype, Normalization
+from nemo_like.config.choices import Attention, Batching, Dtype, Normalization
 from nemo_like.config.plan import plan_resources
 from nemo_like.config.schema import ClusterConfig, LossConfig, OptimizerConfig, PolicyConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -183,16 +183,37 @@ def test_logprobs_are_those_of_the_plain_model_at_the_sampling_temperature(tiny_
         assert (actual[~mask] == 0).all()
 
 
-def test_logged_gradient_norm_is_the_global_one_and_clipping_uses_it(tiny_model, tmp_path):
-    """A clip limit far below the norm: the step direction is the same, and both ranks agree."""
-    loss = ClippedPGLoss(LossConfig())
-    norms = {}
-    for ranks in (1, 2):
-        with make_policy(tiny_model(), tmp_path, ranks=ranks) as policy:
-            _, batch = make_batch()
-            policy.logprobs(batch)
-            norms[ranks] = values(policy.train(batch, loss))["train/grad_norm"]
-    assert norms[1] == pytest.approx(norms[2], rel=1e-5)
+def test_logged_gradient_norm_and_clipping_are_those_of_a_single_process():
+    """Hand-set gradients of norm 5 on two FSDP shards: 5 is returned, and 1 is left after clipping."""
+    import torch.multiprocessing as mp
+
+    mp.spawn(check_clipping, args=(free_port(),), nprocs=2)
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def check_clipping(rank, port):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from nemo_like.policy.optim import clip_gradients
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = fully_shard(torch.nn.Linear(1, 2, bias=False))
+    for limit, left in ((None, 5.0), (1.0, 1.0), (10.0, 5.0)):
+        weight = model.weight
+        weight.grad = torch.distributed.tensor.distribute_tensor(
+            torch.tensor([[3.0], [4.0]]), weight.device_mesh, weight.placements
+        )
+        assert clip_gradients(model, limit) == pytest.approx(5.0)
+        assert weight.grad.full_tensor().norm().item() == pytest.approx(left, abs=1e-4)
+    dist.destroy_process_group()
 
 
 def test_checkpoint_continues_bit_for_bit_and_on_other_rank_counts(tiny_model, tmp_path):
@@ -247,3 +268,33 @@ def test_bfloat16_compute_stays_near_float32(tiny_model, tmp_path):
     exact, rounded = results[Dtype.float32], results[Dtype.bfloat16]
     assert rounded["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.05)
     assert math.isfinite(rounded["train/loss"])
+
+
+def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_exact(tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    from nemo_like.errors import UserError
+    from nemo_like.policy.model import load_model
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    gemma = Gemma2ForCausalLM(
+        Gemma2Config(
+            **sizes,
+            num_hidden_layers=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            attn_logit_softcapping=0.5,
+            sliding_window=4096,
+            max_position_embeddings=64,
+            initializer_range=0.5,
+            attn_implementation="eager",
+        )
+    )
+    gemma.save_pretrained(tmp_path / "gemma")
+    model = str(tmp_path / "gemma")
+    with pytest.raises(UserError, match=r"Gemma2ForCausalLM cannot be trained.*batching=padded"):
+        load_model(model, PolicyConfig(model=model))
+    load_model(
+        model, PolicyConfig(model=model, batching=Batching.padded, attention=Attention.eager)
+    )

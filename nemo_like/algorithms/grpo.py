@@ -10,7 +10,12 @@ from contextlib import ExitStack
 
 from nemo_like.advantages import group_advantages, zero_variance_share
 from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.self_check import check_ratios, check_rollout
+from nemo_like.algorithms.self_check import (
+    NUM_CHECKED_STEPS,
+    check_ratios,
+    check_rollout,
+    check_versions,
+)
 from nemo_like.algorithms.setup import Setup, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.schema import GRPORunConfig
@@ -49,12 +54,13 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
         )
         with run.span("logprobs"):
             metrics |= policy.logprobs(batch)
-        first = config.run.self_check and step == run.first_step + 1
-        if first:
+        check_versions(batch, policy.weight_version)
+        num_made = step - run.first_step
+        if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
             check_rollout(batch, metrics, config.policy.dtype)
         with run.span("train"):
             metrics |= policy.train(batch, loss)
-        if first:
+        if config.run.self_check and num_made == 1:
             check_ratios(metrics, config.policy.dtype)
         run.log(metrics | batch_metrics(batch) | setup.driver_metrics())
 

@@ -58,7 +58,7 @@ class Run:
         self.first_step = self._resumed.step if self._resumed else 0
         """Steps that an earlier execution of this run has finished."""
         self._totals = dict(self._resumed.totals) if self._resumed else {"wall_s": 0.0}
-        self._last_values: dict[str, float] = {}
+        self._step_values: dict[str, float] = {}
         self._step_metrics: Metrics = {}
         self._exit = ExitStack()
         self._progress = Progress(config.grpo.max_steps, terminal, first_step=self.first_step)
@@ -138,7 +138,7 @@ class Run:
                 short = name.removeprefix(_VALIDATION)
                 self._totals.setdefault(f"val_{short}_start", value)
                 self._totals[f"val_{short}_end"] = value
-        self._last_values |= numbers
+        self._step_values = numbers
         self._sinks.log(step, numbers)
 
     def _is_due(self, step: int, every: int) -> bool:
@@ -149,7 +149,7 @@ class Run:
         state = DriverState(
             step=step,
             loader=loader.state(),
-            metric=self._last_values.get(self.config.checkpoint.metric),
+            metric=self._step_values.get(self.config.checkpoint.metric),
             totals=self._totals | {"wall_s": wall_s},
         )
         with self.span("checkpoint"):
@@ -160,11 +160,12 @@ class Run:
         logging_config = self.config.logging
         resumed_step = self.first_step or None
         jsonl = JsonlSink(self.dir / "metrics.jsonl")
-        if self._resumed is not None:
-            jsonl.truncate_after(self.first_step)
+        # A run that was stopped before its first checkpoint starts afresh, validation included.
+        jsonl.truncate_after(self.first_step if self._resumed else -1)
         sinks: list[MetricSink] = [jsonl]
         if logging_config.tensorboard:
-            sinks.append(TensorBoardSink(self.dir / "tensorboard", resumed_step))
+            purged = self.first_step if self._resumed else -1
+            sinks.append(TensorBoardSink(self.dir / "tensorboard", purged))
         if logging_config.wandb is not WandbMode.off:
             from nemo_like.observe.wandb_sink import WandbSink
 

@@ -1,4 +1,4 @@
-"""Checks of the first step: the errors that would otherwise pass for slow learning.
+"""Checks of the first steps: the errors that would otherwise pass for slow learning.
 
 A run that fails one stops and says which; ``run.self_check=false`` turns them off.
 """
@@ -18,6 +18,20 @@ MAX_MEAN_GAP = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.1}
 MAX_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 2.0}
 # The trainer against itself, before and in the step: the same weights, perhaps other kernels.
 MAX_LOG_RATIO = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.5}
+
+
+# Weights that an engine failed to replace show from the second refit on.
+NUM_CHECKED_STEPS = 3
+
+
+def check_versions(batch: RemoteBatch, weight_version: int) -> None:
+    """Raise RunError if any completion was sampled with other weights than the policy's."""
+    versions = set(batch.rows[keys.WEIGHT_VERSIONS].tolist())
+    if versions != {weight_version}:
+        raise RunError(
+            f"Completions were sampled with weight versions {sorted(versions)}, and the policy is "
+            f"at {weight_version}: a refit was missed."
+        )
 
 
 def check_rollout(batch: RemoteBatch, metrics: Metrics, dtype: Dtype) -> None:

@@ -2,22 +2,24 @@
 
 import logging
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from nemo_like.algorithms.run import Run
 from nemo_like.config.checks import has_validation
-from nemo_like.config.plan import plan_resources
+from nemo_like.config.plan import ResourcePlan, plan_resources
 from nemo_like.config.schema import GRPORunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
-from nemo_like.data.datasets import Row, check_lengths, load_rows
+from nemo_like.data.datasets import Row, check_lengths, load_rows, without_overlap
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.payload import PayloadMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
+from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import WorkerGroup
-from nemo_like.environments.rewards import resolve_reward
+from nemo_like.environments.rewards import absolute_reward, resolve_reward
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
@@ -67,34 +69,35 @@ def prepare(config: GRPORunConfig) -> Prepared:
     model_path = str(resolve_model(config.policy.model))
     chat = ChatTokenizer(model_path)
     context = context_length(model_path)
-    most_new = config.generation.max_new_tokens
+    most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)
     if most_new >= context:
         raise UserError(
             f"generation.max_new_tokens={most_new} does not fit the model's context of {context} "
-            f"tokens with a prompt; use less."
+            "tokens with a prompt; use less."
         )
     reward = resolve_reward(config.environment.reward)  # its errors come now, not from a worker
-    data = config.data
-    train_rows = _rows(config, data.train, data.num_train_rows, 0, "data.train", chat, context)
+    data, seed = config.data, config.run.seed
+    train_rows = load_rows(data.train, data, data.num_train_rows, seed, "data.train")
     validation_rows: list[Row] = []
     if has_validation(config):
-        validation_rows = _rows(
-            config,
-            data.validation or data.train,
-            data.num_validation_rows,
-            _VALIDATION_SEED_OFFSET,
-            "data.validation",
-            chat,
-            context,
-        )
-    for rows, key in ((train_rows, "data.train"), (validation_rows, "data.validation")):
+        key, source = "data.validation", data.validation or data.train
+        held_out = seed + _VALIDATION_SEED_OFFSET
+        validation_rows = load_rows(source, data, data.num_validation_rows, held_out, key)
+        train_rows = without_overlap(train_rows, validation_rows)
+    longest = 0
+    checked: dict[str, list[Row]] = {}
+    for key, rows in (("data.train", train_rows), ("data.validation", validation_rows)):
         _check_fields(rows, reward.required_fields, config.environment.reward, key)
+        checked[key], most = check_lengths(
+            rows, chat, config.policy.micro_batch_tokens, context, most_new, data, key
+        )
+        longest = max(longest, most)
     return Prepared(
         model_path=model_path,
-        loader=PromptLoader(train_rows, seed=config.run.seed, shuffle=data.shuffle),
-        validation_rows=validation_rows,
+        loader=PromptLoader(checked["data.train"], seed=seed, shuffle=data.shuffle),
+        validation_rows=checked["data.validation"],
         eos_token_ids=chat.eos_token_ids,
-        max_model_len=context,
+        max_model_len=longest + most_new,
     )
 
 
@@ -130,14 +133,9 @@ def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack)
     generation = Generation(group)
     stack.callback(generation.shutdown)
     rollout_setup = _rollout_setup(config, run, prepared, plan.colocated)
-    starting = group.waiting(config.cluster.start_timeout_s)
-    with run.start_phase("workers"), ThreadPoolExecutor(2) as threads:
-        starts = [
-            threads.submit(policy.start),
-            threads.submit(starting.call, RolloutWorker.start, rollout_setup),
-        ]
-        for one in starts:
-            one.result()
+    with run.start_phase("workers"):
+        _check_folders(policy, generation, [str(run.dir / "config.yaml"), prepared.model_path])
+        _start_workers(config, policy, generation, rollout_setup, plan)
     run.restore(policy, prepared.loader)
     transport = FileTransport(config.refit, run.dir, policy, generation)
     stack.callback(transport.close)
@@ -149,29 +147,47 @@ def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack)
         loader=prepared.loader,
         validation_rows=prepared.validation_rows,
         stop_token_ids=prepared.eos_token_ids,
-        spans=run.spans,
+        span=run.span,
     )
     return Setup(policy=policy, rollouts=rollouts, loader=prepared.loader, meter=meter)
 
 
-def _rows(
+def _check_folders(policy: Policy, generation: Generation[Any], paths: list[str]) -> None:
+    """Refuse a run folder or a model that some worker's node does not see."""
+    for group in (policy.group, generation.group):
+        for context, missing in zip(group.contexts, group.call(Worker.missing, paths), strict=True):
+            if missing:
+                raise UserError(
+                    f"{context.name} on {context.address} does not see {missing[0]}; run.dir and "
+                    "the model must be in folders that every node of the run shares."
+                )
+
+
+def _start_workers(
     config: GRPORunConfig,
-    source: str,
-    num_rows: int,
-    seed_offset: int,
-    key: str,
-    chat: ChatTokenizer,
-    context: int,
-) -> list[Row]:
-    rows = load_rows(source, config.data, num_rows, config.run.seed + seed_offset, key)
-    return check_lengths(
-        rows,
-        chat,
-        max_prompt_tokens=min(context, config.policy.micro_batch_tokens)
-        - config.generation.max_new_tokens,
-        overlong=config.data.overlong_prompts,
-        key=key,
-    )
+    policy: Policy,
+    generation: Generation[RolloutWorker],
+    setup: RolloutSetup,
+    plan: ResourcePlan,
+) -> None:
+    """Bring both sides up at once; one after the other where they share GPUs.
+
+    (vLLM takes what becomes used on its GPU while it measures for its own.) The first failure, or
+    an interrupt, ends both sides at once.
+    """
+    engines = generation.group.waiting(config.cluster.start_timeout_s)
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            starts: list[Future[Any]] = [threads.submit(policy.start)]
+            if plan.uses_gpus and plan.colocated:
+                wait(starts)
+            starts.append(threads.submit(engines.call, RolloutWorker.start, setup))
+            for one in as_completed(starts):
+                one.result()
+        except BaseException:
+            policy.shutdown()
+            generation.group.shutdown()
+            raise
 
 
 def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
@@ -202,7 +218,7 @@ def _rollout_setup(
             gpu_memory_utilization=_GPU_SHARE_COLOCATED if colocated else _GPU_SHARE_SEPARATE,
             engine_kwargs=dict(config.generation.engine_kwargs),
         ),
-        environment=config.environment,
+        environment=replace(config.environment, reward=absolute_reward(config.environment.reward)),
         model_path=prepared.model_path,
         trajectories_path=str(Path(run.dir) / "trajectories.jsonl"),
         resumed_step=run.first_step,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from nemo_like.config.choices import Backend, Batching, Schedule, WandbMode
+from nemo_like.config.choices import Attention, Backend, Batching, Dtype, Schedule, WandbMode
 from nemo_like.config.file_checks import REASONING_GYM, check_files
 from nemo_like.config.plan import plan_resources
 from nemo_like.config.schema import GRPORunConfig
@@ -217,6 +217,11 @@ def _check_sizes(config: GRPORunConfig) -> None:
             f"grpo.num_prompts_per_step={config.grpo.num_prompts_per_step} leaves some of the "
             f"{len(plan.generation)} generation replicas without work; use at least "
             f"{len(plan.generation)}."
+        )
+    if policy.attention is Attention.flash_attention_2 and policy.dtype is Dtype.float32:
+        raise UserError(
+            "policy.attention=flash_attention_2 does not compute in float32; set "
+            "policy.dtype=bfloat16."
         )
     if not config.checkpoint.metric.startswith(_METRIC_AREAS):
         raise UserError(

@@ -24,6 +24,14 @@ class Batching(StrEnum):
     padded = "padded"
 
 
+class Attention(StrEnum):
+    """Attention implementation of transformers, for padded rows."""
+
+    sdpa = "sdpa"
+    eager = "eager"
+    flash_attention_2 = "flash_attention_2"
+
+
 class Schedule(StrEnum):
     """Shape of the learning rate after warm-up."""
 

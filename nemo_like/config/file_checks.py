@@ -103,7 +103,7 @@ def _check_run_dir(config: GRPORunConfig) -> None:
             raise UserError("run.resume=true needs run.dir, the folder of the run to continue.")
         return
     path = Path(run.dir).expanduser()
-    if (path / "checkpoints").exists() and not run.resume:
+    if any((path / one).exists() for one in ("metrics.jsonl", "checkpoints")) and not run.resume:
         raise UserError(
             f"run.dir={run.dir} already holds a run; continue it with run.resume=true, or choose "
             "another folder."

@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_like.config.choices import (
     AdvantageScale,
+    Attention,
     Backend,
     Baseline,
     Batching,
@@ -34,7 +35,7 @@ class RunConfig:
     resume: bool = False
     """Continue from the latest complete checkpoint in ``run.dir``; without one, start afresh."""
     self_check: bool = True
-    """On the first step, stop unless engine and policy agree, ratios are 1 and seeds differ."""
+    """On the first steps, stop unless engine and policy agree, ratios are 1 and seeds differ."""
 
 
 @dataclass(kw_only=True)
@@ -118,8 +119,9 @@ class PolicyConfig:
     Face format, or a hub name that is already cached or can be fetched."""
     dtype: Dtype = Dtype.float32
     """Parameters in compute; master weights, reductions and logprobs are float32 always."""
-    attention: str = "sdpa"
-    """Attention implementation of transformers: ``sdpa``, ``eager`` or ``flash_attention_2``."""
+    attention: Attention = Attention.sdpa
+    """Implementation for padded rows; packed rows have their own. ``flash_attention_2`` needs its
+    package, a GPU and bfloat16."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     max_grad_norm: float | None = 1.0
@@ -214,7 +216,7 @@ class EnvironmentConfig:
 
 @dataclass(kw_only=True)
 class ValidationConfig:
-    """Measuring on prompts that are never trained."""
+    """Measuring on held-out prompts: training rows with the same prompt are left out."""
 
     every_steps: int = 5
     """Steps between validations; one is made before the first and after the last step. 0: never."""
@@ -279,7 +281,7 @@ class LoggingConfig:
     wandb_project: str = "nemo-like"
     """Project name in Weights & Biases."""
     trajectories_per_step: int = 4
-    """Trajectories written to ``trajectories.jsonl`` each step."""
+    """Trajectories of the first generation replica written to ``trajectories.jsonl`` each step."""
 
 
 @dataclass(kw_only=True)

@@ -58,19 +58,44 @@ def load_rows(source: str, config: DataConfig, num_rows: int, seed: int, key: st
     return rows
 
 
+def without_overlap(train_rows: list[Row], validation_rows: Sequence[Row]) -> list[Row]:
+    """Training rows whose prompt is in no validation row.
+
+    Raises UserError if none is left, which happens to tasks with few distinct prompts.
+    """
+    held_out = {json.dumps(row.messages) for row in validation_rows}
+    kept = [row for row in train_rows if json.dumps(row.messages) not in held_out]
+    if not kept:
+        raise UserError(
+            f"Every training prompt is also among the {len(validation_rows)} validation prompts; "
+            "use fewer validation rows, or a task with more distinct prompts."
+        )
+    if len(kept) < len(train_rows):
+        logger.info(
+            "Left out %d of %d training rows whose prompt is used for validation",
+            len(train_rows) - len(kept),
+            len(train_rows),
+        )
+    return kept
+
+
 def check_lengths(
     rows: Sequence[Row],
     chat: ChatTokenizer,
-    *,
-    max_prompt_tokens: int,
-    overlong: OverlongPrompts,
+    micro_batch_tokens: int,
+    context: int,
+    max_new_tokens: int,
+    config: DataConfig,
     key: str,
-) -> list[Row]:
-    """Render every prompt once; refuse, or drop and count, those above ``max_prompt_tokens``.
+) -> tuple[list[Row], int]:
+    """Render every prompt once; the rows that fit with a completion, and the longest one's tokens.
 
-    Raises UserError for a row whose template fails or that is too long, by its number.
+    Raises UserError for a row whose template fails, and for one that is too long unless
+    ``data.overlong_prompts=drop``, by its number.
     """
-    kept = []
+    most = min(context, micro_batch_tokens) - max_new_tokens
+    limit = "policy.micro_batch_tokens" if micro_batch_tokens < context else "the model's context"
+    kept, longest = [], 0
     for row in rows:
         try:
             length = len(chat.render(row.messages))
@@ -78,21 +103,21 @@ def check_lengths(
             raise UserError(
                 f"{key}: the chat template fails on row {row.index}: {error}"
             ) from error
-        if length <= max_prompt_tokens:
+        if length <= most:
             kept.append(row)
-        elif overlong is OverlongPrompts.refuse:
+            longest = max(longest, length)
+        elif config.overlong_prompts is OverlongPrompts.refuse:
             raise UserError(
-                f"{key}: the prompt of row {row.index} has {length} tokens, and the model's "
-                f"context leaves {max_prompt_tokens} beside the completion; shorten it, lower "
-                "generation.max_new_tokens, or set data.overlong_prompts=drop."
+                f"{key}: the prompt of row {row.index} has {length} tokens, and {limit} leaves "
+                f"{most} beside the completion; shorten it, lower generation.max_new_tokens, or "
+                "set data.overlong_prompts=drop."
             )
     if len(kept) < len(rows):
-        logger.warning(
-            "%s: dropped %d of %d prompts as too long", key, len(rows) - len(kept), len(rows)
-        )
-    if not kept:
-        raise UserError(f"{key}: every prompt is longer than {max_prompt_tokens} tokens.")
-    return kept
+        dropped = len(rows) - len(kept)
+        logger.warning("%s: dropped %d of %d prompts as too long", key, dropped, len(rows))
+    if rows and not kept:
+        raise UserError(f"{key}: every prompt is longer than {most} tokens.")
+    return kept, longest
 
 
 def fingerprint(rows: Sequence[Row]) -> str:

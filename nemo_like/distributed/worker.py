@@ -41,7 +41,7 @@ class Worker:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
-        # Set here, before anything imports torch, rather than by Ray's num_gpus: a vLLM engine
+        # Set here, before CUDA is initialised, rather than by Ray's num_gpus: a vLLM engine
         # needs the GPUs of all its bundles in one process, and policy and engine share a GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.gpu_ids)
         self._redirect_stderr()
@@ -49,6 +49,10 @@ class Worker:
     def ready(self) -> int:
         """The process id, once the process is up."""
         return os.getpid()
+
+    def missing(self, paths: list[str]) -> list[str]:
+        """Those of ``paths`` that this node does not see."""
+        return [path for path in paths if not Path(path).exists()]
 
     def _redirect_stderr(self) -> None:
         """Send file descriptor 2 to the log: C++ aborts and child processes end up there too."""

@@ -79,6 +79,12 @@ def error_text(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:300] + "…"
 
 
+def absolute_reward(spec: str) -> str:
+    """The same function for a process that works in another folder."""
+    path, colon, function = spec.rpartition(":")
+    return f"{Path(path).expanduser().absolute()}:{function}" if colon else spec
+
+
 def _unknown_spec(spec: str) -> str:
     near = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""

@@ -35,6 +35,6 @@ class Generation(Generic[W]):
         """End engines, then workers; a replica that does not answer is killed."""
         try:
             self.group.waiting(_SHUTDOWN_TIMEOUT_S).call(GenerationWorker.shutdown_engine)
-        except (RunError, WaitTimeoutError, AttributeError) as error:
+        except (RunError, WaitTimeoutError) as error:
             logger.debug("Engine shutdown: %s", error)
         self.group.shutdown()

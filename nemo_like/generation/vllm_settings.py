@@ -25,6 +25,7 @@ OWNED_KEYS = (
     "load_format",
     "generation_config",
     "worker_extension_cls",
+    "distributed_executor_backend",
 )
 """Engine arguments that follow from the rest of the configuration or that exactness needs."""
 
@@ -66,6 +67,8 @@ def engine_args(config: EngineConfig, known: Collection[str], extension: str) ->
         "load_format": "dummy",  # The first refit brings the weights.
         "generation_config": "vllm",  # Not the model folder's own sampling defaults.
         "worker_extension_cls": extension,
+        # Inside a Ray actor vLLM would choose Ray, and look for bundles of its own in our group.
+        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
         "disable_log_stats": True,
     }
     return args | _device_args(config) | config.engine_kwargs

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_like.config.choices import Batching
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.choices import Attention, Batching
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
-from nemo_like.policy.inputs import ModelInputs
+from nemo_like.policy.inputs import ModelInputs, model_inputs
 from nemo_like.policy.logprobs import token_logprobs
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,8 @@ logger = logging.getLogger(__name__)
 _DIVIDES_LOGITS = "logits_scaling"  # Granite
 _MULTIPLIES_LOGITS = "logit_scale"  # Cohere
 _CAPS_LOGITS = "final_logit_softcapping"  # Gemma 2
-_HEAD_TOLERANCE = 1e-4
+# Float32 rounding of logprobs, with a wide margin: a wrong term shows as 0.1 and more.
+_EXACT_TOLERANCE = 1e-2
 
 
 class LogprobModel(nn.Module):
@@ -75,7 +78,7 @@ def load_model(path: str, config: PolicyConfig) -> LogprobModel:
 
     Raises UserError if the folder does not hold a causal language model that this worker can train.
     """
-    attention = PACKED if config.batching is Batching.packed else config.attention
+    attention = PACKED if config.batching is Batching.packed else config.attention.value
     try:
         causal_lm = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=attention, local_files_only=True
@@ -87,22 +90,62 @@ def load_model(path: str, config: PolicyConfig) -> LogprobModel:
             "transformers' AutoModelForCausalLM can load."
         ) from error
     model = LogprobModel(causal_lm, config.logprob_chunk_tokens)
-    _check_head(model, config)
+    _check_window(causal_lm, config)
+    _check_exact(model, config)
     return model
 
 
-@torch.no_grad()
-def _check_head(model: LogprobModel, config: PolicyConfig) -> None:
-    """Refuse an architecture that treats its logits in a way that ``logits`` does not know."""
-    ids = torch.arange(4)[None] % model.causal_lm.config.get_text_config().vocab_size
-    attention = str(model.causal_lm.config._attn_implementation)
-    model.causal_lm.set_attn_implementation("eager")
-    expected = model.causal_lm(input_ids=ids, use_cache=False).logits[0]
-    hidden = model.causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    model.causal_lm.set_attn_implementation(attention)
-    gap = (model.logits(hidden) - expected).abs().max().item()
-    if not gap <= _HEAD_TOLERANCE * max(1.0, expected.abs().max().item()):
+def _check_window(causal_lm: PreTrainedModel, config: PolicyConfig) -> None:
+    """Packed attention sees whole rows; refuse a window now, not when the first long row comes."""
+    text = causal_lm.config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    in_use = window is not None and getattr(text, "use_sliding_window", True)
+    if in_use and config.batching is Batching.packed and window < text.max_position_embeddings:
         raise UserError(
-            f"policy.model={config.model}: {type(model.causal_lm).__name__} changes its logits in "
-            f"a way that is not supported (they differ by {gap:.3g}); use another architecture."
+            f"policy.model={config.model} has a sliding window of {window} tokens, which packed "
+            "rows do not support; set policy.batching=padded."
+        )
+
+
+@torch.no_grad()
+def _check_exact(model: LogprobModel, config: PolicyConfig) -> None:
+    """Compare two short rows in the configured layout with each row alone in transformers' own.
+
+    Refuses what would silently be wrong: attention with terms of its own, recurrent layers that run
+    from one packed row into the next, logits changed in a way that ``logits`` does not know.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([7, 5])
+    vocab_size = model.causal_lm.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocab_size, (12,), generator=generator)
+    mask = torch.ones(12, dtype=torch.bool)
+    mask[[0, 7]] = False
+    batch = TensorBatch(lengths=lengths, tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask})
+    configured = str(model.causal_lm.config._attn_implementation)
+    if configured == Attention.flash_attention_2:  # runs on a GPU only; the layout is sdpa's
+        model.causal_lm.set_attn_implementation(Attention.sdpa.value)
+    problem, actual = "", torch.zeros(12)
+    try:
+        actual, _ = model(model_inputs(batch, config.batching), temperature=1.0)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        problem = f"it fails ({error})"
+    model.causal_lm.set_attn_implementation(Attention.eager.value)
+    rows = [
+        model.causal_lm(input_ids=row[None], use_cache=False).logits[0] for row in ids.split([7, 5])
+    ]
+    expected = torch.cat(
+        [
+            torch.cat([torch.zeros(1), one[:-1].log_softmax(-1).gather(-1, row[1:, None])[:, 0]])
+            for one, row in zip(rows, ids.split([7, 5]), strict=True)
+        ]
+    )
+    model.causal_lm.set_attn_implementation(configured)
+    if not problem and not (gap := (actual - expected).abs().max().item()) <= _EXACT_TOLERANCE:
+        problem = f"its logprobs differ by {gap:.3g} from those of the plain model"
+    if problem:
+        padded = config.batching is Batching.padded
+        remedy = "use another architecture" if padded else "set policy.batching=padded"
+        raise UserError(
+            f"policy.model={config.model}: {type(model.causal_lm).__name__} cannot be trained with "
+            f"policy.batching={config.batching}: {problem}; {remedy}."
         )

@@ -18,6 +18,8 @@ from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
 
 logger = logging.getLogger(__name__)
 
+_CLEAN_UP_TIMEOUT_S = 30.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenWeights:
@@ -111,7 +113,7 @@ class Policy:
 
     def remove_weights(self, folder: str) -> None:
         """Remove the files of a refit on every node."""
-        self.group.call(PolicyWorker.remove_weights, folder)
+        self.group.waiting(_CLEAN_UP_TIMEOUT_S).call(PolicyWorker.remove_weights, folder)
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule into ``folder``."""

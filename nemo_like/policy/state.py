@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from nemo_like.errors import RunError
 from nemo_like.policy.model import LogprobModel
 from nemo_like.weights.buckets import plan_buckets
 from nemo_like.weights.manifest import expected_tensors, refit_metadata
@@ -55,6 +56,7 @@ def write_buckets(
     paths: list[str] = []
     if write:
         folder.mkdir(parents=True, exist_ok=True)
+        _check_room(folder, sum(sizes_bytes.values()))
     for i, names in enumerate(plan_buckets(sizes_bytes, bucket_bytes)):
         bucket = dict(next(tensors) for _ in names)
         if write:
@@ -63,6 +65,16 @@ def write_buckets(
             save_file(whole, path, metadata=refit_metadata(version))
             paths.append(str(path))
     return paths
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    """Raise RunError before a full file system becomes a half-written file."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise RunError(
+            f"A refit needs {num_bytes / 2**20:.0f} MiB in {folder.parent}, and {free / 2**20:.0f} "
+            "MiB are free; make it larger (Docker: --shm-size), or set refit.transport=disk."
+        )
 
 
 def save_checkpoint(
@@ -83,6 +95,11 @@ def load_checkpoint(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     scheduler.load_state_dict(state["scheduler"])
+    # A run that is extended follows the new schedule from its first step on.
+    for group, base, factor in zip(
+        optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(scheduler.last_epoch)
 
 
 def export_folder(

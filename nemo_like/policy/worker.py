@@ -200,7 +200,8 @@ class PolicyWorker(Worker):
         )
 
     def _sharded_model(self) -> LogprobModel:
-        model = load_model(self._setup.model_path, self._config).to(self._device)
+        model = load_model(self._setup.model_path, self._config)
+        # Moves to the device unit by unit as it shards, so that no GPU ever holds the whole model.
         shard_model(model, self._mesh, self._dtype, self._config.activation_checkpointing)
         return model
 
@@ -214,7 +215,7 @@ class PolicyWorker(Worker):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if micro_batch is None:
             model(empty_inputs(self._config.batching, self._device), temperature)
-            return torch.zeros(0), None
+            return torch.zeros(0, device=self._device), None
         inputs = model_inputs(micro_batch, self._config.batching)
         return model(inputs, temperature, with_entropy)
 

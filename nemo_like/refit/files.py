@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_like.config.choices import Transport
 from nemo_like.config.schema import RefitConfig
-from nemo_like.errors import UserError
+from nemo_like.errors import RunError, UserError, WaitTimeoutError
 from nemo_like.generation.generation import Generation
 from nemo_like.policy.policy import Policy
 from nemo_like.refit.protocol import RefitStats
@@ -57,10 +57,17 @@ class FileTransport:
             sent = time.monotonic()
             generation.load_weights(self._visible(written.paths, generation), policy.weight_version)
         finally:
-            policy.remove_weights(str(self._folder))
+            self._clean_up(policy)
         return RefitStats(
             num_bytes=written.num_bytes, send_s=sent - start, load_s=time.monotonic() - sent
         )
+
+    def _clean_up(self, policy: Policy) -> None:
+        """Never the reason for a failure, nor for a long wait on workers that failed before."""
+        try:
+            policy.remove_weights(str(self._folder))
+        except (RunError, WaitTimeoutError) as error:
+            logger.warning("Files of a refit may be left in %s: %s", self._folder, error)
 
     def _visible(
         self, paths: dict[str, list[str]], generation: Generation[Any]

@@ -1,7 +1,9 @@
 """Where finished batches come from: when to refit, what to sample, and with which seeds."""
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -14,7 +16,6 @@ from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
-from nemo_like.observe.spans import Spans
 from nemo_like.policy.policy import Policy
 from nemo_like.refit.protocol import RefitTransport
 from nemo_like.rollout.rollout import RolloutTask
@@ -37,7 +38,7 @@ class SyncRolloutSource:
         loader: PromptLoader,
         validation_rows: Sequence[Row],
         stop_token_ids: tuple[int, ...],
-        spans: Spans,
+        span: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._config = config
         self._policy = policy
@@ -46,7 +47,7 @@ class SyncRolloutSource:
         self._loader = loader
         self._validation_rows = validation_rows
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
-        self._spans = spans
+        self._span = span
         self._refit_metrics: Metrics = {}
 
     def next_batch(self, step: int) -> tuple[RemoteBatch, Metrics]:
@@ -63,7 +64,7 @@ class SyncRolloutSource:
             stop_token_ids=self._stop_token_ids,
         )
         rows = self._loader.next_rows(grpo.num_prompts_per_step)
-        with self._spans.span("rollout"):
+        with self._span("rollout"):
             results = self._rollout("train", step, rows, grpo.num_generations_per_prompt, sampling)
         batch = RemoteBatch.from_chunks(
             [result.tokens for result in results],
@@ -89,7 +90,7 @@ class SyncRolloutSource:
             stop=tuple(self._config.generation.stop),
             stop_token_ids=self._stop_token_ids,
         )
-        with self._spans.span("validation"):
+        with self._span("validation"):
             results = self._rollout(
                 "validation",
                 step,
@@ -107,7 +108,7 @@ class SyncRolloutSource:
         """Bring generation to the policy's weight version, if it is behind."""
         if self._generation.weight_version == self._policy.weight_version:
             return
-        with self._spans.span("refit"):
+        with self._span("refit"):
             stats = self._transport.sync(self._policy, self._generation)
         self._refit_metrics = {
             "refit/bytes": Metric(stats.num_bytes, reduce=Reduce.max),
@@ -154,9 +155,8 @@ class SyncRolloutSource:
         failed = int((~graded).sum())
         if not failed:
             return
-        message, count = max(
-            (item for result in results for item in result.errors.items()), key=lambda item: item[1]
-        )
+        reasons = sum((Counter(result.errors) for result in results), Counter[str]())
+        ((message, count),) = reasons.most_common(1)
         reward = self._config.environment.reward
         if failed == len(graded):
             raise RunError(

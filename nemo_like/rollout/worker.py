@@ -63,6 +63,8 @@ _MAX_ERROR_CHARS = 300
 class RolloutWorker(GenerationWorker):
     """A generation replica that also renders prompts and grades completions."""
 
+    _environment: GradingPool | None = None
+
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine and the grading processes, at the same time."""
         self._chat = ChatTokenizer(setup.model_path)
@@ -82,15 +84,20 @@ class RolloutWorker(GenerationWorker):
 
     async def rollout(self, request: RolloutRequest) -> RolloutResult:
         """Carry out all tasks at once; tokens go to the object store."""
+        assert self._environment is not None
         trajectories = await asyncio.gather(
             *(
-                run_task(task, self._engine, self._environment, self._chat, request.sampling)
+                run_task(task, self.engine, self._environment, self._chat, request.sampling)
                 for task in request.tasks
             )
         )
         self._record(request.step, trajectories)
         tokens = collate_tokens(trajectories)
-        errors = Counter(t.grade.error[:_MAX_ERROR_CHARS] for t in trajectories if t.grade.error)
+        errors = Counter(
+            (t.grade.error or "no reason given")[:_MAX_ERROR_CHARS]
+            for t in trajectories
+            if t.grade.reward is None
+        )
         return RolloutResult(
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
@@ -101,7 +108,8 @@ class RolloutWorker(GenerationWorker):
 
     async def shutdown_engine(self) -> None:
         """End the grading processes too."""
-        self._environment.shutdown()
+        if self._environment is not None:
+            self._environment.shutdown()
         await super().shutdown_engine()
 
     def _record(self, step: int, trajectories: list[Trajectory]) -> None:
