@@ -184,7 +184,7 @@ def test_logprobs_are_those_of_the_plain_model_at_the_sampling_temperature(tiny_
 
 
 def test_logged_gradient_norm_and_clipping_are_those_of_a_single_process():
-    """Hand-set gradients of norm 5 on two FSDP shards: 5 is returned, and 1 is left after clipping."""
+    """Hand-set gradients of norm 5 on two FSDP shards: 5 is returned, 1 is left after clipping."""
     import torch.multiprocessing as mp
 
     mp.spawn(check_clipping, args=(free_port(),), nprocs=2)
