@@ -6,11 +6,14 @@ the pages; nothing crosses the network. On disk rank 0 writes for all.
 """
 
 import logging
+import os
 import shutil
 import time
 import uuid
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from nemo_like.config.choices import Transport
 from nemo_like.config.schema import RefitConfig
@@ -22,6 +25,15 @@ from nemo_like.refit.protocol import RefitStats
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "nemo-like-refit-"
+
+
+def _remove_leftovers() -> None:
+    """Free the memory that drivers killed amid a refit have left on this node."""
+    for folder in _SHARED_MEMORY.glob(f"{_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class FileTransport:
@@ -30,13 +42,14 @@ class FileTransport:
     def __init__(
         self, config: RefitConfig, run_dir: Path, policy: Policy, generation: Generation[Any]
     ) -> None:
-        name = f"nemo-like-refit-{uuid.uuid4().hex[:12]}"
+        name = f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._bucket_bytes = config.bucket_mib << 20
         self._shared_folder = config.transport is Transport.disk
         if self._shared_folder:
             self._folder = run_dir / name
             self._writers = [rank == 0 for rank in range(len(policy.nodes))]
             return
+        _remove_leftovers()
         self._folder = _SHARED_MEMORY / name
         self._writers = [
             node in generation.nodes and node not in policy.nodes[:rank]
