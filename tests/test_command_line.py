@@ -129,6 +129,18 @@ def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
     assert sorted(json.loads((f / "summary.json").read_text())["seed"] for f in folders) == [0, 1]
 
 
+def test_a_config_of_the_users_own_extends_a_shipped_one(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [grpo, _self_]\ngrpo: {max_steps: 1}\ngeneration: {backend: hf}\n"
+    )
+    code, output = run(
+        tmp_path, "--config-dir=.", "--config-name=mine", *SMALL, "validation.every_steps=0"
+    )
+    assert code == 0, output
+    assert '"steps": 1' in output
+    assert '"generation_backend": "hf"' in output
+
+
 def test_hydras_own_modes_work(tmp_path):
     code, output = run(tmp_path, "--cfg", "job", "policy.optimizer.lr=0.5")
     assert code == 0
@@ -210,7 +222,7 @@ WRONG_INPUTS = [
     ("run.dir=finished run.resume=true", "step_3 is damaged: policy/model.distcp is missing"),
     ("run.resume=true", "run.resume=true needs run.dir"),
     ("--config-dir=. --config-name=trap", 'put it in quotes: "007"'),
-    ("--config-name=missing", "missing"),
+    ("--config-name=missing", "--config-name=missing: there is no missing.yaml"),
 ]
 
 

@@ -4,9 +4,13 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -61,10 +65,7 @@ def compose_raw(
     folders = [config_dir] + ([extra_dir] if extra_dir else [])
     try:
         _check_yaml_file(folders, config_name)
-        with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
-            if extra_dir:
-                search_path = GlobalHydra.instance().config_loader().get_search_path()
-                search_path.append("command-line", f"file://{extra_dir.resolve()}")
+        with _hydra(folders):
             raw = compose(config_name, accept_free_keys(overrides), return_hydra_config=True)
         for group, choice in raw.hydra.runtime.choices.items():
             _check_yaml_file(folders, f"{group}/{choice}")
@@ -73,6 +74,22 @@ def compose_raw(
     with open_dict(raw):
         del raw["hydra"]
     return raw
+
+
+@contextmanager
+def _hydra(folders: Sequence[Path]) -> Iterator[None]:
+    """Hydra, searching ``folders`` in turn, as ``initialize_config_dir`` does with one."""
+    search_path = create_config_search_path(str(folders[0].resolve()))
+    for folder in folders[1:]:
+        before = SearchPathQuery(provider="schema")
+        search_path.prepend("command-line", f"file://{folder.resolve()}", anchor=before)
+    GlobalHydra.instance().clear()
+    version.setbase("1.3")
+    Hydra.create_main_hydra2(task_name="nemo_like", config_search_path=search_path)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -124,7 +141,7 @@ def explain(error: Exception) -> UserError:
         last = next(i for i, line in enumerate(lines) if line.startswith("Config search path"))
         choices = ", ".join(lines[first:last])
         return UserError(f"{group[1]}={group[2]} is not a choice; use one of {choices}.")
-    if missing := re.match(r"Cannot find primary config '(.*)'", text):
+    if missing := re.match(r"Cannot find primary config '(.*?)'", text):
         return UserError(f"--config-name={missing[1]}: there is no {missing[1]}.yaml.")
     if "Ambiguous value" in text:
         return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
