@@ -12,7 +12,8 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Attention, Batching, Dtype, Normalization
 from nemo_like.config.plan import plan_resources
-from nemo_like.config.schema import ClusterConfig, LossConfig, OptimizerConfig, PolicyConfig
+from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
+from nemo_like.config.schema import ClusterConfig, LossConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.losses.policy_gradient import ClippedPGLoss

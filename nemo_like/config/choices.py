@@ -8,6 +8,7 @@ class Dtype(StrEnum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class Backend(StrEnum):
@@ -38,6 +39,64 @@ class Schedule(StrEnum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
+    wsd = "wsd"
+
+
+class OptimizerKind(StrEnum):
+    """Update rule."""
+
+    adamw = "adamw"
+    sgd = "sgd"
+    muon = "muon"
+    adafactor = "adafactor"
+    adamw8bit = "adamw8bit"
+
+
+class Decay(StrEnum):
+    """Parameters that weight decay applies to."""
+
+    matrices = "matrices"
+    all = "all"
+
+
+class DataParallel(StrEnum):
+    """What data-parallel ranks hold of the model."""
+
+    fsdp = "fsdp"
+    ddp = "ddp"
+
+
+class Compression(StrEnum):
+    """How DDP's gradients travel."""
+
+    none = "none"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    powersgd = "powersgd"
+
+
+class PipelineSchedule(StrEnum):
+    """Order of forward and backward passes over pipeline stages."""
+
+    gpipe = "gpipe"
+    one_f_one_b = "one_f_one_b"
+    interleaved = "interleaved"
+
+
+class Checkpointing(StrEnum):
+    """Activations that the backward pass computes again."""
+
+    none = "none"
+    full = "full"
+    selective = "selective"
+
+
+class Offload(StrEnum):
+    """What of the policy lives in host memory."""
+
+    none = "none"
+    optimizer = "optimizer"
+    all = "all"
 
 
 class Baseline(StrEnum):

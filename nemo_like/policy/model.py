@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Attention, Batching
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.inputs import ModelInputs, model_inputs

@@ -9,7 +9,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from nemo_like.config.choices import Schedule
-from nemo_like.config.schema import OptimizerConfig, SchedulerConfig
+from nemo_like.config.policy_schema import OptimizerConfig, SchedulerConfig
 from nemo_like.errors import RunError
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
 from nemo_like.config.choices import Batching
-from nemo_like.config.schema import ClusterConfig, PolicyConfig
+from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.payload import PayloadMeter
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.protocol import Denominators, Loss

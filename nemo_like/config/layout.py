@@ -1,0 +1,128 @@
+"""How a number of policy ranks divides into the axes of ``policy.parallel``; arithmetic only."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nemo_like.config.choices import DataParallel
+from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
+from nemo_like.errors import UserError
+
+# From the outermost axis in: the last varies fastest, so its ranks are neighbours on one node.
+_MESH_NAMES = {
+    "pp": "pipeline_parallel_size",
+    "replicate": "replicate_size",
+    "ddp": "",
+    "fsdp": "",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """Ranks along each axis, in rank order: ``pp`` varies slowest, ``tp`` fastest."""
+
+    pp: int
+    replicate: int
+    shard: int
+    cp: int
+    tp: int
+
+    @property
+    def dp(self) -> int:
+        """Ranks that hold different rows."""
+        return self.replicate * self.shard
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """For a RankLayout: copies and shards are one data-parallel axis."""
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+
+
+def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
+    """The size of every axis when the policy has ``num_ranks`` ranks.
+
+    Raises UserError for sizes that do not divide the ranks.
+
+    >>> config = PolicyConfig(parallel=ParallelConfig(tensor_parallel_size=2, replicate_size=2))
+    >>> parallel_sizes(config, 8).axes
+    {'pp': 1, 'dp': 4, 'cp': 1, 'tp': 2}
+    >>> parallel_sizes(PolicyConfig(mesh_shape=[[4, 2], ["fsdp", "tp"]]), 8).shard
+    4
+    """
+    parallel = resolve_mesh_shape(policy, num_ranks)
+    fixed = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+    }
+    if parallel.data_parallel is DataParallel.fsdp:
+        fixed["replicate_size"] = parallel.replicate_size
+    product = math.prod(fixed.values())
+    if num_ranks % product:
+        named = " x ".join(f"{name}={size}" for name, size in fixed.items() if size > 1)
+        divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+        raise UserError(
+            f"policy.parallel: {named} does not divide the policy's {num_ranks} ranks; their "
+            f"product must be one of {', '.join(map(str, divisors))} (or change cluster sizes)."
+        )
+    left = num_ranks // product
+    ddp = parallel.data_parallel is DataParallel.ddp
+    return ParallelSizes(
+        pp=parallel.pipeline_parallel_size,
+        replicate=left if ddp else parallel.replicate_size,
+        shard=1 if ddp else left,
+        cp=parallel.context_parallel_size,
+        tp=parallel.tensor_parallel_size,
+    )
+
+
+def resolve_mesh_shape(policy: PolicyConfig, num_ranks: int) -> ParallelConfig:
+    """``policy.parallel`` with the sizes of ``policy.mesh_shape``, if that is set."""
+    if policy.mesh_shape is None:
+        return policy.parallel
+    sizes = _mesh_axes(policy.mesh_shape)
+    default = ParallelConfig()
+    named = [key for key in _MESH_NAMES.values() if key] + ["data_parallel"]
+    twice = [key for key in named if getattr(policy.parallel, key) != getattr(default, key)]
+    if twice:
+        raise UserError(
+            f"policy.mesh_shape={policy.mesh_shape} and policy.parallel.{twice[0]} both say how "
+            "ranks are used; set one of them."
+        )
+    if math.prod(sizes.values()) != num_ranks:
+        raise UserError(
+            f"policy.mesh_shape={policy.mesh_shape} has {math.prod(sizes.values())} ranks, but the "
+            f"policy has {num_ranks}; change the sizes or cluster.num_nodes and workers per node."
+        )
+    changes: dict[str, Any] = {
+        key: sizes[axis] for axis, key in _MESH_NAMES.items() if key and axis in sizes
+    }
+    if "ddp" in sizes:
+        changes["data_parallel"] = DataParallel.ddp
+    return replace(policy.parallel, **changes)
+
+
+def _mesh_axes(value: Any) -> dict[str, int]:
+    """``[[8, 2], ["fsdp", "tp"]]`` -> ``{"fsdp": 8, "tp": 2}``."""
+    rule = (
+        f"policy.mesh_shape={value} must be two lists, sizes and axis names, such as "
+        "[[8,2],[fsdp,tp]]"
+    )
+    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(v, list) for v in value)):
+        raise UserError(f"{rule}.")
+    sizes, names = value
+    if len(sizes) != len(names) or not sizes:
+        raise UserError(f"{rule}; there are {len(sizes)} sizes and {len(names)} names.")
+    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise UserError(f"{rule}; sizes are whole numbers of at least 1.")
+    known = list(_MESH_NAMES)
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{rule}; the axis '{unknown[0]}' is none of {', '.join(known)}.")
+    order = [known.index(name) for name in names]
+    if order != sorted(set(order)):
+        raise UserError(f"{rule}; each axis at most once and in the order {', '.join(known)}.")
+    if "ddp" in names and "fsdp" in names:
+        raise UserError(f"{rule}; copies of a sharded model are called replicate, not ddp.")
+    return dict(zip(names, sizes, strict=True))
