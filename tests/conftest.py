@@ -37,28 +37,30 @@ def build_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def build_model(folder: Path, architecture: str = "llama", tied: bool = False) -> Path:
+def build_model(
+    folder: Path, architecture: str = "llama", tied: bool = False, **changes: int
+) -> Path:
     """A two-layer model of a stock architecture with head size 64 and random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     build_tokenizer(folder)
-    config = AutoConfig.for_model(
-        architecture,
-        vocab_size=259,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    settings = {
+        "vocab_size": 259,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config = AutoConfig.for_model(architecture, **settings | changes)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
@@ -90,3 +92,27 @@ def local_ray() -> Iterator[None]:
     ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Like ``tiny_model``, with layers, heads and a vocabulary that two-way splits divide."""
+    built: dict[tuple[str, bool], str] = {}
+    changes = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 256,
+    }
+
+    def get(architecture: str = "llama", tied: bool = False) -> str:
+        key = (architecture, tied)
+        if key not in built:
+            folder = tmp_path_factory.mktemp(f"four-{architecture}-{tied}")
+            built[key] = str(build_model(folder, architecture, tied, **changes))
+        return built[key]
+
+    return get

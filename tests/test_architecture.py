@@ -18,7 +18,7 @@ LAYERS = [
     {"policy", "generation"},
     {"rollout", "checkpoint", "refit"},
     {"algorithms"},
-    {"cli"},
+    {"cli", "plan_command"},
 ]
 ONE_FILE_ONLY = {"wandb": {"observe/wandb_sink.py"}, "vllm": {"generation/vllm_engine.py"}}
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}

@@ -1,5 +1,7 @@
 """Flat batches and the plan that deals their rows: every row once, whatever the sizes."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,34 +31,120 @@ def test_select_and_concatenate_keep_rows_whole():
     assert both.rows["id"].tolist() == [0, 1, 2, 2, 1, 2]
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    st.lists(st.integers(1, 50), max_size=40),
-    st.integers(1, 5),
-    st.integers(50, 120),
-    st.one_of(st.none(), st.integers(1, 4)),
-    st.booleans(),
-)
-def test_every_row_is_planned_once_within_the_budget(lengths, num_ranks, budget, max_rows, padded):
-    plan = plan_micro_batches(
-        lengths, num_ranks=num_ranks, max_tokens=budget, max_rows=max_rows, padded=padded
-    )
-    rows = [row for rank in range(num_ranks) for row in plan.rows(rank)]
+@st.composite
+def plans(draw):
+    """Arguments of any plan that its bounds allow, and the plan."""
+    unit = draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.integers(1, 50), max_size=40))
+    arguments = {
+        "lengths": lengths[: len(lengths) // unit * unit],
+        "num_ranks": draw(st.integers(1, 5)),
+        "max_tokens": draw(st.integers(50 * unit, 120 * unit)),
+        "max_rows": draw(st.one_of(st.none(), st.integers(unit, 7))),
+        "padded": draw(st.booleans()),
+        "rows_per_unit": unit,
+        "attention_tokens": draw(st.integers(1, 1000)),
+        "min_bins": draw(st.integers(1, 9)),
+        "bins_multiple": draw(st.integers(1, 4)),
+    }
+    return arguments, plan_micro_batches(**arguments)
+
+
+@settings(deadline=None, max_examples=300)
+@given(plans())
+def test_every_row_is_planned_once_within_the_budget(case):
+    arguments, plan = case
+    lengths, max_rows = arguments["lengths"], arguments["max_rows"]
+    rows = [row for rank in range(arguments["num_ranks"]) for row in plan.rows(rank)]
     assert sorted(rows) == list(range(len(lengths)))
-    assert len({len(bins) for bins in plan.bins}) == 1
+    for one in (one for bins in plan.bins for one in bins):
+        sizes = [lengths[row] for row in one]
+        used = max(sizes, default=0) * len(one) if arguments["padded"] else sum(sizes)
+        assert used <= arguments["max_tokens"]
+        assert max_rows is None or len(one) <= max_rows
+
+
+@settings(deadline=None, max_examples=300)
+@given(plans())
+def test_rows_of_a_unit_stay_together_and_in_order(case):
+    arguments, plan = case
+    unit = arguments["rows_per_unit"]
+    for one in (one for bins in plan.bins for one in bins):
+        firsts = one[::unit]
+        assert all(first % unit == 0 for first in firsts)
+        assert list(one) == [first + i for first in firsts for i in range(unit)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(plans())
+def test_ranks_have_the_asked_number_of_bins_and_none_is_empty_that_could_be_filled(case):
+    arguments, plan = case
+    (num_bins,) = {len(bins) for bins in plan.bins}
+    assert num_bins >= arguments["min_bins"]
+    assert num_bins % arguments["bins_multiple"] == 0
     for bins in plan.bins:
-        for one in bins:
-            sizes = [lengths[row] for row in one]
-            used = max(sizes, default=0) * len(one) if padded else sum(sizes)
-            assert used <= budget
-            assert max_rows is None or len(one) <= max_rows
+        num_units = sum(map(len, bins)) // arguments["rows_per_unit"]
+        assert sum(1 for one in bins if one) == min(num_bins, num_units)
+        assert all(bins[: min(num_bins, num_units)])  # empty ones stand at the end
 
 
-def test_ranks_get_nearly_equal_work():
+@settings(deadline=None, max_examples=100)
+@given(plans())
+def test_ranks_differ_by_at_most_the_cost_of_one_unit(case):
+    arguments, plan = case
+    lengths, unit, at = (
+        arguments[name] for name in ("lengths", "rows_per_unit", "attention_tokens")
+    )
+    cost = [length + length**2 / at for length in lengths]
+    loads = [sum(cost[row] for row in plan.rows(r)) for r in range(arguments["num_ranks"])]
+    dearest = max((sum(cost[i : i + unit]) for i in range(0, len(cost), unit)), default=0)
+    assert max(loads) - min(loads) <= dearest + 1e-6
+
+
+def test_long_rows_weigh_more_than_their_tokens():
+    # The row of 100 costs 100 + 100^2 / 50 = 300; those of 10 cost 10 + 10^2 / 50 = 12 each, 168.
+    lengths = [100] + [10] * 14
+    by_cost = plan_micro_batches(lengths, num_ranks=2, max_tokens=999, attention_tokens=50)
+    by_tokens = plan_micro_batches(lengths, num_ranks=2, max_tokens=999, attention_tokens=10**9)
+    assert [len(by_cost.rows(rank)) for rank in range(2)] == [1, 14]
+    assert [len(by_tokens.rows(rank)) for rank in range(2)] == [3, 12]  # 120 tokens each
+
+
+def test_bins_are_split_where_a_pipeline_needs_more_of_them():
+    split = plan_micro_batches([8, 8, 8, 8], num_ranks=1, max_tokens=99, min_bins=4)
+    assert split.bins == (((0,), (1,), (2,), (3,)),)
+    rounded = plan_micro_batches([8] * 3, num_ranks=1, max_tokens=8, bins_multiple=2)
+    assert rounded.bins == (((0,), (1,), (2,), ()),)
+    pairs = plan_micro_batches([8] * 4, num_ranks=1, max_tokens=99, rows_per_unit=2, min_bins=4)
+    assert pairs.bins == (((0, 1), (2, 3), (), ()),)
+
+
+def test_any_number_of_bins_works_with_any_micro_batch_size():
+    for max_rows in (1, 2, 3, 7):
+        plan = plan_micro_batches([5] * 249, num_ranks=1, max_tokens=35, max_rows=max_rows)
+        assert len(plan.bins[0]) == -(-249 // max_rows)
+        assert sorted(plan.rows(0)) == list(range(249))
+
+
+def test_bins_are_those_of_plain_first_fit_decreasing():
     lengths = [((i * 7919) % 97) + 1 for i in range(256)]
-    plan = plan_micro_batches(lengths, num_ranks=4, max_tokens=4096)
-    loads = [sum(lengths[row] for row in plan.rows(rank)) for rank in range(4)]
-    assert max(loads) - min(loads) <= max(lengths)
+    bins = []
+    for row in sorted(range(256), key=lambda row: (-lengths[row], row)):
+        fits = (one for one in bins if sum(lengths[r] for r in one) + lengths[row] <= 200)
+        one = next(fits, None)
+        if one is None:
+            bins.append(one := [])
+        one.append(row)
+    plan = plan_micro_batches(lengths, num_ranks=1, max_tokens=200)
+    assert sorted(plan.bins[0]) == sorted(map(tuple, bins))
+
+
+def test_a_plan_of_100_000_rows_takes_less_than_two_seconds_and_is_the_same_again():
+    lengths = [((i * 7919) % 8191) + 1 for i in range(100_000)]
+    start = time.process_time()
+    plan = plan_micro_batches(lengths, num_ranks=8, max_tokens=8192)
+    assert time.process_time() - start < 2
+    assert plan == plan_micro_batches(lengths, num_ranks=8, max_tokens=8192)
 
 
 def test_more_ranks_than_rows_leaves_empty_micro_batches_not_a_hang():
@@ -67,3 +155,20 @@ def test_more_ranks_than_rows_leaves_empty_micro_batches_not_a_hang():
 def test_a_row_longer_than_the_budget_is_refused_with_a_valid_value():
     with pytest.raises(UserError, match=r"micro_batch_tokens=4 .* use at least 9"):
         plan_micro_batches([3, 9], num_ranks=1, max_tokens=4)
+
+
+def test_a_pair_that_does_not_fit_is_refused_with_a_valid_value():
+    def plan(**bounds):
+        plan_micro_batches([3, 9], num_ranks=1, rows_per_unit=2, **bounds)
+
+    with pytest.raises(UserError, match=r"the 2 .* that must stay together, 12 .* at least 12"):
+        plan(max_tokens=11)
+    with pytest.raises(UserError, match=r"micro_batch_tokens=17 .* use at least 18"):
+        plan(max_tokens=17, padded=True)
+    with pytest.raises(UserError, match=r"micro_batch_size=1 .* use at least 2"):
+        plan(max_tokens=99, max_rows=1)
+
+
+def test_an_odd_row_is_no_pair():
+    with pytest.raises(AssertionError, match="3 rows, 2 to a unit"):
+        plan_micro_batches([1, 1, 1], num_ranks=1, max_tokens=9, rows_per_unit=2)

@@ -1,4 +1,4 @@
-"""The policy-gradient loss and KL: values worked by hand, gradients against analytic ones."""
+"""Losses and KL: values worked by hand, gradients against analytic ones, parts against wholes."""
 
 import math
 
@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from nemo_like.batch import keys
+from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import KLEstimator, Normalization
 from nemo_like.config.schema import LossConfig
+from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.kl import kl_estimate, kl_loss
 from nemo_like.losses.policy_gradient import ClippedPGLoss
+from nemo_like.losses.preference import PreferenceLoss, sigmoid_loss
 from nemo_like.losses.protocol import Denominators
+from nemo_like.observe.metrics import merge, values
 
 
 def make_batch(
@@ -38,10 +42,12 @@ def denominators_of(batch):
 
 
 def loss_of(batch, logprobs, config=None, denominators=None):
+    return apply(ClippedPGLoss(config or LossConfig()), batch, logprobs, denominators)
+
+
+def apply(function, batch, logprobs, denominators=None):
     logprobs = torch.tensor(logprobs, requires_grad=True)
-    loss, metrics = ClippedPGLoss(config or LossConfig())(
-        logprobs, batch, denominators or denominators_of(batch)
-    )
+    loss, metrics = function(logprobs, batch, denominators or denominators_of(batch))
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), gradient, metrics
 
@@ -116,58 +122,6 @@ def test_environment_tokens_get_no_gradient_and_cannot_leak_in():
     assert actual[2]["train/kl"] == expected[2]["train/kl"]
 
 
-@pytest.mark.parametrize("normalization", list(Normalization))
-@pytest.mark.parametrize("estimator", list(KLEstimator))
-def test_micro_batches_add_up_to_the_whole_batch(normalization, estimator):
-    torch.manual_seed(0)
-    lengths = [2, 6, 3, 5]
-    n = sum(lengths)
-    draw = lambda: (torch.randn(n) * 0.3 - 1).tolist()  # noqa: E731
-    batch = make_batch(
-        lengths,
-        [1.0, -1.0, 0.5, 2.0],
-        policy=draw(),
-        generation=draw(),
-        reference=draw(),
-        mask=[i % 5 != 0 for i in range(n)],
-        sample=[True, True, False, True],
-    )
-    config = LossConfig(kl_coef=0.1, kl_estimator=estimator, normalization=normalization)
-    whole = denominators_of(batch)
-    logprobs = torch.tensor(draw())
-    expected, gradient, _ = loss_of(batch, logprobs.tolist(), config, whole)
-    starts = batch.starts.tolist()
-    for parts in ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[3], [0, 1, 2]]):
-        total, grad = 0.0, torch.zeros(n)
-        for rows in parts:
-            at = torch.cat([torch.arange(starts[r], starts[r] + lengths[r]) for r in rows])
-            part, g, _ = loss_of(batch.select(rows), logprobs[at].tolist(), config, whole)
-            total += part
-            grad[at] = g
-        assert total == pytest.approx(expected, abs=1e-6)
-        assert torch.allclose(grad, gradient, atol=1e-6)
-
-
-def test_a_masked_row_counts_in_no_divisor():
-    batch = make_batch([2, 3, 2, 4], [1.0, 2.0, -1.0, 5.0], sample=[True, True, True, False])
-    without = batch.select([0, 1, 2])
-    for normalization in Normalization:
-        config = LossConfig(normalization=normalization)
-        assert loss_of(batch, [0.1] * 11, config)[0] == pytest.approx(
-            loss_of(without, [0.1] * 7, config)[0]
-        )
-
-
-def test_a_micro_batch_without_trained_tokens_has_zero_loss_and_a_graph():
-    batch = make_batch([2], [1.0], mask=[False, False])
-    loss, gradient, metrics = loss_of(
-        batch, [0.0, 0.0], denominators=Denominators(tokens=3.0, sequences=1.0)
-    )
-    assert loss == 0
-    assert gradient.tolist() == [0, 0]
-    assert set(metrics) == {"train/loss", "train/policy_loss"}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", list(KLEstimator))
 def test_kl_and_its_gradient_are_finite_however_far_the_reference_is(kind, dtype):
@@ -204,3 +158,207 @@ def test_expected_gradient_of_the_kl_term_is_that_of_the_true_kl(kind):
     term = (policy.detach().exp() * kl_loss(reference - policy, importance, kind)).sum()
     (actual,) = torch.autograd.grad(term, logits)
     assert torch.allclose(actual, expected, atol=1e-6)
+
+
+# Supervised fine-tuning.
+
+
+def test_cross_entropy_is_the_mean_over_all_trained_tokens():
+    mask = [False, True, True, True, False, True]
+    batch = make_batch([2, 4], [0.0, 0.0], mask=mask)
+    logprobs = [math.log(p) for p in (0.9, 0.5, 0.25, 0.5, 0.1, 0.125)]
+    loss, gradient, metrics = apply(CrossEntropyLoss(), batch, logprobs)
+    assert loss == pytest.approx((1 + 2 + 1 + 3) * math.log(2) / 4)
+    assert gradient.tolist() == [0, -0.25, -0.25, -0.25, 0, -0.25]
+    assert metrics["train/loss"].value == metrics["train/nll"].value == pytest.approx(loss)
+    assert metrics["train/nll"].weight == 4
+
+
+def test_the_nll_is_of_this_micro_batch_and_the_loss_a_share_of_the_whole():
+    batch = make_batch([2], [0.0])
+    whole = Denominators(tokens=8.0, sequences=3.0)
+    loss, _, metrics = apply(CrossEntropyLoss(), batch, [-1.0, -3.0], whole)
+    assert loss == 0.5
+    assert metrics["train/loss"].value == 0.5
+    assert metrics["train/nll"].value == 2
+
+
+# Preference pairs.
+
+
+@pytest.mark.parametrize(
+    ("margin", "beta", "expected"),
+    [(2.0, 0.1, 0.598139), (0.0, 0.1, 0.693147), (-2.0, 0.1, 0.798139), (-1e4, 1.0, 1e4)],
+)
+def test_sigmoid_loss_by_margin(margin, beta, expected):
+    assert sigmoid_loss(torch.tensor(margin), beta).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_preference_loss_of_one_pair_by_hand():
+    # Log ratios: chosen (-1 + 2) + (-1 + 1.5) = 1.5, rejected -2 + 1.5 = -0.5; margin 2.
+    batch = make_batch([3, 2], [0.0, 0.0], reference=[9.0, -2.0, -1.5, 9.0, -1.5])
+    batch.tokens[keys.LOSS_MASK] = torch.tensor([False, True, True, False, True])
+    loss, gradient, metrics = apply(PreferenceLoss(0.1), batch, [0.0, -1.0, -1.0, 0.0, -2.0])
+    assert loss == pytest.approx(0.598139, abs=1e-6)
+    slope = 0.1 / (1 + math.exp(0.2))  # beta * sigmoid(-beta * margin)
+    assert gradient.tolist() == pytest.approx([0, -slope, -slope, 0, slope])
+    numbers = {name: metric.value for name, metric in metrics.items()}
+    assert numbers == pytest.approx(
+        {
+            "train/loss": loss,
+            "train/accuracy": 1,
+            "train/reward_margin": 0.2,
+            "train/chosen_reward": 0.15,
+            "train/rejected_reward": -0.05,
+        }
+    )
+
+
+def test_preference_loss_and_metrics_are_means_over_pairs_not_tokens():
+    # Margins 2 and -2, of rows of unequal length.
+    batch = make_batch([1, 1, 4, 1], [0.0] * 4, reference=[0.0] * 7)
+    logprobs = [1.0, -1.0, -0.5, -0.5, -0.5, -0.5, 0.0]
+    loss, _, metrics = apply(PreferenceLoss(0.1), batch, logprobs)
+    assert loss == pytest.approx((0.598139 + 0.798139) / 2, abs=1e-6)
+    assert metrics["train/accuracy"].value == 0.5
+    assert metrics["train/accuracy"].weight == 2
+    assert metrics["train/reward_margin"].value == pytest.approx(0)
+
+
+def test_a_masked_pair_counts_nowhere():
+    sample = [False, False, True, True]
+    batch = make_batch([1] * 4, [0.0] * 4, reference=[float("nan")] * 2 + [0.0] * 2, sample=sample)
+    logprobs = [float("nan"), 0.0, 1.0, -1.0]
+    loss, gradient, metrics = apply(PreferenceLoss(0.1), batch, logprobs)
+    assert loss == pytest.approx(0.598139, abs=1e-6)
+    assert gradient[:2].tolist() == [0, 0]
+    assert metrics["train/accuracy"].value == metrics["train/accuracy"].weight == 1
+
+
+def test_half_a_pair_is_refused():
+    batch = make_batch([1, 1], [0.0] * 2, reference=[0.0] * 2, sample=[True, False])
+    with pytest.raises(AssertionError, match="only one row of a pair"):
+        apply(PreferenceLoss(0.1), batch, [0.0, 0.0])
+    with pytest.raises(AssertionError, match="1 rows do not make pairs"):
+        apply(PreferenceLoss(0.1), batch.select([0]), [0.0])
+
+
+# What holds for every loss.
+
+POLICY_GRADIENT = {
+    f"policy_{normalization}_{estimator}": ClippedPGLoss(
+        LossConfig(kl_coef=0.1, kl_estimator=estimator, normalization=normalization)
+    )
+    for normalization in Normalization
+    for estimator in KLEstimator
+}
+LOSSES = POLICY_GRADIENT | {
+    "cross_entropy": CrossEntropyLoss(),
+    "preference": PreferenceLoss(0.1),
+}
+ROWS_PER_UNIT = {"preference": 2}
+LENGTHS = [2, 6, 3, 5]
+BOUNDS = [{"max_rows": 1}, {"max_rows": 2}, {"max_rows": 4}, {"max_tokens": 8}, {"min_bins": 2}]
+
+
+def random_batch(sample):
+    """Rows of ``LENGTHS`` with unequal columns, and logprobs to go with them."""
+    torch.manual_seed(0)
+    n = sum(LENGTHS)
+    draw = lambda: (torch.randn(n) * 0.3 - 1).tolist()  # noqa: E731
+    batch = make_batch(
+        LENGTHS,
+        [1.0, -1.0, 0.5, 2.0],
+        policy=draw(),
+        generation=draw(),
+        reference=draw(),
+        mask=[i % 5 != 0 for i in range(n)],
+        sample=sample,
+    )
+    return batch, torch.tensor(draw())
+
+
+def in_parts(loss, batch, logprobs, parts):
+    """Loss, gradient and merged metrics of micro-batches that hold the rows of ``parts``."""
+    whole, starts = denominators_of(batch), batch.starts.tolist()
+    total, gradient, metrics = 0.0, torch.zeros(len(logprobs)), []
+    for rows in parts:
+        at = torch.cat([torch.arange(starts[r], starts[r] + LENGTHS[r]) for r in rows])
+        value, gradient[at], numbers = apply(loss, batch.select(rows), logprobs[at].tolist(), whole)
+        total += value
+        metrics.append(numbers)
+    return total, gradient, values(merge(metrics))
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        (name, bounds)
+        for name in LOSSES
+        for bounds in BOUNDS
+        if bounds.get("max_rows", 4) >= ROWS_PER_UNIT.get(name, 1)
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("masked", ["none", "two"])
+def test_micro_batches_add_up_to_the_whole_batch(name, bounds, masked):
+    unit = ROWS_PER_UNIT.get(name, 1)
+    first = masked == "none"
+    batch, logprobs = random_batch([first, first, True, True])
+    expected = in_parts(LOSSES[name], batch, logprobs, [range(4)])
+    plan = plan_micro_batches(
+        LENGTHS, num_ranks=1, rows_per_unit=unit, **{"max_tokens": 16, **bounds}
+    )
+    loss, gradient, metrics = in_parts(LOSSES[name], batch, logprobs, plan.bins[0])
+    assert loss == pytest.approx(expected[0], abs=1e-6)
+    assert torch.allclose(gradient, expected[1], rtol=0, atol=1e-6)
+    assert metrics == pytest.approx(expected[2], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_masked_rows_change_neither_loss_nor_metrics(name):
+    batch, logprobs = random_batch([True, True, False, False])
+    with_masked = in_parts(LOSSES[name], batch, logprobs, [range(4)])
+    without = apply(LOSSES[name], batch.select([0, 1]), logprobs[:8].tolist())
+    assert with_masked[0] == pytest.approx(without[0], abs=1e-7)
+    assert with_masked[1][:8].tolist() == pytest.approx(without[1].tolist(), abs=1e-7)
+    assert with_masked[1][8:].tolist() == [0] * 8
+    assert with_masked[2] == pytest.approx(values(without[2]), abs=1e-7)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_stands_at_other_tokens_cannot_leak_in(name):
+    batch, logprobs = random_batch([True, True, True, True])
+    clean = apply(LOSSES[name], batch, logprobs.tolist())
+    other = ~batch.tokens[keys.LOSS_MASK]
+    for column in (keys.POLICY_LOGPROBS, keys.GENERATION_LOGPROBS, keys.REFERENCE_LOGPROBS):
+        batch.tokens[column][other] = float("nan")
+    logprobs[other] = float("nan")
+    dirty = apply(LOSSES[name], batch, logprobs.tolist())
+    assert dirty[0] == clean[0]
+    assert dirty[1].tolist() == clean[1].tolist()
+    assert dirty[1][other].tolist() == [0] * int(other.sum())
+    assert dirty[2] == clean[2]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_micro_batch_without_trained_tokens_has_zero_loss_and_a_graph(name):
+    batch, logprobs = random_batch([False] * 4)
+    whole = Denominators(tokens=3.0, sequences=2.0)
+    for rows in (range(4), []):
+        part = batch.select(list(rows))
+        loss, gradient, metrics = apply(
+            LOSSES[name], part, logprobs[: part.num_tokens].tolist(), whole
+        )
+        assert loss == 0
+        assert gradient.tolist() == [0] * part.num_tokens
+        assert set(metrics) <= {"train/loss", "train/policy_loss"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_float32_whatever_the_logprobs_are(name):
+    batch, logprobs = random_batch([True] * 4)
+    loss, _ = LOSSES[name](logprobs.bfloat16(), batch, denominators_of(batch))
+    exact, _ = LOSSES[name](logprobs.bfloat16().float(), batch, denominators_of(batch))
+    assert loss.dtype == torch.float32
+    assert loss.item() == exact.item()

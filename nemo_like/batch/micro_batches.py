@@ -1,13 +1,24 @@
 """Which row goes to which rank, and in which of its forward passes: a pure plan from lengths.
 
-The plan changes speed and memory only. The loss is a sum over tokens divided by one global
+The plan changes speed and memory only. A loss is a sum over tokens or pairs, divided by one global
 denominator, so any plan gives the same gradient.
 """
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nemo_like.errors import UserError
+
+ATTENTION_TOKENS = 12 * 2048
+"""Row length at which attention costs as much as all matrix products with weights, for width 2048.
+
+In each layer of width h a token takes about 12 h^2 multiply-adds with weights (4 h^2 around
+attention, 8 h^2 in the feed-forward part). With k tokens in view it takes 2 h k more in attention:
+h k for the scores, h k for their use. In a causal row of n tokens k is n / 2 on average, so
+attention takes h n a token, which equals 12 h^2 at n = 12 h.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +26,8 @@ class MicroBatchPlan:
     """``bins[rank][i]`` holds the row indices of the i-th forward pass of a data-parallel rank.
 
     Every rank has the same number of bins, because ranks meet in collectives once a layer in every
-    pass; a rank with less work has empty bins at its end.
+    pass. Bins come in order of falling cost, so that ranks meet in passes of like size; a rank
+    with too few rows has empty bins at its end.
     """
 
     bins: tuple[tuple[tuple[int, ...], ...], ...]
@@ -32,54 +44,153 @@ def plan_micro_batches(
     max_tokens: int,
     max_rows: int | None = None,
     padded: bool = False,
+    rows_per_unit: int = 1,
+    attention_tokens: int = ATTENTION_TOKENS,
+    min_bins: int = 1,
+    bins_multiple: int = 1,
 ) -> MicroBatchPlan:
-    """Deal rows to ranks by equal token counts, then pack each rank's rows into few bins.
+    """Deal rows to ranks by equal cost, then pack each rank's rows into few bins.
 
-    ``max_tokens`` bounds one bin: the sum of its lengths, or rows x longest where ``padded``.
-    Raises UserError if one row alone is longer.
+    A row costs length + length^2 / ``attention_tokens``; see ``ATTENTION_TOKENS``, and give
+    12 x width for another width.
+
+    ``max_tokens`` bounds one bin: the sum of its lengths, or rows x longest where ``padded``;
+    ``max_rows`` bounds its rows. Each ``rows_per_unit`` consecutive rows stay together and in order
+    (2: preference pairs). Ranks have at least ``min_bins`` bins, a multiple of ``bins_multiple``
+    (pipeline schedules need both): bins are split for it, and empty once no bin has two units.
+
+    Raises UserError if rows that must stay together exceed a bound alone.
 
     >>> plan_micro_batches([5, 1, 4, 2], num_ranks=2, max_tokens=6).bins
     (((0, 1),), ((2, 3),))
+    >>> plan_micro_batches([5, 1, 4, 2], num_ranks=1, max_tokens=12, min_bins=3).bins
+    (((2, 3), (0,), (1,)),)
     """
-    longest = max(lengths, default=0)
-    if longest > max_tokens:
-        raise UserError(
-            f"policy.micro_batch_tokens={max_tokens} is smaller than the longest sequence, "
-            f"{longest} tokens; use at least {longest}."
-        )
-    bins = [
-        _first_fit(rows, lengths, max_tokens, max_rows, padded)
-        for rows in _deal(lengths, num_ranks)
+    assert len(lengths) % rows_per_unit == 0, f"{len(lengths)} rows, {rows_per_unit} to a unit"
+    units = [lengths[i : i + rows_per_unit] for i in range(0, len(lengths), rows_per_unit)]
+    sizes = [max(unit) * rows_per_unit if padded else sum(unit) for unit in units]
+    _check_bounds(units, sizes, max_tokens, max_rows, rows_per_unit)
+    # length + length^2 / attention_tokens, times attention_tokens to stay exact.
+    costs = [sum(length * (attention_tokens + length) for length in unit) for unit in units]
+    max_units = len(units) if max_rows is None else max_rows // rows_per_unit
+    pack = _pack_padded if padded else _first_fit
+    packed = [
+        pack(sorted(of_rank, key=lambda unit: (-sizes[unit], unit)), sizes, max_tokens, max_units)
+        for of_rank in _deal(range(len(units)), costs, num_ranks)
     ]
-    most = max(len(one) for one in bins)
-    return MicroBatchPlan(bins=tuple(tuple(one + [()] * (most - len(one))) for one in bins))
+    most = max(min_bins, *(len(bins) for bins in packed))
+    num_bins = math.ceil(most / bins_multiple) * bins_multiple
+    return MicroBatchPlan(
+        bins=tuple(
+            tuple(_rows(one, rows_per_unit) for one in _split(bins, costs, num_bins))
+            for bins in packed
+        )
+    )
 
 
-def _deal(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Longest row first to the rank with the fewest tokens (LPT): within 4/3 of the optimum."""
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        lightest = min(range(num_ranks), key=lambda rank: (load[rank], rank))
-        ranks[lightest].append(row)
-        load[lightest] += lengths[row]
-    return ranks
+def _rows(units: Sequence[int], rows_per_unit: int) -> tuple[int, ...]:
+    return tuple(
+        row for unit in units for row in range(unit * rows_per_unit, (unit + 1) * rows_per_unit)
+    )
+
+
+def _check_bounds(
+    units: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    max_tokens: int,
+    max_rows: int | None,
+    rows_per_unit: int,
+) -> None:
+    largest = max(sizes, default=0)
+    if largest > max_tokens:
+        what = "the longest sequence"
+        if rows_per_unit > 1:
+            what = f"the {rows_per_unit} longest sequences that must stay together"
+        raise UserError(
+            f"policy.micro_batch_tokens={max_tokens} is smaller than {what}, "
+            f"{largest} tokens; use at least {largest}."
+        )
+    if units and max_rows is not None and max_rows < rows_per_unit:
+        raise UserError(
+            f"policy.micro_batch_size={max_rows} is smaller than the {rows_per_unit} sequences "
+            f"that must stay together; use at least {rows_per_unit}."
+        )
+
+
+def _deal(units: Iterable[int], costs: Sequence[int], num_hands: int) -> list[list[int]]:
+    """Dearest unit first to the hand that has least (LPT): within 4/3 of the optimum."""
+    hands: list[list[int]] = [[] for _ in range(num_hands)]
+    # Equal costs: the hand with fewer units is next, or units without cost would pile up in one.
+    loads = [(0, 0, hand) for hand in range(num_hands)]
+    for unit in sorted(units, key=lambda unit: (-costs[unit], unit)):
+        load, count, hand = loads[0]
+        hands[hand].append(unit)
+        heapq.heapreplace(loads, (load + costs[unit], count + 1, hand))
+    return hands
 
 
 def _first_fit(
-    rows: list[int], lengths: Sequence[int], max_tokens: int, max_rows: int | None, padded: bool
-) -> list[tuple[int, ...]]:
-    """First-fit decreasing: ``rows`` come longest first, so a bin's first row is its longest."""
+    units: Sequence[int], sizes: Sequence[int], max_tokens: int, max_units: int
+) -> list[list[int]]:
+    """First-fit decreasing: ``units`` come largest first; each goes to the first bin with room.
+
+    ``room`` is a binary tree over as many bins as there can be: node i has children 2i and 2i + 1
+    and the larger room of the two, so the first bin with room is found in log(bins) steps.
+    """
     bins: list[list[int]] = []
-    used: list[int] = []
-    for row in rows:
-        for i, one in enumerate(bins):
-            size = lengths[one[0]] * (len(one) + 1) if padded else used[i] + lengths[row]
-            if size <= max_tokens and (max_rows is None or len(one) < max_rows):
-                one.append(row)
-                used[i] += lengths[row]
+    num_leaves = 1 << max(len(units) - 1, 0).bit_length()
+    room = [max_tokens] * (2 * num_leaves)
+    for unit in units:
+        node = 1
+        while node < num_leaves:
+            node *= 2
+            if room[node] < sizes[unit]:
+                node += 1
+        if node - num_leaves == len(bins):
+            bins.append([])
+        one = bins[node - num_leaves]
+        one.append(unit)
+        room[node] = room[node] - sizes[unit] if len(one) < max_units else -1
+        while node > 1:
+            larger = max(room[node], room[node ^ 1])
+            node //= 2
+            if room[node] == larger:
                 break
+            room[node] = larger
+    return bins
+
+
+def _pack_padded(
+    units: Sequence[int], sizes: Sequence[int], max_tokens: int, max_units: int
+) -> list[list[int]]:
+    """First-fit decreasing where every unit takes the room of its bin's first, the largest.
+
+    A bin then has room for any later unit or for none, so only the last one is ever open.
+    """
+    bins: list[list[int]] = []
+    for unit in units:
+        one = bins[-1] if bins else []
+        if one and len(one) < max_units and sizes[one[0]] * (len(one) + 1) <= max_tokens:
+            one.append(unit)
         else:
-            bins.append([row])
-            used.append(lengths[row])
-    return [tuple(one) for one in bins]
+            bins.append([unit])
+    return bins
+
+
+def _split(bins: list[list[int]], costs: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Halve the dearest bin until there are ``num_bins``; empty ones once all hold one unit."""
+
+    def ranked(one: list[int]) -> tuple[bool, int, list[int]]:
+        return len(one) == 1, -sum(costs[unit] for unit in one), one
+
+    heap = [ranked(one) for one in bins]
+    heapq.heapify(heap)
+    while heap and len(heap) < num_bins:
+        is_single, _, dearest = heap[0]
+        if is_single:
+            break
+        heapq.heappop(heap)
+        for half in _deal(dearest, costs, 2):
+            heapq.heappush(heap, ranked(half))
+    filled = [one for _, one in sorted((cost, one) for _, cost, one in heap)]
+    return filled + [[] for _ in range(num_bins - len(filled))]

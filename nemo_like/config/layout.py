@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_like.config.choices import DataParallel
+from nemo_like.config.choices import DataParallel, PipelineSchedule
 from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
 
@@ -30,6 +30,11 @@ class ParallelSizes:
     tp: int
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of the policy."""
+        return self.pp * self.replicate * self.shard * self.cp * self.tp
+
+    @property
     def dp(self) -> int:
         """Ranks that hold different rows."""
         return self.replicate * self.shard
@@ -38,6 +43,17 @@ class ParallelSizes:
     def axes(self) -> dict[str, int]:
         """For a RankLayout: copies and shards are one data-parallel axis."""
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands along each axis.
+
+        >>> ParallelSizes(pp=1, replicate=2, shard=2, cp=1, tp=2).coordinates(5)
+        {'pp': 0, 'replicate': 1, 'shard': 0, 'cp': 0, 'tp': 1}
+        """
+        found: dict[str, int] = {}
+        for axis in ("tp", "cp", "shard", "replicate", "pp"):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return dict(reversed(found.items()))
 
 
 def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
@@ -61,11 +77,12 @@ def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
         fixed["replicate_size"] = parallel.replicate_size
     product = math.prod(fixed.values())
     if num_ranks % product:
-        named = " x ".join(f"{name}={size}" for name, size in fixed.items() if size > 1)
+        named = [f"policy.parallel.{name}={size}" for name, size in fixed.items() if size > 1]
         divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+        it = "it" if len(named) == 1 else "their product"
         raise UserError(
-            f"policy.parallel: {named} does not divide the policy's {num_ranks} ranks; their "
-            f"product must be one of {', '.join(map(str, divisors))} (or change cluster sizes)."
+            f"{' x '.join(named)} does not divide the policy's {num_ranks} ranks; {it} must be one "
+            f"of {', '.join(map(str, divisors))} (or change cluster sizes)."
         )
     left = num_ranks // product
     ddp = parallel.data_parallel is DataParallel.ddp
@@ -104,13 +121,33 @@ def resolve_mesh_shape(policy: PolicyConfig, num_ranks: int) -> ParallelConfig:
     return replace(policy.parallel, **changes)
 
 
+def num_stages(parallel: ParallelConfig) -> int:
+    """Stages of the whole pipeline; interleaved rank r holds stages r, r + pp, r + 2 pp ..."""
+    interleaved = parallel.pipeline_schedule is PipelineSchedule.interleaved
+    per_rank = parallel.pipeline_stages_per_rank if interleaved else 1
+    return parallel.pipeline_parallel_size * per_rank
+
+
+def layer_range(num_layers: int, stages: int, stage: int) -> range:
+    """Layers of one stage; the first ones take what does not divide, the last has the head anyway.
+
+    >>> [list(layer_range(5, 2, stage)) for stage in range(2)]
+    [[0, 1, 2], [3, 4]]
+    """
+    least, more = divmod(num_layers, stages)
+    first = stage * least + min(stage, more)
+    return range(first, first + least + (stage < more))
+
+
 def _mesh_axes(value: Any) -> dict[str, int]:
     """``[[8, 2], ["fsdp", "tp"]]`` -> ``{"fsdp": 8, "tp": 2}``."""
     rule = (
         f"policy.mesh_shape={value} must be two lists, sizes and axis names, such as "
         "[[8,2],[fsdp,tp]]"
     )
-    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(v, list) for v in value)):
+    if not (
+        isinstance(value, list) and len(value) == 2 and all(isinstance(v, list) for v in value)
+    ):
         raise UserError(f"{rule}.")
     sizes, names = value
     if len(sizes) != len(names) or not sizes:

@@ -20,6 +20,10 @@ class ResourcePlan:
     generation: tuple[tuple[int, ...], ...]
     """Bundles of each generation replica: one a tensor-parallel rank, the first leads."""
 
+    def node_of(self, bundle: int) -> int:
+        """Index of the node that holds ``bundle``."""
+        return bundle // self.bundles_per_node[0]  # all nodes have the same number
+
     @property
     def colocated(self) -> bool:
         """True where policy and generation share bundles."""

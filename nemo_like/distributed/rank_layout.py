@@ -11,6 +11,8 @@ class RankLayout:
     >>> layout = RankLayout({"dp": 2, "tp": 2})
     >>> layout.coordinate(2, "dp"), layout.leaders("dp")
     (1, (0, 2))
+    >>> RankLayout({"pp": 2, "dp": 2}).leaders("dp", last="pp")
+    (2, 3)
     """
 
     sizes: dict[str, int]
@@ -26,11 +28,16 @@ class RankLayout:
         stride = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
         return rank // stride % self.sizes[axis]
 
-    def leaders(self, axis: str) -> tuple[int, ...]:
-        """The rank at each position of ``axis`` that is first along every other axis."""
-        others = [name for name in self.sizes if name != axis]
+    def leaders(self, axis: str, last: str | None = None) -> tuple[int, ...]:
+        """The rank at each position of ``axis`` that is first along every other (last on ``last``).
+
+        The last stage of a pipeline has the results.
+        """
+        wanted = {name: 0 for name in self.sizes if name != axis}
+        if last is not None:
+            wanted[last] = self.sizes[last] - 1
         return tuple(
             rank
             for rank in range(self.world_size)
-            if all(self.coordinate(rank, name) == 0 for name in others)
+            if all(self.coordinate(rank, name) == at for name, at in wanted.items())
         )

@@ -94,15 +94,19 @@ class WorkerGroup(Generic[W]):
         shards: Sequence[Any],
         *,
         axis: str = "dp",
+        last: str | None = None,
     ) -> list[R]:
-        """Shard i to all ranks at position i of ``axis``; results of its leaders, in order."""
+        """Shard i to all ranks at position i of ``axis``; results of its leaders, in order.
+
+        Leaders are first along every other axis, and last along ``last``.
+        """
         assert len(shards) == self.layout.sizes[axis], (len(shards), self.layout)
         work = {
             rank: ((shards[self.layout.coordinate(rank, axis)],), {})
             for rank in range(self.world_size)
         }
         results = self._send(work, method)
-        return [results[rank] for rank in self.layout.leaders(axis)]
+        return [results[rank] for rank in self.layout.leaders(axis, last)]
 
     def call_rank(
         self,

@@ -1,18 +1,35 @@
 """Attention over rows that lie end to end: each row sees itself only, and no mask is ever built.
 
 Registered with transformers under the name ``PACKED``; every model that takes its attention from
-there can use it. The linear layers see packed tokens; attention alone works on padded rows, which
-costs B * T^2 instead of N^2 and lets the fused causal kernel run.
+there can use it. On a GPU a variable-length flash kernel runs over the packed tokens. Elsewhere
+attention alone works on padded rows, which costs B * T^2 instead of N^2 and keeps causal kernels.
+
+Under context parallelism each rank holds N / cp of the tokens. Around attention, ranks trade: all
+heads of some tokens for some heads of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), so that any
+kernel, and any packing, is exact.
 """
 
+import inspect
+import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from nemo_like.policy.exchange import all_to_all
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None
+
 PACKED = "nemo_like_packed"
+
+# Terms of attention that some architectures add and this one lacks: left out, they would go unseen.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def row_index(lengths: Tensor, within: Tensor, row_of_token: Tensor) -> dict[str, Any]:
@@ -41,39 +58,101 @@ def packed_attention(
     padded_index: Tensor,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
+    context_group: dist.ProcessGroup | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each row.
 
-    ``query`` [1, H, N, D], ``key`` and ``value`` [1, H_kv, N, D] -> [1, N, H, D]. Raises
-    AssertionError for a window shorter than a row: set ``policy.batching=padded`` for such models.
+    ``query`` [1, H, N, D], ``key`` and ``value`` [1, H_kv, N, D] -> [1, N, H, D]; N is this rank's
+    share of the tokens under context parallelism. Raises AssertionError for a window shorter than a
+    row or terms that it does not have: set ``policy.batching=padded`` for such models.
     """
     assert attention_mask is None
     assert dropout == 0.0
     assert sliding_window is None or sliding_window >= max_length_q, (
         "sliding windows shorter than a sequence need policy.batching=padded"
     )
-    shape = (len(cu_seq_lens_q) - 1, max_length_q)
+    for name in _UNSUPPORTED:
+        assert others.get(name) is None, f"attention with {name} needs policy.batching=padded"
+    # [N, H, D] from here on.
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if context_group is not None:
+        q, k, v = _heads_for_tokens(q, k, v, context_group)
+    if varlen_attn is not None and q.is_cuda and q.dtype != torch.float32:
+        out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling)
+    else:
+        shape = (len(cu_seq_lens_q) - 1, max_length_q)
+        out = _padded(q, k, v, padded_index, shape, scaling)
+    if context_group is not None:
+        out = _tokens_for_heads(out, context_group)
+    return out[None], None
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, shape: tuple[int, int], scale: float | None
+) -> Tensor:
     out = scaled_dot_product_attention(
-        _pad(query, padded_index, shape),
-        _pad(key, padded_index, shape),
-        _pad(value, padded_index, shape),
+        _pad(q, index, shape),
+        _pad(k, index, shape),
+        _pad(v, index, shape),
         is_causal=True,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
-    return out.transpose(1, 2).flatten(0, 1)[padded_index][None], None
+    return out.transpose(1, 2).flatten(0, 1)[index]
 
 
-def _pad(x: Tensor, padded_index: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[1, H, N, D] -> [B, H, T, D] with zeros behind each row."""
-    flat = x[0].transpose(0, 1)
-    padded = flat.new_zeros(shape[0] * shape[1], *flat.shape[1:])
-    padded = padded.index_copy(0, padded_index, flat)
-    return padded.view(*shape, *flat.shape[1:]).transpose(1, 2)
+def _pad(x: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[N, H, D] -> [B, H, T, D] with zeros behind each row."""
+    padded = x.new_zeros(shape[0] * shape[1], *x.shape[1:])
+    padded = padded.index_copy(0, index, x)
+    return padded.view(*shape, *x.shape[1:]).transpose(1, 2)
+
+
+if varlen_attn is not None:
+    _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
+    # torch 2.10 asks is_causal=True for what later versions call window_size=(-1, 0).
+    _CAUSAL = (
+        {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
+    )
+    _HAS_GQA = "enable_gqa" in _VARLEN_PARAMETERS
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    assert varlen_attn is not None
+    options: dict[str, Any] = dict(_CAUSAL)
+    if q.shape[1] != k.shape[1] and _HAS_GQA:
+        options["enable_gqa"] = True
+    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, **options)  # pyright: ignore
+
+
+def _heads_for_tokens(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[N / cp, H, D] -> [N, H / cp, D]; key-value heads are repeated until they divide."""
+    size = dist.get_world_size(group)
+    repeat = size // math.gcd(k.shape[1], size)
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    traded = []
+    for x in (q, k, v):
+        n, heads, dim = x.shape
+        by_rank = x.view(n, size, heads // size, dim).transpose(0, 1).contiguous()
+        traded.append(all_to_all(by_rank, group).view(size * n, heads // size, dim))
+    return traded[0], traded[1], traded[2]
+
+
+def _tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[N, H / cp, D] -> [N / cp, H, D]."""
+    size = dist.get_world_size(group)
+    n, heads, dim = x.shape
+    by_rank = all_to_all(x.contiguous().view(size, n // size, heads, dim), group)
+    return by_rank.transpose(0, 1).reshape(n // size, size * heads, dim)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -3,10 +3,11 @@
 Legend: ``B`` rows, ``N`` their tokens end to end, ``T`` the longest row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.batch import keys
@@ -16,67 +17,139 @@ from nemo_like.policy.attention import row_index
 
 
 @dataclass(frozen=True, kw_only=True)
+class InputShape:
+    """Positions of a forward pass: [1, positions] packed, [rows, positions] padded."""
+
+    rows: int
+    positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputLayout:
+    """How rows are laid out on this rank; one per worker."""
+
+    batching: Batching
+    multiple: int = 1
+    """What the number of positions must divide by."""
+    context_group: dist.ProcessGroup | None = None
+    """Ranks that share the tokens of a packed pass, in equal contiguous parts."""
+
+    def shape_of(self, batch: TensorBatch) -> InputShape:
+        """The least shape that holds ``batch``."""
+        if self.batching is Batching.packed:
+            return InputShape(rows=1, positions=_round_up(batch.num_tokens, self.multiple))
+        longest = int(batch.lengths.max())
+        return InputShape(rows=len(batch), positions=_round_up(longest, self.multiple))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """Keyword arguments of one forward pass, and where its flat tokens are in the output."""
+    """Keyword arguments of one forward pass, and which of its positions predict what."""
 
     forward: dict[str, Any]
-    flat_index: Tensor
-    """int64 [N]: position of each token among the forward's positions, batch-major."""
-    targets: Tensor
-    """int64 [M]: flat positions of the tokens whose logprob is wanted; never a row's first."""
+    predictors: Tensor
+    """int64 [M]: positions of this rank's output, batch-major, whose next token is wanted."""
     target_ids: Tensor
-    """int64 [M]: the tokens there."""
+    """int64 [M]: the tokens that follow them."""
+    targets: Tensor
+    """int64 [M]: where those tokens are among the batch's N."""
     num_tokens: int
     """``N``."""
+    context_group: dist.ProcessGroup | None = field(default=None)
+    """Ranks that hold the other positions."""
 
 
-def model_inputs(batch: TensorBatch, batching: Batching) -> ModelInputs:
-    """Lay one micro-batch's rows out for the model; logprobs are wanted where the mask is True."""
+def model_inputs(
+    batch: TensorBatch, layout: InputLayout, shape: InputShape | None = None
+) -> ModelInputs:
+    """Lay one micro-batch's rows out for the model; logprobs are wanted where the mask is True.
+
+    ``shape``: fill up to it (pipeline stages exchange equal shapes).
+    """
+    shape = shape or layout.shape_of(batch)
     ids = batch.tokens[keys.INPUT_IDS]
-    within = torch.arange(len(ids), device=ids.device) - batch.starts[batch.row_of_token]
     targets = batch.tokens[keys.LOSS_MASK].nonzero(as_tuple=True)[0]
-    if batching is Batching.packed:
-        forward, flat_index = _packed(batch, ids, within)
-    else:
-        forward, flat_index = _padded(batch, ids, within)
+    if layout.batching is Batching.packed:
+        return _packed(batch, ids, targets, shape, layout.context_group)
+    return _padded(batch, ids, targets, shape)
+
+
+def empty_batch(device: torch.device | str) -> TensorBatch:
+    """One row of two tokens: what a rank feeds when others have a micro-batch more.
+
+    It has one target, so that its pass reaches every parameter; its loss is taken times zero.
+    """
+    return TensorBatch(
+        lengths=torch.tensor([2], device=device),
+        tokens={
+            keys.INPUT_IDS: torch.zeros(2, dtype=torch.int64, device=device),
+            keys.LOSS_MASK: torch.tensor([False, True], device=device),
+        },
+    )
+
+
+def _packed(
+    batch: TensorBatch,
+    ids: Tensor,
+    targets: Tensor,
+    shape: InputShape,
+    group: dist.ProcessGroup | None,
+) -> ModelInputs:
+    """All rows in one line; positions restart with each row, and so does attention."""
+    lengths = batch.lengths
+    if (extra := shape.positions - len(ids)) > 0:  # filled up with a row of its own
+        lengths = torch.cat([lengths, lengths.new_tensor([extra])])
+    whole = TensorBatch(lengths=lengths)
+    row_of_token = whole.row_of_token
+    within = torch.arange(shape.positions, device=ids.device) - whole.starts[row_of_token]
+    input_ids = torch.cat([ids, ids.new_zeros(extra)])
+    first, last = 0, shape.positions
+    if group is not None:
+        share = shape.positions // dist.get_world_size(group)
+        first = share * dist.get_rank(group)
+        last = first + share
+    mine = targets[(targets > first) & (targets <= last)]
     return ModelInputs(
-        forward={**forward, "use_cache": False},
-        flat_index=flat_index,
-        targets=targets,
+        forward={
+            "input_ids": input_ids[None, first:last],
+            "position_ids": within[None, first:last],
+            "use_cache": False,
+            "context_group": group,
+            **row_index(lengths, within, row_of_token),
+        },
+        predictors=mine - 1 - first,
+        target_ids=ids[mine],
+        targets=mine,
+        num_tokens=len(ids),
+        context_group=group,
+    )
+
+
+def _padded(batch: TensorBatch, ids: Tensor, targets: Tensor, shape: InputShape) -> ModelInputs:
+    """One row a line, padded on the right, where causal attention never looks."""
+    size = (shape.rows, shape.positions)
+    row_of_token = batch.row_of_token
+    within = torch.arange(len(ids), device=ids.device) - batch.starts[row_of_token]
+    flat_index = row_of_token * shape.positions + within
+    input_ids = ids.new_zeros(size)
+    input_ids.view(-1)[flat_index] = ids
+    mask = torch.zeros(size, dtype=torch.int64, device=ids.device)
+    mask.view(-1)[flat_index] = 1
+    mask[len(batch) :] = 1  # a row that sees nothing at all would be NaN
+    positions = torch.arange(shape.positions, device=ids.device).expand(size)
+    return ModelInputs(
+        forward={
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "use_cache": False,
+        },
+        predictors=flat_index[targets - 1],
         target_ids=ids[targets],
+        targets=targets,
         num_tokens=len(ids),
     )
 
 
-def empty_inputs(batching: Batching, device: torch.device | str) -> ModelInputs:
-    """One token and no targets: what a rank feeds when others have a micro-batch more."""
-    one = TensorBatch(
-        lengths=torch.tensor([1], device=device),
-        tokens={
-            keys.INPUT_IDS: torch.zeros(1, dtype=torch.int64, device=device),
-            keys.LOSS_MASK: torch.zeros(1, dtype=torch.bool, device=device),
-        },
-    )
-    return model_inputs(one, batching)
-
-
-def _packed(batch: TensorBatch, ids: Tensor, within: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """All rows in one line; positions restart with each row, and so does attention."""
-    forward = {
-        "input_ids": ids[None],
-        "position_ids": within[None],
-        **row_index(batch.lengths, within, batch.row_of_token),
-    }
-    return forward, torch.arange(len(ids), device=ids.device)
-
-
-def _padded(batch: TensorBatch, ids: Tensor, within: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """One row a line, padded on the right, where causal attention never looks."""
-    shape = (len(batch), int(batch.lengths.max()))
-    flat_index = batch.row_of_token * shape[1] + within
-    input_ids = ids.new_zeros(shape)
-    input_ids.view(-1)[flat_index] = ids
-    mask = torch.zeros(shape, dtype=torch.int64, device=ids.device)
-    mask.view(-1)[flat_index] = 1
-    positions = torch.arange(shape[1], device=ids.device).expand(shape)
-    return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}, flat_index
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

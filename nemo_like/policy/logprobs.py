@@ -1,16 +1,46 @@
 """Logprobs of given tokens without a float32 tensor of [tokens, vocabulary].
 
-Legend: ``M`` wanted tokens, ``H`` hidden width, ``V`` vocabulary, ``C`` tokens of a chunk.
+Legend: ``M`` wanted tokens, ``H`` hidden width, ``V`` rows of this rank's slice of the vocabulary,
+``C`` tokens of a chunk.
+
+With z = logits / temperature, p = softmax(z) and t the token: logprob = z_t - logsumexp(z), whose
+gradient by z is onehot(t) - p. So the forward pass keeps one logsumexp a token, and the backward
+pass multiplies each chunk again. Over ranks that hold slices of the vocabulary (Megatron-LM,
+arXiv:1909.08053, section 3) only maxima and sums of [M] travel, and the gradient of ``hidden``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-Head = Callable[[Tensor], Tensor]
-"""Hidden states [C, H] -> logits [C, V]."""
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """An output head: logits = cap(scale * (hidden @ weight.T + bias))."""
+
+    weight: Tensor
+    """[V, H], plain local tensor."""
+    bias: Tensor | None = None
+    """[V]."""
+    scale: float = 1.0
+    """What the architecture multiplies logits by (Cohere; 1 / divisor for Granite)."""
+    softcap: float | None = None
+    """tanh(logits / softcap) * softcap (Gemma 2)."""
+    float32: bool = False
+    """Multiply in float32, in the backward pass too."""
+    first_token_id: int = 0
+    """Vocabulary id of the first row of ``weight``."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that hold the other slices, of any sizes above 0. None: ``weight`` is the whole."""
 
 
 def token_logprobs(
@@ -21,30 +51,249 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool = False,
+    compile: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(token | hidden) at ``temperature``, and optionally the entropy of each distribution.
 
-    ``hidden`` [M, H], ``token_ids`` int64 [M] -> float32 [M] each. Logits exist for
-    ``chunk_tokens`` tokens at a time; the backward pass computes them again, it does not keep them.
+    ``hidden`` [M, H], ``token_ids`` int64 [M] -> float32 [M] each, in nats; the entropy has no
+    gradient. At most two float32 tensors of [chunk_tokens, V] exist at one time, forward and
+    backward. ``compile`` fuses what follows each matrix product (GPU).
+
+    Logits are float32. Factors stay in 16 bits on a GPU where both have the same such dtype and
+    ``head.float32`` is off, and so does the gradient by the logits; all else multiplies in float32.
+    Gradients by ``weight`` and ``bias`` are summed over chunks in float32.
+
+    With ``head.group`` all its ranks call this with the same ``hidden`` and ``token_ids`` and go on
+    in the same way: each gets the whole gradient of ``hidden`` and that of its own slice.
     """
-    if len(token_ids) == 0:
-        empty = hidden.sum(-1).float() * 0  # keeps the graph, so that every rank has a backward
-        return empty, empty.detach() if with_entropy else None
+    call = _Call(
+        transform=_Transform(head.scale, head.softcap, temperature),
+        float32=head.float32,
+        first_token_id=head.first_token_id,
+        group=head.group,
+        chunk_tokens=chunk_tokens,
+        with_entropy=with_entropy,
+        compile=compile,
+    )
+    return _TokenLogprobs.apply(  # pyright: ignore[reportReturnType]
+        hidden, head.weight, head.bias, token_ids, call
+    )
 
-    def one(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = head(h).float() / temperature
-        normalizer = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, ids[:, None])[:, 0] - normalizer
-        if not with_entropy:
+
+@dataclass(frozen=True)
+class _Transform:
+    """From the product of hidden states and weight to logits / temperature."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+
+    @property
+    def rate(self) -> float:
+        """Slope at 0."""
+        return self.scale / self.temperature
+
+    def apply_(self, products: Tensor, bias: Tensor | None) -> Tensor:
+        """In place."""
+        if bias is not None:
+            products.add_(bias)
+        if self.softcap is not None:
+            products.mul_(self.scale / self.softcap).tanh_()
+            return products.mul_(self.softcap / self.temperature)
+        return products if self.rate == 1 else products.mul_(self.rate)
+
+    def bend_(self, logits: Tensor) -> Tensor:
+        """In place: slope where the transform gave ``logits``, as a share of ``rate``."""
+        if self.softcap is None:
+            return logits.fill_(1)
+        return logits.square_().mul_(-((self.temperature / self.softcap) ** 2)).add_(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """Arguments that are not tensors; tensors reach the backward pass through autograd only."""
+
+    transform: _Transform
+    float32: bool
+    first_token_id: int
+    group: dist.ProcessGroup | None
+    chunk_tokens: int
+    with_entropy: bool
+    compile: bool
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        for start in range(0, num_tokens, self.chunk_tokens):
+            yield slice(start, start + self.chunk_tokens)
+
+    def factor_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
+        """What the head's factors are cast to.
+
+        Only a GPU has 16-bit products with a float32 result; elsewhere the logits would be rounded.
+        """
+        half = hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in _HALF
+        return hidden.dtype if half and not self.float32 else torch.float32
+
+    def own_rows(self, token_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
+        """The row of ``weight`` of each token, and which tokens have one here (None: all).
+
+        Without a group nothing is clamped, so that an id out of range is an error of the gather.
+        """
+        rows = token_ids - self.first_token_id
+        if self.group is None:
+            return rows, None
+        return rows.clamp(0, num_rows - 1), (rows >= 0) & (rows < num_rows)
+
+    def fused(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return _compiled(function) if self.compile else function
+
+
+class _TokenLogprobs(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        call: _Call,
+    ) -> tuple[Tensor, Tensor | None]:
+        ids, here = call.own_rows(token_ids, len(weight))
+        dtype = call.factor_dtype(hidden, weight)
+        columns = weight.to(dtype).t()
+        summarize = call.fused(_summarize)
+        sums = hidden.new_empty(3 + call.with_entropy, len(hidden), dtype=torch.float32)
+        for rows in call.chunks(len(hidden)):
+            products = _multiply(hidden[rows].to(dtype), columns)
+            sums[:, rows] = summarize(products, bias, ids[rows], call.transform, call.with_entropy)
+        if here is not None:
+            _merge_(sums, here, call.group)
+        log_sum = sums[1].log()
+        logprobs = sums[2] - log_sum
+        ctx.call = call
+        ctx.save_for_backward(hidden, weight, bias, token_ids, logprobs, sums[0] + log_sum)
+        if not call.with_entropy:
             return logprobs, None
-        logits = logits - normalizer[:, None]
-        return logprobs, -(logits.exp() * logits).sum(-1).detach()
+        entropy = log_sum - sums[3] / sums[1]
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
-    chunks = []
-    for h, ids in zip(hidden.split(chunk_tokens), token_ids.split(chunk_tokens), strict=True):
-        if torch.is_grad_enabled():
-            chunks.append(checkpoint(one, h, ids, use_reentrant=False))
-        else:
-            chunks.append(one(h, ids))
-    logprobs = torch.cat([chunk[0] for chunk in chunks])
-    return logprobs, torch.cat([chunk[1] for chunk in chunks]) if with_entropy else None
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        hidden, weight, bias, token_ids, logprobs, normalizer = ctx.saved_tensors
+        ids, here = call.own_rows(token_ids, len(weight))
+        dtype = call.factor_dtype(hidden, weight)
+        factor = weight.to(dtype)
+        gradient = gradients[0] * call.transform.rate
+        # Set, not added to -p: rounded to 16 bits, a p near 1 has lost the digits of 1 - p.
+        at_target = -logprobs.expm1() * gradient * call.transform.bend_(logprobs + normalizer)
+        differentiate = call.fused(_differentiate)
+        inputs = (hidden, weight, bias)
+        d_hidden, d_weight, d_bias = totals = [
+            torch.zeros_like(x, dtype=torch.float32) if wanted else None
+            for x, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
+        ]
+        for rows in call.chunks(len(hidden)):
+            chunk = hidden[rows].to(dtype)
+            d_products = differentiate(
+                _multiply(chunk, factor.t()),
+                bias,
+                normalizer[rows],
+                gradient[rows],
+                call.transform,
+                dtype,
+            )
+            _set_(d_products, ids[rows], at_target[rows], None if here is None else here[rows])
+            if d_hidden is not None:
+                d_hidden[rows] = _multiply(d_products, factor)
+            if d_weight is not None:
+                _add_product_(d_weight, d_products.t(), chunk)
+            if d_bias is not None:
+                d_bias += d_products.sum(0, dtype=torch.float32)
+            del d_products  # before the next chunk's product exists
+        if d_hidden is not None and call.group is not None:
+            dist.all_reduce(d_hidden, group=call.group)
+        cast = [None if d is None else d.to(x.dtype) for d, x in zip(totals, inputs, strict=True)]
+        return *cast, None, None
+
+
+def _summarize(
+    products: Tensor, bias: Tensor | None, ids: Tensor, transform: _Transform, with_entropy: bool
+) -> Tensor:
+    """[C, V] -> [3 or 4, C]: max z, sum e, z_t - max z, sum e * (z - max z); e = exp(z - max z)."""
+    logits = transform.apply_(products, bias)
+    peak = logits.amax(-1)
+    logits.sub_(peak[:, None])
+    target = logits.gather(1, ids[:, None])[:, 0]
+    if not with_entropy:
+        return torch.stack([peak, logits.exp_().sum(-1), target])
+    exponentials = logits.exp()
+    total = exponentials.sum(-1)
+    return torch.stack([peak, total, target, exponentials.mul_(logits).sum(-1)])
+
+
+def _merge_(sums: Tensor, here: Tensor, group: dist.ProcessGroup | None) -> None:
+    """In place: what ``_summarize`` gave for a slice of the vocabulary -> for the whole of it."""
+    peak = sums[0].clone()
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    shift = sums[0] - peak
+    sums[0] = peak
+    sums[2] = torch.where(here, sums[2] + shift, 0)
+    if len(sums) > 3:
+        sums[3] = (sums[3] + sums[1] * shift) * shift.exp()
+    sums[1] *= shift.exp()
+    dist.all_reduce(sums[1:], group=group)
+
+
+def _differentiate(
+    products: Tensor,
+    bias: Tensor | None,
+    normalizer: Tensor,
+    gradient: Tensor,
+    transform: _Transform,
+    dtype: torch.dtype,
+) -> Tensor:
+    """-p * gradient * bend [C, V]: the gradient by ``products``, but for the target's own term."""
+    logits = transform.apply_(products, bias)
+    if transform.softcap is None:
+        return logits.sub_(normalizer[:, None]).exp_().mul_(-gradient[:, None]).to(dtype)
+    shares = (logits - normalizer[:, None]).exp_().mul_(-gradient[:, None])
+    return shares.mul_(transform.bend_(logits)).to(dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` fused, for chunks of any length.
+
+    It works on a copy of its first argument, which the compiler removes: were the argument itself
+    changed in place, every intermediate result would be written back to it.
+    """
+
+    def on_copy(products: Tensor, *args: Any) -> Tensor:
+        return function(products.clone(), *args)
+
+    return torch.compile(on_copy, dynamic=True)
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32."""
+    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b without a second tensor of that size."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+def _set_(matrix: Tensor, columns: Tensor, values: Tensor, where: Tensor | None) -> None:
+    """matrix[i, columns[i]] = values[i] for each i, or each i with ``where[i]``."""
+    columns, values = columns[:, None], values[:, None].to(matrix.dtype)
+    if where is not None:
+        values = torch.where(where[:, None], values, matrix.gather(1, columns))
+    matrix.scatter_(1, columns, values)

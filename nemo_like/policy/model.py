@@ -1,31 +1,64 @@
-"""Any Hugging Face causal language model, as a module from tokens to logprobs.
+"""Any Hugging Face causal language model, or some of its layers, as a module that gives logprobs.
 
-Legend: ``N`` tokens of the micro-batch, ``M`` wanted ones.
+Legend: ``N`` tokens of the micro-batch, ``M`` wanted ones, ``H`` hidden width.
 """
 
-import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from nemo_like.batch import keys
-from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Attention, Batching
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.errors import UserError
-from nemo_like.policy.attention import PACKED
-from nemo_like.policy.inputs import ModelInputs, model_inputs
-from nemo_like.policy.logprobs import token_logprobs
-
-logger = logging.getLogger(__name__)
+from nemo_like.policy.exchange import join_parts
+from nemo_like.policy.inputs import ModelInputs
+from nemo_like.policy.logprobs import Head, token_logprobs
 
 # The head is applied here in chunks, so what a model does to its logits after it is applied too.
 _DIVIDES_LOGITS = "logits_scaling"  # Granite
 _MULTIPLIES_LOGITS = "logit_scale"  # Cohere
 _CAPS_LOGITS = "final_logit_softcapping"  # Gemma 2
-# Float32 rounding of logprobs, with a wide margin: a wrong term shows as 0.1 and more.
-_EXACT_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """How logprobs are computed from the last hidden states."""
+
+    chunk_tokens: int
+    """Tokens whose logits exist at one time."""
+    float32: bool = False
+    """Multiply in float32."""
+    compile: bool = False
+    """Fuse what follows the matrix product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One forward pass; opaque to the wrappers (FSDP, pipeline stages) that it travels through."""
+
+    inputs: ModelInputs
+    temperature: float
+    with_entropy: bool = False
+
+
+class Calls:
+    """What each stage's forward passes work on, in order: schedules keep that order per stage.
+
+    It travels as an opaque keyword argument. (The schedules themselves can only split tensors into
+    equal parts, and our micro-batches are not.)
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._next: dict[int, int] = {}
+
+    def next_for(self, module: nn.Module) -> Call:
+        """The call of this module's next forward pass."""
+        i = self._next.get(id(module), 0)
+        self._next[id(module)] = i + 1
+        return self._calls[i]
 
 
 class LogprobModel(nn.Module):
@@ -35,117 +68,76 @@ class LogprobModel(nn.Module):
     The model runs in eval mode always: dropout would make importance ratios differ from 1.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        settings: HeadSettings,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm.eval()
-        self.chunk_tokens = chunk_tokens
+        self.settings = settings
+        self.is_first = is_first
+        """Whether this stage has the embedding."""
+        self.is_last = is_last
+        """Whether this stage has the output head."""
+        self.vocab_group: dist.ProcessGroup | None = None
+        """Ranks that hold the other rows of the output head."""
 
-    def forward(
-        self, inputs: ModelInputs, temperature: float, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logprobs float32 [N], 0 where none is wanted; entropies [M] of the wanted ones."""
-        hidden = self.causal_lm.base_model(**inputs.forward).last_hidden_state.flatten(0, 1)
-        # The token at i is predicted by the hidden state of i - 1 in the same row.
-        before = hidden[inputs.flat_index[inputs.targets - 1]]
+    def forward(self, hidden: Tensor | None, calls: Calls) -> Tensor:
+        """Hidden states [.., H] of the last layer here; from the last stage, float32 [2, N]:
+
+        logprobs and entropies (zeros unless asked for), 0 where none is wanted. ``hidden`` comes
+        from the stage before; the first ignores it.
+        """
+        call = calls.next_for(self)
+        inputs = call.inputs
+        forward = dict(inputs.forward)
+        if not self.is_first:
+            forward["inputs_embeds"] = hidden
+            del forward["input_ids"]
+        hidden = self.causal_lm.base_model(**forward).last_hidden_state
+        assert hidden is not None
+        if not self.is_last:
+            return hidden
         logprobs, entropy = token_logprobs(
-            before,
+            hidden.flatten(0, 1)[inputs.predictors],
             inputs.target_ids,
-            self.logits,
-            temperature=temperature,
-            chunk_tokens=self.chunk_tokens,
-            with_entropy=with_entropy,
+            self._head(),
+            temperature=call.temperature,
+            chunk_tokens=self.settings.chunk_tokens,
+            with_entropy=call.with_entropy,
+            compile=self.settings.compile,
         )
-        flat = logprobs.new_zeros(inputs.num_tokens)
-        return flat.index_copy(0, inputs.targets, logprobs), entropy
+        wanted = torch.stack([logprobs, logprobs.detach() * 0 if entropy is None else entropy])
+        out = wanted.new_zeros(2, inputs.num_tokens).index_copy(1, inputs.targets, wanted)
+        if inputs.context_group is not None:
+            out = join_parts(out, inputs.context_group)
+        return out
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[C, H] -> [C, V], as the wrapped model computes them."""
-        head = self.causal_lm.get_output_embeddings()
-        assert head is not None
-        logits = head(hidden)
+    def _head(self) -> Head:
+        module = self.causal_lm.get_output_embeddings()
+        assert isinstance(module, nn.Module)
+        weight, bias = module.weight, getattr(module, "bias", None)
         config = self.causal_lm.config
+        scale = getattr(config, _MULTIPLIES_LOGITS, None) or 1.0
         if (divisor := getattr(config, _DIVIDES_LOGITS, None)) is not None:
-            logits = logits / divisor
-        if (factor := getattr(config, _MULTIPLIES_LOGITS, None)) is not None:
-            logits = logits * factor
-        if (cap := getattr(config, _CAPS_LOGITS, None)) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
-
-
-def load_model(path: str, config: PolicyConfig) -> LogprobModel:
-    """The model of a folder with float32 master weights on the CPU.
-
-    Raises UserError if the folder does not hold a causal language model that this worker can train.
-    """
-    attention = PACKED if config.batching is Batching.packed else config.attention.value
-    try:
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention, local_files_only=True
-        )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"policy.model={config.model} could not be loaded: {first_line} Give a folder that "
-            "transformers' AutoModelForCausalLM can load."
-        ) from error
-    model = LogprobModel(causal_lm, config.logprob_chunk_tokens)
-    _check_window(causal_lm, config)
-    _check_exact(model, config)
-    return model
-
-
-def _check_window(causal_lm: PreTrainedModel, config: PolicyConfig) -> None:
-    """Packed attention sees whole rows; refuse a window now, not when the first long row comes."""
-    text = causal_lm.config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    in_use = window is not None and getattr(text, "use_sliding_window", True)
-    if in_use and config.batching is Batching.packed and window < text.max_position_embeddings:
-        raise UserError(
-            f"policy.model={config.model} has a sliding window of {window} tokens, which packed "
-            "rows do not support; set policy.batching=padded."
+            scale = scale / divisor
+        group = self.vocab_group
+        rank = dist.get_rank(group) if group is not None else 0
+        local = _local(weight)
+        return Head(
+            weight=local,
+            bias=None if bias is None else _local(bias),
+            scale=scale,
+            softcap=getattr(config, _CAPS_LOGITS, None),
+            float32=self.settings.float32,
+            first_token_id=rank * len(local),  # slices are equal: tensor_parallel.py sees to it
+            group=group,
         )
 
 
-@torch.no_grad()
-def _check_exact(model: LogprobModel, config: PolicyConfig) -> None:
-    """Compare two short rows in the configured layout with each row alone in transformers' own.
-
-    Refuses what would silently be wrong: attention with terms of its own, recurrent layers that run
-    from one packed row into the next, logits changed in a way that ``logits`` does not know.
-    """
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([7, 5])
-    vocab_size = model.causal_lm.config.get_text_config().vocab_size
-    ids = torch.randint(0, vocab_size, (12,), generator=generator)
-    mask = torch.ones(12, dtype=torch.bool)
-    mask[[0, 7]] = False
-    batch = TensorBatch(lengths=lengths, tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask})
-    configured = str(model.causal_lm.config._attn_implementation)
-    if configured == Attention.flash_attention_2:  # runs on a GPU only; the layout is sdpa's
-        model.causal_lm.set_attn_implementation(Attention.sdpa.value)
-    problem, actual = "", torch.zeros(12)
-    try:
-        actual, _ = model(model_inputs(batch, config.batching), temperature=1.0)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        problem = f"it fails ({error})"
-    model.causal_lm.set_attn_implementation(Attention.eager.value)
-    rows = [
-        model.causal_lm(input_ids=row[None], use_cache=False).logits[0] for row in ids.split([7, 5])
-    ]
-    expected = torch.cat(
-        [
-            torch.cat([torch.zeros(1), one[:-1].log_softmax(-1).gather(-1, row[1:, None])[:, 0]])
-            for one, row in zip(rows, ids.split([7, 5]), strict=True)
-        ]
-    )
-    model.causal_lm.set_attn_implementation(configured)
-    if not problem and not (gap := (actual - expected).abs().max().item()) <= _EXACT_TOLERANCE:
-        problem = f"its logprobs differ by {gap:.3g} from those of the plain model"
-    if problem:
-        padded = config.batching is Batching.padded
-        remedy = "use another architecture" if padded else "set policy.batching=padded"
-        raise UserError(
-            f"policy.model={config.model}: {type(model.causal_lm).__name__} cannot be trained with "
-            f"policy.batching={config.batching}: {problem}; {remedy}."
-        )
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

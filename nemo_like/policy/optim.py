@@ -1,32 +1,60 @@
-"""Optimizer, schedule in optimizer steps, and clipping by the true global norm."""
+"""Optimizers, and the learning rate in optimizer steps.
+
+Parameters are plain tensors or DTensors under any mesh. AdamW and SGD work element by element, so
+each rank updates its shard; Muon and Adafactor look at whole matrices and have subclasses here.
+"""
 
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Parameter
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from nemo_like.config.choices import Schedule
+from nemo_like.config.choices import Decay, OptimizerKind, Schedule
 from nemo_like.config.policy_schema import OptimizerConfig, SchedulerConfig
-from nemo_like.errors import RunError
+from nemo_like.errors import UserError
+
+_Named = list[tuple[str, Parameter]]
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW (arXiv:1711.05101) over all parameters."""
-    return AdamW(
-        model.parameters(),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-    )
+def make_optimizers(
+    named_parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig
+) -> list[Optimizer]:
+    """The optimizers that together step on all parameters that require a gradient.
+
+    One, or for ``muon`` two: Muon for the matrices of layers and AdamW for embeddings, output head,
+    norms and biases. All kinds update sharded parameters as a single process would; ``adamw8bit``
+    does so if shards divide into its blocks of 256 numbers, since each block has one scale.
+    Raises UserError if the kind's package is missing or if no parameter suits it.
+    """
+    named = [(name, p) for name, p in named_parameters if p.requires_grad]
+    match config.kind:
+        case OptimizerKind.adamw:
+            return [_adamw(named, config)]
+        case OptimizerKind.sgd:
+            return [SGD(_groups(named, config), lr=config.lr, momentum=config.momentum)]
+        case OptimizerKind.adafactor:
+            return [WholeMatrixAdafactor(_groups(named, config), lr=config.lr)]
+        case OptimizerKind.adamw8bit:
+            return [_adamw8bit(named, config)]
+        case OptimizerKind.muon:
+            return _muon_and_adamw(named, config)
 
 
-def make_scheduler(optimizer: AdamW, config: SchedulerConfig, max_steps: int) -> LambdaLR:
-    """Step i of 0..max_steps-1 uses lr * ``lr_factor(i)``."""
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config, max_steps))
+def make_schedulers(
+    optimizers: Iterable[Optimizer], config: SchedulerConfig, max_steps: int
+) -> list[LambdaLR]:
+    """One for each optimizer: step i of 0..max_steps-1 uses lr * ``lr_factor(i)``."""
+    return [
+        LambdaLR(optimizer, lambda step: lr_factor(step, config, max_steps))
+        for optimizer in optimizers
+    ]
 
 
 def lr_factor(step: int, config: SchedulerConfig, max_steps: int) -> float:
@@ -35,44 +63,178 @@ def lr_factor(step: int, config: SchedulerConfig, max_steps: int) -> float:
     >>> config = SchedulerConfig(kind=Schedule.linear, warmup_steps=2, min_lr_ratio=0.0)
     >>> [round(lr_factor(i, config, 5), 3) for i in range(5)]
     [0.5, 1.0, 0.667, 0.333, 0.0]
+    >>> config = SchedulerConfig(kind=Schedule.wsd, decay_steps=2)
+    >>> [lr_factor(i, config, 5) for i in range(5)]
+    [1.0, 1.0, 1.0, 0.5, 0.0]
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.kind is Schedule.constant:
         return 1.0
-    first = max(config.warmup_steps - 1, 0)  # the step at which the peak is reached
-    progress = min((step - first) / max(max_steps - 1 - first, 1), 1.0)
+    last = max_steps - 1
+    # The last step at the peak: where warm-up ends, or where the decay of ``wsd`` begins.
+    peak = max(config.warmup_steps - 1, 0)
+    if config.kind is Schedule.wsd:
+        peak = max(peak, last - config.decay_steps)
+    progress = min(max(step - peak, 0) / max(last - peak, 1), 1.0)
     shape = 1 - progress
     if config.kind is Schedule.cosine:
         shape = (1 + math.cos(math.pi * progress)) / 2
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
-    """Scale gradients to a global norm of at most ``max_norm``; returns the norm before that.
+class WholeMatrixMuon(Muon):
+    """torch.optim.Muon (https://kellerjordan.github.io/posts/muon) for sharded matrices.
 
-    The norm is over all shards of all ranks. Raises RunError if it is not finite, before any
-    parameter changes, naming the first parameters whose gradient is not.
+    torch's own orthogonalises DTensors by distributed products in bfloat16, whose rounding depends
+    on the number of shards (4e-4 after three steps at lr 0.01). Here momentum stays sharded, while
+    every rank gathers and orthogonalises one whole matrix at a time: a step costs one all-gather of
+    all matrices, and no rank spares another the products.
     """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    total = _materialize(torch.nn.utils.get_total_norm(gradients))
-    norm = total.item()
-    if not math.isfinite(norm):
-        bad = [
-            name
-            for name, p in model.named_parameters()
-            if p.grad is not None and not math.isfinite(_materialize(p.grad.norm()).item())
-        ]
-        raise RunError(
-            f"The gradient norm is {norm} ({len(bad)} parameters, first {', '.join(bad[:3])}); "
-            "stopped before the optimizer step. Lower policy.optimizer.lr or look at the data."
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step on all matrices that have a gradient; collective."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_on(parameter, group)
+
+    def _step_on(self, parameter: Parameter, group: dict[str, Any]) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"]
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        # Without momentum and decay, a step from zero is the orthogonalised update itself.
+        change = Parameter(torch.zeros(parameter.shape, device=parameter.device))
+        change.grad = _whole(update)
+        options = {
+            key: group[key] for key in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+        }
+        Muon(
+            [change], group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, **options
+        ).step()
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        _local(parameter).add_(_shard_like(parameter, change.detach()))
+
+
+class WholeMatrixAdafactor(Adafactor):
+    """torch.optim.Adafactor (arXiv:1804.04235) for sharded parameters, which torch's own refuses.
+
+    ``lr`` is relative to a parameter's root mean square. Parameter and gradient are gathered, one
+    parameter at a time; every rank holds the row and column moments, which are small.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step on all parameters that have a gradient; collective."""
+        assert closure is None
+        for group in self.param_groups:
+            options = {key: group[key] for key in self.defaults}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                whole = Parameter(_whole(parameter))
+                whole.grad = _whole(parameter.grad)
+                optimizer = Adafactor([whole], **options)
+                optimizer.state[whole] = self.state[parameter]
+                optimizer.step()
+                _local(parameter).copy_(_shard_like(parameter, whole.detach()))
+
+
+def _adamw(named: _Named, config: OptimizerConfig) -> AdamW:
+    """AdamW (arXiv:1711.05101)."""
+    on_gpu = all(p.device.type == "cuda" for _, p in named)
+    return AdamW(
+        _groups(named, config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True if on_gpu else None,
+    )
+
+
+def _adamw8bit(named: _Named, config: OptimizerConfig) -> Optimizer:
+    """AdamW with 8-bit moments (arXiv:2110.02861)."""
+    try:
+        from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            "policy.optimizer.kind=adamw8bit needs the package torchao, which is not installed; "
+            "run pip install torchao, or set policy.optimizer.kind=adamw."
+        ) from error
+    return AdamW8bit(
+        _groups(named, config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
+
+
+def _muon_and_adamw(named: _Named, config: OptimizerConfig) -> list[Optimizer]:
+    matrices = [(name, p) for name, p in named if p.ndim == 2 and _is_in_a_layer(name)]
+    if not matrices:
+        raise UserError(
+            "policy.optimizer.kind=muon finds no matrix in a numbered layer of this model; set "
+            "policy.optimizer.kind=adamw."
         )
-    if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    return norm
+    optimizers: list[Optimizer] = [
+        WholeMatrixMuon(
+            _groups(matrices, config),
+            lr=config.lr,
+            momentum=config.momentum,
+            # Updates as large as AdamW's (arXiv:2502.16982), so that one lr serves both.
+            adjust_lr_fn="match_rms_adamw",
+        )
+    ]
+    taken = {name for name, _ in matrices}
+    if rest := [(name, p) for name, p in named if name not in taken]:
+        optimizers.append(_adamw(rest, config))
+    return optimizers
 
 
-def _materialize(x: Tensor) -> Tensor:
-    """The whole value of a norm that FSDP leaves as one partial per shard."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+def _is_in_a_layer(name: str) -> bool:
+    """Layers are numbered in every architecture; embeddings and output heads are not.
+
+    >>> _is_in_a_layer("model.layers.0.mlp.up_proj.weight"), _is_in_a_layer("lm_head.weight")
+    (True, False)
+    """
+    return any(part.isdecimal() for part in name.split("."))
+
+
+def _groups(named: _Named, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameters by whether they decay, and by mesh.
+
+    torch's foreach and fused kernels refuse lists that mix meshes, and FSDP2 with tensor parallelism
+    has norms on one mesh and matrices on another.
+    """
+    groups: dict[tuple[bool, DeviceMesh | None], list[Parameter]] = {}
+    for _, p in named:
+        decays = config.decay is Decay.all or p.ndim > 1
+        mesh = p.device_mesh if isinstance(p, DTensor) else None
+        groups.setdefault((decays, mesh), []).append(p)
+    return [
+        {"params": params, "weight_decay": config.weight_decay if decays else 0.0}
+        for (decays, _), params in groups.items()
+    ]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_like(parameter: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of ``whole``, cut as ``parameter`` is; moves no data between ranks."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return copies.redistribute(placements=parameter.placements).to_local()

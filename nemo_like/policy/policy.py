@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
 from nemo_like.config.choices import Batching
+from nemo_like.config.layout import parallel_sizes
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.payload import PayloadMeter
+from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import WorkerGroup
@@ -32,7 +34,7 @@ class WrittenWeights:
 
 
 class Policy:
-    """Policy ranks under FSDP2, called as one."""
+    """Policy ranks, called as one."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Policy:
             PolicyWorker,
             "policy",
             bundles,
+            layout=RankLayout(parallel_sizes(config, len(bundles)).axes),
             timeout_s=cluster_config.call_timeout_s,
             log_dir=log_dir,
             meter=meter,
@@ -82,9 +85,9 @@ class Policy:
     def logprobs(self, batch: RemoteBatch) -> Metrics:
         """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference."""
         plan = self._plan(batch)
-        results = self.group.scatter(PolicyWorker.logprobs, self._shards(batch, plan))
+        results = self.group.scatter(PolicyWorker.logprobs, self._shards(batch, plan), last="pp")
         rows_of = [plan.rows(rank) for rank in range(len(results))]
-        batch.add_columns([ref for ref, _ in results], rows_of)
+        batch.add_columns([ref for ref, _ in results if ref is not None], rows_of)
         return merge([metrics for _, metrics in results])
 
     def train(self, batch: RemoteBatch, loss: Loss) -> Metrics:
@@ -98,7 +101,7 @@ class Policy:
             TrainShard(shard=shard, loss=loss, denominators=denominators)
             for shard in self._shards(batch, self._plan(batch))
         ]
-        results = self.group.scatter(PolicyWorker.train, shards)
+        results = self.group.scatter(PolicyWorker.train, shards, last="pp")
         self.weight_version += 1
         return merge(results)
 

@@ -3,42 +3,74 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as dcp_load
 import torch.distributed.checkpoint.state_dict_saver as dcp_save
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer
 
 from nemo_like.errors import RunError
+from nemo_like.policy.engine import TrainEngine
+from nemo_like.policy.loading import hf_name, tied_names
 from nemo_like.policy.model import LogprobModel
 from nemo_like.weights.buckets import plan_buckets
 from nemo_like.weights.manifest import expected_tensors, refit_metadata
 
-# What wrappers put into parameter names.
-_WRAPPERS = ("causal_lm.", "_checkpoint_wrapped_module.")
+# By parameter name, whatever groups the optimizer keeps them in.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
 
 
-def full_tensors(
-    model: LogprobModel, model_path: str, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the architecture once, by its Hugging Face name, whole, in ``dtype``.
 
-    Collective: all ranks must draw from it at the same pace.
+    Collective: all ranks must draw from it at the same pace. With a pipeline, each tensor is sent
+    from the stage that has it to the others.
     """
-    state = {_hf_name(name): tensor for name, tensor in model.state_dict().items()}
-    for name in expected_tensors(model_path, dtype):
-        tensor = state[name]
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield name, whole.detach().to(dtype) if whole.is_floating_point() else whole.detach()
+    engine.synchronize()
+    state: dict[str, Tensor] = {}
+    for stage in engine.stages:
+        ties = tied_names(stage) if stage.is_first else {}
+        for name, tensor in stage.state_dict().items():
+            if hf_name(name) not in ties:
+                state[hf_name(name)] = tensor
+    pp = engine.mesh.group("pp")
+    owners = _owners(list(state), pp)
+    for name, (shape, stored) in expected_tensors(engine.setup.model_path, dtype).items():
+        tensor = state.get(name)
+        if tensor is None:
+            whole = torch.empty(shape, dtype=stored, device=engine.device)
+        else:
+            # CPU offload keeps shards on the host, where NCCL does not reach them.
+            shard = tensor.detach().to(engine.device)
+            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            whole = whole.to(dtype) if whole.is_floating_point() else whole
+        if pp is not None:
+            whole = whole.contiguous()
+            dist.broadcast(whole, dist.get_global_rank(pp, owners[name]), group=pp)
+        yield name, whole
+
+
+def _owners(names: list[str], pp: dist.ProcessGroup | None) -> dict[str, int]:
+    """Tensor name -> the first pipeline rank that has it."""
+    if pp is None:
+        return {}
+    everyone: list[Any] = [None] * dist.get_world_size(pp)
+    dist.all_gather_object(everyone, names, group=pp)
+    return {name: rank for rank in reversed(range(len(everyone))) for name in everyone[rank]}
 
 
 def write_buckets(
@@ -77,29 +109,35 @@ def _check_room(folder: Path, num_bytes: int) -> None:
         )
 
 
-def save_checkpoint(
-    folder: Path, model: LogprobModel, optimizer: AdamW, scheduler: LambdaLR
-) -> None:
+def save_checkpoint(folder: Path, engine: TrainEngine) -> None:
     """Each rank writes its own shards of model and optimizer; collective."""
-    state = _checkpoint_state(model, optimizer, scheduler)
-    dcp_save.save(state, checkpoint_id=str(folder))
+    engine.synchronize()
+    dcp_save.save(_joined(engine, _stage_states(engine)), checkpoint_id=str(folder))
 
 
-def load_checkpoint(
-    folder: Path, model: LogprobModel, optimizer: AdamW, scheduler: LambdaLR
-) -> None:
-    """Restore in place, from any number of ranks, the optimizer's hyperparameters included."""
-    state = _checkpoint_state(model, optimizer, scheduler)
-    dcp_load.load(state, checkpoint_id=str(folder))
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    scheduler.load_state_dict(state["scheduler"])
-    # A run that is extended follows the new schedule from its first step on.
-    for group, base, factor in zip(
-        optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-    ):
-        group["lr"] = base * factor(scheduler.last_epoch)
+def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
+    """Restore in place, from any number of ranks in any layout, hyperparameters included."""
+    states = _stage_states(engine)
+    loaded = _joined(engine, states)
+    dcp_load.load(loaded, checkpoint_id=str(folder))
+    for state in states:
+        set_state_dict(
+            state.stage,
+            state.optimizers,
+            model_state_dict={k: loaded["model"][state.stored(k)] for k in state.model},
+            optim_state_dict={k: loaded["optimizer"][state.stored(k)] for k in state.optimizer},
+            options=_OPTIONS,
+        )
+    engine.num_steps = loaded["num_steps"]
+    if engine.loss_scale is not None:
+        engine.loss_scale.load_state_dict(loaded["loss_scale"])
+    for scheduler in engine.schedulers:
+        scheduler.load_state_dict(loaded["scheduler"])
+        # A run that is extended follows the new schedule from its first step on.
+        for group, base, factor in zip(
+            scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(scheduler.last_epoch)
 
 
 def export_folder(
@@ -129,16 +167,41 @@ def export_folder(
     aside.rename(target)
 
 
-def _checkpoint_state(model: LogprobModel, optimizer: AdamW, scheduler: LambdaLR) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "scheduler": scheduler.state_dict(),
+@dataclass(frozen=True, kw_only=True)
+class _StageState:
+    """State of one stage and its optimizers, under the names of the wrapped model."""
+
+    stage: LogprobModel
+    optimizers: list[Optimizer]
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+
+    def stored(self, name: str) -> str:
+        """The name in a checkpoint: a head tied to another stage's embedding goes by its name."""
+        if self.stage.is_last and not self.stage.is_first:
+            for head, embedding in tied_names(self.stage).items():
+                name = name.replace(head, embedding)
+        return name
+
+
+def _stage_states(engine: TrainEngine) -> list[_StageState]:
+    states = []
+    for stage, optimizers in zip(engine.stages, engine.optimizers, strict=True):
+        model, optimizer = get_state_dict(stage, optimizers, options=_OPTIONS)
+        states.append(
+            _StageState(stage=stage, optimizers=optimizers, model=model, optimizer=optimizer)
+        )
+    return states
+
+
+def _joined(engine: TrainEngine, states: list[_StageState]) -> dict[str, Any]:
+    """What a checkpoint holds, by names that do not depend on the layout."""
+    joined: dict[str, Any] = {
+        "model": {s.stored(name): value for s in states for name, value in s.model.items()},
+        "optimizer": {s.stored(name): value for s in states for name, value in s.optimizer.items()},
+        "scheduler": engine.schedulers[0].state_dict(),
+        "num_steps": engine.num_steps,
     }
-
-
-def _hf_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    if engine.loss_scale is not None:
+        joined["loss_scale"] = engine.loss_scale.state_dict()
+    return joined

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from ray import ObjectRef
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
@@ -21,10 +19,8 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
-from nemo_like.policy.inputs import empty_inputs, model_inputs
-from nemo_like.policy.model import LogprobModel, load_model
-from nemo_like.policy.optim import make_optimizer, make_scheduler
-from nemo_like.policy.parallelize import shard_model
+from nemo_like.policy.engine import EngineSetup, MicroBatches, TrainEngine
+from nemo_like.policy.probe import check_architecture
 from nemo_like.policy.state import (
     export_folder,
     full_tensors,
@@ -32,7 +28,6 @@ from nemo_like.policy.state import (
     save_checkpoint,
     write_buckets,
 )
-from nemo_like.policy.train_step import train_step
 from nemo_like.weights.manifest import expected_tensors
 
 logger = logging.getLogger(__name__)
@@ -59,7 +54,7 @@ class Shard:
     """Rows of each micro-batch; 0 where only other ranks have one."""
     temperature: float
 
-    def micro_batches(self, device: torch.device) -> list[TensorBatch | None]:
+    def micro_batches(self, device: torch.device) -> MicroBatches:
         """Fetch the rows and cut them; None for an empty micro-batch."""
         local = self.batch.fetch()
         first = 0
@@ -99,67 +94,61 @@ class PolicyWorker(Worker):
         self._dtype = getattr(torch, setup.config.dtype.value)
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
-        if self.context.rank > 0:
+        if self.context.rank == 0:
+            check_architecture(setup.model_path, setup.config)
+        else:
             world_size = self.context.world_size
             self._store = TCPStore(address, port, world_size, False, timeout)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(0)
         dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
+            # Tensors that are offloaded to the host are exchanged there, too.
+            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
             store=self._store,
             rank=self.context.rank,
             world_size=self.context.world_size,
             timeout=timeout,
         )
-        if self._device.type == "cuda":
-            torch.cuda.set_device(0)
-        self._mesh = init_device_mesh(
-            self._device.type, (self.context.world_size,), mesh_dim_names=("dp",)
+        self._engine = TrainEngine(
+            EngineSetup(
+                config=setup.config,
+                model_path=setup.model_path,
+                max_steps=setup.max_steps,
+                with_reference=setup.with_reference,
+            ),
+            self._device,
         )
-        self._model = self._sharded_model()
-        self._reference = None
-        if setup.with_reference:
-            self._reference = self._sharded_model().requires_grad_(False)
-        self._optimizer = make_optimizer(self._model, setup.config.optimizer)
-        self._scheduler = make_scheduler(self._optimizer, setup.config.scheduler, setup.max_steps)
 
-    def logprobs(self, shard: Shard) -> tuple[ObjectRef, Metrics]:
+    def logprobs(self, shard: Shard) -> tuple[ObjectRef | None, Metrics]:
         """Logprobs of the policy, and of the reference if there is one, for the shard's rows.
 
-        Returns a reference to their columns; metrics compare them with the generation logprobs.
+        Returns a reference to their columns (from ranks that answer; None from others); metrics
+        compare them with the generation logprobs.
         """
         micro_batches = shard.micro_batches(self._device)
-        columns: dict[str, list[torch.Tensor]] = {keys.POLICY_LOGPROBS: []}
-        if self._reference is not None:
-            columns[keys.REFERENCE_LOGPROBS] = []
-        parts: list[Metrics] = []
-        for micro_batch in micro_batches:
-            policy, entropy = self._score(self._model, micro_batch, shard.temperature, True)
-            if self._reference is not None:
-                reference, _ = self._score(self._reference, micro_batch, shard.temperature, False)
-                columns[keys.REFERENCE_LOGPROBS].append(reference)
-            columns[keys.POLICY_LOGPROBS].append(policy)
-            if micro_batch is not None:
-                parts.append(mismatch_metrics(micro_batch, policy, entropy))
-        # Without a backward pass the root module stays gathered; free it.
-        for model in (self._model, self._reference):
-            if isinstance(model, FSDPModule):
-                model.reshard()
-        tokens = {name: torch.cat(parts_).cpu() for name, parts_ in columns.items()}
+        columns = self._engine.logprobs(micro_batches, shard.temperature)
+        if not self._engine.mesh.answers:
+            return None, {}
+        real = [each for each in micro_batches if each is not None]
+        parts = [
+            mismatch_metrics(batch, logprobs, entropy)
+            for batch, logprobs, entropy in zip(
+                real, columns["policy"], columns["entropy"], strict=True
+            )
+        ]
+        names = {"policy": keys.POLICY_LOGPROBS, "reference": keys.REFERENCE_LOGPROBS}
+        tokens = {
+            names[name]: torch.cat(parts_).cpu() if parts_ else torch.zeros(0)
+            for name, parts_ in columns.items()
+            if name in names
+        }
         return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens)), merge(parts)
 
     def train(self, work: TrainShard) -> Metrics:
         """One optimizer step over all ranks' shards; collective."""
-        return train_step(
-            self._model,
-            self._optimizer,
-            self._scheduler,
-            work.shard.micro_batches(self._device),
-            work.loss,
-            work.denominators,
-            temperature=work.shard.temperature,
-            batching=self._config.batching,
-            max_grad_norm=self._config.max_grad_norm,
-            device=self._device,
-        )
+        shard = work.shard
+        micro_batches = shard.micro_batches(self._device)
+        return self._engine.train(micro_batches, work.loss, work.denominators, shard.temperature)
 
     def write_weights(
         self, folder: str, version: int, bucket_bytes: int, writers: list[bool]
@@ -171,7 +160,7 @@ class PolicyWorker(Worker):
             for name, (shape, dtype) in expected.items()
         }
         paths = write_buckets(
-            full_tensors(self._model, self._setup.model_path, self._dtype),
+            full_tensors(self._engine, self._dtype),
             sizes,
             Path(folder),
             version,
@@ -186,42 +175,24 @@ class PolicyWorker(Worker):
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule; collective."""
-        save_checkpoint(Path(folder), self._model, self._optimizer, self._scheduler)
+        save_checkpoint(Path(folder), self._engine)
 
     def load(self, folder: str) -> None:
         """Restore what ``save`` wrote; collective."""
-        load_checkpoint(Path(folder), self._model, self._optimizer, self._scheduler)
+        load_checkpoint(Path(folder), self._engine)
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder; collective."""
-        tensors = full_tensors(self._model, self._setup.model_path, self._dtype)
         export_folder(
-            tensors, Path(self._setup.model_path), Path(folder), write=self.context.rank == 0
+            full_tensors(self._engine, self._dtype),
+            Path(self._setup.model_path),
+            Path(folder),
+            write=self.context.rank == 0,
         )
-
-    def _sharded_model(self) -> LogprobModel:
-        model = load_model(self._setup.model_path, self._config)
-        # Moves to the device unit by unit as it shards, so that no GPU ever holds the whole model.
-        shard_model(model, self._mesh, self._dtype, self._config.activation_checkpointing)
-        return model
-
-    @torch.no_grad()
-    def _score(
-        self,
-        model: LogprobModel,
-        micro_batch: TensorBatch | None,
-        temperature: float,
-        with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if micro_batch is None:
-            model(empty_inputs(self._config.batching, self._device), temperature)
-            return torch.zeros(0, device=self._device), None
-        inputs = model_inputs(micro_batch, self._config.batching)
-        return model(inputs, temperature, with_entropy)
 
 
 def mismatch_metrics(
-    batch: TensorBatch, policy_logprobs: torch.Tensor, entropy: torch.Tensor | None
+    batch: TensorBatch, policy_logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> Metrics:
     """The gap between the engine that sampled and the trainer, over trained tokens.
 
@@ -234,16 +205,13 @@ def mismatch_metrics(
     if count == 0:
         return {}
     gap = log_ratio.abs()
-    numbers = [gap.mean(), gap.max(), (log_ratio.exp() - 1 - log_ratio).mean(), policy.mean()]
-    if entropy is not None:
-        numbers.append(entropy.mean())
-    mean_gap, max_gap, kl, logprob, *rest = torch.stack(numbers).tolist()
-    metrics: Metrics = {
+    kl = (log_ratio.exp() - 1 - log_ratio).mean()
+    numbers = [gap.mean(), gap.max(), kl, policy.mean(), entropy[trained].mean()]
+    mean_gap, max_gap, mean_kl, logprob, mean_entropy = torch.stack(numbers).tolist()
+    return {
         "mismatch/mean_abs": Metric(mean_gap, weight=count),
         "mismatch/max_abs": Metric(max_gap, reduce=Reduce.max),
-        "mismatch/kl": Metric(kl, weight=count),
+        "mismatch/kl": Metric(mean_kl, weight=count),
         "policy/logprob": Metric(logprob, weight=count),
+        "policy/entropy": Metric(mean_entropy, weight=count),
     }
-    if rest:
-        metrics["policy/entropy"] = Metric(rest[0], weight=count)
-    return metrics

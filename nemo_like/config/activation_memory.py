@@ -1,0 +1,147 @@
+"""What one forward pass leaves in memory for the backward pass: bytes per token, arithmetic only.
+
+For a decoder layer like Llama's with fused attention (no matrix of [tokens, tokens] exists).
+Legend: ``s`` bytes of a number in compute, ``h`` hidden width, ``q`` width of all queries, ``k`` of
+all keys, ``i`` width of the MLP, ``tp`` tensor-parallel ranks, ``sp`` the same with sequence
+parallelism and 1 without.
+"""
+
+import math
+from dataclasses import dataclass
+
+from nemo_like.config.choices import Checkpointing, Dtype, PipelineSchedule
+from nemo_like.config.layout import ParallelSizes, layer_range, num_stages
+from nemo_like.config.model_shape import ModelShape
+from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
+
+FLOAT32 = 4
+"""Bytes of a float32 number."""
+BYTES = {Dtype.float32: FLOAT32, Dtype.bfloat16: 2, Dtype.float16: 2}
+"""Bytes of a number in compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerActivations:
+    """Bytes per token of a rank's share, for one layer."""
+
+    saved: float
+    """Kept from forward to backward."""
+    working: float
+    """Exists while the layer is computed backwards, beyond what is saved."""
+    scoring: float
+    """Exists while the layer is computed without a backward pass."""
+
+
+def layer_activations(
+    shape: ModelShape, policy: PolicyConfig, parallel: ParallelConfig, sizes: ParallelSizes
+) -> LayerActivations:
+    """What checkpointing keeps, and what the backward pass of one layer needs on top.
+
+    Recomputing brings back all that a plain forward pass saves. On top come gradients: those of the
+    MLP's three inner tensors and of two of width h exist at once; a forward pass alone has as much.
+    """
+    whole = _whole_layer(shape, policy, parallel, sizes)
+    s = BYTES[policy.dtype]
+    temporary = s * (3 * shape.intermediate / sizes.tp + 2 * shape.hidden)
+    saved, recomputed = whole, 0.0
+    if policy.activation_checkpointing is Checkpointing.full:
+        saved, recomputed = s * shape.hidden / _sp(parallel, sizes), whole
+    elif policy.activation_checkpointing is Checkpointing.selective:
+        saved, recomputed = _selective_layer(shape, policy, parallel, sizes), whole
+    return LayerActivations(saved=saved, working=recomputed + temporary, scoring=temporary)
+
+
+def _whole_layer(
+    shape: ModelShape, policy: PolicyConfig, parallel: ParallelConfig, sizes: ParallelSizes
+) -> float:
+    """Everything that one layer saves; exact for transformers' Llama and Qwen2 (by test).
+
+    * Each of two norms: its input in float32, the normalised numbers (for the gradient of its
+      weight) and its result (input of the next matrices): (4 + s) h / sp + s h; its float32 root.
+      Sequence-parallel results are gathered, so they are whole.
+    * Attention: q, k, v after rotation, its result: s (2 q + 2 k) / tp, and a float32 logarithm a
+      head. Context-parallel ranks hold all tokens of some heads instead of some tokens of all: as
+      much, but keys and values are repeated until their heads divide.
+    * MLP: gate, silu(gate), up, and their product: 4 s i / tp.
+
+    Compiled layers compute again in the backward pass what is cheap and not the input of a matrix:
+    of a norm its input and result stay, 2 s h; of the MLP gate, up and the product, 3 s i.
+    (torch's min-cut partitioner, which bans recomputing what a backward matrix product reads.)
+    """
+    s, h, sp = BYTES[policy.dtype], shape.hidden, _sp(parallel, sizes)
+    norm = s * h / sp + s * h if policy.compile else (FLOAT32 + s) * h / sp + s * h
+    norm += FLOAT32 / sp
+    mlp = (3 if policy.compile else 4) * s * shape.intermediate / sizes.tp
+    return 2 * norm + _attention(shape, s, sizes) + mlp
+
+
+def _selective_layer(
+    shape: ModelShape, policy: PolicyConfig, parallel: ParallelConfig, sizes: ParallelSizes
+) -> float:
+    """Results of matrix products and of attention, and the layer's input.
+
+    s h / sp for the input; s (q + 2 k) / tp for three projections; attention's result and
+    logarithms; s h for each projection back (before tensor-parallel ranks add up); 2 s i / tp for
+    gate and up.
+    """
+    s, h = BYTES[policy.dtype], shape.hidden
+    projections = s * (shape.query_width + 2 * shape.key_width) / sizes.tp
+    attended = (s * shape.query_width + FLOAT32 * shape.heads) / sizes.tp
+    mlp = 2 * s * shape.intermediate / sizes.tp
+    return s * h / _sp(parallel, sizes) + projections + attended + 2 * s * h + mlp
+
+
+def _attention(shape: ModelShape, s: int, sizes: ParallelSizes) -> float:
+    kv_heads = max(shape.kv_heads // sizes.tp, 1)
+    repeated = sizes.cp // math.gcd(kv_heads, sizes.cp)
+    widths = 2 * shape.query_width + 2 * shape.key_width * repeated
+    return (s * widths + FLOAT32 * shape.heads) / sizes.tp
+
+
+def head_activations(shape: ModelShape, policy: PolicyConfig) -> float:
+    """Bytes per token between the last layer and the logits.
+
+    The final norm, not compiled: (4 + 2 s) h; and the rows that predict a trained token: s h.
+    """
+    s = BYTES[policy.dtype]
+    return (FLOAT32 + 3 * s) * shape.hidden
+
+
+def logits_bytes(shape: ModelShape, policy: PolicyConfig, tokens: float, tp: int) -> float:
+    """Two float32 tensors [chunk, V / tp]: logits and their gradient.
+
+    A vocabulary that tp does not divide stays whole on every rank.
+    """
+    vocab = shape.vocab / tp if shape.vocab % tp == 0 else shape.vocab
+    return 2 * FLOAT32 * min(policy.logprob_chunk_tokens, tokens) * vocab
+
+
+def layers_in_flight(
+    shape: ModelShape, parallel: ParallelConfig, pipeline_rank: int, num_micro_batches: int
+) -> int:
+    """Layers x micro-batches whose activations a rank holds at once, at most.
+
+    Without a pipeline, or under gpipe: every layer for 1, or for all M, micro-batches. one_f_one_b:
+    rank r of pp starts min(M, pp - r) forward passes before the first backward. Interleaved with v
+    stages a rank (Megatron-LM, arXiv:2104.04473, section 2.2): 2 (pp - r - 1) + (v - 1) pp + 1
+    passes through one stage.
+    """
+    size, stages = parallel.pipeline_parallel_size, num_stages(parallel)
+    mine = [
+        len(layer_range(shape.layers, stages, stage))
+        for stage in range(pipeline_rank, stages, size)
+    ]
+    if size == 1:
+        return sum(mine)
+    match parallel.pipeline_schedule:
+        case PipelineSchedule.gpipe:
+            return num_micro_batches * sum(mine)
+        case PipelineSchedule.one_f_one_b:
+            return min(num_micro_batches, size - pipeline_rank) * sum(mine)
+        case PipelineSchedule.interleaved:
+            passes = 2 * (size - pipeline_rank - 1) + (len(mine) - 1) * size + 1
+            return min(passes * max(mine), num_micro_batches * sum(mine))
+
+
+def _sp(parallel: ParallelConfig, sizes: ParallelSizes) -> int:
+    return sizes.tp if parallel.sequence_parallel else 1

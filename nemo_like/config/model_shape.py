@@ -1,0 +1,121 @@
+"""What a model's config.json says about its size, read as plain JSON."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_like.errors import UserError
+
+# Names of the same number in older architectures (GPT-2, Falcon, T5-like code).
+_ALIASES = {
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "num_attention_heads": ("n_head", "num_heads"),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+}
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The numbers that memory depends on, for a dense decoder with gated MLPs (Llama and kin)."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    """Embedding and output head are one matrix."""
+
+    @property
+    def query_width(self) -> int:
+        """Numbers in all queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Numbers in all keys of a token, and in all values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters of one layer's matrices: q, k, v, o; gate, up, down. (Biases: below 0.1 %.)"""
+        attention = 2 * self.hidden * self.query_width + 2 * self.hidden * self.key_width
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_norms(self) -> int:
+        """Parameters of one layer's two norms."""
+        return 2 * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (self.layer_matrices + self.layer_norms) + tables + self.hidden
+
+
+def read_settings(model_folder: Path) -> dict[str, Any]:
+    """config.json of ``model_folder``; of a multimodal model, its part about text.
+
+    Raises UserError if it is no JSON object.
+    """
+    path = model_folder / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"policy.model: {path} cannot be read as JSON ({error}); give a folder in Hugging "
+            "Face format."
+        ) from error
+    if not isinstance(settings, dict):
+        raise UserError(
+            f"policy.model: {path} is not a JSON object; give a folder in Hugging Face format."
+        )
+    return {**settings, **(settings.get("text_config") or {})}
+
+
+def number(settings: dict[str, Any], key: str) -> int | None:
+    """The number called ``key`` or one of its older names; None where config.json leaves it out."""
+    for name in (key, *_ALIASES.get(key, ())):
+        if isinstance(value := settings.get(name), int):
+            return value
+    return None
+
+
+def read_model_shape(model_folder: Path) -> ModelShape:
+    """The shape of the model in ``model_folder``.
+
+    Raises UserError for one whose size config.json does not give, or that has experts.
+    """
+    settings = read_settings(model_folder)
+    if experts := [key for key in _EXPERT_KEYS if (number(settings, key) or 0) > 1]:
+        raise UserError(
+            f"policy.model: {model_folder} has experts ({experts[0]}={settings[experts[0]]}), "
+            "which the formulas do not cover; they are for dense models."
+        )
+
+    def wanted(key: str) -> int:
+        if (value := number(settings, key)) is None:
+            raise UserError(
+                f"policy.model: {model_folder / 'config.json'} does not give {key}, which the "
+                "formulas need; they are for Llama-like models."
+            )
+        return value
+
+    hidden, heads = wanted("hidden_size"), wanted("num_attention_heads")
+    return ModelShape(
+        layers=wanted("num_hidden_layers"),
+        hidden=hidden,
+        intermediate=number(settings, "intermediate_size") or 4 * hidden,
+        heads=heads,
+        kv_heads=number(settings, "num_key_value_heads") or heads,
+        head_dim=number(settings, "head_dim") or hidden // heads,
+        vocab=wanted("vocab_size"),
+        # transformers leaves out what equals the default of PreTrainedConfig, which is true.
+        tied=bool(settings.get("tie_word_embeddings", True)),
+    )

@@ -1,0 +1,78 @@
+"""The two kinds of rule about one key: its range, and where it would have no effect."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_like.config.schema import GRPORunConfig
+from nemo_like.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """Bounds of keys, by dotted name. None as a value is in every range."""
+
+    at_least: Mapping[str, float] = field(default_factory=dict)
+    above_zero: Sequence[str] = ()
+    at_most: Mapping[str, float] = field(default_factory=dict)
+    below_one: Sequence[str] = ()
+    """Shares in [0, 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """Keys that do nothing in some runs."""
+
+    keys: Sequence[str]
+    """Keys, or sections for all keys in them."""
+    applies: Callable[[GRPORunConfig], bool]
+    """Whether the keys have an effect."""
+    why_not: str
+    """What stands in the way, and what to set: the end of a sentence."""
+
+
+def value_of(config: object, key: str) -> Any:
+    """The value at a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def check_ranges(config: GRPORunConfig, ranges: Ranges) -> None:
+    """Raise UserError for the first value out of its range."""
+    for key, least in ranges.at_least.items():
+        value = value_of(config, key)
+        if value is not None and not value >= least:
+            why = " (a group of one has no baseline)" if "num_generations_per" in key else ""
+            raise UserError(f"{key}={value} must be at least {least:g}{why}.")
+    for key in ranges.above_zero:
+        value = value_of(config, key)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{key}={value} must be a finite number above 0.")
+    for key, most in ranges.at_most.items():
+        if not value_of(config, key) <= most:
+            raise UserError(f"{key}={value_of(config, key)} must be at most {most:g}.")
+    for key in ranges.below_one:
+        if not 0 <= value_of(config, key) < 1:
+            raise UserError(f"{key}={value_of(config, key)} must be in [0, 1).")
+
+
+def check_effects(config: GRPORunConfig, effects: Sequence[Effect]) -> None:
+    """A key that differs from its default and changes nothing is a misunderstanding: say so."""
+    default = GRPORunConfig()
+    for effect in effects:
+        for key in effect.keys:
+            for leaf in _leaves(config, key):
+                value = value_of(config, leaf)
+                if value != value_of(default, leaf) and not effect.applies(config):
+                    shown = str(value).lower() if isinstance(value, bool) else value
+                    raise UserError(f"{leaf}={shown} would have no effect: {effect.why_not}.")
+
+
+def _leaves(config: GRPORunConfig, key: str) -> list[str]:
+    value = value_of(config, key)
+    if not dataclasses.is_dataclass(value):
+        return [key]
+    return [f"{key}.{one.name}" for one in dataclasses.fields(value)]

@@ -1,0 +1,214 @@
+"""``nemo-like plan``: what a configuration would do with a cluster, without Ray and without torch."""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from nemo_like.cli import end_on_error
+from nemo_like.config.choices import Batching
+from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
+from nemo_like.config.load import compose_raw, load
+from nemo_like.config.memory import PhaseMemory, predict_memory
+from nemo_like.config.model_checks import check_model_fits
+from nemo_like.config.model_shape import ModelShape, read_model_shape
+from nemo_like.config.plan import ResourcePlan, plan_resources
+from nemo_like.config.schema import GRPORunConfig
+from nemo_like.errors import UserError
+from nemo_like.models.resolve import resolve_model
+
+# Rows of a table at most, and how many of its end are among them.
+_MOST_ROWS = 24
+_LAST_ROWS = 4
+_CONFIGS = Path(__file__).parent.parent / "configs"
+_USAGE = "nemo-like plan [config name] [key=value ...] [--config-name NAME] [--config-dir DIR]"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; use {_USAGE}.")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; wrong input ends it with code 2 and one sentence."""
+    end_on_error(lambda: _run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: Sequence[str]) -> None:
+    parser = _Parser(prog="nemo-like", usage=_USAGE, description=__doc__, allow_abbrev=False)
+    parser.add_argument("words", nargs="*", metavar="plan", help="configuration, or key=value")
+    parser.add_argument("--config-name", "-cn", help="YAML file without its ending (grpo)")
+    parser.add_argument("--config-dir", "-cd", type=Path, help="folder of your own YAML files")
+    parser.add_argument("--config-path", "-cp", type=Path, help="instead of the shipped configs")
+    options = parser.parse_intermixed_args(arguments)
+    command, *words = options.words or [""]
+    if command != "plan":
+        raise UserError(f"'{command}' is not a command of nemo-like; use {_USAGE}.")
+    # Words without "=" are no overrides, but Hydra's ~key deletes one.
+    names = [word for word in words if "=" not in word and not word.startswith("~")]
+    if len(names) + (options.config_name is not None) > 1:
+        raise UserError(f"{names[-1]} is one config name too many; use {_USAGE}.")
+    folder = options.config_path or _CONFIGS
+    if not folder.is_dir():
+        raise UserError(f"--config-path={folder} is no folder; give one with YAML files.")
+    name = options.config_name or (names[0] if names else "grpo")
+    overrides = [word for word in words if word not in names]
+    config = load(compose_raw(folder, name, overrides, options.config_dir))
+    for line in plan_lines(config, resolve_model(config.policy.model)):
+        sys.stdout.write(f"{line}\n")
+
+
+def plan_lines(config: GRPORunConfig, model_folder: Path) -> Iterator[str]:
+    """The whole report on a checked configuration, line by line.
+
+    Raises UserError, before the first line, if the model cannot be cut as configured.
+    """
+    plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
+    check_model_fits(config.policy, len(plan.policy), model_folder)
+    sizes = parallel_sizes(config.policy, len(plan.policy))
+    yield from _summary(config, plan, sizes)
+    yield ""
+    yield from _places(plan, sizes)
+    yield ""
+    yield from _batch(config, sizes)
+    yield ""
+    try:
+        shape = read_model_shape(model_folder)
+    except UserError as error:
+        yield f"Memory is not predicted: {error}"
+        return
+    yield from _memory(config, shape, sizes)
+
+
+def _summary(config: GRPORunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
+    kind = "GPU" if plan.uses_gpus else "CPU worker"
+    roles = (
+        "policy and generation share all bundles" if plan.colocated else "policy, then generation"
+    )
+    data_parallel = resolve_mesh_shape(config.policy, sizes.num_ranks).data_parallel
+    yield (
+        f"Cluster     {len(plan.bundles_per_node)} node(s) x {plan.bundles_per_node[0]} {kind}(s), "
+        f"one bundle each: {roles}"
+    )
+    grid = " x ".join(f"{axis} {getattr(sizes, axis)}" for axis in sizes.coordinates(0))
+    yield f"Policy      {sizes.num_ranks} rank(s) = {grid} ({data_parallel})"
+    yield (
+        f"Generation  {len(plan.generation)} replica(s) of {len(plan.generation[0])} worker(s) "
+        f"({config.generation.backend})"
+    )
+
+
+def _places(plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
+    """One row a bundle: its node, policy rank with coordinates, and generation replica."""
+    rank_of = {bundle: rank for rank, bundle in enumerate(plan.policy)}
+    replica_of = {bundle: i for i, replica in enumerate(plan.generation) for bundle in replica}
+    axes = list(sizes.coordinates(0))
+    header = ["node", "bundle", "policy", *axes, "generation"]
+
+    def row(bundle: int) -> list[str]:
+        rank = rank_of.get(bundle)
+        where = ["-"] * len(axes)
+        if rank is not None:
+            where = [str(position) for position in sizes.coordinates(rank).values()]
+        names = ["-" if rank is None else str(rank), *where, str(replica_of.get(bundle, "-"))]
+        return [str(plan.node_of(bundle)), str(bundle), *names]
+
+    yield from _table(header, [row(bundle) for bundle in _abbreviated(sum(plan.bundles_per_node))])
+    if (hidden := sum(plan.bundles_per_node) - _MOST_ROWS) > 0:
+        yield f"({hidden} bundles between the first and the last {_LAST_ROWS} are left out)"
+
+
+def _abbreviated(count: int) -> list[int]:
+    """Indices to show of ``count``: all, or the first ones and the last few."""
+    if count <= _MOST_ROWS:
+        return list(range(count))
+    return [*range(_MOST_ROWS - _LAST_ROWS), *range(count - _LAST_ROWS, count)]
+
+
+def _batch(config: GRPORunConfig, sizes: ParallelSizes) -> Iterator[str]:
+    grpo, policy = config.grpo, config.policy
+    rows = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    per_rank = math.ceil(rows / sizes.dp)
+    yield (
+        f"Batch       {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} "
+        f"completions = {rows} rows a step; {sizes.dp} data-parallel rank(s) get at most about "
+        f"{per_rank} rows each"
+    )
+    bound = f"policy.micro_batch_tokens={policy.micro_batch_tokens}"
+    if policy.micro_batch_size is not None:
+        bound += f", policy.micro_batch_size={policy.micro_batch_size}"
+    layout = "padded" if policy.batching is Batching.padded else "packed"
+    yield (
+        f"            {bound}: about {_micro_batches(config, sizes)} micro-batch(es) a rank, "
+        f"{layout}, if rows have {config.generation.max_new_tokens} new tokens; prompts add to it"
+    )
+
+
+def _micro_batches(config: GRPORunConfig, sizes: ParallelSizes) -> int:
+    """Micro-batches of one rank if every completion is as long as it may be, without prompts."""
+    grpo, policy = config.grpo, config.policy
+    rows = math.ceil(grpo.num_prompts_per_step * grpo.num_generations_per_prompt / sizes.dp)
+    fitting = policy.micro_batch_tokens // config.generation.max_new_tokens
+    return math.ceil(rows / min(fitting, policy.micro_batch_size or fitting))
+
+
+def _memory(config: GRPORunConfig, shape: ModelShape, sizes: ParallelSizes) -> Iterator[str]:
+    device = "GPU" if config.cluster.gpus_per_node else "host"
+    yield (
+        f"Memory      {device} memory of a policy rank, GiB, predicted for full micro-batches of "
+        f"{config.policy.model} ({shape.num_parameters / 1e6:.4g} M parameters)"
+    )
+    yield "            CUDA's context, NCCL, fragmentation and generation engines come on top."
+    for pipeline_rank in _abbreviated(sizes.pp):
+        phases = predict_memory(
+            shape,
+            config.policy,
+            sizes.num_ranks,
+            pipeline_rank=pipeline_rank,
+            num_micro_batches=_micro_batches(config, sizes),
+            with_reference=config.loss.kl_coef > 0,
+        )
+        yield ""
+        if sizes.pp > 1:
+            per_stage = sizes.num_ranks // sizes.pp
+            first = pipeline_rank * per_stage
+            yield f"pp {pipeline_rank} (ranks {first} to {first + per_stage - 1})"
+        yield from _phase_table(phases)
+
+
+def _phase_table(phases: Sequence[PhaseMemory]) -> Iterator[str]:
+    parts = list(dict.fromkeys(part for phase in phases for part in phase.parts))
+    hosts = any(phase.host for phase in phases)
+    rows = [
+        [
+            phase.name,
+            *(_gib(phase.parts.get(part, 0.0)) for part in parts),
+            _gib(phase.total),
+            *([_gib(phase.host)] if hosts else []),
+        ]
+        for phase in phases
+    ]
+    yield from _table(["phase", *parts, "total", *(["on host"] if hosts else [])], rows)
+    most = max(phases, key=lambda phase: phase.total)
+    yield f"peak: {_gib(most.total)} GiB ({most.name})"
+
+
+def _gib(size: float) -> str:
+    """Three digits where there are that many.
+
+    >>> [_gib(size) for size in (0.0, 0.00012, 0.0456, 23.04, 1234.5)]
+    ['-', '<0.001', '0.0456', '23.0', '1234']
+    """
+    if size == 0:
+        return "-"
+    if size < 0.001:
+        return "<0.001"
+    return f"{size:#.3g}" if size < 100 else f"{size:.0f}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

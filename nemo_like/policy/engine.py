@@ -1,0 +1,318 @@
+"""The training engine of one rank, without Ray: any layout, one exact step.
+
+Every micro-batch's loss is its share of one global mean (see losses/protocol.py), so gradients of
+micro-batches, data-parallel and context-parallel ranks add up. Tensor-parallel ranks and stages of
+a pipeline hold parts of one model; whole parameters that they share are kept equal.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.choices import Dtype, Offload
+from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.errors import RunError
+from nemo_like.losses.protocol import Denominators, Loss
+from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
+from nemo_like.policy.ddp import average_parameters, wrap_ddp
+from nemo_like.policy.gradients import clip_gradients, explain_non_finite, gradient_norm
+from nemo_like.policy.inputs import InputLayout, InputShape, empty_batch, model_inputs
+from nemo_like.policy.loading import hf_name, load_stages, tied_names
+from nemo_like.policy.loss_scale import LossScale
+from nemo_like.policy.mesh import PolicyMesh
+from nemo_like.policy.model import Call, Calls, LogprobModel
+from nemo_like.policy.optim import make_optimizers, make_schedulers
+from nemo_like.policy.pipeline import Pipeline
+from nemo_like.policy.tensor_parallel import sum_partial_gradients
+
+MicroBatches = Sequence[TensorBatch | None]
+"""None stands for a micro-batch that only other data-parallel ranks have."""
+
+_REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """What every rank needs to start."""
+
+    config: PolicyConfig
+    model_path: str
+    max_steps: int
+    with_reference: bool
+
+
+class TrainEngine:
+    """One rank's share of model, optimizer and schedule; all methods are collective."""
+
+    def __init__(self, setup: EngineSetup, device: torch.device) -> None:
+        config = setup.config
+        self.setup = setup
+        self.config = config
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, config.dtype.value)
+        torch.backends.cuda.matmul.allow_tf32 = config.tf32
+        torch.backends.cudnn.allow_tf32 = config.tf32
+        self.mesh = PolicyMesh(config, device.type)
+        self._layout = InputLayout(
+            batching=config.batching,
+            multiple=self.mesh.sequence_multiple,
+            context_group=self.mesh.group("cp"),
+        )
+        self.stages, self._partial = self._load()
+        self.reference: list[LogprobModel] = []
+        if setup.with_reference:
+            self.reference, _ = self._load()
+            for stage in self.reference:
+                stage.requires_grad_(False)
+        self._ddp = wrap_ddp(self.stages[0], self.mesh) if self.mesh.ddp else None
+        self.optimizers = [
+            make_optimizers(stage.named_parameters(), config.optimizer) for stage in self.stages
+        ]
+        every = [optimizer for of_stage in self.optimizers for optimizer in of_stage]
+        self.schedulers = make_schedulers(every, config.scheduler, setup.max_steps)
+        self.loss_scale = LossScale(config.loss_scale) if config.dtype is Dtype.float16 else None
+        self.num_steps = 0
+        """Optimizer steps taken."""
+
+    def logprobs(self, micro_batches: MicroBatches, temperature: float) -> dict[str, list[Tensor]]:
+        """Logprobs [N] of each micro-batch by ``policy`` and, if there is one, ``reference``.
+
+        Also ``entropy`` [N] of the policy's distributions. Only ranks that answer for the driver
+        (``mesh.answers``) have them; the lists are empty elsewhere.
+        """
+        batches = [each or empty_batch(self.device) for each in micro_batches]
+        shape = self._common_shape(batches)
+        calls = [self._call(batch, temperature, shape, with_entropy=True) for batch in batches]
+        with torch.no_grad(), self._precision():
+            outputs = self._score(self.stages, calls, shape)
+            reference = self._score(self.reference, calls, shape) if self.reference else []
+        kept = [i for i, each in enumerate(micro_batches) if each is not None and outputs]
+        columns = {
+            "policy": [outputs[i][0] for i in kept],
+            "entropy": [outputs[i][1] for i in kept],
+        }
+        if self.reference:
+            columns["reference"] = [reference[i][0] for i in kept if reference]
+        return columns
+
+    def train(
+        self,
+        micro_batches: MicroBatches,
+        loss: Loss,
+        denominators: Denominators,
+        temperature: float,
+    ) -> Metrics:
+        """Forward and backward over this rank's micro-batches, then one step of all ranks together.
+
+        The returned metrics are this data-parallel rank's share; ranks that do not answer for the
+        driver return only what all of them know. Raises RunError before the optimizer step if the
+        loss or the gradient norm is not finite (in float16: skips the step and counts it).
+        """
+        parts = self._backward(micro_batches, loss, denominators, temperature)
+        parameters = self.parameters()
+        self._complete_gradients(parameters)
+        norm = gradient_norm(
+            parameters,
+            pipeline_group=self.mesh.group("pp"),
+            counted_elsewhere=self._counted_elsewhere(parameters),
+        )
+        scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
+        true_norm = norm.item() / scale
+        metrics = merge(parts)
+        metrics["train/grad_norm"] = Metric(true_norm, reduce=Reduce.max)
+        metrics["train/lr"] = Metric(float(self.schedulers[0].get_last_lr()[0]), reduce=Reduce.max)
+        finite = bool(torch.isfinite(norm))
+        if not finite and self.loss_scale is None:
+            raise explain_non_finite(norm, parameters, self.mesh.rank, _REMEDY)
+        if finite:
+            clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
+            self._optimizer_step()
+        self._zero_gradients()
+        if self.loss_scale is not None:
+            metrics["train/loss_scale"] = Metric(scale, reduce=Reduce.max)
+            self.loss_scale.update(overflowed=not finite)
+            skipped = float(self.loss_scale.skipped_steps)
+            metrics["train/skipped_steps"] = Metric(skipped, reduce=Reduce.max)
+        return metrics
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trained parameters of this rank's stages, by their names in the wrapped model."""
+        return {
+            name: parameter for stage in self.stages for name, parameter in stage.named_parameters()
+        }
+
+    def synchronize(self) -> None:
+        """Make replicas equal before weights leave the policy (local SGD lets them drift)."""
+        if self.mesh.ddp and self.mesh.parallel.ddp.average_every_steps > 1:
+            average_parameters(self.parameters(), self.mesh.group("replicate"))
+
+    def _load(self) -> tuple[list[LogprobModel], set[str]]:
+        return load_stages(self.setup.model_path, self.config, self.mesh, self.device)
+
+    def _backward(
+        self,
+        micro_batches: MicroBatches,
+        loss: Loss,
+        denominators: Denominators,
+        temperature: float,
+    ) -> list[Metrics]:
+        """Accumulate the gradient of all micro-batches; the metrics of each real one."""
+        batches = [each or empty_batch(self.device) for each in micro_batches]
+        shape = self._common_shape(batches)
+        calls = [self._call(batch, temperature, shape) for batch in batches]
+        parts: list[Metrics] = []
+
+        def value_of(output: Tensor, i: int) -> Tensor:
+            micro_batch = micro_batches[i]
+            if micro_batch is None:
+                return output.sum() * 0
+            value, metrics = loss(output[0], micro_batch, denominators)
+            parts.append(metrics)
+            return value * self._loss_factor()
+
+        with self._precision():
+            if self.mesh.sizes.pp > 1:
+                self._pipeline(self.stages).train(calls, value_of, self._hidden_shape(shape))
+            else:
+                self._accumulate(calls, value_of)
+        self._check_losses(parts)
+        return parts
+
+    def _accumulate(self, calls: Sequence[Call], value_of: Callable[[Tensor, int], Tensor]) -> None:
+        model = self.stages[0]
+        whole_step = isinstance(model, FSDPModule) and not self.mesh.parallel.reshard_after_forward
+        for i, call in enumerate(calls):
+            last = i == len(calls) - 1
+            if whole_step and isinstance(model, FSDPModule):
+                # Gradients add up unsharded and are reduced once.
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+            with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+                output = (self._ddp or model)(None, Calls([call]))
+                value_of(output, i).backward()
+
+    def _complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Add up what parallel parts of one model contribute to the parameters that they share."""
+        tp = self.mesh.group("tp")
+        if tp is not None:
+            sum_partial_gradients(dict(parameters), self._partial, tp)
+        tied = self._tied_copy(parameters)
+        if tied is not None:
+            gradient = tied[1].grad
+            assert gradient is not None
+            dist.all_reduce(
+                gradient.to_local() if isinstance(gradient, DTensor) else gradient,
+                group=self.mesh.first_and_last_stage,
+            )
+
+    def _tied_copy(self, parameters: Mapping[str, nn.Parameter]) -> tuple[str, nn.Parameter] | None:
+        """Embedding on the first stage, head on the last: two copies of one tied parameter."""
+        if self.mesh.first_and_last_stage is None:
+            return None
+        ties = tied_names(self.stages[0])
+        both = ties.keys() | set(ties.values())
+        return next(((n, p) for n, p in parameters.items() if hf_name(n) in both), None)
+
+    def _counted_elsewhere(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+        """The tied head of the last stage: the first stage counts it in the norm."""
+        tied = self._tied_copy(parameters)
+        return set() if tied is None or self.mesh.coordinate("pp") == 0 else {tied[0]}
+
+    def _optimizer_step(self) -> None:
+        every = [optimizer for of_stage in self.optimizers for optimizer in of_stage]
+        for optimizer in every:
+            if self.config.offload is Offload.optimizer:
+                _move_state(optimizer, self.device)
+            optimizer.step()
+            if self.config.offload is Offload.optimizer:
+                _move_state(optimizer, torch.device("cpu"))
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.num_steps += 1
+        period = self.mesh.parallel.ddp.average_every_steps
+        if self.mesh.ddp and period > 1 and self.num_steps % period == 0:
+            self.synchronize()
+
+    def _zero_gradients(self) -> None:
+        for stage in self.stages:
+            stage.zero_grad(set_to_none=True)
+
+    def _score(
+        self, stages: list[LogprobModel], calls: Sequence[Call], shape: InputShape | None
+    ) -> list[Tensor]:
+        if self.mesh.sizes.pp > 1:
+            outputs = self._pipeline(stages).score(calls, self._hidden_shape(shape))
+        else:
+            outputs = [stages[0](None, Calls([call])) for call in calls]
+        for stage in stages:
+            # Without a backward pass the root module stays gathered; free it.
+            if isinstance(stage, FSDPModule):
+                stage.reshard()
+        return outputs
+
+    def _pipeline(self, stages: list[LogprobModel]) -> Pipeline:
+        group = self.mesh.group("pp")
+        assert group is not None
+        return Pipeline(stages, self.mesh.parallel, group, self.device, self.dtype)
+
+    def _call(
+        self,
+        batch: TensorBatch,
+        temperature: float,
+        shape: InputShape | None,
+        with_entropy: bool = False,
+    ) -> Call:
+        return Call(
+            inputs=model_inputs(batch, self._layout, shape),
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+
+    def _common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
+        """Stages of a pipeline exchange tensors of one shape; elsewhere each batch has its own."""
+        if self.mesh.sizes.pp == 1:
+            return None
+        shapes = [self._layout.shape_of(batch) for batch in batches]
+        return InputShape(
+            rows=max(shape.rows for shape in shapes),
+            positions=max(shape.positions for shape in shapes),
+        )
+
+    def _hidden_shape(self, shape: InputShape | None) -> list[int]:
+        assert shape is not None
+        return [shape.rows, shape.positions // self.mesh.sizes.cp]
+
+    def _loss_factor(self) -> float:
+        """Undoes DDP's mean over ranks (local SGD: a rank's own mean), and scales for float16."""
+        factor = float(self.mesh.sizes.replicate) if self.mesh.ddp else 1.0
+        return factor * (self.loss_scale.factor if self.loss_scale is not None else 1.0)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        """FSDP computes in the configured dtype by itself; DDP keeps float32 and uses autocast."""
+        if self.mesh.ddp and self.dtype != torch.float32:
+            return torch.autocast(self.device.type, self.dtype)
+        return nullcontext()
+
+    def _check_losses(self, parts: Sequence[Metrics]) -> None:
+        for part in parts:
+            loss = part.get("train/loss")
+            if loss is not None and not bool(torch.isfinite(torch.tensor(float(loss.value)))):
+                raise RunError(
+                    f"The loss of a micro-batch on rank {self.mesh.rank} is {loss.value}; stopped "
+                    f"before the optimizer step. {_REMEDY}"
+                )
+
+
+def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                state[name] = value.to(device, non_blocking=True)

@@ -1,0 +1,154 @@
+"""From a Hugging Face folder to sharded stages on the device, without a whole model anywhere.
+
+Parameters begin on the meta device; each rank reads its own slices from the safetensors files.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.state_dict_loader as dcp_load
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from nemo_like.config.choices import Batching, Offload
+from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.policy.attention import PACKED
+from nemo_like.policy.mesh import PolicyMesh
+from nemo_like.policy.model import HeadSettings, LogprobModel
+from nemo_like.policy.parallelize import shard_model, wrap_layers
+from nemo_like.policy.stages import keep_stage, num_stages, stages_of_rank
+from nemo_like.policy.tensor_parallel import apply_tensor_parallel
+
+logger = logging.getLogger(__name__)
+
+# What wrappers put into parameter names.
+_WRAPPERS = ("causal_lm.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def load_stages(
+    path: str, config: PolicyConfig, mesh: PolicyMesh, device: torch.device
+) -> tuple[list[LogprobModel], set[str]]:
+    """This rank's stages, sharded and loaded, float32 master weights; collective.
+
+    Second: names of parameters whose gradients must be summed over tensor-parallel ranks.
+    """
+    dtype = getattr(torch, config.dtype.value)
+    stages, partial = [], set()
+    for stage in stages_of_rank(mesh.parallel, mesh.coordinate("pp")):
+        causal_lm = _empty_model(path, config)
+        if mesh.sizes.pp > 1:
+            keep_stage(causal_lm, mesh.parallel, stage)
+        model = LogprobModel(
+            causal_lm,
+            HeadSettings(
+                chunk_tokens=config.logprob_chunk_tokens,
+                float32=config.float32_head,
+                compile=config.compile,
+            ),
+            is_first=stage == 0,
+            is_last=stage == num_stages(mesh.parallel) - 1,
+        )
+        if mesh.tp is not None:
+            partial |= apply_tensor_parallel(
+                model, mesh.tp, sequence_parallel=mesh.parallel.sequence_parallel
+            )
+        wrap_layers(model, config)
+        if not mesh.ddp:
+            shard_model(model, mesh, config, dtype)
+        _materialize(model, torch.device("cpu") if config.offload is Offload.all else device, device)
+        _load_weights(model, path)
+        stages.append(model)
+    return stages, partial
+
+
+def hf_name(name: str) -> str:
+    """The Hugging Face name of a parameter of a wrapped model.
+
+    >>> hf_name("causal_lm.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _empty_model(path: str, config: PolicyConfig) -> PreTrainedModel:
+    """Parameters without memory; buffers (rotary frequencies) are real."""
+    attention = PACKED if config.batching is Batching.packed else config.attention.value
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path, local_files_only=True),
+            dtype=torch.float32,
+            attn_implementation=attention,
+        )
+    model.tie_weights()
+    return model
+
+
+def _materialize(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Give meta parameters memory. ``to_empty`` alone would empty buffers and untie parameters."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    first_name: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (first := first_name.setdefault(id(parameter), name)) != name:
+            ties[name] = first
+    model.to_empty(device=device)
+    for name, value in buffers.items():
+        parent, _, child = name.rpartition(".")
+        model.get_submodule(parent)._buffers[child] = value.to(buffer_device)
+    for name, first in ties.items():
+        parent, _, child = name.rpartition(".")
+        model.get_submodule(parent)._parameters[child] = model.get_parameter(first)
+
+
+def _load_weights(model: LogprobModel, path: str) -> None:
+    """Fill parameters (and saved buffers) from the folder's files; collective."""
+    wanted: dict[str, Tensor] = {}
+    # keep_vars=False: DTensors without their parameters, which is what a reader fills in place.
+    for name, tensor in model.state_dict().items():
+        wanted[hf_name(name)] = tensor
+    stored = _stored_names(Path(path))
+    tied = tied_names(model)
+    state = {tied.get(name, name): tensor for name, tensor in wanted.items()}
+    if stored >= state.keys():
+        dcp_load.load(state, storage_reader=HuggingFaceStorageReader(path))
+        return
+    # Other formats (.bin, weights that transformers converts on loading) are read whole.
+    missing = sorted(state.keys() - stored)
+    logger.info(
+        "%s lacks safetensors named %s; every rank reads the whole model once", path, missing[:3]
+    )
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    full: dict[str, Any] = whole.state_dict()
+    set_model_state_dict(
+        model.causal_lm,
+        {name: full[name] for name in wanted},
+        options=StateDictOptions(full_state_dict=True),
+    )
+
+
+def _stored_names(folder: Path) -> set[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    single = folder / "model.safetensors"
+    if not single.exists():
+        return set()
+    with safe_open(single, framework="pt") as file:
+        return set(file.keys())
+
+
+def tied_names(model: LogprobModel) -> dict[str, str]:
+    """Output head -> embedding, where the architecture ties them: files hold one of the two."""
+    if not model.causal_lm.config.get_text_config().tie_word_embeddings:
+        return {}
+    keys: Any = getattr(model.causal_lm, "_tied_weights_keys", None) or {}
+    return dict(keys) if isinstance(keys, dict) else {}

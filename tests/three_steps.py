@@ -1,0 +1,151 @@
+"""Three optimizer steps of the training engine on fixed rows: what a layout must not change."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_like.batch import keys
+from nemo_like.batch.micro_batches import plan_micro_batches
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.choices import Batching
+from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
+from nemo_like.config.schema import LossConfig
+from nemo_like.losses.cross_entropy import CrossEntropyLoss
+from nemo_like.losses.policy_gradient import ClippedPGLoss
+from nemo_like.losses.preference import PreferenceLoss
+from nemo_like.losses.protocol import Denominators
+from nemo_like.observe.metrics import values
+from nemo_like.policy.engine import EngineSetup, TrainEngine
+from nemo_like.policy.pipeline import bins_for_pipeline
+from nemo_like.policy.state import full_tensors
+
+TEMPERATURE = 0.7
+# Unequal on purpose: any mean of means shows. Two rows make a preference pair.
+LENGTHS = [9, 30, 4, 17, 23, 6, 12, 15]
+PROMPTS = [3, 10, 2, 5, 20, 3, 11, 5]
+TRAINS = [True, True, True, False, True, True, True, True]
+ADVANTAGES = [1.0, -0.5, 2.0, 0.3, -1.0, 0.7, 1.5, -0.8]
+NUM_STEPS = 3
+VOCAB = 256
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is compared; empty on ranks that do not answer."""
+
+    numbers: dict[str, list[float]]
+    logprobs: dict[int, torch.Tensor]
+    """Row -> its logprobs before the first step."""
+    parameters: dict[str, torch.Tensor]
+
+
+def make_rows(preference: bool) -> TensorBatch:
+    generator = torch.Generator().manual_seed(3)
+    n = sum(LENGTHS)
+    mask = torch.cat(
+        [torch.arange(length) >= prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
+    )
+    trains = [True] * len(LENGTHS) if preference else TRAINS
+    return TensorBatch(
+        lengths=torch.tensor(LENGTHS),
+        tokens={
+            keys.INPUT_IDS: torch.randint(3, VOCAB, (n,), generator=generator),
+            keys.LOSS_MASK: mask,
+            keys.GENERATION_LOGPROBS: -5.5 + 0.5 * torch.randn(n, generator=generator),
+        },
+        rows={
+            keys.ADVANTAGES: torch.tensor(ADVANTAGES),
+            keys.SAMPLE_MASK: torch.tensor(trains),
+            keys.NUM_LOSS_TOKENS: torch.tensor(LENGTHS) - torch.tensor(PROMPTS),
+        },
+    )
+
+
+def make_loss(kind: str) -> Any:
+    return {
+        "policy_gradient": lambda: ClippedPGLoss(LossConfig(kl_coef=0.1)),
+        "sft": CrossEntropyLoss,
+        "preference": lambda: PreferenceLoss(beta=0.1),
+    }[kind]()
+
+
+def three_steps(model_path: str, config: dict[str, Any], loss_kind: str, device: str = "cpu") -> Outcome:
+    """Train this rank's share for three steps; collective."""
+    torch.manual_seed(0)
+    config = {"optimizer": OptimizerConfig(lr=3e-4), "max_grad_norm": 0.5} | config
+    policy = PolicyConfig(**config)
+    engine = TrainEngine(
+        EngineSetup(config=policy, model_path=model_path, max_steps=10, with_reference=True),
+        torch.device(device),
+    )
+    batch = make_rows(loss_kind == "preference")
+    loss = make_loss(loss_kind)
+    numbers: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    first: dict[int, torch.Tensor] = {}
+    for step in range(NUM_STEPS):
+        plan = plan_micro_batches(
+            LENGTHS,
+            num_ranks=engine.mesh.sizes.dp,
+            max_tokens=policy.micro_batch_tokens,
+            max_rows=policy.micro_batch_size,
+            padded=policy.batching is Batching.padded,
+            rows_per_unit=2 if loss_kind == "preference" else 1,
+            **bins_for_pipeline(engine.mesh.parallel),
+        )
+        bins = plan.bins[engine.mesh.coordinate("dp")]
+        shares = [batch.select(one).to(device) if one else None for one in bins]
+        with_logprobs(shares, bins, engine, first if step == 0 else {})
+        metrics = values(engine.train(shares, loss, denominators(batch), TEMPERATURE))
+        numbers["loss"].append(total_loss(metrics.get("train/loss", 0.0), engine))
+        numbers["grad_norm"].append(metrics["train/grad_norm"])
+    parameters = {name: each.cpu().clone() for name, each in full_tensors(engine, torch.float32)}
+    return Outcome(numbers=numbers, logprobs=first, parameters=parameters)
+
+
+def denominators(batch: TensorBatch) -> Denominators:
+    trained = batch.rows[keys.SAMPLE_MASK]
+    return Denominators(
+        tokens=float(batch.rows[keys.NUM_LOSS_TOKENS][trained].sum()),
+        sequences=float(trained.sum()),
+    )
+
+
+def with_logprobs(
+    shares: list[TensorBatch | None],
+    bins: tuple[tuple[int, ...], ...],
+    engine: TrainEngine,
+    kept: dict[int, torch.Tensor],
+) -> None:
+    """Add the columns that a rollout's training starts with; the driver would bring them round."""
+    columns = engine.logprobs(shares, TEMPERATURE)
+    source = [columns["policy"], columns["reference"]]
+    pp = engine.mesh.group("pp")
+    if pp is not None:
+        holder: list[Any] = [source]
+        last = dist.get_global_rank(pp, dist.get_world_size(pp) - 1)
+        dist.broadcast_object_list(holder, last, group=pp)
+        source = holder[0]
+    real = [(share, rows) for share, rows in zip(shares, bins, strict=True) if share is not None]
+    for (share, rows), policy, reference in zip(real, *source, strict=True):
+        share.tokens[keys.POLICY_LOGPROBS] = policy
+        share.tokens[keys.REFERENCE_LOGPROBS] = reference
+        for row, of_row in zip(rows, policy.split(share.lengths.tolist()), strict=True):
+            kept[row] = of_row.cpu()
+
+
+def total_loss(mine: float, engine: TrainEngine) -> float:
+    """The driver adds what each data-parallel rank's last stage reports."""
+    mesh = engine.mesh
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine if mesh.answers else 0.0)
+    return sum(everyone)
+
+
+def merged(parts: list[Outcome]) -> Outcome:
+    """The whole from all ranks: rows from whoever has them, the rest from the last rank."""
+    logprobs = {row: each for part in parts for row, each in part.logprobs.items()}
+    return Outcome(
+        numbers=parts[-1].numbers, logprobs=logprobs, parameters=parts[-1].parameters
+    )
