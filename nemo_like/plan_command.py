@@ -1,4 +1,4 @@
-"""``nemo-like plan``: what a configuration would do with a cluster, without Ray and without torch."""
+"""``nemo-like plan``: who sits where, how batches divide and what fits, without Ray or torch."""
 
 import argparse
 import math
@@ -19,6 +19,17 @@ from nemo_like.config.schema import GRPORunConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 
+# Columns of the memory table, from what lasts to what comes and goes.
+_PARTS = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "gathered",
+    "reducing",
+    "activations",
+    "working",
+    "logits",
+)
 # Rows of a table at most, and how many of its end are among them.
 _MOST_ROWS = 24
 _LAST_ROWS = 4
@@ -155,12 +166,13 @@ def _micro_batches(config: GRPORunConfig, sizes: ParallelSizes) -> int:
 
 
 def _memory(config: GRPORunConfig, shape: ModelShape, sizes: ParallelSizes) -> Iterator[str]:
-    device = "GPU" if config.cluster.gpus_per_node else "host"
+    gpu = config.cluster.gpus_per_node > 0
     yield (
-        f"Memory      {device} memory of a policy rank, GiB, predicted for full micro-batches of "
-        f"{config.policy.model} ({shape.num_parameters / 1e6:.4g} M parameters)"
+        f"Memory      of a policy rank on its {'GPU' if gpu else 'host'}, GiB, predicted for full "
+        f"micro-batches of {config.policy.model} ({shape.num_parameters / 1e6:.4g} M parameters)"
     )
-    yield "            CUDA's context, NCCL, fragmentation and generation engines come on top."
+    on_top = "CUDA's context, NCCL's buffers" if gpu else "The process itself"
+    yield f"            {on_top}, fragmentation and a generation engine beside it come on top."
     for pipeline_rank in _abbreviated(sizes.pp):
         phases = predict_memory(
             shape,
@@ -174,12 +186,15 @@ def _memory(config: GRPORunConfig, shape: ModelShape, sizes: ParallelSizes) -> I
         if sizes.pp > 1:
             per_stage = sizes.num_ranks // sizes.pp
             first = pipeline_rank * per_stage
-            yield f"pp {pipeline_rank} (ranks {first} to {first + per_stage - 1})"
+            ranks = (
+                f"ranks {first} to {first + per_stage - 1}" if per_stage > 1 else f"rank {first}"
+            )
+            yield f"pp {pipeline_rank} ({ranks})"
         yield from _phase_table(phases)
 
 
 def _phase_table(phases: Sequence[PhaseMemory]) -> Iterator[str]:
-    parts = list(dict.fromkeys(part for phase in phases for part in phase.parts))
+    parts = [part for part in _PARTS if any(part in phase.parts for phase in phases)]
     hosts = any(phase.host for phase in phases)
     rows = [
         [

@@ -1,5 +1,6 @@
 """Configuration: strict keys, the nearest valid one named, and no key without an effect."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,23 @@ def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
         ("loss.kl_estimator=k1", "loss.kl_coef is 0"),
         ("policy.scheduler.min_lr_ratio=0.5", "a constant schedule has no minimum"),
         ("policy.attention=eager", "packed rows have their own attention"),
+        ("policy.optimizer.momentum=0.5", "only policy.optimizer.kind=sgd and muon have it"),
+        ("policy.optimizer.decay=all", "policy.optimizer.weight_decay is 0; set it too"),
+        ("policy.scheduler.decay_steps=5", "only policy.scheduler.kind=wsd has it"),
+        ("policy.loss_scale.initial=2", "set policy.dtype=float16"),
+        ("policy.loss_scale.growth_steps=2", "set policy.dtype=float16"),
+        ("policy.float32_head=true", "policy.dtype=float32 computes everything in float32"),
+        ("policy.tf32=true", "the run uses no GPU; set cluster.gpus_per_node"),
+        ("policy.offload=all", "the run uses no GPU; set cluster.gpus_per_node"),
+        ("policy.activation_offload=true", "the run uses no GPU; set cluster.gpus_per_node"),
+        ("policy.parallel.ddp.bucket_mib=5", "set policy.parallel.data_parallel=ddp"),
+        ("policy.parallel.ddp.compression=powersgd", "set policy.parallel.data_parallel=ddp"),
+        ("policy.parallel.ddp.average_every_steps=2", "set policy.parallel.data_parallel=ddp"),
+        ("policy.parallel.sequence_parallel=true", "set policy.parallel.tensor_parallel_size"),
+        ("policy.parallel.pipeline_schedule=gpipe", "there is no pipeline; set policy.parallel"),
+        ("policy.parallel.pipeline_stages_per_rank=3", "pipeline_schedule=interleaved"),
+        ("policy.debug.check_replicas=true", "no two ranks hold the same parameters"),
+        ("policy.debug.check_data=true", "the policy has one rank"),
         ("logging.wandb_project=mine", "logging.wandb is off"),
     ],
 )
@@ -124,6 +142,197 @@ def test_a_key_that_would_do_nothing_is_refused(override, why):
     assert message.startswith(f"{key}=")
     assert "would have no effect" in message
     assert why in message
+
+
+RANKS = "cluster.cpu_workers_per_node=4"
+DDP = "policy.parallel.data_parallel=ddp"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        (["policy.optimizer.kind=sgd", "policy.optimizer.beta1=0.8"], "policy.optimizer.beta1", ""),
+        (["policy.optimizer.kind=adafactor", "policy.optimizer.eps=1"], "policy.optimizer.eps", ""),
+        (
+            ["policy.tf32=true", "policy.dtype=bfloat16", "cluster.gpus_per_node=1"],
+            "policy.tf32",
+            "set policy.dtype=float32 or policy.float32_head=true",
+        ),
+        (
+            [DDP, RANKS, "policy.parallel.ddp.powersgd_rank=4"],
+            "policy.parallel.ddp.powersgd_rank",
+            "only policy.parallel.ddp.compression=powersgd has it",
+        ),
+        (
+            [
+                DDP,
+                RANKS,
+                "policy.parallel.ddp.average_every_steps=4",
+                "policy.parallel.ddp.bucket_mib=5",
+            ],
+            "policy.parallel.ddp.bucket_mib",
+            "average_every_steps above 1",
+        ),
+        (
+            [
+                DDP,
+                RANKS,
+                "policy.parallel.ddp.average_every_steps=4",
+                "policy.debug.check_gradients=true",
+            ],
+            "policy.debug.check_gradients",
+            "average_every_steps above 1",
+        ),
+        (
+            [DDP, "policy.parallel.ddp.bucket_mib=5"],
+            "policy.parallel.ddp.bucket_mib",
+            "the policy has one rank",
+        ),
+        (
+            [
+                RANKS,
+                "policy.parallel.pipeline_parallel_size=2",
+                "policy.parallel.pipeline_stages_per_rank=3",
+            ],
+            "policy.parallel.pipeline_stages_per_rank",
+            "pipeline_schedule=interleaved",
+        ),
+    ],
+)
+def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, why):
+    message = refusal(*overrides)
+    assert message.startswith(f"{key}=")
+    assert "would have no effect" in message
+    assert why in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "remedy"),
+    [
+        ([DDP, "tensor_parallel_size=2"], "tensor_parallel_size=2 does not go with", "=fsdp or"),
+        ([DDP, "pipeline_parallel_size=2"], "pipeline_parallel_size=2 does not go with", "=fsdp"),
+        ([DDP, "context_parallel_size=2"], "context_parallel_size=2 does not go with", "=fsdp or"),
+        ([DDP, "replicate_size=2"], "replicate_size=2 does not go with", "replicate_size=1."),
+        ([DDP, "reshard_after_forward=false"], "reshard_after_forward=false", "leave it true"),
+        ([DDP, "policy.offload=all"], "policy.offload=all does not go", "policy.offload=none."),
+        ([DDP, "policy.dtype=float16"], "policy.dtype=float16 does not go", "=bfloat16"),
+        (
+            [DDP, "ddp.average_every_steps=2", "ddp.compression=bf16"],
+            "ddp.compression=bf16 does not go with average_every_steps=2",
+            "average_every_steps=1.",
+        ),
+        (
+            [DDP, "ddp.compression=powersgd", "ddp.powersgd_start_step=40"],
+            "powersgd_start_step=40 must be below grpo.max_steps=40",
+            "lower it",
+        ),
+        (["tensor_parallel_size=3"], "tensor_parallel_size=3 does not divide", "1, 2, 4"),
+        (
+            ["tensor_parallel_size=2", "context_parallel_size=4"],
+            "does not divide the policy's 4 ranks; their product must be one of 1, 2, 4",
+            "or change cluster sizes",
+        ),
+        (["context_parallel_size=2", "policy.batching=padded"], "=2 does not go", "=packed."),
+        (
+            ["tensor_parallel_size=4", "cluster.cpu_workers_per_node=2", "cluster.num_nodes=2"],
+            "tensor_parallel_size=4 does not divide the 2 policy ranks of a node",
+            "use 1 or 2.",
+        ),
+        (
+            [
+                "tensor_parallel_size=2",
+                "cluster.gpus_per_node=3",
+                "cluster.cpu_workers_per_node=1",
+                "cluster.num_nodes=2",
+            ],
+            "the 3 policy ranks of a node (cluster.gpus_per_node=3)",
+            "use 1 or 3.",
+        ),
+        (["replicate_size=0"], "policy.parallel.replicate_size=0 must be at least 1", ""),
+        (["pipeline_stages_per_rank=1"], "pipeline_stages_per_rank=1 must be at least 2", ""),
+        (["ddp.bucket_mib=0"], "ddp.bucket_mib=0.0 must be a finite number above 0", ""),
+        (["ddp.powersgd_start_step=1"], "powersgd_start_step=1 must be at least 2", ""),
+        (["policy.mesh_shape=8"], "policy.mesh_shape=8 must be two lists", "[[8,2],[fsdp,tp]]"),
+        (["policy.mesh_shape=[[4],[dp]]"], "the axis 'dp' is none of pp, replicate, ddp", "fsdp"),
+        (["policy.mesh_shape=[[2,2],[tp,fsdp]]"], "in the order pp, replicate, ddp", "cp, tp"),
+        (["policy.mesh_shape=[[8],[fsdp]]"], "has 8 ranks, but the policy has 4", "change"),
+        (
+            ["policy.mesh_shape=[[4],[fsdp]]", "tensor_parallel_size=2"],
+            "and policy.parallel.tensor_parallel_size both say",
+            "set one of them",
+        ),
+        (["policy.mesh_shape=[[4],[ddp]]", "policy.dtype=float16"], "=float16 does not go", "fsdp"),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused_with_a_remedy(overrides, problem, remedy):
+    short = ("policy.", "cluster.")
+    full = [one if one.startswith(short) else f"policy.parallel.{one}" for one in overrides]
+    message = refusal(RANKS, *full)
+    assert problem in message
+    assert remedy in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.optimizer.momentum=1"], "policy.optimizer.momentum=1.0 must be in [0, 1)"),
+        (["policy.scheduler.decay_steps=0"], "policy.scheduler.decay_steps=0 must be at least 1"),
+        (
+            ["policy.scheduler.kind=wsd", "policy.scheduler.warmup_steps=31"],
+            "policy.scheduler.decay_steps=10 and warmup_steps=31 together must be at most "
+            "grpo.max_steps=40; lower them",
+        ),
+        (
+            ["policy.dtype=float16", "policy.loss_scale.initial=1000"],
+            "policy.loss_scale.initial=1000 must be a power of two",
+        ),
+        (
+            ["policy.dtype=float16", "policy.loss_scale.min=1e6"],
+            "policy.loss_scale.min=1e+06 must be at most policy.loss_scale.initial=65536; lower",
+        ),
+        (["policy.loss_scale.growth_steps=0"], "growth_steps=0 must be at least 1"),
+        (["policy.debug.hang_report_s=0"], "hang_report_s=0.0 must be a finite number above 0"),
+        (["policy.debug.hang_report_s=1800"], "must be below cluster.call_timeout_s=1800"),
+    ],
+)
+def test_precision_schedule_and_debugging_have_their_rules(overrides, message):
+    assert message in refusal(*overrides)
+
+
+def test_adamw8bit_needs_its_package():
+    if importlib.util.find_spec("torchao") is None:
+        assert "pip install torchao, or use adamw" in refusal("policy.optimizer.kind=adamw8bit")
+    else:
+        compose_config(CONFIGS, "grpo", ["policy.optimizer.kind=adamw8bit"])
+
+
+GPUS = "cluster.gpus_per_node=8"
+INTERLEAVED = [
+    "policy.parallel.pipeline_schedule=interleaved",
+    "policy.parallel.pipeline_stages_per_rank=3",
+]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [DDP, RANKS, "policy.parallel.ddp.compression=powersgd", "policy.dtype=bfloat16"],
+        [DDP, RANKS, "policy.parallel.ddp.average_every_steps=4"],
+        [RANKS, "policy.parallel.pipeline_parallel_size=2", "policy.compile=true", *INTERLEAVED],
+        [GPUS, "policy.mesh_shape=[[4,2],[fsdp,tp]]", "policy.parallel.sequence_parallel=true"],
+        [GPUS, "policy.mesh_shape=[[8],[ddp]]", "policy.parallel.ddp.bucket_mib=5"],
+        [GPUS, "policy.parallel.replicate_size=2", "policy.debug.check_replicas=true"],
+        [GPUS, "policy.parallel.context_parallel_size=4", "policy.offload=all"],
+        [GPUS, "policy.dtype=bfloat16", "policy.float32_head=true", "policy.tf32=true"],
+        ["policy.dtype=float16", "policy.loss_scale.initial=1024"],
+        ["policy.optimizer.kind=muon", "policy.optimizer.momentum=0.9"],
+        ["policy.scheduler.kind=wsd", "policy.scheduler.warmup_steps=30"],
+        ["policy.scheduler.kind=wsd", "policy.scheduler.min_lr_ratio=0.1"],
+    ],
+    ids=str,
+)
+def test_layouts_that_work_are_accepted(overrides):
+    compose_config(CONFIGS, "grpo", [*overrides, "grpo.num_prompts_per_step=16"])
 
 
 def test_keys_without_effect_for_the_hf_backend_and_file_data(tmp_path):

@@ -1,5 +1,6 @@
 """Optimizers, schedules, loss scaling, the global gradient: by hand and against torch's own."""
 
+import copy
 import itertools
 import math
 import socket
@@ -381,6 +382,21 @@ def test_a_resumed_schedule_has_the_learning_rates_of_one_that_was_not_interrupt
     for old, new in zip(itertools.chain(*first), itertools.chain(*second), strict=True):
         new.load_state_dict(old.state_dict())
     assert rates(*second, 4) == straight[3:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_optimizer_steps_as_one_that_was_not_interrupted(kind):
+    model = TinyModel()
+    straight = own_optimizers(model, kind)
+    three_steps(model, straight)
+    resumed_model = TinyModel()
+    resumed_model.load_state_dict(model.state_dict())
+    resumed = own_optimizers(resumed_model, kind)
+    for old, new in zip(straight, resumed, strict=True):
+        new.load_state_dict(copy.deepcopy(old.state_dict()))
+    three_steps(model, straight)
+    three_steps(resumed_model, resumed)
+    assert largest_gap(resumed_model.parameters(), model.parameters()) == 0.0
 
 
 def test_loss_scale_halves_at_an_overflow_and_doubles_after_good_steps_in_a_row():

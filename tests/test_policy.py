@@ -184,39 +184,6 @@ def test_logprobs_are_those_of_the_plain_model_at_the_sampling_temperature(tiny_
         assert (actual[~mask] == 0).all()
 
 
-def test_logged_gradient_norm_and_clipping_are_those_of_a_single_process():
-    """Hand-set gradients of norm 5 on two FSDP shards: 5 is returned, 1 is left after clipping."""
-    import torch.multiprocessing as mp
-
-    mp.spawn(check_clipping, args=(free_port(),), nprocs=2)
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def check_clipping(rank, port):
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    from nemo_like.policy.optim import clip_gradients
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    model = fully_shard(torch.nn.Linear(1, 2, bias=False))
-    for limit, left in ((None, 5.0), (1.0, 1.0), (10.0, 5.0)):
-        weight = model.weight
-        weight.grad = torch.distributed.tensor.distribute_tensor(
-            torch.tensor([[3.0], [4.0]]), weight.device_mesh, weight.placements
-        )
-        assert clip_gradients(model, limit) == pytest.approx(5.0)
-        assert weight.grad.full_tensor().norm().item() == pytest.approx(left, abs=1e-4)
-    dist.destroy_process_group()
-
-
 def test_checkpoint_continues_bit_for_bit_and_on_other_rank_counts(tiny_model, tmp_path):
     loss = ClippedPGLoss(LossConfig())
 

@@ -136,12 +136,12 @@ _EFFECTS = (
 
 
 def _check_sizes(config: GRPORunConfig) -> None:
-    least = config.generation.max_new_tokens + 1
-    if config.policy.micro_batch_tokens < least:
+    tokens, least = config.policy.micro_batch_tokens, config.generation.max_new_tokens + 1
+    if tokens < least:
         raise UserError(
-            f"policy.micro_batch_tokens={config.policy.micro_batch_tokens} cannot hold one prompt token "
-            f"and generation.max_new_tokens={config.generation.max_new_tokens}; use at least "
-            f"{least}, plus the length of your prompts."
+            f"policy.micro_batch_tokens={tokens} cannot hold one prompt token and "
+            f"generation.max_new_tokens={config.generation.max_new_tokens}; use at least {least}, "
+            "plus the length of your prompts."
         )
     plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
     if config.grpo.num_prompts_per_step < len(plan.generation):

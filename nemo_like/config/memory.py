@@ -236,15 +236,18 @@ class _Rank:
         """Gradients of FSDP units on their way: as they were computed, and a float32 copy to send.
 
         The root's exist from the head's backward pass to the embedding's and are sent at the end;
-        before that, one layer's are on their way. Unreduced gradients have no copy.
+        before that, one layer's are on their way. The head's is summed over chunks of logits in
+        float32 first. Unreduced gradients have no copy.
         """
         if self._ddp:
             return 0.0
         root, copy = self._parameters.root, 0 if self._whole_step else FLOAT32
         if at_end:
             return (self._root_bytes + copy) * root
-        layer = self._parameters.layer
-        return self._root_bytes * root + (BYTES[self.policy.dtype] + copy) * layer
+        layer = (BYTES[self.policy.dtype] + copy) * self._parameters.layer
+        has_sum = self._has_head and self._root_bytes < FLOAT32
+        head = FLOAT32 * self._parameters.table if has_sum else 0.0
+        return self._root_bytes * root + layer + head
 
     def _logits(self) -> float:
         if not self._has_head:

@@ -9,7 +9,6 @@ from nemo_like.config.choices import (
     Batching,
     Compression,
     DataParallel,
-    Decay,
     Dtype,
     Offload,
     OptimizerKind,

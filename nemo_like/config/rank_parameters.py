@@ -17,6 +17,8 @@ class RankParameters:
     """In norms of layers."""
     root: float
     """Embedding, final norm and output head, as far as the rank has them."""
+    table: float
+    """Embedding or output head."""
     layer: float
     """One layer: the unit that FSDP gathers."""
 
@@ -46,5 +48,6 @@ def rank_parameters(
         matrices=layers * shape.layer_matrices / tp,
         norms=layers * shape.layer_norms,
         root=tables * table + (shape.hidden if last else 0),
+        table=table,
         layer=shape.layer_matrices / tp + shape.layer_norms,
     )

@@ -28,8 +28,8 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
-# Elements hashed at a time: on a CPU their products stay in its cache.
-_HASH_CHUNK = 1 << 18
+# Elements hashed at a time: their products are 8 MiB.
+_HASH_CHUNK = 1 << 20
 # Odd, so that multiplying by them modulo 2^64 loses no bit (from MurmurHash3's 64-bit finalizer).
 _MIX = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16}
@@ -59,14 +59,15 @@ def check_equal_over(
 
 def check_data(
     row_fingerprints: Sequence[int],
-    dp_group: dist.ProcessGroup,
+    dp_group: dist.ProcessGroup | None,
     same_groups: Sequence[tuple[str, dist.ProcessGroup]],
     rank: int,
 ) -> None:
     """Raise RunError, on all ranks, unless each row is on one data-parallel rank alone.
 
     Ranks of each of ``same_groups`` (name of the axis, its ranks: those that share a row's work)
-    must hold the same rows in the same order. Fingerprints are those of ``fingerprint_rows``.
+    must hold the same rows in the same order. ``dp_group`` is None for one data-parallel rank.
+    Fingerprints are those of ``fingerprint_rows``.
     """
     own = list(row_fingerprints)
     found: list[str] = []
@@ -77,7 +78,8 @@ def check_data(
                     f"ranks {rank} and {other} along axis {axis} hold different rows ({len(own)} "
                     f"and {len(rows)}, {len(set(own) & set(rows))} in common), but share their work"
                 )
-    for other, rows in _gather_objects(own, dp_group).items():
+    others = {} if dp_group is None else _gather_objects(own, dp_group)
+    for other, rows in others.items():
         if other != rank and (shared := Counter(own) & Counter(rows)):
             first = next(iter(shared))
             found.append(
@@ -143,7 +145,8 @@ class CollectiveTimer:
 
     def __enter__(self) -> None:
         assert self._profile is None, "collectives inside nested blocks would count twice"
-        self._profile = profile(activities=self._activities)
+        # acc_events changes nothing without a schedule, but keeps torch 2.11 from a warning.
+        self._profile = profile(activities=self._activities, acc_events=True)
         self._profile.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -314,5 +317,5 @@ def _durations(
             # all_reduce); but its event begins within the call.
             call = bisect.bisect_right(starts, event.time_range.start) - 1
             yield _collective(calls[call].name if call >= 0 else event.name), seconds
-        elif event.name.startswith("nccl:") and event.device_type is DeviceType.CUDA:
+        elif event.name.startswith("nccl:") and event.device_type == DeviceType.CUDA:
             yield _collective(event.name), seconds

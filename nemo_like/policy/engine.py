@@ -23,6 +23,7 @@ from nemo_like.errors import RunError
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.policy.ddp import average_parameters, wrap_ddp
+from nemo_like.policy.diagnostics import Diagnostics
 from nemo_like.policy.gradients import clip_gradients, explain_non_finite, gradient_norm
 from nemo_like.policy.inputs import InputLayout, InputShape, empty_batch, model_inputs
 from nemo_like.policy.loading import hf_name, load_stages, tied_names
@@ -47,6 +48,8 @@ class EngineSetup:
     model_path: str
     max_steps: int
     with_reference: bool
+    log_dir: str = "."
+    """Folder of hang reports."""
 
 
 class TrainEngine:
@@ -66,7 +69,15 @@ class TrainEngine:
             multiple=self.mesh.sequence_multiple,
             context_group=self.mesh.group("cp"),
         )
+        self.diagnostics = Diagnostics(config.debug, self.mesh, device, setup.log_dir)
         self.stages, self._partial = self._load()
+        self.parameters: dict[str, nn.Parameter] = {
+            hf_name(name): parameter
+            for stage in self.stages
+            for name, parameter in stage.named_parameters()
+        }
+        """This rank's shards by their Hugging Face names. Taken now: between a forward pass and a
+        reshard, FSDP2 shows whole parameters under the same names."""
         self.reference: list[LogprobModel] = []
         if setup.with_reference:
             self.reference, _ = self._load()
@@ -91,7 +102,7 @@ class TrainEngine:
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
         calls = [self._call(batch, temperature, shape, with_entropy=True) for batch in batches]
-        with torch.no_grad(), self._precision():
+        with self.diagnostics.phase("logprobs"), torch.no_grad(), self._precision():
             outputs = self._score(self.stages, calls, shape)
             reference = self._score(self.reference, calls, shape) if self.reference else []
         kept = [i for i, each in enumerate(micro_batches) if each is not None and outputs]
@@ -116,9 +127,13 @@ class TrainEngine:
         driver return only what all of them know. Raises RunError before the optimizer step if the
         loss or the gradient norm is not finite (in float16: skips the step and counts it).
         """
-        parts = self._backward(micro_batches, loss, denominators, temperature)
-        parameters = self.parameters()
-        self._complete_gradients(parameters)
+        self.diagnostics.check_rows(micro_batches)
+        parameters = self.parameters
+        with self.diagnostics.phase("backward"):
+            parts = self._backward(micro_batches, loss, denominators, temperature)
+            self._complete_gradients(parameters)
+        if not self._drifting:
+            self.diagnostics.check_gradients(parameters)
         norm = gradient_norm(
             parameters,
             pipeline_group=self.mesh.group("pp"),
@@ -134,8 +149,12 @@ class TrainEngine:
             raise explain_non_finite(norm, parameters, self.mesh.rank, _REMEDY)
         if finite:
             clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
-            self._optimizer_step()
+            with self.diagnostics.phase("optimizer"):
+                self._optimizer_step()
         self._zero_gradients()
+        if not self._drifting:
+            self.diagnostics.check_parameters(parameters)
+        metrics |= self.diagnostics.pop()
         if self.loss_scale is not None:
             metrics["train/loss_scale"] = Metric(scale, reduce=Reduce.max)
             self.loss_scale.update(overflowed=not finite)
@@ -143,16 +162,15 @@ class TrainEngine:
             metrics["train/skipped_steps"] = Metric(skipped, reduce=Reduce.max)
         return metrics
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Trained parameters of this rank's stages, by their names in the wrapped model."""
-        return {
-            name: parameter for stage in self.stages for name, parameter in stage.named_parameters()
-        }
-
     def synchronize(self) -> None:
-        """Make replicas equal before weights leave the policy (local SGD lets them drift)."""
-        if self.mesh.ddp and self.mesh.parallel.ddp.average_every_steps > 1:
-            average_parameters(self.parameters(), self.mesh.group("replicate"))
+        """Make replicas equal before weights leave the policy."""
+        if self._drifting:
+            average_parameters(self.parameters, self.mesh.group("replicate"))
+
+    @property
+    def _drifting(self) -> bool:
+        """Local SGD: replicas differ between two averages."""
+        return self.mesh.ddp and self.mesh.parallel.ddp.average_every_steps > 1
 
     def _load(self) -> tuple[list[LogprobModel], set[str]]:
         return load_stages(self.setup.model_path, self.config, self.mesh, self.device)
@@ -219,7 +237,7 @@ class TrainEngine:
             return None
         ties = tied_names(self.stages[0])
         both = ties.keys() | set(ties.values())
-        return next(((n, p) for n, p in parameters.items() if hf_name(n) in both), None)
+        return next(((n, p) for n, p in parameters.items() if n in both), None)
 
     def _counted_elsewhere(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
         """The tied head of the last stage: the first stage counts it in the norm."""
@@ -237,13 +255,12 @@ class TrainEngine:
         for scheduler in self.schedulers:
             scheduler.step()
         self.num_steps += 1
-        period = self.mesh.parallel.ddp.average_every_steps
-        if self.mesh.ddp and period > 1 and self.num_steps % period == 0:
+        if self._drifting and self.num_steps % self.mesh.parallel.ddp.average_every_steps == 0:
             self.synchronize()
 
     def _zero_gradients(self) -> None:
-        for stage in self.stages:
-            stage.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def _score(
         self, stages: list[LogprobModel], calls: Sequence[Call], shape: InputShape | None
@@ -253,9 +270,10 @@ class TrainEngine:
         else:
             outputs = [stages[0](None, Calls([call])) for call in calls]
         for stage in stages:
-            # Without a backward pass the root module stays gathered; free it.
-            if isinstance(stage, FSDPModule):
-                stage.reshard()
+            # Without a backward pass some units stay gathered; free them.
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         return outputs
 
     def _pipeline(self, stages: list[LogprobModel]) -> Pipeline:

@@ -31,9 +31,9 @@ def gradient_norm(
 ) -> Tensor:
     """L2 norm of the global gradient, float32 [], equal on all ranks; collective.
 
-    A shard counts once, however many ranks hold a copy of it. ``pipeline_group`` joins stages, which
-    hold different parameters; names in ``counted_elsewhere`` are copies of a parameter that another
-    stage counts (a tied embedding). All ranks of a stage pass the same names in the same order.
+    A shard counts once, however many ranks hold a copy. ``pipeline_group`` joins stages, whose
+    parameters differ; names in ``counted_elsewhere`` are copies of a parameter that another stage
+    counts (a tied embedding). All ranks of a stage pass the same names in the same order.
     """
     shards: dict[_Axes, list[Tensor]] = {}
     for name, parameter in named_parameters.items():

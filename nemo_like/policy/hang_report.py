@@ -122,7 +122,9 @@ def _host_memory() -> str:
 def _gpu_memory() -> str:
     if not torch.cuda.is_initialized():
         return ""
-    return f"\nGPU memory\n{torch.cuda.memory_summary(abbreviated=True)}\n"
+    used = filter(torch.cuda.memory_reserved, range(torch.cuda.device_count()))
+    summaries = [torch.cuda.memory_summary(i, abbreviated=True) for i in used]
+    return "\nGPU memory\n" + "\n".join(summaries) + "\n"
 
 
 def _pending_collectives() -> str:

@@ -67,7 +67,10 @@ def token_logprobs(
     in the same way: each gets the whole gradient of ``hidden`` and that of its own slice.
     """
     call = _Call(
-        transform=_Transform(head.scale, head.softcap, temperature),
+        transform=_Transform(
+            rate=head.scale / temperature,
+            limit=None if head.softcap is None else head.softcap / temperature,
+        ),
         float32=head.float32,
         first_token_id=head.first_token_id,
         group=head.group,
@@ -82,31 +85,32 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class _Transform:
-    """From the product of hidden states and weight to logits / temperature."""
+    """From the product x of hidden states and weight (and bias) to logits / temperature:
 
-    scale: float
-    softcap: float | None
-    temperature: float
+    z = rate * x, or limit * tanh(rate * x / limit).
+    """
 
-    @property
-    def rate(self) -> float:
-        """Slope at 0."""
-        return self.scale / self.temperature
+    rate: float
+    limit: float | None
 
     def apply_(self, products: Tensor, bias: Tensor | None) -> Tensor:
-        """In place."""
+        """In place, but for compiled code, which would write each step's result to its input.
+
+        There the copy costs nothing: it is fused with what follows.
+        """
+        if torch.compiler.is_compiling():
+            products = products.clone()
         if bias is not None:
             products.add_(bias)
-        if self.softcap is not None:
-            products.mul_(self.scale / self.softcap).tanh_()
-            return products.mul_(self.softcap / self.temperature)
+        if self.limit is not None:
+            return products.mul_(self.rate / self.limit).tanh_().mul_(self.limit)
         return products if self.rate == 1 else products.mul_(self.rate)
 
     def bend_(self, logits: Tensor) -> Tensor:
-        """In place: slope where the transform gave ``logits``, as a share of ``rate``."""
-        if self.softcap is None:
+        """In place: the slope where the transform gave ``logits``, as a share of ``rate``."""
+        if self.limit is None:
             return logits.fill_(1)
-        return logits.square_().mul_(-((self.temperature / self.softcap) ** 2)).add_(1)
+        return logits.square_().mul_(-1 / self.limit**2).add_(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,13 +171,16 @@ class _TokenLogprobs(Function):
             sums[:, rows] = summarize(products, bias, ids[rows], call.transform, call.with_entropy)
         if here is not None:
             _merge_(sums, here, call.group)
-        log_sum = sums[1].log()
-        logprobs = sums[2] - log_sum
+        peak, total, target = sums[:3]
+        log_total = total.log()
+        logprobs = (target - peak) - log_total
         ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, token_ids, logprobs, sums[0] + log_sum)
+        ctx.save_for_backward(
+            hidden, weight, bias, token_ids, target.clone(), logprobs, peak + log_total
+        )
         if not call.with_entropy:
             return logprobs, None
-        entropy = log_sum - sums[3] / sums[1]
+        entropy = log_total - sums[3] / total
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -183,13 +190,13 @@ class _TokenLogprobs(Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        hidden, weight, bias, token_ids, logprobs, normalizer = ctx.saved_tensors
+        hidden, weight, bias, token_ids, target, logprobs, normalizer = ctx.saved_tensors
         ids, here = call.own_rows(token_ids, len(weight))
         dtype = call.factor_dtype(hidden, weight)
         factor = weight.to(dtype)
         gradient = gradients[0] * call.transform.rate
         # Set, not added to -p: rounded to 16 bits, a p near 1 has lost the digits of 1 - p.
-        at_target = -logprobs.expm1() * gradient * call.transform.bend_(logprobs + normalizer)
+        at_target = -logprobs.expm1() * gradient * call.transform.bend_(target.clone())
         differentiate = call.fused(_differentiate)
         inputs = (hidden, weight, bias)
         d_hidden, d_weight, d_bias = totals = [
@@ -223,11 +230,11 @@ class _TokenLogprobs(Function):
 def _summarize(
     products: Tensor, bias: Tensor | None, ids: Tensor, transform: _Transform, with_entropy: bool
 ) -> Tensor:
-    """[C, V] -> [3 or 4, C]: max z, sum e, z_t - max z, sum e * (z - max z); e = exp(z - max z)."""
+    """[C, V] -> [3 or 4, C]: max z, sum e, z_t, sum e * (z - max z), with e = exp(z - max z)."""
     logits = transform.apply_(products, bias)
+    target = logits.gather(1, ids[:, None])[:, 0]
     peak = logits.amax(-1)
     logits.sub_(peak[:, None])
-    target = logits.gather(1, ids[:, None])[:, 0]
     if not with_entropy:
         return torch.stack([peak, logits.exp_().sum(-1), target])
     exponentials = logits.exp()
@@ -241,7 +248,7 @@ def _merge_(sums: Tensor, here: Tensor, group: dist.ProcessGroup | None) -> None
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
     shift = sums[0] - peak
     sums[0] = peak
-    sums[2] = torch.where(here, sums[2] + shift, 0)
+    sums[2] *= here
     if len(sums) > 3:
         sums[3] = (sums[3] + sums[1] * shift) * shift.exp()
     sums[1] *= shift.exp()
@@ -258,7 +265,7 @@ def _differentiate(
 ) -> Tensor:
     """-p * gradient * bend [C, V]: the gradient by ``products``, but for the target's own term."""
     logits = transform.apply_(products, bias)
-    if transform.softcap is None:
+    if transform.limit is None:
         return logits.sub_(normalizer[:, None]).exp_().mul_(-gradient[:, None]).to(dtype)
     shares = (logits - normalizer[:, None]).exp_().mul_(-gradient[:, None])
     return shares.mul_(transform.bend_(logits)).to(dtype)
@@ -266,16 +273,8 @@ def _differentiate(
 
 @cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function`` fused, for chunks of any length.
-
-    It works on a copy of its first argument, which the compiler removes: were the argument itself
-    changed in place, every intermediate result would be written back to it.
-    """
-
-    def on_copy(products: Tensor, *args: Any) -> Tensor:
-        return function(products.clone(), *args)
-
-    return torch.compile(on_copy, dynamic=True)
+    """``function`` fused, once for chunks of all lengths; importing the compiler takes seconds."""
+    return torch.compile(function, dynamic=True)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:

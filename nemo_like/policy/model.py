@@ -102,22 +102,28 @@ class LogprobModel(nn.Module):
         assert hidden is not None
         if not self.is_last:
             return hidden
-        logprobs, entropy = token_logprobs(
-            hidden.flatten(0, 1)[inputs.predictors],
-            inputs.target_ids,
-            self._head(),
-            temperature=call.temperature,
-            chunk_tokens=self.settings.chunk_tokens,
-            with_entropy=call.with_entropy,
-            compile=self.settings.compile,
-        )
+        device = hidden.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if self.settings.float32:
+            autocast = torch.float32 if autocast is not None else None
+        hidden = hidden.to(autocast or hidden.dtype)
+        with torch.autocast(device, enabled=False):  # it does not look into our own gradient
+            logprobs, entropy = token_logprobs(
+                hidden.flatten(0, 1)[inputs.predictors],
+                inputs.target_ids,
+                self._head(hidden.dtype),
+                temperature=call.temperature,
+                chunk_tokens=self.settings.chunk_tokens,
+                with_entropy=call.with_entropy,
+                compile=self.settings.compile,
+            )
         wanted = torch.stack([logprobs, logprobs.detach() * 0 if entropy is None else entropy])
         out = wanted.new_zeros(2, inputs.num_tokens).index_copy(1, inputs.targets, wanted)
         if inputs.context_group is not None:
             out = join_parts(out, inputs.context_group)
         return out
 
-    def _head(self) -> Head:
+    def _head(self, dtype: torch.dtype) -> Head:
         module = self.causal_lm.get_output_embeddings()
         assert isinstance(module, nn.Module)
         weight, bias = module.weight, getattr(module, "bias", None)
@@ -127,10 +133,10 @@ class LogprobModel(nn.Module):
             scale = scale / divisor
         group = self.vocab_group
         rank = dist.get_rank(group) if group is not None else 0
-        local = _local(weight)
+        local = _local(weight).to(dtype)
         return Head(
             weight=local,
-            bias=None if bias is None else _local(bias),
+            bias=None if bias is None else _local(bias).to(dtype),
             scale=scale,
             softcap=getattr(config, _CAPS_LOGITS, None),
             float32=self.settings.float32,

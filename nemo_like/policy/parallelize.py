@@ -52,8 +52,9 @@ def wrap_layers(model: LogprobModel, config: PolicyConfig) -> None:
             if config.activation_offload:
                 layers[i] = offload_wrapper(layers[i])
             if config.compile:
-                # Lengths differ from micro-batch to micro-batch: one kernel for all of them.
-                layers[i].compile(dynamic=True)
+                # Sizes that change become dynamic on their second value: two compilations, not one
+                # a micro-batch, and none of the cost of dynamic sizes where they stay.
+                layers[i].compile()
 
 
 def shard_model(

@@ -131,13 +131,3 @@ class Pipeline:
     def _neighbour(self, step: int) -> int:
         size = dist.get_world_size(self._group)
         return dist.get_global_rank(self._group, (self._rank + step) % size)
-
-
-def bins_for_pipeline(parallel: ParallelConfig) -> dict[str, int]:
-    """What the schedules ask of the number of micro-batches, as arguments of its plan.
-
-    1F1B needs one for each rank to begin with, interleaved whole rounds of them.
-    """
-    size = parallel.pipeline_parallel_size
-    interleaved = parallel.pipeline_schedule is PipelineSchedule.interleaved
-    return {"min_bins": size, "bins_multiple": size if interleaved else 1}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
 from nemo_like.config.choices import Batching
-from nemo_like.config.layout import parallel_sizes
+from nemo_like.config.layout import parallel_sizes, resolve_mesh_shape
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.payload import PayloadMeter
@@ -17,6 +17,7 @@ from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
+from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Policy:
         """Optimizer steps taken so far."""
         self._start_timeout_s = cluster_config.start_timeout_s
         bundles = [[cluster.bundles[i]] for i in cluster.plan.policy]
+        self._parallel = resolve_mesh_shape(config, len(bundles))
         self.nodes = [of_rank[0].node_id for of_rank in bundles]
         """Node id of each rank."""
         self._setup = PolicySetup(
@@ -143,6 +145,7 @@ class Policy:
             max_tokens=self.config.micro_batch_tokens,
             max_rows=self.config.micro_batch_size,
             padded=self.config.batching is Batching.padded,
+            **bins_for_pipeline(self._parallel),
         )
 
     def _shards(self, batch: RemoteBatch, plan: MicroBatchPlan) -> list[Shard]:

@@ -42,6 +42,16 @@ def num_stages(parallel: ParallelConfig) -> int:
     return parallel.pipeline_parallel_size * per_rank
 
 
+def bins_for_pipeline(parallel: ParallelConfig) -> dict[str, int]:
+    """What the schedules ask of the number of micro-batches, as arguments of its plan.
+
+    1F1B needs one for each rank to begin with, interleaved whole rounds of them.
+    """
+    size = parallel.pipeline_parallel_size
+    interleaved = parallel.pipeline_schedule is PipelineSchedule.interleaved
+    return {"min_bins": size, "bins_multiple": size if interleaved else 1}
+
+
 def layer_range(num_layers: int, stages: int, stage: int) -> range:
     """Layers of one stage; the first ones take what does not divide, the last has the head anyway.
 

@@ -132,12 +132,16 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
     if engine.loss_scale is not None:
         engine.loss_scale.load_state_dict(loaded["loss_scale"])
     for scheduler in engine.schedulers:
-        scheduler.load_state_dict(loaded["scheduler"])
-        # A run that is extended follows the new schedule from its first step on.
-        for group, base, factor in zip(
-            scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(scheduler.last_epoch)
+        # A run that is extended follows the new schedule from its first step on. (Groups differ
+        # between layouts, so only the position is the checkpoint's.)
+        scheduler.last_epoch = loaded["schedule_step"]
+        lrs = [
+            base * factor(scheduler.last_epoch)
+            for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        for group, lr in zip(scheduler.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
+        scheduler._last_lr = lrs
 
 
 def export_folder(
@@ -199,7 +203,7 @@ def _joined(engine: TrainEngine, states: list[_StageState]) -> dict[str, Any]:
     joined: dict[str, Any] = {
         "model": {s.stored(name): value for s in states for name, value in s.model.items()},
         "optimizer": {s.stored(name): value for s in states for name, value in s.optimizer.items()},
-        "scheduler": engine.schedulers[0].state_dict(),
+        "schedule_step": engine.schedulers[0].last_epoch,
         "num_steps": engine.num_steps,
     }
     if engine.loss_scale is not None:

@@ -20,7 +20,8 @@ from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.stages import layers_of
 
 _COLUMNS, _ROWS, _PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
-_HEAD = "colwise_gather_output"
+# Embedding and head: split by _split_vocabulary, whatever the plan says of them.
+_VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
 
 
 def apply_tensor_parallel(
@@ -28,7 +29,7 @@ def apply_tensor_parallel(
 ) -> set[str]:
     """Split ``model`` over ``mesh`` in place.
 
-    Returns the names of whole parameters that see only a share of the heads or positions, and
+    Returns the Hugging Face names of whole parameters that see only a share of the heads or positions, and
     whose gradients therefore must be summed over ``mesh``. Raises UserError for a plan with styles
     that this file does not have.
     """
@@ -46,7 +47,7 @@ def apply_tensor_parallel(
             rows = RowwiseParallel(output_layouts=positions)
             parallelize_module(module, mesh, rows, src_data_rank=None)
         elif style == _PARTIAL:
-            partial |= {f"causal_lm.{name}.{each}" for each, _ in module.named_parameters()}
+            partial |= {f"{name}.{each}" for each, _ in module.named_parameters()}
     for name in parents:
         _enter_whole(causal_lm.get_submodule(name), mesh, positions)
     _split_vocabulary(model, mesh)
@@ -69,7 +70,7 @@ def sum_partial_gradients(
 
 def _plan(causal_lm: nn.Module) -> dict[str, str]:
     plan: dict[str, str] = getattr(causal_lm, "_tp_plan", None) or {}
-    unknown = sorted(set(plan.values()) - {_COLUMNS, _ROWS, _PARTIAL, _HEAD})
+    unknown = sorted(set(plan.values()) - {_COLUMNS, _ROWS, _PARTIAL} - _VOCABULARY)
     if not plan or unknown:
         why = f"uses {', '.join(unknown)}, which is not supported" if unknown else "is missing"
         raise UserError(
@@ -121,7 +122,7 @@ def _split_between_layers(model: LogprobModel, group: dist.ProcessGroup) -> set[
 
     Embedding, final norm and head see all positions: masks and targets stay as they are.
     """
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in model.causal_lm.named_modules()}
     layers = [layer for layer in layers_of(model.causal_lm) if any(True for _ in layer.parameters())]
 
     def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -115,6 +115,7 @@ class PolicyWorker(Worker):
                 model_path=setup.model_path,
                 max_steps=setup.max_steps,
                 with_reference=setup.with_reference,
+                log_dir=self.context.log_dir,
             ),
             self._device,
         )
@@ -127,6 +128,7 @@ class PolicyWorker(Worker):
         """
         micro_batches = shard.micro_batches(self._device)
         columns = self._engine.logprobs(micro_batches, shard.temperature)
+        measured = self._engine.diagnostics.pop()
         if not self._engine.mesh.answers:
             return None, {}
         real = [each for each in micro_batches if each is not None]
@@ -142,7 +144,7 @@ class PolicyWorker(Worker):
             for name, parts_ in columns.items()
             if name in names
         }
-        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens)), merge(parts)
+        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens)), merge([*parts, measured])
 
     def train(self, work: TrainShard) -> Metrics:
         """One optimizer step over all ranks' shards; collective."""

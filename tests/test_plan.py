@@ -1,0 +1,553 @@
+"""Before Ray starts: who sits where, what a model allows, what will be in memory."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from nemo_like.config.activation_memory import layers_in_flight
+from nemo_like.config.choices import (
+    Checkpointing,
+    Compression,
+    DataParallel,
+    Dtype,
+    Offload,
+    OptimizerKind,
+    PipelineSchedule,
+)
+from nemo_like.config.layout import layer_range, parallel_sizes
+from nemo_like.config.memory import GIB, predict_memory
+from nemo_like.config.model_checks import check_model_fits
+from nemo_like.config.model_shape import ModelShape, read_model_shape
+from nemo_like.config.policy_schema import (
+    DDPConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
+from nemo_like.errors import UserError
+from nemo_like.models.resolve import resolve_model
+from nemo_like.plan_command import main
+
+
+def policy(**sizes):
+    """A policy with sizes of ``policy.parallel``, by the short names of axes."""
+    names = {
+        "pp": "pipeline_parallel_size",
+        "cp": "context_parallel_size",
+        "tp": "tensor_parallel_size",
+        "replicate": "replicate_size",
+    }
+    return PolicyConfig(parallel=ParallelConfig(**{names.get(k, k): v for k, v in sizes.items()}))
+
+
+# Layouts.
+
+LAYOUTS = [  # ranks, sizes -> pp, replicate, shard, cp, tp
+    (8, {}, (1, 1, 8, 1, 1)),
+    (8, {"data_parallel": DataParallel.ddp}, (1, 8, 1, 1, 1)),
+    (8, {"replicate": 2}, (1, 2, 4, 1, 1)),
+    (8, {"tp": 2}, (1, 1, 4, 1, 2)),
+    (8, {"tp": 8}, (1, 1, 1, 1, 8)),
+    (8, {"cp": 4, "tp": 2}, (1, 1, 1, 4, 2)),
+    (8, {"pp": 2, "tp": 2}, (2, 1, 2, 1, 2)),
+    (16, {"pp": 2, "replicate": 2, "cp": 2}, (2, 2, 2, 2, 1)),
+    (16, {"pp": 2, "replicate": 2, "cp": 2, "tp": 2}, (2, 2, 1, 2, 2)),
+    (16, {"pp": 4, "tp": 2}, (4, 1, 2, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes", "expected"), LAYOUTS, ids=str)
+def test_what_no_size_claims_is_sharded(num_ranks, sizes, expected):
+    found = parallel_sizes(policy(**sizes), num_ranks)
+    assert (found.pp, found.replicate, found.shard, found.cp, found.tp) == expected
+    assert found.num_ranks == num_ranks
+    places = [tuple(found.coordinates(rank).values()) for rank in range(num_ranks)]
+    assert places == sorted(set(places)), "ranks count through the grid, the last axis fastest"
+
+
+def test_a_mesh_shape_says_the_same_as_sizes():
+    by_shape = replace(PolicyConfig(), mesh_shape=[[2, 2, 4], ["replicate", "fsdp", "tp"]])
+    assert parallel_sizes(by_shape, 16) == parallel_sizes(policy(replicate=2, tp=4), 16)
+    assert parallel_sizes(replace(PolicyConfig(), mesh_shape=[[8], ["ddp"]]), 8) == (
+        parallel_sizes(policy(data_parallel=DataParallel.ddp), 8)
+    )
+
+
+def test_stages_share_layers_and_the_first_ones_take_what_is_left():
+    assert [len(layer_range(10, 4, stage)) for stage in range(4)] == [3, 3, 2, 2]
+    assert [i for stage in range(4) for i in layer_range(10, 4, stage)] == list(range(10))
+
+
+# What a model allows.
+
+QWEN = {  # Qwen2.5-1.5B
+    "num_hidden_layers": 28,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(QWEN | changes))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 8}, "tensor_parallel_size=8 does not divide the model's num_attention_heads=12"),
+        ({"tp": 4}, "tensor_parallel_size=4 does not divide the model's num_key_value_heads=2"),
+        ({"tp": 4}, "use 1 or 2."),
+        ({"cp": 8}, "context_parallel_size=8 does not divide the model's num_attention_heads=12"),
+        ({"cp": 8}, "use 1, 2, 3, 4, 6 or 12."),
+        ({"cp": 4, "tp": 2}, "num_attention_heads=12 / policy.parallel.tensor_parallel_size=2"),
+        ({"pp": 32}, "pipeline_parallel_size=32 makes 32 stages, and the model has 28 layers"),
+        (
+            {
+                "pp": 8,
+                "pipeline_schedule": PipelineSchedule.interleaved,
+                "pipeline_stages_per_rank": 4,
+            },
+            "with pipeline_stages_per_rank=4 makes 32 stages",
+        ),
+    ],
+)
+def test_a_layout_that_the_model_cannot_be_cut_into_is_refused(folder, sizes, message):
+    with pytest.raises(UserError) as error:
+        check_model_fits(policy(**sizes), 32 if sizes.get("pp") == 32 else 8, folder())
+    assert message in str(error.value)
+    assert str(error.value).startswith("policy.parallel.")
+
+
+def test_layouts_that_fit_the_model_pass(folder, tmp_path):
+    for sizes in ({}, {"tp": 2}, {"cp": 4}, {"pp": 4}, {"pp": 2, "tp": 2, "cp": 2}):
+        check_model_fits(policy(**sizes), 8, folder())
+    nested = {"text_config": QWEN, "vision_config": {"num_attention_heads": 5}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    check_model_fits(policy(tp=2), 8, tmp_path)
+    with pytest.raises(UserError, match="num_attention_heads=12"):
+        check_model_fits(policy(tp=8), 8, tmp_path)
+
+
+def test_rows_that_tensor_and_sharding_ranks_cannot_both_split_are_refused(folder):
+    # 8960 / 2 = 4480 = 2^7 x 35 rows divide by 64 ranks, 1536 = 2^9 x 3 and 256 / 2 too; 24 do not.
+    check_model_fits(policy(tp=2), 128, folder())
+    with pytest.raises(UserError, match=r"leaves 24 ranks .* raise policy\.parallel\.replicate"):
+        check_model_fits(policy(tp=2), 48, folder())
+
+
+def test_numbers_that_config_json_leaves_out_are_left_to_the_workers(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "odd"}')
+    check_model_fits(policy(tp=8), 8, tmp_path)
+    with pytest.raises(UserError, match="does not give hidden_size"):
+        read_model_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        check_model_fits(policy(), 8, tmp_path)
+
+
+def test_the_shape_of_a_model_has_its_number_of_parameters():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = resolve_model("embedded")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    assert read_model_shape(path).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_other_names_of_the_same_numbers_are_read(tmp_path):
+    gpt2 = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_inner": None, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(gpt2))
+    shape = read_model_shape(tmp_path)
+    assert (shape.layers, shape.hidden, shape.intermediate, shape.tied) == (2, 64, 256, True)
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, 4, 16)
+    (tmp_path / "config.json").write_text(json.dumps(gpt2 | {"num_experts": 8}))
+    with pytest.raises(UserError, match="has experts"):
+        read_model_shape(tmp_path)
+
+
+# Memory, by hand for one tiny shape. One layer: q 16, k 8, v 8, o 16, MLP 3 x 4 x 8 = 96: 144
+# parameters in matrices, 8 in norms. Embedding and head 40 each, final norm 4. In all 2 x 152 + 84.
+
+TINY = ModelShape(
+    layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_dim=2, vocab=10, tied=False
+)
+TOTAL = 388
+
+
+def memory(config, num_ranks=1, shape=TINY, **options):
+    """Phase -> part -> bytes, with ``host``."""
+    phases = predict_memory(shape, config, num_ranks, **options)
+    return {
+        phase.name: {part: size * GIB for part, size in phase.parts.items()}
+        | {"host": phase.host * GIB}
+        for phase in phases
+    }
+
+
+def tiny(**changes):
+    defaults = {"dtype": Dtype.bfloat16, "micro_batch_tokens": 100, "logprob_chunk_tokens": 10}
+    return PolicyConfig(**defaults | changes)
+
+
+def test_memory_of_one_rank_by_hand():
+    assert TINY.num_parameters == TOTAL
+    found = memory(tiny())
+    assert found["start"] == pytest.approx({"parameters": 4 * TOTAL, "host": 0})
+    assert found["optimizer"] == pytest.approx(
+        {
+            "parameters": 4 * TOTAL,
+            "optimizer": 8 * TOTAL,
+            "gradients": 4 * TOTAL,
+            "working": 0,
+            "host": 0,
+        }
+    )
+    # A layer saves, a token: two norms of (4 + 2) x 4 + 2 x 4 + 4 = 36; attention 2 (2 x 4 + 2 x 2)
+    # + 4 x 2 = 32; MLP 4 x 2 x 8 = 64. Above the layers: (4 + 3 x 2) x 4 = 40.
+    assert found["train"] == pytest.approx(
+        {
+            "parameters": 4 * TOTAL,
+            "optimizer": 8 * TOTAL,
+            "gradients": 4 * TOTAL,
+            "gathered": 2 * 2 * 152 + 2 * 84,
+            "reducing": (2 + 4) * 152 + 2 * 84 + 4 * 40,
+            "activations": 100 * (2 * (72 + 32 + 64) + 40),
+            "working": 100 * 2 * (3 * 8 + 2 * 4),
+            "logits": 2 * 4 * 10 * 10,
+            "host": 0,
+        }
+    )
+    assert found["logprobs"]["working"] == pytest.approx(100 * 2 * (3 * 8 + 2 * 4))
+
+
+def test_checkpointing_and_compilation_keep_less():
+    def kept(**changes):
+        return memory(tiny(**changes))["train"]["activations"] / 100 - 40
+
+    assert kept() == pytest.approx(2 * 168)
+    assert kept(compile=True) == pytest.approx(2 * (2 * (2 * 8 + 4) + 32 + 3 * 2 * 8))
+    assert kept(activation_checkpointing=Checkpointing.full) == pytest.approx(2 * 2 * 4)
+    # Input 8; q, k, v 2 (4 + 4); attention 8 + 8; back 2 x 8; gate and up 32.
+    selective = kept(activation_checkpointing=Checkpointing.selective)
+    assert selective == pytest.approx(2 * (8 + 16 + 16 + 16 + 32))
+    full = memory(tiny(activation_checkpointing=Checkpointing.full))["train"]
+    assert full["working"] == pytest.approx(100 * (168 + 64))
+    assert kept(dtype=Dtype.float32) > 2 * 168
+    offloaded = memory(tiny(activation_offload=True))["train"]
+    assert offloaded["activations"] == pytest.approx(100 * (168 + 40))
+    assert offloaded["host"] == pytest.approx(100 * 168)
+
+
+def test_sharding_divides_what_lasts_and_gathering_does_not():
+    four = memory(tiny(), 4)
+    assert four["train"]["parameters"] == pytest.approx(TOTAL)
+    assert four["train"]["optimizer"] == pytest.approx(2 * TOTAL)
+    assert four["train"]["gradients"] == pytest.approx(TOTAL)
+    assert four["train"]["gathered"] == memory(tiny())["train"]["gathered"]
+    copies = memory(tiny(parallel=ParallelConfig(replicate_size=2)), 4)
+    assert copies["train"]["parameters"] == pytest.approx(2 * TOTAL)
+    kept = memory(tiny(parallel=ParallelConfig(reshard_after_forward=False)), 4)
+    assert kept["train"]["gathered"] == pytest.approx(2 * TOTAL)
+    assert kept["train"]["gradients"] == pytest.approx(4 * TOTAL)
+    assert kept["optimizer"]["gradients"] == pytest.approx(TOTAL)
+    context = memory(tiny(parallel=ParallelConfig(context_parallel_size=2)), 2)
+    assert context["train"]["parameters"] == pytest.approx(2 * TOTAL)
+    # Half of the tokens; the one key-value head is repeated for two ranks: 2 x 2 x 2 more bytes.
+    assert context["train"]["activations"] == pytest.approx(50 * (2 * (168 + 8) + 40))
+
+
+def test_tensor_parallel_ranks_split_matrices_and_sequence_parallel_ones_also_norms():
+    whole = memory(tiny())["train"]
+    shape = replace(TINY, kv_heads=2)  # k and v twice as wide: matrices of 160
+    two = memory(tiny(parallel=ParallelConfig(tensor_parallel_size=2)), 2, shape)["train"]
+    assert two["parameters"] == pytest.approx(4 * (2 * (160 / 2 + 8) + 80 / 2 + 4))
+    assert two["logits"] == whole["logits"] / 2
+    attention, mlp = (2 * (2 * 4 + 2 * 4) + 8) / 2, 64 / 2
+    assert two["activations"] == pytest.approx(100 * (2 * (72 + attention + mlp) + 40))
+    sequence = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)
+    split = memory(tiny(parallel=sequence), 2, shape)["train"]
+    norms = 2 * ((4 + 2) * 4 / 2 + 8 + 4 / 2)
+    assert split["activations"] == pytest.approx(100 * (2 * (norms + attention + mlp) + 40))
+
+
+def test_ddp_holds_everything_on_every_rank():
+    def gradients(**keys):
+        ddp = ParallelConfig(data_parallel=DataParallel.ddp, ddp=DDPConfig(**keys))
+        return memory(tiny(parallel=ddp), 4)["train"]
+
+    plain = gradients()
+    assert plain["parameters"] == plain["gradients"] == pytest.approx(4 * TOTAL)
+    assert plain["gathered"] == pytest.approx(2 * TOTAL)
+    assert plain["reducing"] == 0
+    assert gradients(gradient_as_bucket_view=False)["gradients"] == pytest.approx(8 * TOTAL)
+    assert gradients(compression=Compression.powersgd)["gradients"] == pytest.approx(8 * TOTAL)
+    assert gradients(average_every_steps=4)["gradients"] == pytest.approx(4 * TOTAL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        (OptimizerKind.adamw, 8 * TOTAL),
+        (OptimizerKind.sgd, 4 * TOTAL),
+        (OptimizerKind.muon, 4 * 288 + 8 * (TOTAL - 288)),
+        (OptimizerKind.adafactor, 0),
+        (OptimizerKind.adamw8bit, 2 * (1 + 4 / 256) * TOTAL),
+    ],
+)
+def test_each_optimizer_has_its_state(kind, size):
+    found = memory(tiny(optimizer=OptimizerConfig(kind=kind)))
+    assert found["optimizer"]["optimizer"] == pytest.approx(size)
+
+
+def test_what_is_offloaded_is_on_the_host():
+    state = memory(tiny(offload=Offload.optimizer))
+    assert "optimizer" not in state["train"]
+    assert state["train"]["host"] == pytest.approx(8 * TOTAL)
+    assert state["optimizer"]["optimizer"] == pytest.approx(8 * TOTAL)
+    every = memory(tiny(offload=Offload.all))
+    assert every["train"].keys() & {"parameters", "gradients", "optimizer"} == set()
+    assert every["train"]["host"] == pytest.approx(16 * TOTAL)
+    assert every["optimizer"] == pytest.approx({"host": 16 * TOTAL})
+
+
+def test_a_reference_model_and_a_float32_head_take_their_part():
+    with_reference = memory(tiny(), with_reference=True)
+    assert with_reference["start"]["parameters"] == pytest.approx(8 * TOTAL)
+    head = memory(tiny(float32_head=True))["train"]
+    assert head["gathered"] == pytest.approx(2 * 2 * 152 + 4 * 84)
+
+
+def test_stages_hold_their_layers_and_the_micro_batches_on_their_way():
+    two = ParallelConfig(pipeline_parallel_size=2)
+    first = memory(tiny(parallel=two), 2, num_micro_batches=8)["train"]
+    last = memory(tiny(parallel=two), 2, num_micro_batches=8, pipeline_rank=1)["train"]
+    assert first["parameters"] == pytest.approx(4 * (152 + 40))
+    assert last["parameters"] == pytest.approx(4 * (152 + 44))
+    assert first["activations"] == pytest.approx(100 * 2 * 168)
+    assert last["activations"] == pytest.approx(100 * (168 + 40))
+    assert first["logits"] == 0
+    tied = memory(
+        tiny(parallel=two), 2, replace(TINY, tied=True), num_micro_batches=8, pipeline_rank=1
+    )
+    assert tied["train"]["parameters"] == last["parameters"], "a tied head is there twice"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by_rank"),
+    [
+        # 8 layers, 4 ranks, 6 micro-batches.
+        (PipelineSchedule.gpipe, [12, 12, 12, 12]),
+        (PipelineSchedule.one_f_one_b, [8, 6, 4, 2]),
+        # Two stages of one layer a rank: 2 (4 - r - 1) + 4 + 1 passes.
+        (PipelineSchedule.interleaved, [11, 9, 7, 5]),
+    ],
+)
+def test_schedules_differ_in_what_is_on_its_way(schedule, by_rank):
+    parallel = ParallelConfig(pipeline_parallel_size=4, pipeline_schedule=schedule)
+    shape = replace(TINY, layers=8)
+    assert [layers_in_flight(shape, parallel, rank, 6) for rank in range(4)] == by_rank
+
+
+@pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.float32])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_activations_are_what_autograd_saves_for_a_layer_of_transformers(dtype, compiled):
+    import torch
+    from transformers import Qwen2Config
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+
+    num_tokens, kept = 128, {}
+    config = Qwen2Config(
+        hidden_size=96,
+        intermediate_size=320,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+    )
+    layer = Qwen2DecoderLayer(config, 0).to(getattr(torch, dtype.value)).eval()
+    hidden = torch.randn(1, num_tokens, 96, dtype=layer.mlp.up_proj.weight.dtype)
+    rotary = Qwen2RotaryEmbedding(config)(hidden, torch.arange(num_tokens)[None])
+    known = {x.untyped_storage().data_ptr() for x in (*layer.parameters(), *rotary)}
+
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in known:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    # The backend cuts graphs as torch.compile's default does, and needs no C++ compiler.
+    backend = "aot_eager_decomp_partition"
+    run = torch.compile(layer, backend=backend) if compiled else layer
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        run(hidden.requires_grad_() * 1, position_embeddings=rotary)
+    measured = sum(x.untyped_storage().nbytes() for x in kept.values())
+
+    shape = ModelShape(
+        layers=1,
+        hidden=96,
+        intermediate=320,
+        heads=6,
+        kv_heads=2,
+        head_dim=16,
+        vocab=8,
+        tied=True,
+    )
+    changes = {"dtype": dtype, "compile": compiled, "micro_batch_tokens": num_tokens}
+    predicted = memory(tiny(**changes), shape=shape)["train"]["activations"]
+    head = num_tokens * 96 * (4 + 3 * (2 if dtype is Dtype.bfloat16 else 4))
+    assert predicted - head == pytest.approx(measured)
+
+
+# Peaks of a plain FSDP2 script on an H100 with one micro-batch (torch 2.11, rows of 4096 tokens),
+# taken as decimal gigabytes. How many tokens' logits it held at a time is not on record.
+MEASURED = [
+    ("1.5B eager", 16384, {}, 75.0),
+    ("1.5B compiled", 16384, {"compile": True}, 61.0),
+    (
+        "1.5B compiled, checkpointed",
+        32768,
+        {"compile": True, "activation_checkpointing": Checkpointing.full},
+        30.0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "tokens", "changes", "measured"), MEASURED, ids=lambda x: str(x))
+def test_predicted_peaks_are_within_a_tenth_of_measured_ones(
+    folder, name, tokens, changes, measured
+):
+    config = PolicyConfig(dtype=Dtype.bfloat16, micro_batch_tokens=tokens, **changes)
+    phases = predict_memory(read_model_shape(folder()), config, 1, num_micro_batches=1)
+    peak = max(phase.total for phase in phases) * GIB / 1e9
+    assert peak == pytest.approx(measured, rel=0.1), name
+
+
+# The command.
+
+
+def lines(capsys, *overrides):
+    main(["plan", *overrides])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_plan_of_the_default_config(capsys):
+    found = lines(capsys)
+    assert found[0].startswith("Cluster     1 node(s) x 1 CPU worker(s)")
+    assert found[1].startswith("Policy      1 rank(s) = pp 1 x replicate 1 x shard 1 x cp 1 x tp 1")
+    text = "\n".join(found)
+    assert "16 prompts x 8 completions = 128 rows a step" in text
+    assert "about 1 micro-batch(es) a rank" in text  # 128 x 64 tokens are 8192
+    assert found[-1].startswith("peak: 0.2")
+    assert found[-1].endswith("GiB (train)")
+
+
+def test_the_plan_of_tensor_parallel_ranks_names_each_bundle(capsys):
+    found = lines(
+        capsys, "policy.parallel.tensor_parallel_size=2", "cluster.gpus_per_node=8", "grpo"
+    )
+    header = next(i for i, line in enumerate(found) if line.split()[:1] == ["node"])
+    assert found[header].split() == [
+        "node",
+        "bundle",
+        "policy",
+        "pp",
+        "replicate",
+        "shard",
+        "cp",
+        "tp",
+        "generation",
+    ]
+    assert found[header + 1].split() == ["0", "0", "0", "0", "0", "0", "0", "0", "0"]
+    assert found[header + 6].split() == ["0", "5", "5", "0", "0", "2", "0", "1", "5"]
+    assert "4 data-parallel rank(s) get at most about 32 rows each" in "\n".join(found)
+
+
+def test_the_plan_of_a_pipeline_beside_generation_has_a_table_for_each_stage(capsys):
+    found = lines(
+        capsys,
+        "--config-name=grpo",
+        "policy.parallel.pipeline_parallel_size=2",
+        "cluster.gpus_per_node=4",
+        "cluster.num_generation_workers=2",
+        "policy.offload=optimizer",
+    )
+    text = "\n".join(found)
+    assert "policy, then generation" in found[0]
+    assert "Generation  2 replica(s) of 1 worker(s)" in text
+    assert [line for line in found if line.startswith("pp ")] == ["pp 0 (rank 0)", "pp 1 (rank 1)"]
+    assert "on host" in text
+    assert "0       2       -   -          -      -   -   -           0" in text
+
+
+def test_the_plan_of_a_thousand_nodes_takes_less_than_a_second_and_is_short(capsys):
+    started = time.process_time()
+    found = lines(
+        capsys,
+        "cluster.num_nodes=1000",
+        "cluster.gpus_per_node=8",
+        "grpo.num_prompts_per_step=8000",
+        "policy.parallel.tensor_parallel_size=4",
+        "policy.parallel.replicate_size=250",
+    )
+    assert time.process_time() - started < 1.0
+    assert len(found) < 50
+    assert "(7976 bundles between the first and the last 4 are left out)" in found
+    assert "999    7999    7999   0        249      7   0   3        7999" in "\n".join(found)
+
+
+def test_a_config_of_the_users_own_is_planned(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo, _self_]\ngrpo: {max_steps: 3}\n")
+    assert lines(capsys, "mine", f"--config-dir={tmp_path}", "policy.scheduler.warmup_steps=2")
+    with pytest.raises(SystemExit):
+        main(["plan", "mine", f"--config-dir={tmp_path}", "policy.scheduler.warmup_steps=3"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "'' is not a command of nemo-like; use nemo-like plan"),
+        (["paln"], "'paln' is not a command of nemo-like"),
+        (["plan", "grpo", "ppo"], "ppo is one config name too many"),
+        (["plan", "--gpus=8"], "unrecognized arguments: --gpus=8; use nemo-like plan"),
+        (["plan", "ppo"], "--config-name=ppo: there is no ppo.yaml"),
+        (["plan", "polcy.lr=1"], "did you mean policy.optimizer.lr?"),
+        (["plan", "--config-path=/no/such"], "--config-path=/no/such is no folder"),
+        (
+            [
+                "plan",
+                "policy.parallel.tensor_parallel_size=8",
+                "cluster.gpus_per_node=8",
+            ],
+            "tensor_parallel_size=8 does not divide the model's num_attention_heads=4; use 1, 2",
+        ),
+    ],
+)
+def test_wrong_words_end_with_one_sentence_and_code_2(words, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_planning_imports_neither_torch_nor_ray():
+    code = (
+        "import sys; from nemo_like.plan_command import main; main(['plan']);"
+        "heavy = {'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys();"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
