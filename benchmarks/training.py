@@ -195,7 +195,10 @@ def measure(
     shape = SHAPES[args.shape]
     num_parameters = count_parameters(folder)
     attention = shape["num_hidden_layers"] * shape["hidden_size"] * args.length
-    flops = {"train": 6 * (num_parameters + attention), "logprobs": 2 * (num_parameters + attention)}
+    flops = {
+        "train": 6 * (num_parameters + attention),
+        "logprobs": 2 * (num_parameters + attention),
+    }
     record["num_parameters"] = num_parameters
     matmul = matmul_rate(device)
     record["matmul_tflops"] = round(matmul / 1e12, 1)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.process_pool import ProcessPool
-from tests.three_steps import Outcome, merged
 
 from nemo_like.config.choices import Batching, Checkpointing, DataParallel, PipelineSchedule
 from nemo_like.config.policy_schema import ParallelConfig
+from tests.process_pool import ProcessPool
+from tests.three_steps import Outcome, merged
 
 TOLERANCE = 1e-5
 TARGET = "tests.three_steps:three_steps"

@@ -242,7 +242,7 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     from nemo_like.errors import UserError
-    from nemo_like.policy.model import load_model
+    from nemo_like.policy.probe import check_architecture
 
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -262,7 +262,7 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
     gemma.save_pretrained(tmp_path / "gemma")
     model = str(tmp_path / "gemma")
     with pytest.raises(UserError, match=r"Gemma2ForCausalLM cannot be trained.*batching=padded"):
-        load_model(model, PolicyConfig(model=model))
-    load_model(
+        check_architecture(model, PolicyConfig(model=model))
+    check_architecture(
         model, PolicyConfig(model=model, batching=Batching.padded, attention=Attention.eager)
     )

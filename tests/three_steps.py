@@ -71,7 +71,9 @@ def make_loss(kind: str) -> Any:
     }[kind]()
 
 
-def three_steps(model_path: str, config: dict[str, Any], loss_kind: str, device: str = "cpu") -> Outcome:
+def three_steps(
+    model_path: str, config: dict[str, Any], loss_kind: str, device: str = "cpu"
+) -> Outcome:
     """Train this rank's share for three steps; collective."""
     torch.manual_seed(0)
     # Adam divides noise by noise where a gradient is rounding only; this eps is above that.
@@ -148,6 +150,4 @@ def total_loss(mine: float, engine: TrainEngine) -> float:
 def merged(parts: list[Outcome]) -> Outcome:
     """The whole from all ranks: rows from whoever has them, the rest from the last rank."""
     logprobs = {row: each for part in parts for row, each in part.logprobs.items()}
-    return Outcome(
-        numbers=parts[-1].numbers, logprobs=logprobs, parameters=parts[-1].parameters
-    )
+    return Outcome(numbers=parts[-1].numbers, logprobs=logprobs, parameters=parts[-1].parameters)

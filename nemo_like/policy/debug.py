@@ -28,8 +28,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
-# Elements hashed at a time: their products are 8 MiB.
-_HASH_CHUNK = 1 << 20
+_HASH_CHUNK = 1 << 20  # elements, whose products are 8 MiB
 # Odd, so that multiplying by them modulo 2^64 loses no bit (from MurmurHash3's 64-bit finalizer).
 _MIX = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16}
@@ -66,7 +65,7 @@ def check_data(
     """Raise RunError, on all ranks, unless each row is on one data-parallel rank alone.
 
     Ranks of each of ``same_groups`` (name of the axis, its ranks: those that share a row's work)
-    must hold the same rows in the same order. ``dp_group`` is None for one data-parallel rank.
+    must hold the same rows in the same order. ``dp_group`` is None where one rank has all rows.
     Fingerprints are those of ``fingerprint_rows``.
     """
     own = list(row_fingerprints)

@@ -5,16 +5,13 @@ micro-batches, data-parallel and context-parallel ranks add up. Tensor-parallel 
 a pipeline hold parts of one model; whole parameters that they share are kept equal.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Dtype, Offload
@@ -26,13 +23,13 @@ from nemo_like.policy.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.diagnostics import Diagnostics
 from nemo_like.policy.gradients import clip_gradients, explain_non_finite, gradient_norm
 from nemo_like.policy.inputs import InputLayout, InputShape, empty_batch, model_inputs
-from nemo_like.policy.loading import hf_name, load_stages, tied_names
+from nemo_like.policy.loading import hf_name, load_stages
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import Call, Calls, LogprobModel
-from nemo_like.policy.optim import make_optimizers, make_schedulers
+from nemo_like.policy.optim import make_optimizers, make_schedulers, move_state
 from nemo_like.policy.pipeline import Pipeline
-from nemo_like.policy.tensor_parallel import sum_partial_gradients
+from nemo_like.policy.shared_parameters import SharedParameters
 
 MicroBatches = Sequence[TensorBatch | None]
 """None stands for a micro-batch that only other data-parallel ranks have."""
@@ -70,7 +67,7 @@ class TrainEngine:
             context_group=self.mesh.group("cp"),
         )
         self.diagnostics = Diagnostics(config.debug, self.mesh, device, setup.log_dir)
-        self.stages, self._partial = self._load()
+        self.stages, partial = self._load()
         self.parameters: dict[str, nn.Parameter] = {
             hf_name(name): parameter
             for stage in self.stages
@@ -78,6 +75,7 @@ class TrainEngine:
         }
         """This rank's shards by their Hugging Face names. Taken now: between a forward pass and a
         reshard, FSDP2 shows whole parameters under the same names."""
+        self._shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
         self.reference: list[LogprobModel] = []
         if setup.with_reference:
             self.reference, _ = self._load()
@@ -131,13 +129,13 @@ class TrainEngine:
         parameters = self.parameters
         with self.diagnostics.phase("backward"):
             parts = self._backward(micro_batches, loss, denominators, temperature)
-            self._complete_gradients(parameters)
+            self._shared.complete_gradients()
         if not self._drifting:
             self.diagnostics.check_gradients(parameters)
         norm = gradient_norm(
             parameters,
             pipeline_group=self.mesh.group("pp"),
-            counted_elsewhere=self._counted_elsewhere(parameters),
+            counted_elsewhere=self._shared.counted_elsewhere,
         )
         scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
         true_norm = norm.item() / scale
@@ -217,41 +215,14 @@ class TrainEngine:
                 output = (self._ddp or model)(None, Calls([call]))
                 value_of(output, i).backward()
 
-    def _complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add up what parallel parts of one model contribute to the parameters that they share."""
-        tp = self.mesh.group("tp")
-        if tp is not None:
-            sum_partial_gradients(dict(parameters), self._partial, tp)
-        tied = self._tied_copy(parameters)
-        if tied is not None:
-            gradient = tied[1].grad
-            assert gradient is not None
-            dist.all_reduce(
-                gradient.to_local() if isinstance(gradient, DTensor) else gradient,
-                group=self.mesh.first_and_last_stage,
-            )
-
-    def _tied_copy(self, parameters: Mapping[str, nn.Parameter]) -> tuple[str, nn.Parameter] | None:
-        """Embedding on the first stage, head on the last: two copies of one tied parameter."""
-        if self.mesh.first_and_last_stage is None:
-            return None
-        ties = tied_names(self.stages[0])
-        both = ties.keys() | set(ties.values())
-        return next(((n, p) for n, p in parameters.items() if n in both), None)
-
-    def _counted_elsewhere(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-        """The tied head of the last stage: the first stage counts it in the norm."""
-        tied = self._tied_copy(parameters)
-        return set() if tied is None or self.mesh.coordinate("pp") == 0 else {tied[0]}
-
     def _optimizer_step(self) -> None:
         every = [optimizer for of_stage in self.optimizers for optimizer in of_stage]
         for optimizer in every:
             if self.config.offload is Offload.optimizer:
-                _move_state(optimizer, self.device)
+                move_state(optimizer, self.device)
             optimizer.step()
             if self.config.offload is Offload.optimizer:
-                _move_state(optimizer, torch.device("cpu"))
+                move_state(optimizer, torch.device("cpu"))
         for scheduler in self.schedulers:
             scheduler.step()
         self.num_steps += 1
@@ -327,10 +298,3 @@ class TrainEngine:
                     f"The loss of a micro-batch on rank {self.mesh.rank} is {loss.value}; stopped "
                     f"before the optimizer step. {_REMEDY}"
                 )
-
-
-def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                state[name] = value.to(device, non_blocking=True)

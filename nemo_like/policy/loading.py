@@ -13,17 +13,18 @@ import torch.distributed.checkpoint.state_dict_loader as dcp_load
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_like.config.choices import Batching, Offload
+from nemo_like.config.layout import num_stages
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import HeadSettings, LogprobModel
 from nemo_like.policy.parallelize import shard_model, wrap_layers
-from nemo_like.policy.stages import keep_stage, num_stages, stages_of_rank
+from nemo_like.policy.stages import keep_stage, stages_of_rank
 from nemo_like.policy.tensor_parallel import apply_tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ def load_stages(
         wrap_layers(model, config)
         if not mesh.ddp:
             shard_model(model, mesh, config, dtype)
-        _materialize(model, torch.device("cpu") if config.offload is Offload.all else device, device)
+        home = torch.device("cpu") if config.offload is Offload.all else device
+        _materialize(model, home, device)
         _load_weights(model, path)
         stages.append(model)
     return stages, partial

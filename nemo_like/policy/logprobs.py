@@ -175,9 +175,7 @@ class _TokenLogprobs(Function):
         log_total = total.log()
         logprobs = (target - peak) - log_total
         ctx.call = call
-        ctx.save_for_backward(
-            hidden, weight, bias, token_ids, target.clone(), logprobs, peak + log_total
-        )
+        ctx.save_for_backward(hidden, weight, bias, token_ids, target, logprobs, peak + log_total)
         if not call.with_entropy:
             return logprobs, None
         entropy = log_total - sums[3] / total
@@ -248,7 +246,7 @@ def _merge_(sums: Tensor, here: Tensor, group: dist.ProcessGroup | None) -> None
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
     shift = sums[0] - peak
     sums[0] = peak
-    sums[2] *= here
+    sums[2] = torch.where(here, sums[2], 0)
     if len(sums) > 3:
         sums[3] = (sums[3] + sums[1] * shift) * shift.exp()
     sums[1] *= shift.exp()

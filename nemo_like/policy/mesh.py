@@ -56,7 +56,11 @@ class PolicyMesh:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Ranks that differ along ``axis`` only; None if this rank is alone there."""
         mesh = self._mesh_of(axis)[axis]
-        return mesh.get_group() if mesh.size() > 1 else None
+        if mesh.size() == 1:
+            return None
+        group = mesh.get_group()
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def coordinate(self, axis: str) -> int:
         """This rank's position along ``axis``."""

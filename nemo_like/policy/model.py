@@ -103,10 +103,10 @@ class LogprobModel(nn.Module):
         if not self.is_last:
             return hidden
         device = hidden.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if self.settings.float32:
-            autocast = torch.float32 if autocast is not None else None
-        hidden = hidden.to(autocast or hidden.dtype)
+            hidden = hidden.float()
+        elif torch.is_autocast_enabled(device):
+            hidden = hidden.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):  # it does not look into our own gradient
             logprobs, entropy = token_logprobs(
                 hidden.flatten(0, 1)[inputs.predictors],
@@ -127,6 +127,7 @@ class LogprobModel(nn.Module):
         module = self.causal_lm.get_output_embeddings()
         assert isinstance(module, nn.Module)
         weight, bias = module.weight, getattr(module, "bias", None)
+        assert isinstance(weight, Tensor)
         config = self.causal_lm.config
         scale = getattr(config, _MULTIPLIES_LOGITS, None) or 1.0
         if (divisor := getattr(config, _DIVIDES_LOGITS, None)) is not None:

@@ -58,6 +58,14 @@ def make_schedulers(
     ]
 
 
+def move_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Move moments to ``device``; step counts stay where the optimizer put them."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                state[name] = value.to(device)
+
+
 def lr_factor(step: int, config: SchedulerConfig, max_steps: int) -> float:
     """Share of the peak learning rate at optimizer step ``step``, counted from 0.
 

@@ -60,7 +60,7 @@ def wrap_layers(model: LogprobModel, config: PolicyConfig) -> None:
 def shard_model(
     model: LogprobModel, mesh: PolicyMesh, config: PolicyConfig, dtype: torch.dtype
 ) -> None:
-    """Shard ``model`` in place (FSDP2), one unit a layer; compute in ``dtype``, reduce in float32."""
+    """Shard ``model`` in place (FSDP2) by layers; compute in ``dtype``, reduce in float32."""
     _check_divides(model, mesh)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     root = precision

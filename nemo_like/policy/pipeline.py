@@ -11,9 +11,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from nemo_like.config.choices import PipelineSchedule
+from nemo_like.config.layout import num_stages
 from nemo_like.config.policy_schema import ParallelConfig
 from nemo_like.policy.model import Call, Calls, LogprobModel
-from nemo_like.policy.stages import num_stages, stages_of_rank
+from nemo_like.policy.stages import stages_of_rank
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
     PipelineSchedule.gpipe: ScheduleGPipe,

@@ -1,4 +1,4 @@
-"""Does this worker compute what transformers computes? Asked of a small random twin of the model."""
+"""Does this worker compute what transformers computes? Asked of a small random twin."""
 
 import logging
 import math

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_like.config.choices import PipelineSchedule
+from nemo_like.config.layout import layer_range, num_stages
 from nemo_like.config.policy_schema import ParallelConfig
 from nemo_like.errors import UserError
 
@@ -35,13 +36,6 @@ def stages_of_rank(parallel: ParallelConfig, pipeline_rank: int) -> list[int]:
     return list(range(pipeline_rank, num_stages(parallel), size))
 
 
-def num_stages(parallel: ParallelConfig) -> int:
-    """Stages of the whole pipeline."""
-    interleaved = parallel.pipeline_schedule is PipelineSchedule.interleaved
-    per_rank = parallel.pipeline_stages_per_rank if interleaved else 1
-    return parallel.pipeline_parallel_size * per_rank
-
-
 def bins_for_pipeline(parallel: ParallelConfig) -> dict[str, int]:
     """What the schedules ask of the number of micro-batches, as arguments of its plan.
 
@@ -50,17 +44,6 @@ def bins_for_pipeline(parallel: ParallelConfig) -> dict[str, int]:
     size = parallel.pipeline_parallel_size
     interleaved = parallel.pipeline_schedule is PipelineSchedule.interleaved
     return {"min_bins": size, "bins_multiple": size if interleaved else 1}
-
-
-def layer_range(num_layers: int, stages: int, stage: int) -> range:
-    """Layers of one stage; the first ones take what does not divide, the last has the head anyway.
-
-    >>> [list(layer_range(5, 2, stage)) for stage in range(2)]
-    [[0, 1, 2], [3, 4]]
-    """
-    least, more = divmod(num_layers, stages)
-    first = stage * least + min(stage, more)
-    return range(first, first + least + (stage < more))
 
 
 def layers_of(causal_lm: PreTrainedModel) -> nn.ModuleList:

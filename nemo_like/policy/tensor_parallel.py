@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from nemo_like.errors import UserError
 from nemo_like.policy.exchange import gather_positions, split_positions
 from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.stages import layers_of
+from nemo_like.policy.stages import AbsentLayer, layers_of
 
 _COLUMNS, _ROWS, _PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 # Embedding and head: split by _split_vocabulary, whatever the plan says of them.
@@ -29,9 +29,9 @@ def apply_tensor_parallel(
 ) -> set[str]:
     """Split ``model`` over ``mesh`` in place.
 
-    Returns the Hugging Face names of whole parameters that see only a share of the heads or positions, and
-    whose gradients therefore must be summed over ``mesh``. Raises UserError for a plan with styles
-    that this file does not have.
+    Returns the Hugging Face names of whole parameters that see only a share of the heads or
+    positions, and whose gradients therefore must be summed over ``mesh``. Raises UserError for a
+    plan with styles that this file does not have.
     """
     causal_lm = model.causal_lm
     plan = _plan(causal_lm)
@@ -54,18 +54,6 @@ def apply_tensor_parallel(
     if sequence_parallel:
         partial |= _split_between_layers(model, mesh.get_group())
     return partial
-
-
-def sum_partial_gradients(
-    parameters: dict[str, nn.Parameter], names: set[str], group: dist.ProcessGroup
-) -> None:
-    """Add up the gradients of parameters that each rank saw a share of; collective."""
-    for name in sorted(names & parameters.keys()):
-        gradient = parameters[name].grad
-        assert gradient is not None, name
-        dist.all_reduce(
-            gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group
-        )
 
 
 def _plan(causal_lm: nn.Module) -> dict[str, str]:
@@ -123,7 +111,7 @@ def _split_between_layers(model: LogprobModel, group: dist.ProcessGroup) -> set[
     Embedding, final norm and head see all positions: masks and targets stay as they are.
     """
     names = {id(module): name for name, module in model.causal_lm.named_modules()}
-    layers = [layer for layer in layers_of(model.causal_lm) if any(True for _ in layer.parameters())]
+    present = [each for each in layers_of(model.causal_lm) if not isinstance(each, AbsentLayer)]
 
     def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (split_positions(args[0], group), *args[1:])
@@ -133,11 +121,11 @@ def _split_between_layers(model: LogprobModel, group: dist.ProcessGroup) -> set[
             return (gather_positions(output[0], group), *output[1:])
         return gather_positions(output, group)
 
-    layers[0].register_forward_pre_hook(split)
-    layers[-1].register_forward_hook(gather)
+    present[0].register_forward_pre_hook(split)
+    present[-1].register_forward_hook(gather)
     return {
         f"{names[id(layer)]}.{name}"
-        for layer in layers
+        for layer in present
         for name, parameter in layer.named_parameters()
         if not isinstance(parameter, DTensor)
     }

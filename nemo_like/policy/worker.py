@@ -144,7 +144,9 @@ class PolicyWorker(Worker):
             for name, parts_ in columns.items()
             if name in names
         }
-        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens)), merge([*parts, measured])
+        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens)), merge(
+            [*parts, measured]
+        )
 
     def train(self, work: TrainShard) -> Metrics:
         """One optimizer step over all ranks' shards; collective."""
