@@ -30,6 +30,7 @@ import torch.multiprocessing as mp
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_like.batch import keys
+from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Batching, Checkpointing, DataParallel, Dtype, Offload
 from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rows", type=int, default=16, help="sequences a step and GPU")
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--vary", action="store_true", help="lengths from a quarter to the whole")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--out", type=Path, default=Path("training.jsonl"))
@@ -135,6 +137,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str, port: int) -> Non
     )
     for text in args.config or ["micro_batch_tokens=16384"]:
         record = {"shape": args.shape, "gpus": args.gpus, "rows": args.rows, "length": args.length}
+        record["vary"] = args.vary
         record |= {"config": text, "torch": torch.__version__}
         try:
             record |= measure(args, folder, device, text)
@@ -166,12 +169,13 @@ def measure(
     sizes = engine.mesh.sizes
     # Rows belong to a data-parallel rank: with model parallelism several GPUs share them.
     rows = args.rows * args.gpus // sizes.dp
-    per_pass = max(1, policy.micro_batch_tokens // args.length)
+    lengths = draw_lengths(args, rows)
+    plan = plan_micro_batches(lengths, num_ranks=1, max_tokens=policy.micro_batch_tokens)
     batches = [
-        make_batch(min(per_pass, rows - i), args.length, vocab, i, device)
-        for i in range(0, rows, per_pass)
+        make_batch([lengths[row] for row in bin_], vocab, i, device)
+        for i, bin_ in enumerate(plan.bins[0])
     ]
-    total = float(rows * sizes.dp * (args.length - 1))
+    total = float(sizes.dp * (sum(lengths) - rows))
     denominators = Denominators(tokens=total, sequences=float(rows * sizes.dp))
     loss = ClippedPGLoss(LossConfig())
     reset_peak(device)
@@ -191,7 +195,7 @@ def measure(
         seconds["train"].append(clock(device) - begin)
     record["train_peak_gib"] = peak(device)
     record["loss"], record["grad_norm"] = metrics.get("train/loss"), metrics["train/grad_norm"]
-    tokens = args.rows * args.length
+    tokens = sum(lengths) * sizes.dp / args.gpus
     shape = SHAPES[args.shape]
     num_parameters = count_parameters(folder)
     attention = shape["num_hidden_layers"] * shape["hidden_size"] * args.length
@@ -214,21 +218,30 @@ def measure(
     return record
 
 
-def make_batch(rows: int, length: int, vocab: int, seed: int, device: torch.device) -> TensorBatch:
+def draw_lengths(args: argparse.Namespace, rows: int) -> list[int]:
+    """Equal, or spread evenly from a quarter to the whole; the same on every rank."""
+    if not args.vary:
+        return [args.length] * rows
+    least = args.length // 4
+    return [least + (args.length - least) * i // max(rows - 1, 1) for i in range(rows)]
+
+
+def make_batch(lengths: list[int], vocab: int, seed: int, device: torch.device) -> TensorBatch:
     generator = torch.Generator().manual_seed(seed + 1000 * dist.get_rank())
-    mask = torch.ones(rows, length, dtype=torch.bool)
-    mask[:, 0] = False
-    return TensorBatch(
-        lengths=torch.full((rows,), length),
+    mask = torch.ones(sum(lengths), dtype=torch.bool)
+    batch = TensorBatch(
+        lengths=torch.tensor(lengths),
         tokens={
-            keys.INPUT_IDS: torch.randint(0, vocab, (rows * length,), generator=generator),
-            keys.LOSS_MASK: mask.flatten(),
+            keys.INPUT_IDS: torch.randint(0, vocab, (sum(lengths),), generator=generator),
+            keys.LOSS_MASK: mask,
         },
         rows={
-            keys.ADVANTAGES: torch.randn(rows, generator=generator),
-            keys.SAMPLE_MASK: torch.ones(rows, dtype=torch.bool),
+            keys.ADVANTAGES: torch.randn(len(lengths), generator=generator),
+            keys.SAMPLE_MASK: torch.ones(len(lengths), dtype=torch.bool),
         },
-    ).to(device)
+    )
+    mask[batch.starts] = False
+    return batch.to(device)
 
 
 def parse(text: str) -> PolicyConfig:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.layouts import FOUR_LAYERS
+
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -98,21 +100,12 @@ def local_ray() -> Iterator[None]:
 def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Like ``tiny_model``, with layers, heads and a vocabulary that two-way splits divide."""
     built: dict[tuple[str, bool], str] = {}
-    changes = {
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "vocab_size": 256,
-    }
 
     def get(architecture: str = "llama", tied: bool = False) -> str:
         key = (architecture, tied)
         if key not in built:
             folder = tmp_path_factory.mktemp(f"four-{architecture}-{tied}")
-            built[key] = str(build_model(folder, architecture, tied, **changes))
+            built[key] = str(build_model(folder, architecture, tied, **FOUR_LAYERS))
         return built[key]
 
     return get

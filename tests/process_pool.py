@@ -2,39 +2,59 @@
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
+import time
 import traceback
 from typing import Any
 
 
 class ProcessPool:
     """``size`` processes; ``run(world_size, "module:function", *args)`` makes the first of them a
-    gloo world of their own and returns what the function returned on each rank.
+    world of their own and returns what the function returned on each rank.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self._size, self._backend = size, backend
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes = []
         self._processes = []
-        for _ in range(size):
+        for _ in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._backend), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
     def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 300.0) -> list[Any]:
+        """Results in rank order; after a failure the processes are new ones."""
         port = _free_port()
         for rank, pipe in enumerate(self._pipes[:world_size]):
             pipe.send((rank, world_size, port, target, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes[:world_size]):
-            assert pipe.poll(timeout_s), f"{target}{args}: rank {rank} did not answer"
-            results.append(pipe.recv())
-        failures = [str(value) for ok, value in results if not ok]
-        assert not failures, "\n".join(failures)
-        return [value for _, value in results]
+        try:
+            return self._collect(world_size, f"{target}{args}", timeout_s)
+        except AssertionError:
+            self.close()
+            self._start()
+            raise
+
+    def _collect(self, world_size: int, what: str, timeout_s: float) -> list[Any]:
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
+        results: dict[int, Any] = {}
+        end = time.monotonic() + timeout_s
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), end - time.monotonic())
+            assert ready, f"{what}: ranks {sorted(waiting.values())} did not answer"
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # pyright: ignore
+                ok, results[rank] = pipe.recv()  # pyright: ignore
+                # The others may wait for it for ever: what it says is the news.
+                assert ok, results[rank]
+        return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
         for process in self._processes:
@@ -47,7 +67,7 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, backend: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
@@ -60,8 +80,10 @@ def _serve(pipe: Any) -> None:
         except EOFError:
             return
         try:
+            if "nccl" in backend:
+                torch.cuda.set_device(rank)
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"tcp://127.0.0.1:{port}",
                 rank=rank,
                 world_size=world_size,

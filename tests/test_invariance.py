@@ -9,49 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_like.config.choices import Batching, Checkpointing, DataParallel, PipelineSchedule
-from nemo_like.config.policy_schema import ParallelConfig
+from nemo_like.config.choices import Batching, Checkpointing
+from tests.layouts import LAYOUTS
 from tests.process_pool import ProcessPool
 from tests.three_steps import Outcome, merged
 
 TOLERANCE = 1e-5
 TARGET = "tests.three_steps:three_steps"
-
-
-def layout(**sizes):
-    short = {
-        "tp": "tensor_parallel_size",
-        "cp": "context_parallel_size",
-        "pp": "pipeline_parallel_size",
-        "replicate": "replicate_size",
-        "schedule": "pipeline_schedule",
-    }
-    return ParallelConfig(**{short.get(name, name): value for name, value in sizes.items()})
-
-
-DDP = {"data_parallel": DataParallel.ddp}
-# name -> (ranks, parallel, layers)
-LAYOUTS = {
-    "one": (1, layout()),
-    "dp2": (2, layout()),
-    "dp4": (4, layout()),
-    "dp2_zero2": (2, layout(reshard_after_forward=False)),
-    "ddp2": (2, layout(**DDP)),
-    "hybrid2x2": (4, layout(replicate=2)),
-    "tp2": (2, layout(tp=2)),
-    "tp2_sequence": (2, layout(tp=2, sequence_parallel=True)),
-    "cp2": (2, layout(cp=2)),
-    "pp2_gpipe": (2, layout(pp=2, schedule=PipelineSchedule.gpipe)),
-    "pp2_1f1b": (2, layout(pp=2)),
-    "pp2_interleaved": (2, layout(pp=2, schedule=PipelineSchedule.interleaved)),
-    "dp2_tp2": (4, layout(tp=2)),
-    "dp2_pp2": (4, layout(pp=2)),
-    "dp2_cp2": (4, layout(cp=2)),
-    "cp2_tp2_sequence": (4, layout(cp=2, tp=2, sequence_parallel=True)),
-    "dp2_tp2_pp2": (8, layout(tp=2, pp=2)),
-    "hybrid2x2_tp2": (8, layout(replicate=2, tp=2)),
-}
-"""FSDP2 unless it says ddp; ranks that no size claims are sharded data parallel."""
 
 
 @pytest.fixture(scope="module")

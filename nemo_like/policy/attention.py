@@ -1,8 +1,8 @@
 """Attention over rows that lie end to end: each row sees itself only, and no mask is ever built.
 
 Registered with transformers under the name ``PACKED``; every model that takes its attention from
-there can use it. On a GPU a variable-length flash kernel runs over the packed tokens. Elsewhere
-attention alone works on padded rows, which costs B * T^2 instead of N^2 and keeps causal kernels.
+there can use it. Attention alone works on padded rows, which costs B * T^2 instead of N^2 and keeps
+causal kernels; on a GPU a variable-length flash kernel takes over where rows are too unequal.
 
 Under context parallelism each rank holds N / cp of the tokens. Around attention, ranks trade: all
 heads of some tokens for some heads of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), so that any
@@ -30,6 +30,9 @@ PACKED = "nemo_like_packed"
 
 # Terms of attention that some architectures add and this one lacks: left out, they would go unseen.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+# The dense kernel is the faster one: on an H100 with rows of 4096 tokens, a training step of a 1.5B
+# model took 1.43 s with it and 1.53 s with the variable-length one. It is worth this much padding.
+_MOST_PADDING = 1.25
 
 
 def row_index(lengths: Tensor, within: Tensor, row_of_token: Tensor) -> dict[str, Any]:
@@ -81,10 +84,11 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if context_group is not None:
         q, k, v = _heads_for_tokens(q, k, v, context_group)
-    if varlen_attn is not None and q.is_cuda and q.dtype != torch.float32:
+    shape = (len(cu_seq_lens_q) - 1, max_length_q)
+    can_vary = varlen_attn is not None and q.is_cuda and q.dtype != torch.float32
+    if can_vary and shape[0] * shape[1] > _MOST_PADDING * len(q):
         out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling)
     else:
-        shape = (len(cu_seq_lens_q) - 1, max_length_q)
         out = _padded(q, k, v, padded_index, shape, scaling)
     if context_group is not None:
         out = _tokens_for_heads(out, context_group)
@@ -102,13 +106,15 @@ def _padded(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    return out.transpose(1, 2).flatten(0, 1)[index]
+    flat = out.transpose(1, 2).flatten(0, 1)
+    return flat if len(flat) == len(index) else flat[index]
 
 
 def _pad(x: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
     """[N, H, D] -> [B, H, T, D] with zeros behind each row."""
-    padded = x.new_zeros(shape[0] * shape[1], *x.shape[1:])
-    padded = padded.index_copy(0, index, x)
+    padded = x
+    if len(x) < shape[0] * shape[1]:  # else rows are equally long, and lie where they should
+        padded = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, index, x)
     return padded.view(*shape, *x.shape[1:]).transpose(1, 2)
 
 

@@ -105,11 +105,11 @@ class TrainEngine:
             reference = self._score(self.reference, calls, shape) if self.reference else []
         kept = [i for i, each in enumerate(micro_batches) if each is not None and outputs]
         columns = {
-            "policy": [outputs[i][0] for i in kept],
-            "entropy": [outputs[i][1] for i in kept],
+            "policy": [outputs[i][0][: batches[i].num_tokens] for i in kept],
+            "entropy": [outputs[i][1][: batches[i].num_tokens] for i in kept],
         }
         if self.reference:
-            columns["reference"] = [reference[i][0] for i in kept if reference]
+            columns["reference"] = [reference[i][0][: batches[i].num_tokens] for i in kept]
         return columns
 
     def train(
@@ -190,7 +190,7 @@ class TrainEngine:
             micro_batch = micro_batches[i]
             if micro_batch is None:
                 return output.sum() * 0
-            value, metrics = loss(output[0], micro_batch, denominators)
+            value, metrics = loss(output[0][: micro_batch.num_tokens], micro_batch, denominators)
             parts.append(metrics)
             return value * self._loss_factor()
 

@@ -23,6 +23,11 @@ class InputShape:
     rows: int
     positions: int
 
+    @property
+    def size(self) -> int:
+        """Positions of all rows: no fewer than tokens."""
+        return self.rows * self.positions
+
 
 @dataclass(frozen=True, kw_only=True)
 class InputLayout:
@@ -53,8 +58,8 @@ class ModelInputs:
     """int64 [M]: the tokens that follow them."""
     targets: Tensor
     """int64 [M]: where those tokens are among the batch's N."""
-    num_tokens: int
-    """``N``."""
+    num_outputs: int
+    """Length of the result: ``N``, or more in a pipeline, where all passes have one shape."""
     context_group: dist.ProcessGroup | None = field(default=None)
     """Ranks that hold the other positions."""
 
@@ -66,12 +71,13 @@ def model_inputs(
 
     ``shape``: fill up to it (pipeline stages exchange equal shapes).
     """
-    shape = shape or layout.shape_of(batch)
     ids = batch.tokens[keys.INPUT_IDS]
     targets = batch.tokens[keys.LOSS_MASK].nonzero(as_tuple=True)[0]
+    num_outputs = len(ids) if shape is None else shape.size
+    shape = shape or layout.shape_of(batch)
     if layout.batching is Batching.packed:
-        return _packed(batch, ids, targets, shape, layout.context_group)
-    return _padded(batch, ids, targets, shape)
+        return _packed(batch, targets, shape, num_outputs, layout.context_group)
+    return _padded(batch, targets, shape, num_outputs)
 
 
 def empty_batch(device: torch.device | str) -> TensorBatch:
@@ -90,12 +96,13 @@ def empty_batch(device: torch.device | str) -> TensorBatch:
 
 def _packed(
     batch: TensorBatch,
-    ids: Tensor,
     targets: Tensor,
     shape: InputShape,
+    num_outputs: int,
     group: dist.ProcessGroup | None,
 ) -> ModelInputs:
     """All rows in one line; positions restart with each row, and so does attention."""
+    ids = batch.tokens[keys.INPUT_IDS]
     lengths = batch.lengths
     if (extra := shape.positions - len(ids)) > 0:  # filled up with a row of its own
         lengths = torch.cat([lengths, lengths.new_tensor([extra])])
@@ -120,13 +127,16 @@ def _packed(
         predictors=mine - 1 - first,
         target_ids=ids[mine],
         targets=mine,
-        num_tokens=len(ids),
+        num_outputs=num_outputs,
         context_group=group,
     )
 
 
-def _padded(batch: TensorBatch, ids: Tensor, targets: Tensor, shape: InputShape) -> ModelInputs:
+def _padded(
+    batch: TensorBatch, targets: Tensor, shape: InputShape, num_outputs: int
+) -> ModelInputs:
     """One row a line, padded on the right, where causal attention never looks."""
+    ids = batch.tokens[keys.INPUT_IDS]
     size = (shape.rows, shape.positions)
     row_of_token = batch.row_of_token
     within = torch.arange(len(ids), device=ids.device) - batch.starts[row_of_token]
@@ -147,7 +157,7 @@ def _padded(batch: TensorBatch, ids: Tensor, targets: Tensor, shape: InputShape)
         predictors=flat_index[targets - 1],
         target_ids=ids[targets],
         targets=targets,
-        num_tokens=len(ids),
+        num_outputs=num_outputs,
     )
 
 

@@ -118,7 +118,7 @@ class LogprobModel(nn.Module):
                 compile=self.settings.compile,
             )
         wanted = torch.stack([logprobs, logprobs.detach() * 0 if entropy is None else entropy])
-        out = wanted.new_zeros(2, inputs.num_tokens).index_copy(1, inputs.targets, wanted)
+        out = wanted.new_zeros(2, inputs.num_outputs).index_copy(1, inputs.targets, wanted)
         if inputs.context_group is not None:
             out = join_parts(out, inputs.context_group)
         return out

@@ -1,6 +1,7 @@
 """How a model is spread over data-parallel ranks, recomputed, and compiled."""
 
 import torch
+import torch._inductor
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -54,7 +55,7 @@ def wrap_layers(model: LogprobModel, config: PolicyConfig) -> None:
             if config.compile:
                 # Sizes that change become dynamic on their second value: two compilations, not one
                 # a micro-batch, and none of the cost of dynamic sizes where they stay.
-                layers[i].compile()
+                layers[i].compile(options=_compile_options())
 
 
 def shard_model(
@@ -105,6 +106,13 @@ def _check_divides(model: LogprobModel, mesh: PolicyMesh) -> None:
                 f"tensor-parallel rank, which {size} sharding ranks (shard x context) do not "
                 "divide; use other sizes."
             )
+
+
+def _compile_options() -> dict[str, bool]:
+    """Leaves out a fusion that fails when sizes change (torch 2.11: 'shape … is invalid for input
+    of size 0' in the backward pass of norms)."""
+    fusion = "triton.mix_order_reduction"
+    return {fusion: False} if fusion in torch._inductor.list_options() else {}
 
 
 def _selective_contexts() -> object:

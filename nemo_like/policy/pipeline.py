@@ -51,7 +51,7 @@ class Pipeline:
         ``hidden_shape``: leading dimensions of all stages' hidden states, equal for all calls.
         """
         count = len(calls)
-        stages = self._make_stages(hidden_shape)
+        stages = self._make_stages(hidden_shape, calls[0].inputs.num_outputs)
         done = iter(range(count))
 
         def next_loss(output: Tensor, _: Tensor) -> Tensor:
@@ -100,8 +100,9 @@ class Pipeline:
             work.wait()
         return outputs
 
-    def _make_stages(self, hidden_shape: list[int]) -> list[PipelineStage]:
+    def _make_stages(self, hidden_shape: list[int], num_outputs: int) -> list[PipelineStage]:
         """Fresh stages for this step's shape: torch fixes the shape of a stage for its life."""
+        result = torch.empty(2, num_outputs, device="meta")
         hidden = self._empty_hidden(hidden_shape, device="meta")
         total = num_stages(self._parallel)
         return [
@@ -111,7 +112,7 @@ class Pipeline:
                 total,
                 self._device,
                 input_args=(torch.empty(1, device="meta"),) if index == 0 else (hidden,),
-                output_args=(torch.empty(1, device="meta"),) if index == total - 1 else (hidden,),
+                output_args=(result,) if index == total - 1 else (hidden,),
                 group=self._group,
             )
             for index, module in zip(self._indices, self._modules, strict=True)
