@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_like.algorithms.run import Run
 from nemo_like.config.checks import has_validation
+from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.plan import ResourcePlan, plan_resources
 from nemo_like.config.schema import GRPORunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
@@ -67,6 +68,8 @@ class Setup:
 def prepare(config: GRPORunConfig) -> Prepared:
     """Find the model, read the data, check every prompt's length; raises UserError."""
     model_path = str(resolve_model(config.policy.model))
+    plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
+    check_model_fits(config.policy, len(plan.policy), Path(model_path))
     chat = ChatTokenizer(model_path)
     context = context_length(model_path)
     most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)
