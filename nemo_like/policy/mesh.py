@@ -1,5 +1,7 @@
 """The one authority on which rank stands where: a device mesh, and the groups cut from it."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -58,7 +60,7 @@ class PolicyMesh:
         mesh = self._mesh_of(axis)[axis]
         if mesh.size() == 1:
             return None
-        return mesh.get_group()  # pyright: ignore[reportReturnType]
+        return mesh.get_group()
 
     def coordinate(self, axis: str) -> int:
         """This rank's position along ``axis``."""
@@ -72,7 +74,7 @@ class PolicyMesh:
         if self.sizes.pp > 1:
             for line in self._parameters.mesh.flatten(1).T.tolist():
                 # Every rank makes every group, in one order: that is how torch makes groups.
-                group = dist.new_group([line[0], line[-1]])
+                group: Any = dist.new_group([line[0], line[-1]])
                 if self.rank in (line[0], line[-1]):
                     mine = group
         return mine
