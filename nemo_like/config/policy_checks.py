@@ -185,6 +185,11 @@ def _check_schedule(config: GRPORunConfig) -> None:
             f"policy.parallel.ddp.powersgd_start_step={ddp.powersgd_start_step} must be below "
             f"grpo.max_steps={max_steps}, or PowerSGD never begins; lower it."
         )
+    if ddp.compression is Compression.bf16 and not config.cluster.gpus_per_node:
+        raise UserError(
+            "policy.parallel.ddp.compression=bf16 needs NCCL, which the run's CPUs do not have; "
+            "use fp16, or set cluster.gpus_per_node."
+        )
     hang_s, limit_s = config.policy.debug.hang_report_s, config.cluster.call_timeout_s
     if hang_s is not None and hang_s >= limit_s:
         raise UserError(

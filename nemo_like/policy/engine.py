@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Dtype, Offload
 from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.errors import RunError
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.policy.ddp import average_parameters, wrap_ddp
@@ -122,8 +121,9 @@ class TrainEngine:
         """Forward and backward over this rank's micro-batches, then one step of all ranks together.
 
         The returned metrics are this data-parallel rank's share; ranks that do not answer for the
-        driver return only what all of them know. Raises RunError before the optimizer step if the
-        loss or the gradient norm is not finite (in float16: skips the step and counts it).
+        driver return only what all of them know. Raises RunError on all ranks before the optimizer
+        step if the gradient norm is not finite, as that of a loss that is not finite never is (in
+        float16: skips the step and counts it).
         """
         self.diagnostics.check_rows(micro_batches)
         parameters = self.parameters
@@ -199,7 +199,6 @@ class TrainEngine:
                 self._pipeline(self.stages).train(calls, value_of, self._hidden_shape(shape))
             else:
                 self._accumulate(calls, value_of)
-        self._check_losses(parts)
         return parts
 
     def _accumulate(self, calls: Sequence[Call], value_of: Callable[[Tensor, int], Tensor]) -> None:
@@ -289,12 +288,3 @@ class TrainEngine:
         if self.mesh.ddp and self.dtype != torch.float32:
             return torch.autocast(self.device.type, self.dtype)
         return nullcontext()
-
-    def _check_losses(self, parts: Sequence[Metrics]) -> None:
-        for part in parts:
-            loss = part.get("train/loss")
-            if loss is not None and not bool(torch.isfinite(torch.tensor(float(loss.value)))):
-                raise RunError(
-                    f"The loss of a micro-batch on rank {self.mesh.rank} is {loss.value}; stopped "
-                    f"before the optimizer step. {_REMEDY}"
-                )

@@ -1,0 +1,156 @@
+"""What processes do in test_training_engine.py: short trainings with one option each."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_like.batch import keys
+from nemo_like.batch.micro_batches import plan_micro_batches
+from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_like.errors import RunError
+from nemo_like.observe.metrics import values
+from nemo_like.policy.engine import EngineSetup, TrainEngine
+from nemo_like.policy.stages import bins_for_pipeline
+from nemo_like.policy.state import full_tensors, load_checkpoint, save_checkpoint
+from tests.three_steps import LENGTHS, TEMPERATURE, denominators, make_loss, make_rows
+
+DEFAULTS: dict[str, Any] = {
+    "optimizer": OptimizerConfig(lr=3e-4, eps=1e-6),
+    "micro_batch_tokens": 64,
+}
+
+
+def make_engine(model_path: str, config: dict[str, Any]) -> TrainEngine:
+    setup = EngineSetup(
+        config=replace(PolicyConfig(), **(DEFAULTS | config)),
+        model_path=model_path,
+        max_steps=10,
+        with_reference=False,
+    )
+    return TrainEngine(setup, torch.device("cpu"))
+
+
+def step(engine: TrainEngine, advantage: float = 0.0) -> dict[str, float]:
+    """One SFT step on this rank's share (policy gradient with ``advantage`` for all, if given)."""
+    rows = make_rows(preference=False)
+    for name in (keys.POLICY_LOGPROBS, keys.REFERENCE_LOGPROBS):
+        rows.tokens[name] = rows.tokens[keys.GENERATION_LOGPROBS]
+    rows.rows[keys.ADVANTAGES] = torch.full((len(LENGTHS),), advantage)
+    plan = plan_micro_batches(
+        LENGTHS,
+        num_ranks=engine.mesh.sizes.dp,
+        max_tokens=engine.config.micro_batch_tokens,
+        **bins_for_pipeline(engine.mesh.parallel),
+    )
+    bins = plan.bins[engine.mesh.coordinate("dp")]
+    shares = [rows.select(one) if one else None for one in bins]
+    engine.logprobs(shares, TEMPERATURE)  # as between two steps of a run
+    loss = make_loss("policy_gradient" if advantage else "sft")
+    metrics = values(engine.train(shares, loss, denominators(rows), TEMPERATURE))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    mine = metrics.get("train/loss", 0.0) if engine.mesh.answers else 0.0
+    dist.all_gather_object(everyone, mine)
+    return metrics | {"loss": sum(everyone)}
+
+
+def parameters(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in full_tensors(engine, torch.float32)}
+
+
+def train(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
+    """Metrics of each step, final parameters."""
+    engine = make_engine(model_path, config)
+    return [step(engine) for _ in range(num_steps)], parameters(engine)
+
+
+def save_then_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:
+    engine = make_engine(model_path, config)
+    step(engine)
+    save_checkpoint(Path(folder), engine)
+    return step(engine), parameters(engine)
+
+
+def load_and_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:
+    engine = make_engine(model_path, config)
+    load_checkpoint(Path(folder), engine)
+    return step(engine), parameters(engine)
+
+
+def replicas_by_step(model_path: str, config: dict[str, Any]) -> list[bool]:
+    """After each of four steps: whether this rank's parameters are those of rank 0, bit for bit."""
+    engine = make_engine(model_path, config)
+    equal = []
+    for _ in range(4):
+        step(engine)
+        mine = torch.cat([each.detach().flatten() for each in engine.parameters.values()])
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        equal.append(torch.equal(mine, first))
+    return equal
+
+
+def exported_by_rank(model_path: str, config: dict[str, Any]) -> tuple[Any, Any]:
+    """Own parameters after one step, and those that leave the policy then."""
+    engine = make_engine(model_path, config)
+    step(engine)
+    own = {name: each.detach().clone() for name, each in engine.parameters.items()}
+    return own, parameters(engine)
+
+
+def float16_overflow(model_path: str, config: dict[str, Any]) -> Any:
+    """Metrics by step, whether the first changed parameters, and the learning rates used."""
+    engine = make_engine(model_path, config)
+    before = parameters(engine)
+    first = step(engine)
+    after = parameters(engine)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    rest = [step(engine) for _ in range(20)]
+    return [first, *rest], unchanged, engine.num_steps
+
+
+def not_finite(model_path: str, config: dict[str, Any]) -> tuple[str, bool]:
+    """What a NaN advantage raises, and whether parameters stayed."""
+    engine = make_engine(model_path, config)
+    before = parameters(engine)
+    try:
+        step(engine, advantage=float("nan"))
+    except RunError as error:
+        message = str(error)
+    else:
+        message = ""
+    after = parameters(engine)
+    return message, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def perturbed(model_path: str, config: dict[str, Any], name: str) -> str:
+    """The message when the last rank's copy of a parameter is one rounding off."""
+    engine = make_engine(model_path, config)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        parameter = engine.parameters[name]
+        local = parameter.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        flat = local.flatten()
+        flat[0] = torch.nextafter(flat[0], flat[0] + 1)
+        local.copy_(flat.view_as(local))
+    try:
+        step(engine)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def local_sizes(model_path: str, config: dict[str, Any]) -> tuple[int, int]:
+    """Numbers in this rank's parameters, and in the whole model."""
+    engine = make_engine(model_path, config)
+    mine = sum(
+        (each.to_local() if hasattr(each, "to_local") else each).numel()  # type: ignore[operator]
+        for each in engine.parameters.values()
+    )
+    return mine, sum(each.numel() for each in engine.parameters.values())
+
+
+def schedule(kind: Any) -> dict[str, Any]:
+    return {"scheduler": SchedulerConfig(kind=kind, warmup_steps=1)}
