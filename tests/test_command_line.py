@@ -222,6 +222,18 @@ WRONG_INPUTS = [
     ("run.dir=finished run.resume=true", "step_3 is damaged: policy/model.distcp is missing"),
     ("run.resume=true", "run.resume=true needs run.dir"),
     ("--config-dir=. --config-name=trap", 'put it in quotes: "007"'),
+    (
+        "cluster.cpu_workers_per_node=8 policy.parallel.tensor_parallel_size=8",
+        "tensor_parallel_size=8 does not divide the model's num_attention_heads=4; use 1, 2 or 4",
+    ),
+    (
+        "cluster.cpu_workers_per_node=4 policy.mesh_shape=[[4],[pp]]",
+        "pipeline",
+    ),
+    (
+        "cluster.cpu_workers_per_node=2 policy.parallel.ddp.compression=powersgd",
+        "compression=powersgd would have no effect: FSDP",
+    ),
     ("--config-name=missing", "--config-name=missing: there is no missing.yaml"),
 ]
 

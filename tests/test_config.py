@@ -222,6 +222,11 @@ def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, wh
             "average_every_steps=1.",
         ),
         (
+            [DDP, "ddp.compression=bf16"],
+            "ddp.compression=bf16 needs NCCL",
+            "use fp16",
+        ),
+        (
             [DDP, "ddp.compression=powersgd", "ddp.powersgd_start_step=40"],
             "powersgd_start_step=40 must be below grpo.max_steps=40",
             "lower it",

@@ -97,10 +97,10 @@ def run_until(config, step, error):
 
     from nemo_like.algorithms import grpo
     from nemo_like.algorithms.run import Run
-    from nemo_like.algorithms.setup import prepare, start
+    from nemo_like.algorithms.setup import find_model, prepare, start
 
     with Run(config, "grpo") as this_run, ExitStack() as stack:
-        setup = start(config, this_run, prepare(config), stack)
+        setup = start(config, this_run, prepare(config, find_model(config)), stack)
         next_batch = setup.rollouts.next_batch
 
         def breaking(current):

@@ -16,7 +16,7 @@ from nemo_like.algorithms.self_check import (
     check_rollout,
     check_versions,
 )
-from nemo_like.algorithms.setup import Setup, prepare, start
+from nemo_like.algorithms.setup import Setup, find_model, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.schema import GRPORunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 def run_grpo(config: GRPORunConfig) -> None:
     """Everything from a configuration to a trained model in ``run.dir``."""
+    model_path = find_model(config)  # a wrong layout leaves no folder behind
     with Run(config, "grpo") as run, ExitStack() as stack:
-        setup = start(config, run, prepare(config), stack)
+        setup = start(config, run, prepare(config, model_path), stack)
         train(config, setup, run)
         if config.checkpoint.export:
             setup.policy.export(str(run.dir / "final"))

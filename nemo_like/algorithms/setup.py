@@ -65,11 +65,16 @@ class Setup:
         return {"driver/bytes": Metric(self.meter.pop(), reduce=Reduce.sum)}
 
 
-def prepare(config: GRPORunConfig) -> Prepared:
-    """Find the model, read the data, check every prompt's length; raises UserError."""
-    model_path = str(resolve_model(config.policy.model))
+def find_model(config: GRPORunConfig) -> str:
+    """The model's folder; raises UserError if it can't be laid out as configured."""
+    folder = resolve_model(config.policy.model)
     plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
-    check_model_fits(config.policy, len(plan.policy), Path(model_path))
+    check_model_fits(config.policy, len(plan.policy), folder)
+    return str(folder)
+
+
+def prepare(config: GRPORunConfig, model_path: str) -> Prepared:
+    """Read the data, check every prompt's length; raises UserError."""
     chat = ChatTokenizer(model_path)
     context = context_length(model_path)
     most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)

@@ -35,20 +35,26 @@ class LayerActivations:
 def layer_activations(
     shape: ModelShape, policy: PolicyConfig, parallel: ParallelConfig, sizes: ParallelSizes
 ) -> LayerActivations:
-    """What checkpointing keeps, and what the backward pass of one layer needs on top.
+    """What checkpointing keeps, and what one layer needs on top while it is computed.
 
-    Recomputing brings back all that a plain forward pass saves. On top come gradients: those of the
-    MLP's three inner tensors and of two of width h exist at once; a forward pass alone has as much.
+    Recomputing brings back what a plain forward pass saves and checkpointing did not keep. The
+    backward pass then adds most within the MLP, when gradients of its product, of silu(gate) and of
+    up exist and the product itself has gone: 2 s i / tp, beside two gradients of width h. A forward
+    pass alone holds silu(gate), up and their product beside two tensors of width h.
     """
     whole = _whole_layer(shape, policy, parallel, sizes)
-    s = BYTES[policy.dtype]
-    temporary = s * (3 * shape.intermediate / sizes.tp + 2 * shape.hidden)
+    s, inner = BYTES[policy.dtype], shape.intermediate / sizes.tp
     saved, recomputed = whole, 0.0
     if policy.activation_checkpointing is Checkpointing.full:
         saved, recomputed = s * shape.hidden / _sp(parallel, sizes), whole
     elif policy.activation_checkpointing is Checkpointing.selective:
-        saved, recomputed = _selective_layer(shape, policy, parallel, sizes), whole
-    return LayerActivations(saved=saved, working=recomputed + temporary, scoring=temporary)
+        saved = _selective_layer(shape, policy, parallel, sizes)
+        recomputed = max(whole - saved, 0.0)
+    return LayerActivations(
+        saved=saved,
+        working=recomputed + s * (2 * inner + 2 * shape.hidden),
+        scoring=s * (3 * inner + 2 * shape.hidden),
+    )
 
 
 def _whole_layer(
@@ -82,13 +88,15 @@ def _selective_layer(
 
     s h / sp for the input; s (q + 2 k) / tp for three projections; attention's result and
     logarithms; s h for each projection back (before tensor-parallel ranks add up); 2 s i / tp for
-    gate and up.
+    gate and up. Nothing is computed from the MLP's projection back, so compiled layers, which keep
+    what the backward pass reads, drop it (exact, by test); otherwise every result is kept.
     """
     s, h = BYTES[policy.dtype], shape.hidden
     projections = s * (shape.query_width + 2 * shape.key_width) / sizes.tp
     attended = (s * shape.query_width + FLOAT32 * shape.heads) / sizes.tp
+    back = (1 if policy.compile else 2) * s * h
     mlp = 2 * s * shape.intermediate / sizes.tp
-    return s * h / _sp(parallel, sizes) + projections + attended + 2 * s * h + mlp
+    return s * h / _sp(parallel, sizes) + projections + attended + back + mlp
 
 
 def _attention(shape: ModelShape, s: int, sizes: ParallelSizes) -> float:
@@ -101,19 +109,46 @@ def _attention(shape: ModelShape, s: int, sizes: ParallelSizes) -> float:
 def head_activations(shape: ModelShape, policy: PolicyConfig) -> float:
     """Bytes per token between the last layer and the logits.
 
-    The final norm, not compiled: (4 + 2 s) h; and the rows that predict a trained token: s h.
+    The final norm, not compiled: (4 + 2 s) h; and the rows that predict a trained token, in the
+    head's format.
     """
-    s = BYTES[policy.dtype]
-    return (FLOAT32 + 3 * s) * shape.hidden
+    return (FLOAT32 + 2 * BYTES[policy.dtype] + head_bytes(policy)) * shape.hidden
 
 
-def logits_bytes(shape: ModelShape, policy: PolicyConfig, tokens: float, tp: int) -> float:
-    """Two float32 tensors [chunk, V / tp]: logits and their gradient.
+def head_bytes(policy: PolicyConfig) -> int:
+    """Bytes of a number in the root unit: embedding, final norm and head."""
+    return FLOAT32 if policy.float32_head else BYTES[policy.dtype]
 
-    A vocabulary that tp does not divide stays whole on every rank.
+
+def forward_logits(
+    shape: ModelShape, policy: PolicyConfig, tokens: float, tp: int, *, with_entropy: bool
+) -> float:
+    """Bytes of float32 tensors [chunk, V / tp]: one or two.
+
+    Two if there are several chunks, since a product exists before the one of the chunk before is
+    freed; and where entropies need exponentials beside logits, which compiled code fuses.
     """
-    vocab = shape.vocab / tp if shape.vocab % tp == 0 else shape.vocab
-    return 2 * FLOAT32 * min(policy.logprob_chunk_tokens, tokens) * vocab
+    chunk = min(policy.logprob_chunk_tokens, tokens)
+    two = tokens > chunk or (with_entropy and not policy.compile)
+    return (2 if two else 1) * FLOAT32 * chunk * _vocab(shape, tp)
+
+
+def backward_logits(shape: ModelShape, policy: PolicyConfig, tokens: float, tp: int) -> float:
+    """Bytes of the logits of one chunk and of their gradient, [chunk, V / tp].
+
+    Logits are float32; the gradient overwrites them, and is rounded to a second tensor if the head
+    multiplies in 16 bits. After the last chunk the gradient of the head [V / tp, h] is rounded as
+    well, which is more if chunks are short.
+    """
+    factor = head_bytes(policy)
+    rounded = factor if factor < FLOAT32 else 0
+    chunk = min(policy.logprob_chunk_tokens, tokens)
+    return max((FLOAT32 + rounded) * chunk, rounded * shape.hidden) * _vocab(shape, tp)
+
+
+def _vocab(shape: ModelShape, tp: int) -> float:
+    """Rows of a rank's head: a vocabulary that tp does not divide stays whole on every rank."""
+    return shape.vocab / tp if shape.vocab % tp == 0 else shape.vocab
 
 
 def layers_in_flight(

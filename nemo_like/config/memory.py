@@ -4,24 +4,33 @@ Counted are tensors that grow with the model or the batch. CUDA's context and li
 1 GiB), NCCL's buffers, and memory that the allocator cannot use between blocks come on top.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nemo_like.config.activation_memory import (
     BYTES,
     FLOAT32,
+    backward_logits,
+    forward_logits,
     head_activations,
+    head_bytes,
     layer_activations,
     layers_in_flight,
-    logits_bytes,
 )
-from nemo_like.config.choices import Compression, DataParallel, Dtype, Offload, OptimizerKind
+from nemo_like.config.choices import Compression, DataParallel, Dtype, Offload
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
 from nemo_like.config.model_shape import ModelShape
 from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
-from nemo_like.config.rank_parameters import RankParameters, rank_parameters
+from nemo_like.config.rank_parameters import (
+    RankParameters,
+    rank_parameters,
+    state_bytes,
+    update_bytes,
+)
 
 GIB = 2**30
-_8BIT_MOMENT = 1 + FLOAT32 / 256  # torchao: a float32 scale for each block of 256 bytes
+# What only some moments of a training step have.
+_NOTHING = dict.fromkeys(("reducing", "activations", "working", "logits"), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,29 +92,34 @@ class _Rank:
         return self._phase("start", {"parameters": self._masters()})
 
     def logprobs(self) -> PhaseMemory:
-        """A forward pass of the policy, then of the reference, whose root is gathered as well."""
-        gathered = self._gathered(not self.parallel.reshard_after_forward)
-        if self.with_reference and not self._ddp:
-            gathered += self._root_bytes * self._parameters.root
+        """The larger of two moments of a forward pass without gradients: in a layer, at the head.
+
+        At the head layers' tensors have gone; there are the last hidden states and the rows of them
+        that predict. The reference model's pass is alike: the policy's units are freed before it.
+        (Before the first step there is no optimizer state.)
+        """
         layer = layer_activations(self.shape, self.policy, self.parallel, self.sizes)
-        return self._phase(
-            "logprobs",
-            {
-                "parameters": self._masters(),
-                "optimizer": self._state(),
-                "gathered": gathered,
-                "working": self._tokens * layer.scoring,
-                "logits": self._logits(),
-            },
-        )
+        whole = not self.parallel.reshard_after_forward
+        hidden = 2 * head_bytes(self.policy) * self.shape.hidden * self._has_head
+        always = {
+            "parameters": self._masters(),
+            "optimizer": self._state(),
+            "gradients": self._buckets(),
+        }
+        in_layer = {
+            "gathered": self._gathered(2, whole=whole),
+            "working": self._tokens * layer.scoring,
+            "logits": 0.0,
+        }
+        at_head = {
+            "gathered": self._gathered(1, whole=whole),
+            "working": self._tokens * hidden,
+            "logits": self._logits(with_entropy=True),
+        }
+        return self._largest("logprobs", always, (in_layer, at_head))
 
     def train(self) -> PhaseMemory:
-        """The larger of two moments: the backward pass begins, or it ends.
-
-        At its begin all activations exist, the root's gradients are there first, and the others are
-        those of earlier micro-batches (none, if this is the only one). At its end all gradients
-        exist, activations are those of one layer, and the root's gradients are reduced.
-        """
+        """The largest of the moments of one micro-batch: at the head, in layers, at the end."""
         layer = layer_activations(self.shape, self.policy, self.parallel, self.sizes)
         in_flight = layers_in_flight(
             self.shape, self.parallel, self.pipeline_rank, self.num_micro_batches
@@ -113,27 +127,61 @@ class _Rank:
         one_layer = self._tokens * layer.saved
         saved = one_layer * in_flight
         kept = one_layer if self.policy.activation_offload else saved
-        head = self._tokens * head_activations(self.shape, self.policy) * self._has_head
-        always = {
-            "parameters": self._masters(),
-            "optimizer": self._state(),
-            "gathered": self._gathered(self._whole_step),
-            "working": self._tokens * layer.working,
-        }
-        begin = {
-            "gradients": self._gradients() if self.num_micro_batches > 1 else 0.0,
-            "reducing": self._reducing(at_end=False),
-            "activations": kept + head,
-            "logits": self._logits(),
-        }
+        always = {"parameters": self._masters(), "optimizer": self._state()}
         end = {
+            "gathered": self._gathered(0, whole=self._whole_step),
             "gradients": self._gradients(),
-            "reducing": self._reducing(at_end=True),
-            "activations": one_layer,
-            "logits": 0.0,
+            "reducing": self._sent_root(),
         }
-        phases = [self._phase("train", always | parts, saved - kept) for parts in (begin, end)]
-        return max(phases, key=lambda phase: phase.total)
+        moments = (
+            *self._head_moments(kept),
+            *self._layer_moments(kept, one_layer, self._tokens * layer.working),
+            end,
+        )
+        return self._largest("train", always | _NOTHING, moments, saved - kept)
+
+    def _head_moments(self, kept: float) -> tuple[dict[str, float], ...]:
+        """Forward and backward pass of the head, where activations of all layers exist.
+
+        Gradients are those of earlier micro-batches. The backward pass sums those of the head's
+        matrix and of the rows before it over chunks, in float32.
+        """
+        head = kept + self._tokens * head_activations(self.shape, self.policy) * self._has_head
+        rows = self._tokens * FLOAT32 * self.shape.hidden * self._has_head
+        forward = {
+            "gathered": self._gathered(1, whole=self._whole_step),
+            "gradients": self._gradients() if self._has_earlier else self._buckets(),
+            "activations": head,
+            "logits": self._logits(with_entropy=False),
+        }
+        sizes = (self.shape, self.policy, self._tokens, self.sizes.tp)
+        backward = {
+            "reducing": FLOAT32 * self._parameters.table * self._has_head,
+            "activations": head + rows,
+            "logits": backward_logits(*sizes) * self._has_head,
+        }
+        return forward, forward | backward
+
+    def _layer_moments(
+        self, kept: float, one_layer: float, working: float
+    ) -> tuple[dict[str, float], ...]:
+        """Backward pass of the last layer, where all activations exist, and of the first.
+
+        There, activations are those of one layer, and gradients of the other layers have been sent.
+        The head's gradient waits for the embedding's from one to the other.
+        """
+        head = self._root_bytes * self._parameters.table * self._has_head
+        last = {
+            "gathered": self._gathered(2, whole=self._whole_step),
+            "gradients": self._gradients() if self._has_earlier else self._buckets(),
+            "reducing": (0.0 if self._ddp else head) + self._sent_layer(),
+            "activations": kept,
+            "working": working,
+        }
+        others = self._parameters.total - self._parameters.root - self._parameters.layer
+        all_exist = self._has_earlier or self._ddp
+        sent = self._gradients() if all_exist else FLOAT32 * max(others, 0.0) / self._shards
+        return last, last | {"gradients": sent, "activations": one_layer}
 
     def optimizer_step(self) -> PhaseMemory:
         """Activations and gathered parameters are gone, and gradients reduced."""
@@ -142,8 +190,10 @@ class _Rank:
             {
                 "parameters": self._masters(),
                 "optimizer": self._state(),
-                "gradients": self._gradients() / (self._shards if self._whole_step else 1),
-                "working": self._update(),
+                "gradients": self._gradients() / (self._shards if self._unreduced else 1),
+                "working": update_bytes(
+                    self.shape, self.policy.optimizer, self._parameters, self._shards
+                ),
             },
         )
 
@@ -154,7 +204,7 @@ class _Rank:
             away = {"parameters", "optimizer"}
             if name == "optimizer":
                 away |= {"gradients", "working"}
-            elif not self._whole_step:
+            elif not self._unreduced:
                 away |= {"gradients"}
         elif self.policy.offload is Offload.optimizer and name != "optimizer":
             away = {"optimizer"}
@@ -163,6 +213,16 @@ class _Rank:
             parts={part: size / GIB for part, size in parts.items() if part not in away},
             host=(host + sum(size for part, size in parts.items() if part in away)) / GIB,
         )
+
+    def _largest(
+        self,
+        name: str,
+        always: dict[str, float],
+        moments: Iterable[dict[str, float]],
+        host: float = 0.0,
+    ) -> PhaseMemory:
+        phases = [self._phase(name, always | parts, host) for parts in moments]
+        return max(phases, key=lambda phase: phase.total)
 
     @property
     def _ddp(self) -> bool:
@@ -175,6 +235,16 @@ class _Rank:
         A pipeline's stages do so too: torch reduces on the last micro-batch only.
         """
         return not self._ddp and (not self.parallel.reshard_after_forward or self.sizes.pp > 1)
+
+    @property
+    def _has_earlier(self) -> bool:
+        """Whether gradients of earlier micro-batches exist while one is computed."""
+        return self.num_micro_batches > 1
+
+    @property
+    def _unreduced(self) -> bool:
+        """Whether gradients of earlier micro-batches are whole: the last one's are reduced."""
+        return self._whole_step and self._has_earlier
 
     @property
     def _parameters(self) -> RankParameters:
@@ -196,100 +266,76 @@ class _Rank:
 
     @property
     def _root_bytes(self) -> int:
-        return FLOAT32 if self.policy.float32_head else BYTES[self.policy.dtype]
+        return head_bytes(self.policy)
 
     def _masters(self) -> float:
         """Float32 parameters, sharded; the reference model has as many."""
         return FLOAT32 * self._parameters.total / self._shards * (2 if self.with_reference else 1)
 
-    def _gathered(self, whole: bool) -> float:
+    def _state(self) -> float:
+        return state_bytes(self.policy.optimizer, self._parameters) / self._shards
+
+    def _gathered(self, num_layers: int, *, whole: bool) -> float:
         """Parameters in compute format.
 
-        FSDP holds the layer in use, the next one, and the root unit (in float32 with
-        ``float32_head``); or all layers, where they stay ``whole``. DDP gathers nothing, but
-        autocast keeps the copies that it makes.
+        FSDP holds the root unit (in float32 with ``float32_head``) and ``num_layers``: two within
+        layers, the one in use and the next; one at the head, the last. Or all, where they stay
+        ``whole``. DDP gathers nothing, but autocast keeps the copies that it makes.
         """
         s, parameters = BYTES[self.policy.dtype], self._parameters
         if self._ddp:
             return 0.0 if self.policy.dtype is Dtype.float32 else s * parameters.total
         layers = parameters.matrices + parameters.norms
-        held = layers if whole else min(2 * parameters.layer, layers)
+        held = layers if whole else min(num_layers * parameters.layer, layers)
         return s * held + self._root_bytes * parameters.root
 
     def _gradients(self) -> float:
-        """Float32 gradients between two micro-batches.
+        """Float32 gradients of all parameters.
 
-        Sharded like parameters; whole on each rank while they are not reduced. DDP has them once in
-        its buckets, twice without ``gradient_as_bucket_view``; PowerSGD also keeps the errors that
-        it feeds back, which are as large.
+        Sharded like parameters; whole on each rank while they are not reduced. DDP has them in its
+        buckets, or beside them without ``gradient_as_bucket_view``.
         """
         whole = FLOAT32 * self._parameters.total
         if not self._ddp:
-            return whole if self._whole_step else whole / self._shards
+            return whole if self._unreduced else whole / self._shards
+        beside = self._buckets() == 0 or not self.parallel.ddp.gradient_as_bucket_view
+        return self._buckets() + whole * beside
+
+    def _buckets(self) -> float:
+        """What DDP holds for gradients all the time: buckets.
+
+        PowerSGD also keeps the errors that it feeds back, which are as large. Local SGD and a
+        single copy have no buckets.
+        """
         ddp = self.parallel.ddp
-        if self.sizes.replicate == 1 or ddp.average_every_steps > 1:
-            return whole
+        if not self._ddp or self.sizes.replicate == 1 or ddp.average_every_steps > 1:
+            return 0.0
         errors = ddp.compression is Compression.powersgd
-        return whole * (1 + (not ddp.gradient_as_bucket_view) + errors)
+        return FLOAT32 * self._parameters.total * (1 + errors)
 
-    def _reducing(self, *, at_end: bool) -> float:
-        """Gradients of FSDP units on their way: as they were computed, and a float32 copy to send.
+    def _sent_layer(self) -> float:
+        """Gradients of an FSDP unit on their way: as they were computed, and a float32 copy.
 
-        The root's exist from the head's backward pass to the embedding's and are sent at the end;
-        before that, one layer's are on their way. The head's is summed over chunks of logits in
-        float32 first. Unreduced gradients have no copy.
+        Gradients that stay unreduced have no copy.
         """
         if self._ddp:
             return 0.0
-        root, copy = self._parameters.root, 0 if self._whole_step else FLOAT32
-        if at_end:
-            return (self._root_bytes + copy) * root
-        layer = (BYTES[self.policy.dtype] + copy) * self._parameters.layer
-        has_sum = self._has_head and self._root_bytes < FLOAT32
-        head = FLOAT32 * self._parameters.table if has_sum else 0.0
-        return self._root_bytes * root + layer + head
+        copy = 0 if self._unreduced else FLOAT32
+        return (BYTES[self.policy.dtype] + copy) * self._parameters.layer
 
-    def _logits(self) -> float:
-        if not self._has_head:
+    def _sent_root(self) -> float:
+        """As for a layer, or once they are reduced: the copy, and the result if it is added up.
+
+        A single shard is its own result; torch (2.11) divides it into one more copy.
+        """
+        if self._ddp:
             return 0.0
-        return logits_bytes(self.shape, self.policy, self._tokens, self.sizes.tp)
+        root, alone = self._parameters.root, self._shards == 1
+        if self._unreduced and not alone:
+            return self._root_bytes * root
+        result = (self._has_earlier and not self._unreduced) / self._shards
+        return max(self._root_bytes + FLOAT32, FLOAT32 * (1 + alone + result)) * root
 
-    def _state(self) -> float:
-        """Optimizer state of this rank's shard.
-
-        adamw: two float32 moments; sgd: momentum; muon: momentum for matrices of layers, two
-        moments for all else; adamw8bit: two moments of a byte with their scales; adafactor: sums
-        over rows and columns, taken as nothing.
-        """
-        optimizer, parameters = self.policy.optimizer, self._parameters
-        match optimizer.kind:
-            case OptimizerKind.adamw:
-                size = 2 * FLOAT32 * parameters.total
-            case OptimizerKind.sgd:
-                size = FLOAT32 * parameters.total if optimizer.momentum > 0 else 0.0
-            case OptimizerKind.muon:
-                size = FLOAT32 * (2 * parameters.total - parameters.matrices)
-            case OptimizerKind.adamw8bit:
-                size = 2 * _8BIT_MOMENT * parameters.total
-            case OptimizerKind.adafactor:
-                size = 0.0
-        return size / self._shards
-
-    def _update(self) -> float:
-        """What the update itself needs.
-
-        AdamW works in place. sgd adds decay to a copy of the gradients. Muon and Adafactor gather
-        one matrix at a time: Muon one of a layer, float32 with its gradient and three 16-bit
-        factors of Newton-Schulz; Adafactor the embedding at most, with gradient and update.
-        """
-        optimizer = self.policy.optimizer
-        matrix = self.shape.hidden * self.shape.intermediate
-        match optimizer.kind:
-            case OptimizerKind.sgd if optimizer.weight_decay > 0:
-                return FLOAT32 * self._parameters.total / self._shards
-            case OptimizerKind.muon:
-                return (2 * FLOAT32 + 3 * BYTES[Dtype.bfloat16]) * matrix
-            case OptimizerKind.adafactor:
-                return 3 * FLOAT32 * max(matrix, self.shape.vocab * self.shape.hidden)
-            case _:
-                return 0.0
+    def _logits(self, *, with_entropy: bool) -> float:
+        sizes = (self.shape, self.policy, self._tokens, self.sizes.tp)
+        return forward_logits(*sizes, with_entropy=with_entropy) * self._has_head

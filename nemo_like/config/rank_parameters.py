@@ -1,10 +1,14 @@
-"""How many of a model's parameters one pipeline and tensor-parallel rank computes with."""
+"""How many of a model's parameters one pipeline and tensor-parallel rank has, and its optimizer."""
 
 from dataclasses import dataclass
 
+from nemo_like.config.activation_memory import BYTES, FLOAT32
+from nemo_like.config.choices import Dtype, OptimizerKind
 from nemo_like.config.layout import layer_range, num_stages
 from nemo_like.config.model_shape import ModelShape
-from nemo_like.config.policy_schema import ParallelConfig
+from nemo_like.config.policy_schema import OptimizerConfig, ParallelConfig
+
+_8BIT_MOMENT = 1 + FLOAT32 / 256  # torchao: a float32 scale for each block of 256 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +55,44 @@ def rank_parameters(
         table=table,
         layer=shape.layer_matrices / tp + shape.layer_norms,
     )
+
+
+def state_bytes(optimizer: OptimizerConfig, parameters: RankParameters) -> float:
+    """Bytes of optimizer state, before sharding.
+
+    adamw: two float32 moments; sgd: momentum; muon: momentum for matrices of layers, two moments
+    for all else; adamw8bit: two moments of a byte with their scales; adafactor: sums over rows and
+    columns, taken as nothing.
+    """
+    match optimizer.kind:
+        case OptimizerKind.adamw:
+            return 2 * FLOAT32 * parameters.total
+        case OptimizerKind.sgd:
+            return FLOAT32 * parameters.total if optimizer.momentum > 0 else 0.0
+        case OptimizerKind.muon:
+            return FLOAT32 * (2 * parameters.total - parameters.matrices)
+        case OptimizerKind.adamw8bit:
+            return 2 * _8BIT_MOMENT * parameters.total
+        case OptimizerKind.adafactor:
+            return 0.0
+
+
+def update_bytes(
+    shape: ModelShape, optimizer: OptimizerConfig, parameters: RankParameters, shards: int
+) -> float:
+    """Bytes that the update itself needs.
+
+    AdamW works in place. sgd adds decay to a copy of the gradients. Muon and Adafactor gather one
+    matrix at a time: Muon one of a layer, float32 with its gradient and three 16-bit factors of
+    Newton-Schulz; Adafactor the embedding at most, with gradient and update.
+    """
+    matrix = shape.hidden * shape.intermediate
+    match optimizer.kind:
+        case OptimizerKind.sgd if optimizer.weight_decay > 0:
+            return FLOAT32 * parameters.total / shards
+        case OptimizerKind.muon:
+            return (2 * FLOAT32 + 3 * BYTES[Dtype.bfloat16]) * matrix
+        case OptimizerKind.adafactor:
+            return 3 * FLOAT32 * max(matrix, shape.vocab * shape.hidden)
+        case _:
+            return 0.0
