@@ -184,16 +184,16 @@ def measure(
         begin = clock(device)
         columns = engine.logprobs(batches, 1.0)
         seconds["logprobs"].append(clock(device) - begin)
+        record.setdefault("logprobs_peak_gib", peak(device))  # before there is optimizer state
         if step == 0:
-            record["logprobs_peak_gib"] = peak(device)
             for batch, logprobs in zip(batches, columns["policy"], strict=False):
                 batch.tokens[keys.POLICY_LOGPROBS] = logprobs
                 batch.tokens[keys.GENERATION_LOGPROBS] = logprobs
-            reset_peak(device)
+        reset_peak(device)
         begin = clock(device)
         metrics = values(engine.train(batches, loss, denominators, 1.0))
         seconds["train"].append(clock(device) - begin)
-    record["train_peak_gib"] = peak(device)
+        record["train_peak_gib"] = peak(device)
     record["loss"], record["grad_norm"] = metrics.get("train/loss"), metrics["train/grad_norm"]
     tokens = sum(lengths) * sizes.dp / args.gpus
     shape = SHAPES[args.shape]

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
@@ -154,3 +156,61 @@ def local_sizes(model_path: str, config: dict[str, Any]) -> tuple[int, int]:
 
 def schedule(kind: Any) -> dict[str, Any]:
     return {"scheduler": SchedulerConfig(kind=kind, warmup_steps=1)}
+
+
+def logprobs(model_path: str, config: dict[str, Any], temperature: float) -> torch.Tensor:
+    """Of this rank's rows, before any step; of none where another rank answers for them."""
+    engine = make_engine(model_path, config)
+    rows = make_rows(preference=False)
+    share = range(engine.mesh.coordinate("dp"), len(LENGTHS), engine.mesh.sizes.dp)
+    columns = engine.logprobs([rows.select(list(share))], temperature)
+    return torch.cat(columns["policy"]) if engine.mesh.answers else torch.zeros(0)
+
+
+def averaged_after_one_step(model_path: str, config: dict[str, Any]) -> Any:
+    engine = make_engine(model_path, config)
+    metrics = step(engine)
+    engine.synchronize()
+    return metrics, parameters(engine)
+
+
+def resumed_loss_scale(model_path: str, config: dict[str, Any], folder: str) -> list[list[float]]:
+    """Scale, skipped steps and learning rate of the third step: going on, and resumed.
+
+    The first two steps overflow.
+    """
+    engine = make_engine(model_path, config)
+    step(engine)
+    step(engine)
+    save_checkpoint(Path(folder), engine)
+    resumed = make_engine(model_path, config)
+    load_checkpoint(Path(folder), resumed)
+    names = ("train/loss_scale", "train/skipped_steps", "train/lr")
+    return [[metrics[name] for name in names] for metrics in (step(engine), step(resumed))]
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the numbers that are copied while it is entered.
+
+    (Files are mapped into memory: what is not copied is not read.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].device.type != "meta":
+            self.count += args[1].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def copied_numbers(model_path: str, config: dict[str, Any]) -> tuple[int, int]:
+    """Numbers that starting the engine reads, and those in this rank's parameters."""
+    with _Copies() as copies:
+        engine = make_engine(model_path, config)
+    locals_ = [
+        each.to_local() if isinstance(each, DTensor) else each
+        for each in engine.parameters.values()
+    ]
+    return copies.count, sum(each.numel() for each in locals_)

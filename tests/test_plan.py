@@ -1,14 +1,17 @@
 """Before Ray starts: who sits where, what a model allows, what will be in memory."""
 
 import json
+import math
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from nemo_like.config.activation_memory import layers_in_flight
+from nemo_like.config.activation_memory import layer_activations, layers_in_flight
 from nemo_like.config.choices import (
     Checkpointing,
     Compression,
@@ -92,6 +95,14 @@ QWEN = {  # Qwen2.5-1.5B
     "num_key_value_heads": 2,
     "vocab_size": 151936,
     "tie_word_embeddings": True,
+}
+QWEN_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
 }
 
 
@@ -215,38 +226,77 @@ def test_memory_of_one_rank_by_hand():
         }
     )
     # A layer saves, a token: two norms of (4 + 2) x 4 + 2 x 4 + 4 = 36; attention 2 (2 x 4 + 2 x 2)
-    # + 4 x 2 = 32; MLP 4 x 2 x 8 = 64. Above the layers: (4 + 3 x 2) x 4 = 40.
+    # + 4 x 2 = 32; MLP 4 x 2 x 8 = 64. Above the layers: (4 + 3 x 2) x 4 = 40. Most is held in the
+    # head's backward pass: root and last layer are gathered; float32 gradients of the head and of a
+    # token's 4 numbers before it; logits of 10 tokens in float32, their gradient in 16 bits.
     assert found["train"] == pytest.approx(
         {
             "parameters": 4 * TOTAL,
             "optimizer": 8 * TOTAL,
             "gradients": 4 * TOTAL,
-            "gathered": 2 * 2 * 152 + 2 * 84,
-            "reducing": (2 + 4) * 152 + 2 * 84 + 4 * 40,
-            "activations": 100 * (2 * (72 + 32 + 64) + 40),
-            "working": 100 * 2 * (3 * 8 + 2 * 4),
-            "logits": 2 * 4 * 10 * 10,
+            "gathered": 2 * 152 + 2 * 84,
+            "reducing": 4 * 40,
+            "activations": 100 * (2 * (72 + 32 + 64) + 40 + 4 * 4),
+            "working": 0,
+            "logits": (4 + 2) * 10 * 10,
             "host": 0,
         }
     )
+    # In a layer three tensors of width 8 and two of width 4; at the head, two of width 4.
     assert found["logprobs"]["working"] == pytest.approx(100 * 2 * (3 * 8 + 2 * 4))
+    assert found["logprobs"]["logits"] == 0
+
+
+def test_the_largest_moment_of_a_step_depends_on_the_vocabulary_and_on_checkpointing():
+    wide = replace(TINY, vocab=1000)
+    root = 2 * 4 * 1000 + 4
+    # Two chunks' logits in float32 are more than one's with their gradient in 16 bits...
+    forward = memory(tiny(logprob_chunk_tokens=99), shape=wide)["train"]
+    assert forward["logits"] == pytest.approx(2 * 4 * 99 * 1000)
+    assert (forward["reducing"], forward["activations"]) == pytest.approx((0, 100 * 376))
+    # ... and a single chunk's are not.
+    backward = memory(tiny(logprob_chunk_tokens=100), shape=wide)["train"]
+    assert backward["logits"] == pytest.approx((4 + 2) * 100 * 1000)
+    assert backward["reducing"] == pytest.approx(4 * 4000)
+    # Entropies need a second tensor, which compiled code does without.
+    for compiled, tensors in ((False, 2), (True, 1)):
+        found = memory(tiny(logprob_chunk_tokens=100, compile=compiled), shape=wide)["logprobs"]
+        assert found["logits"] == pytest.approx(tensors * 4 * 100 * 1000)
+        assert found["working"] == pytest.approx(100 * 2 * 2 * 4)
+    # Recomputing everything, the first layer: the whole layer again; MLP gradients; the head's.
+    full = {"activation_checkpointing": Checkpointing.full}
+    first = memory(tiny(**full), num_micro_batches=1)["train"]
+    assert first["working"] == pytest.approx(100 * (168 + 2 * (2 * 8 + 2 * 4)))
+    # The last layer has the same, all inputs of layers, and fewer gradients: 4 x 152 < 100 x 8.
+    assert first["activations"] == pytest.approx(2 * 100 * 8)
+    assert first["reducing"] == pytest.approx(2 * 40 + (2 + 4) * 152)
+    few = memory(tiny(micro_batch_tokens=10, **full), num_micro_batches=1)["train"]
+    assert few["activations"] == pytest.approx(10 * 8)
+    assert few["gradients"] == pytest.approx(4 * 152)
+    # With almost no tokens it is the root's gradient: sent, its sum, and what is added to it.
+    least = memory(tiny(micro_batch_tokens=1, **full), shape=wide)["train"]
+    assert least["reducing"] == pytest.approx(12 * root)
+    four = memory(tiny(micro_batch_tokens=1, **full), 4, wide)["train"]
+    assert four["reducing"] == pytest.approx(6 * root)
 
 
 def test_checkpointing_and_compilation_keep_less():
     def kept(**changes):
-        return memory(tiny(**changes))["train"]["activations"] / 100 - 40
+        return memory(tiny(**changes))["train"]["activations"] / 100 - 40 - 4 * 4
 
     assert kept() == pytest.approx(2 * 168)
     assert kept(compile=True) == pytest.approx(2 * (2 * (2 * 8 + 4) + 32 + 3 * 2 * 8))
-    assert kept(activation_checkpointing=Checkpointing.full) == pytest.approx(2 * 2 * 4)
-    # Input 8; q, k, v 2 (4 + 4); attention 8 + 8; back 2 x 8; gate and up 32.
-    selective = kept(activation_checkpointing=Checkpointing.selective)
-    assert selective == pytest.approx(2 * (8 + 16 + 16 + 16 + 32))
-    full = memory(tiny(activation_checkpointing=Checkpointing.full))["train"]
-    assert full["working"] == pytest.approx(100 * (168 + 64))
+    # Input 8; q, k, v 2 (4 + 4); attention 8 + 8; back 2 x 8, of which compiled code keeps one;
+    # gate and up 32.
+    parts = {"activation_checkpointing": Checkpointing.selective, "micro_batch_tokens": 1000}
+    wide = replace(TINY, vocab=1000)
+    for compiled, back in ((False, 2 * 8), (True, 8)):
+        config = tiny(compile=compiled, logprob_chunk_tokens=999, **parts)
+        found = memory(config, shape=wide)["train"]
+        assert found["activations"] / 1000 == pytest.approx(2 * (8 + 16 + 16 + back + 32) + 40)
     assert kept(dtype=Dtype.float32) > 2 * 168
     offloaded = memory(tiny(activation_offload=True))["train"]
-    assert offloaded["activations"] == pytest.approx(100 * (168 + 40))
+    assert offloaded["activations"] == pytest.approx(100 * (168 + 40 + 4 * 4))
     assert offloaded["host"] == pytest.approx(100 * 168)
 
 
@@ -265,7 +315,7 @@ def test_sharding_divides_what_lasts_and_gathering_does_not():
     context = memory(tiny(parallel=ParallelConfig(context_parallel_size=2)), 2)
     assert context["train"]["parameters"] == pytest.approx(2 * TOTAL)
     # Half of the tokens; the one key-value head is repeated for two ranks: 2 x 2 x 2 more bytes.
-    assert context["train"]["activations"] == pytest.approx(50 * (2 * (168 + 8) + 40))
+    assert context["train"]["activations"] == pytest.approx(50 * 2 * (168 + 8))
 
 
 def test_tensor_parallel_ranks_split_matrices_and_sequence_parallel_ones_also_norms():
@@ -275,11 +325,11 @@ def test_tensor_parallel_ranks_split_matrices_and_sequence_parallel_ones_also_no
     assert two["parameters"] == pytest.approx(4 * (2 * (160 / 2 + 8) + 80 / 2 + 4))
     assert two["logits"] == whole["logits"] / 2
     attention, mlp = (2 * (2 * 4 + 2 * 4) + 8) / 2, 64 / 2
-    assert two["activations"] == pytest.approx(100 * (2 * (72 + attention + mlp) + 40))
+    assert two["activations"] == pytest.approx(100 * (2 * (72 + attention + mlp) + 40 + 16))
     sequence = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)
     split = memory(tiny(parallel=sequence), 2, shape)["train"]
     norms = 2 * ((4 + 2) * 4 / 2 + 8 + 4 / 2)
-    assert split["activations"] == pytest.approx(100 * (2 * (norms + attention + mlp) + 40))
+    assert split["activations"] == pytest.approx(100 * (2 * (norms + attention + mlp) + 40 + 16))
 
 
 def test_ddp_holds_everything_on_every_rank():
@@ -290,7 +340,10 @@ def test_ddp_holds_everything_on_every_rank():
     plain = gradients()
     assert plain["parameters"] == plain["gradients"] == pytest.approx(4 * TOTAL)
     assert plain["gathered"] == pytest.approx(2 * TOTAL)
-    assert plain["reducing"] == 0
+    assert plain["reducing"] == pytest.approx(4 * 40), "of the head, before it is rounded"
+    ddp = ParallelConfig(data_parallel=DataParallel.ddp)
+    assert memory(tiny(parallel=ddp), 4)["logprobs"]["gradients"] == pytest.approx(4 * TOTAL)
+    assert memory(tiny(parallel=ddp), 1)["logprobs"]["gradients"] == 0, "one rank has no buckets"
     assert gradients(gradient_as_bucket_view=False)["gradients"] == pytest.approx(8 * TOTAL)
     assert gradients(compression=Compression.powersgd)["gradients"] == pytest.approx(8 * TOTAL)
     assert gradients(average_every_steps=4)["gradients"] == pytest.approx(4 * TOTAL)
@@ -326,7 +379,10 @@ def test_a_reference_model_and_a_float32_head_take_their_part():
     with_reference = memory(tiny(), with_reference=True)
     assert with_reference["start"]["parameters"] == pytest.approx(8 * TOTAL)
     head = memory(tiny(float32_head=True))["train"]
-    assert head["gathered"] == pytest.approx(2 * 2 * 152 + 4 * 84)
+    assert head["gathered"] == pytest.approx(2 * 152 + 4 * 84)
+    assert head["logits"] == pytest.approx(4 * 10 * 10), "the gradient overwrites float32 logits"
+    # Rows that predict are float32: 8 more bytes a token than with a head in 16 bits.
+    assert head["activations"] == pytest.approx(100 * (2 * 168 + 40 + 8 + 16))
 
 
 def test_stages_hold_their_layers_and_the_micro_batches_on_their_way():
@@ -336,7 +392,7 @@ def test_stages_hold_their_layers_and_the_micro_batches_on_their_way():
     assert first["parameters"] == pytest.approx(4 * (152 + 40))
     assert last["parameters"] == pytest.approx(4 * (152 + 44))
     assert first["activations"] == pytest.approx(100 * 2 * 168)
-    assert last["activations"] == pytest.approx(100 * (168 + 40))
+    assert last["activations"] == pytest.approx(100 * (168 + 40 + 16))
     assert first["logits"] == 0
     tied = memory(
         tiny(parallel=two), 2, replace(TINY, tied=True), num_micro_batches=8, pipeline_rank=1
@@ -361,11 +417,22 @@ def test_schedules_differ_in_what_is_on_its_way(schedule, by_rank):
 
 
 @pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.float32])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_activations_are_what_autograd_saves_for_a_layer_of_transformers(dtype, compiled):
+@pytest.mark.parametrize(
+    ("compiled", "checkpointing"),
+    [
+        (False, Checkpointing.none),
+        (True, Checkpointing.none),
+        (True, Checkpointing.selective),  # uncompiled, it keeps tensors out of autograd's sight
+    ],
+)
+def test_activations_are_what_autograd_saves_for_a_layer_of_transformers(
+    dtype, compiled, checkpointing
+):
     import torch
     from transformers import Qwen2Config
     from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+
+    from nemo_like.policy.parallelize import wrap_layers
 
     num_tokens, kept = 128, {}
     config = Qwen2Config(
@@ -385,9 +452,11 @@ def test_activations_are_what_autograd_saves_for_a_layer_of_transformers(dtype, 
             kept[x.untyped_storage().data_ptr()] = x
         return x
 
+    layers = torch.nn.ModuleList([layer])
+    wrap_layers(torch.nn.Sequential(layers), PolicyConfig(activation_checkpointing=checkpointing))
     # The backend cuts graphs as torch.compile's default does, and needs no C++ compiler.
     backend = "aot_eager_decomp_partition"
-    run = torch.compile(layer, backend=backend) if compiled else layer
+    run = torch.compile(layers[0], backend=backend) if compiled else layers[0]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         run(hidden.requires_grad_() * 1, position_embeddings=rotary)
     measured = sum(x.untyped_storage().nbytes() for x in kept.values())
@@ -402,34 +471,44 @@ def test_activations_are_what_autograd_saves_for_a_layer_of_transformers(dtype, 
         vocab=8,
         tied=True,
     )
-    changes = {"dtype": dtype, "compile": compiled, "micro_batch_tokens": num_tokens}
-    predicted = memory(tiny(**changes), shape=shape)["train"]["activations"]
-    head = num_tokens * 96 * (4 + 3 * (2 if dtype is Dtype.bfloat16 else 4))
-    assert predicted - head == pytest.approx(measured)
+    changes = {"dtype": dtype, "compile": compiled, "activation_checkpointing": checkpointing}
+    config = PolicyConfig(**changes)
+    predicted = layer_activations(shape, config, config.parallel, parallel_sizes(config, 1))
+    assert predicted.saved * num_tokens == pytest.approx(measured)
 
 
-# Peaks of a plain FSDP2 script on an H100 with one micro-batch (torch 2.11, rows of 4096 tokens),
-# taken as decimal gigabytes. How many tokens' logits it held at a time is not on record.
+# Peaks that benchmarks/training.py measured on H100s, with torch 2.11: of a first logprob pass,
+# before AdamW has state, and of everything after it, later logprob passes included.
+RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "training-h100.jsonl"
 MEASURED = [
-    ("1.5B eager", 16384, {}, 75.0),
-    ("1.5B compiled", 16384, {"compile": True}, 61.0),
-    (
-        "1.5B compiled, checkpointed",
-        32768,
-        {"compile": True, "activation_checkpointing": Checkpointing.full},
-        30.0,
-    ),
+    record
+    for record in map(json.loads, RECORDS.read_text().splitlines())
+    if "train_peak_gib" in record
 ]
+# By measured peak: records that the formulas miss by more than 1 %, and why.
+MISSED = {
+    50.51: "selective checkpointing did not keep results of variable-length attention",
+    64.76: "unknown: compiled layers kept 4 bytes more a token and width than in a later run",
+    65.63: "rows of unequal length: padded within attention, compiled for changing sizes",
+}
 
 
-@pytest.mark.parametrize(("name", "tokens", "changes", "measured"), MEASURED, ids=lambda x: str(x))
-def test_predicted_peaks_are_within_a_tenth_of_measured_ones(
-    folder, name, tokens, changes, measured
-):
-    config = PolicyConfig(dtype=Dtype.bfloat16, micro_batch_tokens=tokens, **changes)
-    phases = predict_memory(read_model_shape(folder()), config, 1, num_micro_batches=1)
-    peak = max(phase.total for phase in phases) * GIB / 1e9
-    assert peak == pytest.approx(measured, rel=0.1), name
+@pytest.mark.parametrize(
+    "record", MEASURED, ids=lambda r: f"{r['shape']},{r['config']},{r['attention']},{r['rows']}"
+)
+def test_predicted_peaks_are_measured_ones(folder, record):
+    keys = OmegaConf.from_dotlist(record["config"].split(","))
+    schema = OmegaConf.structured(PolicyConfig(dtype=Dtype.bfloat16))
+    config = OmegaConf.to_object(OmegaConf.merge(schema, keys))
+    shape = read_model_shape(folder(**(QWEN_7B if record["shape"] == "qwen2.5-7b" else {})))
+    num_micro_batches = math.ceil(record["rows"] * record["length"] / config.micro_batch_tokens)
+    phases = predict_memory(shape, config, record["gpus"], num_micro_batches=num_micro_batches)
+    first = next(phase for phase in phases if phase.name == "logprobs")
+    first = first.total - first.parts["optimizer"]
+    peak = max(phase.total for phase in phases)
+    assert first == pytest.approx(record["logprobs_peak_gib"], rel=0.02)
+    limit = 0.06 if record["train_peak_gib"] in MISSED else 0.01
+    assert peak == pytest.approx(record["train_peak_gib"], rel=limit)
 
 
 # The command.

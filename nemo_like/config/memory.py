@@ -29,8 +29,10 @@ from nemo_like.config.rank_parameters import (
 )
 
 GIB = 2**30
-# What only some moments of a training step have.
-_NOTHING = dict.fromkeys(("reducing", "activations", "working", "logits"), 0.0)
+_Parts = dict[str, float]
+"""Bytes by what they hold."""
+# What only some moments have.
+_NOTHING: _Parts = dict.fromkeys(("reducing", "activations", "working", "logits"), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,22 +103,17 @@ class _Rank:
         layer = layer_activations(self.shape, self.policy, self.parallel, self.sizes)
         whole = not self.parallel.reshard_after_forward
         hidden = 2 * head_bytes(self.policy) * self.shape.hidden * self._has_head
-        always = {
-            "parameters": self._masters(),
-            "optimizer": self._state(),
+        in_layer = _NOTHING | {
             "gradients": self._buckets(),
-        }
-        in_layer = {
             "gathered": self._gathered(2, whole=whole),
             "working": self._tokens * layer.scoring,
-            "logits": 0.0,
         }
-        at_head = {
+        at_head = in_layer | {
             "gathered": self._gathered(1, whole=whole),
             "working": self._tokens * hidden,
-            "logits": self._logits(with_entropy=True),
+            "logits": forward_logits(*self._head_sizes, with_entropy=True) * self._has_head,
         }
-        return self._largest("logprobs", always, (in_layer, at_head))
+        return self._largest("logprobs", (in_layer, at_head))
 
     def train(self) -> PhaseMemory:
         """The largest of the moments of one micro-batch: at the head, in layers, at the end."""
@@ -127,20 +124,16 @@ class _Rank:
         one_layer = self._tokens * layer.saved
         saved = one_layer * in_flight
         kept = one_layer if self.policy.activation_offload else saved
-        always = {"parameters": self._masters(), "optimizer": self._state()}
-        end = {
+        end = _NOTHING | {
             "gathered": self._gathered(0, whole=self._whole_step),
             "gradients": self._gradients(),
             "reducing": self._sent_root(),
         }
-        moments = (
-            *self._head_moments(kept),
-            *self._layer_moments(kept, one_layer, self._tokens * layer.working),
-            end,
-        )
-        return self._largest("train", always | _NOTHING, moments, saved - kept)
+        in_layers = self._layer_moments(kept, one_layer, self._tokens * layer.working)
+        moments = (*self._head_moments(kept), *in_layers, end)
+        return self._largest("train", moments, saved - kept)
 
-    def _head_moments(self, kept: float) -> tuple[dict[str, float], ...]:
+    def _head_moments(self, kept: float) -> tuple[_Parts, ...]:
         """Forward and backward pass of the head, where activations of all layers exist.
 
         Gradients are those of earlier micro-batches. The backward pass sums those of the head's
@@ -148,56 +141,50 @@ class _Rank:
         """
         head = kept + self._tokens * head_activations(self.shape, self.policy) * self._has_head
         rows = self._tokens * FLOAT32 * self.shape.hidden * self._has_head
-        forward = {
+        forward = _NOTHING | {
             "gathered": self._gathered(1, whole=self._whole_step),
-            "gradients": self._gradients() if self._has_earlier else self._buckets(),
+            "gradients": self._earlier(),
             "activations": head,
-            "logits": self._logits(with_entropy=False),
+            "logits": forward_logits(*self._head_sizes, with_entropy=False) * self._has_head,
         }
-        sizes = (self.shape, self.policy, self._tokens, self.sizes.tp)
         backward = {
             "reducing": FLOAT32 * self._parameters.table * self._has_head,
             "activations": head + rows,
-            "logits": backward_logits(*sizes) * self._has_head,
+            "logits": backward_logits(*self._head_sizes) * self._has_head,
         }
         return forward, forward | backward
 
-    def _layer_moments(
-        self, kept: float, one_layer: float, working: float
-    ) -> tuple[dict[str, float], ...]:
+    def _layer_moments(self, kept: float, one_layer: float, working: float) -> tuple[_Parts, ...]:
         """Backward pass of the last layer, where all activations exist, and of the first.
 
         There, activations are those of one layer, and gradients of the other layers have been sent.
         The head's gradient waits for the embedding's from one to the other.
         """
-        head = self._root_bytes * self._parameters.table * self._has_head
-        last = {
+        head = head_bytes(self.policy) * self._parameters.table * self._has_head
+        last = _NOTHING | {
             "gathered": self._gathered(2, whole=self._whole_step),
-            "gradients": self._gradients() if self._has_earlier else self._buckets(),
+            "gradients": self._earlier(),
             "reducing": (0.0 if self._ddp else head) + self._sent_layer(),
             "activations": kept,
             "working": working,
         }
         others = self._parameters.total - self._parameters.root - self._parameters.layer
-        all_exist = self._has_earlier or self._ddp
+        all_exist = self.num_micro_batches > 1 or self._ddp
         sent = self._gradients() if all_exist else FLOAT32 * max(others, 0.0) / self._shards
         return last, last | {"gradients": sent, "activations": one_layer}
 
     def optimizer_step(self) -> PhaseMemory:
         """Activations and gathered parameters are gone, and gradients reduced."""
-        return self._phase(
-            "optimizer",
-            {
-                "parameters": self._masters(),
-                "optimizer": self._state(),
-                "gradients": self._gradients() / (self._shards if self._unreduced else 1),
-                "working": update_bytes(
-                    self.shape, self.policy.optimizer, self._parameters, self._shards
-                ),
-            },
-        )
+        update = update_bytes(self.shape, self.policy.optimizer, self._parameters, self._shards)
+        parts = {
+            "parameters": self._masters(),
+            "optimizer": self._state(),
+            "gradients": self._gradients() / (self._shards if self._unreduced else 1),
+            "working": update,
+        }
+        return self._phase("optimizer", parts)
 
-    def _phase(self, name: str, parts: dict[str, float], host: float = 0.0) -> PhaseMemory:
+    def _phase(self, name: str, parts: _Parts, host: float = 0.0) -> PhaseMemory:
         """Leave out what is offloaded: all but unreduced gradients, or the state between steps."""
         away: set[str] = set()
         if self.policy.offload is Offload.all:
@@ -214,13 +201,8 @@ class _Rank:
             host=(host + sum(size for part, size in parts.items() if part in away)) / GIB,
         )
 
-    def _largest(
-        self,
-        name: str,
-        always: dict[str, float],
-        moments: Iterable[dict[str, float]],
-        host: float = 0.0,
-    ) -> PhaseMemory:
+    def _largest(self, name: str, moments: Iterable[_Parts], host: float = 0.0) -> PhaseMemory:
+        always = {"parameters": self._masters(), "optimizer": self._state()}
         phases = [self._phase(name, always | parts, host) for parts in moments]
         return max(phases, key=lambda phase: phase.total)
 
@@ -237,14 +219,9 @@ class _Rank:
         return not self._ddp and (not self.parallel.reshard_after_forward or self.sizes.pp > 1)
 
     @property
-    def _has_earlier(self) -> bool:
-        """Whether gradients of earlier micro-batches exist while one is computed."""
-        return self.num_micro_batches > 1
-
-    @property
     def _unreduced(self) -> bool:
-        """Whether gradients of earlier micro-batches are whole: the last one's are reduced."""
-        return self._whole_step and self._has_earlier
+        """Whether gradients of earlier micro-batches are whole; a single one's are reduced."""
+        return self._whole_step and self.num_micro_batches > 1
 
     @property
     def _parameters(self) -> RankParameters:
@@ -263,10 +240,6 @@ class _Rank:
     @property
     def _has_head(self) -> bool:
         return self.pipeline_rank == self.sizes.pp - 1
-
-    @property
-    def _root_bytes(self) -> int:
-        return head_bytes(self.policy)
 
     def _masters(self) -> float:
         """Float32 parameters, sharded; the reference model has as many."""
@@ -287,7 +260,7 @@ class _Rank:
             return 0.0 if self.policy.dtype is Dtype.float32 else s * parameters.total
         layers = parameters.matrices + parameters.norms
         held = layers if whole else min(num_layers * parameters.layer, layers)
-        return s * held + self._root_bytes * parameters.root
+        return s * held + head_bytes(self.policy) * parameters.root
 
     def _gradients(self) -> float:
         """Float32 gradients of all parameters.
@@ -300,6 +273,10 @@ class _Rank:
             return whole if self._unreduced else whole / self._shards
         beside = self._buckets() == 0 or not self.parallel.ddp.gradient_as_bucket_view
         return self._buckets() + whole * beside
+
+    def _earlier(self) -> float:
+        """Gradients that exist before a micro-batch's backward pass."""
+        return self._gradients() if self.num_micro_batches > 1 else self._buckets()
 
     def _buckets(self) -> float:
         """What DDP holds for gradients all the time: buckets.
@@ -332,10 +309,11 @@ class _Rank:
             return 0.0
         root, alone = self._parameters.root, self._shards == 1
         if self._unreduced and not alone:
-            return self._root_bytes * root
-        result = (self._has_earlier and not self._unreduced) / self._shards
-        return max(self._root_bytes + FLOAT32, FLOAT32 * (1 + alone + result)) * root
+            return head_bytes(self.policy) * root
+        result = (self.num_micro_batches > 1 and not self._unreduced) / self._shards
+        return max(head_bytes(self.policy) + FLOAT32, FLOAT32 * (1 + alone + result)) * root
 
-    def _logits(self, *, with_entropy: bool) -> float:
-        sizes = (self.shape, self.policy, self._tokens, self.sizes.tp)
-        return forward_logits(*sizes, with_entropy=with_entropy) * self._has_head
+    @property
+    def _head_sizes(self) -> tuple[ModelShape, PolicyConfig, float, int]:
+        """What formulas of the logits take."""
+        return self.shape, self.policy, self._tokens, self.sizes.tp

@@ -24,6 +24,13 @@ from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.stages import AbsentLayer
 
+
+def _varlen_operator() -> object | None:
+    """The operator behind torch.nn.attention.varlen, where torch has it."""
+    packet = getattr(torch.ops.torch_attn, "_varlen_attn", None)
+    return getattr(packet, "default", None)
+
+
 # What selective checkpointing keeps: results that are dear to compute and small beside their cost.
 _KEPT = frozenset(
     op
@@ -34,7 +41,7 @@ _KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None),
+        _varlen_operator(),
     )
     if op is not None
 )

@@ -181,10 +181,9 @@ class _StageState:
     optimizer: dict[str, Any]
 
     def stored(self, name: str) -> str:
-        """The name in a checkpoint: a head tied to another stage's embedding goes by its name."""
-        if self.stage.is_last and not self.stage.is_first:
-            for head, embedding in tied_names(self.stage).items():
-                name = name.replace(head, embedding)
+        """The name in a checkpoint: a tied head, on whatever stage, goes by its embedding's."""
+        for head, embedding in tied_names(self.stage).items():
+            name = name.replace(head, embedding)
         return name
 
 
