@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.layouts import FOUR_LAYERS
+from tests.process_pool import ProcessPool
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -109,3 +110,11 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return built[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ProcessPool]:
+    """Eight processes that stay, for tests of the training engine."""
+    pool = ProcessPool(8)
+    yield pool
+    pool.close()

@@ -11,18 +11,10 @@ import torch
 
 from nemo_like.config.choices import Batching, Checkpointing
 from tests.layouts import LAYOUTS
-from tests.process_pool import ProcessPool
 from tests.three_steps import Outcome, merged
 
 TOLERANCE = 1e-5
 TARGET = "tests.three_steps:three_steps"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = ProcessPool(8)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,9 @@ from nemo_like.config.policy_schema import (
 )
 from tests.engine_cases import schedule
 from tests.layouts import LAYOUTS
-from tests.process_pool import ProcessPool
 
 TOLERANCE = 1e-5
 CASES = "tests.engine_cases"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = ProcessPool(4)
-    yield pool
-    pool.close()
 
 
 def ddp(**changes):

@@ -89,7 +89,7 @@ class DDPConfig:
     """Look for parameters without a gradient after each forward pass (slower)."""
     average_every_steps: int = 1
     """Above 1: local SGD. Ranks step on their own gradients and average their parameters every so
-    many steps; weights that leave the policy (refit, checkpoint, export) are averages."""
+    many steps, and before weights leave the policy (refit, checkpoint, export)."""
 
 
 @dataclass(kw_only=True)

@@ -123,7 +123,7 @@ class TrainEngine:
         The returned metrics are this data-parallel rank's share; ranks that do not answer for the
         driver return only what all of them know. Raises RunError on all ranks before the optimizer
         step if the gradient norm is not finite, as that of a loss that is not finite never is (in
-        float16: skips the step and counts it).
+        float16: skips the step and counts it; in local SGD: on the rank whose norm it is).
         """
         self.diagnostics.check_rows(micro_batches)
         parameters = self.parameters

@@ -27,7 +27,6 @@ from nemo_like.config.policy_schema import (
 )
 from tests.engine_cases import schedule
 from tests.layouts import LAYOUTS, layout
-from tests.process_pool import ProcessPool
 
 TOLERANCE = 1e-5
 CASES = "tests.engine_cases"
@@ -39,13 +38,6 @@ DESCENT = {
     "optimizer": OptimizerConfig(kind=OptimizerKind.sgd, lr=0.1, momentum=0.0),
     "max_grad_norm": None,
 }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = ProcessPool(4)
-    yield pool
-    pool.close()
 
 
 def ddp(**changes):
