@@ -231,6 +231,7 @@ def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, wh
             "powersgd_start_step=40 must be below grpo.max_steps=40",
             "lower it",
         ),
+        ([DDP, "ddp.average_every_steps=2"], "would have no effect in GRPO", "set it to 1"),
         (["tensor_parallel_size=3"], "tensor_parallel_size=3 does not divide", "1, 2, 4"),
         (
             ["tensor_parallel_size=2", "context_parallel_size=4"],
@@ -322,7 +323,6 @@ INTERLEAVED = [
     "overrides",
     [
         [DDP, RANKS, "policy.parallel.ddp.compression=powersgd", "policy.dtype=bfloat16"],
-        [DDP, RANKS, "policy.parallel.ddp.average_every_steps=4"],
         [RANKS, "policy.parallel.pipeline_parallel_size=2", "policy.compile=true", *INTERLEAVED],
         [GPUS, "policy.mesh_shape=[[4,2],[fsdp,tp]]", "policy.parallel.sequence_parallel=true"],
         [GPUS, "policy.mesh_shape=[[8],[ddp]]", "policy.parallel.ddp.bucket_mib=5"],

@@ -66,6 +66,14 @@ def test_a_checkpoint_goes_on_in_any_layout(name, tied, pool, saved, four_layers
         assert largest_gap(parameters, expected_parameters) == 0
 
 
+def test_a_float32_checkpoint_goes_on_in_float16(pool, saved, four_layers):
+    config = {"dtype": Dtype.float16} | schedule(Schedule.linear)
+    folder, expected = saved(False)
+    actual = pool.run(2, f"{CASES}:load_and_go_on", four_layers(), config, folder)
+    assert actual[0][0]["loss"] == pytest.approx(expected[0][0]["loss"], abs=1e-2)
+    assert actual[0][0]["train/skipped_steps"] == 0
+
+
 @pytest.mark.parametrize("kind", [OptimizerKind.sgd, OptimizerKind.muon, OptimizerKind.adafactor])
 def test_every_optimizer_resumes_where_it_was(kind, pool, four_layers, tmp_path):
     optimizer = OptimizerConfig(kind=kind, lr=1e-2 if kind == "adafactor" else 1e-3)
@@ -163,10 +171,18 @@ def test_a_float16_overflow_skips_the_step_is_counted_and_training_goes_on(pool,
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
-@pytest.mark.parametrize("name", ["one", "dp2", "tp2", "pp2_1f1b"])
-def test_a_loss_that_is_not_finite_stops_before_the_step(name, pool, four_layers):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("one", Dtype.float32),
+        ("dp2", Dtype.float16),  # no loss scale could be at fault
+        ("tp2", Dtype.float32),
+        ("pp2_1f1b", Dtype.float32),
+    ],
+)
+def test_a_loss_that_is_not_finite_stops_before_the_step(name, dtype, pool, four_layers):
     ranks, parallel = LAYOUTS[name]
-    config = {"parallel": parallel}
+    config = {"parallel": parallel, "dtype": dtype}
     answers = pool.run(ranks, f"{CASES}:not_finite", four_layers(), config)
     assert all("stopped before the optimizer step" in message for message, _ in answers)
     assert all(unchanged for _, unchanged in answers)

@@ -61,7 +61,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
             check_rollout(batch, metrics, config.policy.dtype)
         with run.span("train"):
             metrics |= policy.train(batch, loss)
-        if config.run.self_check and num_made == 1:
+        if config.run.self_check and num_made == 1 and "train/max_log_ratio" in metrics:
             check_ratios(metrics, config.policy.dtype)
         run.log(metrics | batch_metrics(batch) | setup.driver_metrics())
 

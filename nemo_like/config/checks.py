@@ -61,7 +61,17 @@ def check(config: GRPORunConfig) -> None:
     check_effects(config, _EFFECTS)
     _check_sizes(config)
     check_policy(config)
+    _check_averaging(config)
     check_files(config)
+
+
+def _check_averaging(config: GRPORunConfig) -> None:
+    steps = config.policy.parallel.ddp.average_every_steps
+    if steps > 1:
+        raise UserError(
+            f"policy.parallel.ddp.average_every_steps={steps} would have no effect in GRPO: every "
+            "step moves weights to generation, which averages them; set it to 1."
+        )
 
 
 def has_validation(config: GRPORunConfig) -> bool:

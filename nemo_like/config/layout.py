@@ -152,7 +152,7 @@ def _mesh_axes(value: Any) -> dict[str, int]:
     sizes, names = value
     if len(sizes) != len(names) or not sizes:
         raise UserError(f"{rule}; there are {len(sizes)} sizes and {len(names)} names.")
-    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+    if not all(type(size) is int and size >= 1 for size in sizes):
         raise UserError(f"{rule}; sizes are whole numbers of at least 1.")
     known = list(_MESH_NAMES)
     if unknown := [name for name in names if name not in known]:

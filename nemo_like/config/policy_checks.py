@@ -102,8 +102,8 @@ def _check_ddp(config: GRPORunConfig) -> None:
         )
     if policy.dtype is Dtype.float16:
         raise UserError(
-            "policy.dtype=float16 does not go with data_parallel=ddp, whose gradients are not "
-            "scaled; set policy.dtype=bfloat16 or policy.parallel.data_parallel=fsdp."
+            "policy.dtype=float16 does not go with data_parallel=ddp, whose autocast is for "
+            "bfloat16; set policy.dtype=bfloat16 or policy.parallel.data_parallel=fsdp."
         )
     ddp = parallel.ddp
     if ddp.average_every_steps > 1 and ddp.compression is not Compression.none:
@@ -150,10 +150,12 @@ def _check_precision(config: GRPORunConfig) -> None:
             f"policy.loss_scale.min={scale.min:g} must be at most "
             f"policy.loss_scale.initial={scale.initial:g}; lower it."
         )
-    if policy.attention is Attention.flash_attention_2 and policy.dtype is Dtype.float32:
+    can_flash = policy.dtype is not Dtype.float32 and config.cluster.gpus_per_node > 0
+    can_flash = can_flash and importlib.util.find_spec("flash_attn") is not None
+    if policy.attention is Attention.flash_attention_2 and not can_flash:
         raise UserError(
-            "policy.attention=flash_attention_2 does not compute in float32; set "
-            "policy.dtype=bfloat16."
+            "policy.attention=flash_attention_2 needs a GPU, 16 bits and its package: set "
+            "cluster.gpus_per_node, policy.dtype=bfloat16, pip install flash-attn; or use sdpa."
         )
     if (
         policy.optimizer.kind is OptimizerKind.adamw8bit
@@ -262,6 +264,7 @@ _EFFECTS = (
             "policy.parallel.ddp.gradient_as_bucket_view",
             "policy.parallel.ddp.find_unused_parameters",
             "policy.debug.check_gradients",
+            "policy.debug.check_replicas",
         ),
         applies=lambda c: c.policy.parallel.ddp.average_every_steps == 1,
         why_not="policy.parallel.ddp.average_every_steps above 1 lets each rank keep its own "

@@ -133,9 +133,10 @@ class DebugConfig:
     check_data: bool = False
     """Stop if two data-parallel ranks get the same rows, or ranks that should share rows do not."""
     memory: bool = False
-    """Log each rank's memory by phase (``memory/…`` metrics)."""
+    """Each rank's memory by phase, in its own log; ``memory/…`` metrics are of the ranks that have
+    the loss (the last stage's)."""
     collectives: bool = False
-    """Time every collective of each rank (``collective/…`` metrics)."""
+    """Count and time the collectives of logprobs, backward and optimizer (``collective/…``)."""
     hang_report_s: float | None = None
     """Seconds in one phase after which each rank writes where it stands to ``logs/hang-*.txt``."""
 

@@ -5,11 +5,13 @@ micro-batches, data-parallel and context-parallel ranks add up. Tensor-parallel 
 a pipeline hold parts of one model; whole parameters that they share are kept equal.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -101,7 +103,8 @@ class TrainEngine:
         calls = [self._call(batch, temperature, shape, with_entropy=True) for batch in batches]
         with self.diagnostics.phase("logprobs"), torch.no_grad(), self._precision():
             outputs = self._score(self.stages, calls, shape)
-            reference = self._score(self.reference, calls, shape) if self.reference else []
+            plain = [replace(call, with_entropy=False) for call in calls]
+            reference = self._score(self.reference, plain, shape) if self.reference else []
         kept = [i for i, each in enumerate(micro_batches) if each is not None and outputs]
         columns = {
             "policy": [outputs[i][0][: batches[i].num_tokens] for i in kept],
@@ -130,20 +133,20 @@ class TrainEngine:
         with self.diagnostics.phase("backward"):
             parts = self._backward(micro_batches, loss, denominators, temperature)
             self._shared.complete_gradients()
+            norm = gradient_norm(
+                parameters,
+                pipeline_group=self.mesh.group("pp"),
+                counted_elsewhere=self._shared.counted_elsewhere,
+            )
         if not self._drifting:
             self.diagnostics.check_gradients(parameters)
-        norm = gradient_norm(
-            parameters,
-            pipeline_group=self.mesh.group("pp"),
-            counted_elsewhere=self._shared.counted_elsewhere,
-        )
         scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
         true_norm = norm.item() / scale
         metrics = merge(parts)
         metrics["train/grad_norm"] = Metric(true_norm, reduce=Reduce.max)
         metrics["train/lr"] = Metric(float(self.schedulers[0].get_last_lr()[0]), reduce=Reduce.max)
         finite = bool(torch.isfinite(norm))
-        if not finite and self.loss_scale is None:
+        if not finite and (self.loss_scale is None or self._has_bad_loss(parts)):
             raise explain_non_finite(norm, parameters, self.mesh.rank, _REMEDY)
         if finite:
             clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
@@ -194,12 +197,18 @@ class TrainEngine:
             parts.append(metrics)
             return value * self._loss_factor()
 
-        with self._precision():
-            if self.mesh.sizes.pp > 1:
-                self._pipeline(self.stages).train(calls, value_of, self._hidden_shape(shape))
-            else:
-                self._accumulate(calls, value_of)
+        if self.mesh.sizes.pp > 1:
+            self._pipeline(self.stages).train(calls, value_of, self._hidden_shape(shape))
+        else:
+            self._accumulate(calls, value_of)
         return parts
+
+    def _has_bad_loss(self, parts: Sequence[Metrics]) -> bool:
+        """Whether any rank's loss is not finite, which no loss scale could cause; collective."""
+        losses = [float(part["train/loss"].value) for part in parts if "train/loss" in part]
+        bad = torch.tensor(float(not all(map(math.isfinite, losses))), device=self.device)
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return bool(bad)
 
     def _accumulate(self, calls: Sequence[Call], value_of: Callable[[Tensor, int], Tensor]) -> None:
         model = self.stages[0]
@@ -211,8 +220,9 @@ class TrainEngine:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
             with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
-                output = (self._ddp or model)(None, Calls([call]))
-                value_of(output, i).backward()
+                with self._precision():
+                    output = (self._ddp or model)(None, Calls([call]))
+                value_of(output, i).backward()  # autocast would round inside the head's gradient
 
     def _optimizer_step(self) -> None:
         every = [optimizer for of_stage in self.optimizers for optimizer in of_stage]

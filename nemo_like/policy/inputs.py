@@ -104,8 +104,11 @@ def _packed(
     """All rows in one line; positions restart with each row, and so does attention."""
     ids = batch.tokens[keys.INPUT_IDS]
     lengths = batch.lengths
-    if (extra := shape.positions - len(ids)) > 0:  # filled up with a row of its own
-        lengths = torch.cat([lengths, lengths.new_tensor([extra])])
+    if (extra := shape.positions - len(ids)) > 0:  # filled up with rows of their own, none longer
+        longest = int(lengths.max())
+        whole_rows, rest = divmod(extra, longest)
+        filler = [longest] * whole_rows + [rest] * (rest > 0)
+        lengths = torch.cat([lengths, lengths.new_tensor(filler)])
     whole = TensorBatch(lengths=lengths)
     row_of_token = whole.row_of_token
     within = torch.arange(shape.positions, device=ids.device) - whole.starts[row_of_token]

@@ -89,13 +89,18 @@ class Policy:
         plan = self._plan(batch)
         results = self.group.scatter(PolicyWorker.logprobs, self._shards(batch, plan), last="pp")
         rows_of = [plan.rows(rank) for rank in range(len(results))]
-        batch.add_columns([ref for ref, _ in results if ref is not None], rows_of)
+        refs = [ref for ref, _ in results if ref is not None]
+        assert len(refs) == len(results), "ranks that answer must be the group's leaders"
+        batch.add_columns(refs, rows_of)
         return merge([metrics for _, metrics in results])
 
     def train(self, batch: RemoteBatch, loss: Loss) -> Metrics:
         """One optimizer step on all rows that train; the gradient is that of one global mean."""
         training = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
         batch = batch.select(training.nonzero(as_tuple=True)[0])
+        if not len(batch):
+            logger.warning("No row of this step trains; its optimizer step is left out.")
+            return {}
         denominators = Denominators(
             tokens=float(batch.rows[keys.NUM_LOSS_TOKENS].sum()), sequences=float(len(batch))
         )

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from nemo_like.errors import RunError
 from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.loading import hf_name, tied_names
+from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
 from nemo_like.weights.buckets import plan_buckets
 from nemo_like.weights.manifest import expected_tensors, refit_metadata
@@ -205,6 +206,7 @@ def _joined(engine: TrainEngine, states: list[_StageState]) -> dict[str, Any]:
         "schedule_step": engine.schedulers[0].last_epoch,
         "num_steps": engine.num_steps,
     }
-    if engine.loss_scale is not None:
-        joined["loss_scale"] = engine.loss_scale.state_dict()
+    # Saved in every precision, so that a run can go on in float16.
+    scale = engine.loss_scale or LossScale(engine.config.loss_scale)
+    joined["loss_scale"] = scale.state_dict()
     return joined
