@@ -15,6 +15,7 @@ from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig, Schedu
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import values
 from nemo_like.policy.engine import EngineSetup, TrainEngine
+from nemo_like.policy.shards import local_part
 from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.state import full_tensors, load_checkpoint, save_checkpoint
 from tests.three_steps import LENGTHS, TEMPERATURE, denominators, make_loss, make_rows
@@ -147,10 +148,7 @@ def perturbed(model_path: str, config: dict[str, Any], name: str) -> str:
 def local_sizes(model_path: str, config: dict[str, Any]) -> tuple[int, int]:
     """Numbers in this rank's parameters, and in the whole model."""
     engine = make_engine(model_path, config)
-    mine = sum(
-        (each.to_local() if hasattr(each, "to_local") else each).numel()  # type: ignore[operator]
-        for each in engine.parameters.values()
-    )
+    mine = sum(local_part(each).numel() for each in engine.parameters.values())
     return mine, sum(each.numel() for each in engine.parameters.values())
 
 

@@ -27,6 +27,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.policy.shards import local_part
 
 _HASH_CHUNK = 1 << 20  # elements, whose products are 8 MiB
 # Odd, so that multiplying by them modulo 2^64 loses no bit (from MurmurHash3's 64-bit finalizer).
@@ -68,8 +69,7 @@ def check_data(
     must hold the same rows in the same order. ``dp_group`` is None where one rank has all rows.
     Fingerprints are those of ``fingerprint_rows``.
     """
-    own = list(row_fingerprints)
-    found: list[str] = []
+    own, found = list(row_fingerprints), list[str]()
     for axis, group in same_groups:
         for other, rows in _gather_objects(own, group).items():
             if rows != own:
@@ -187,9 +187,9 @@ def _replicated_axes(
     # Those given are there on a rank without tensors too: the others would wait for it.
     axes = {group.group_name: _Axis(axis, group) for axis, group in groups}
     for name, tensor in named_tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor).detach()
         for axis, group in [*_mesh_axes(tensor), *groups]:
-            axes.setdefault(group.group_name, _Axis(axis, group)).tensors[name] = local.detach()
+            axes.setdefault(group.group_name, _Axis(axis, group)).tensors[name] = local
     return [axis for axis in axes.values() if axis.group.size() > 1]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from nemo_like.errors import RunError
+from nemo_like.policy.shards import local_part
 
 # Keeps the clipping factor finite; the number is that of torch.nn.utils.clip_grad_norm_.
 _EPS = 1e-6
@@ -40,7 +41,7 @@ def gradient_norm(
         gradient = parameter.grad
         held = shards.setdefault(_shard_axes(parameter if gradient is None else gradient), [])
         if gradient is not None and name not in counted_elsewhere:
-            held.append(_local(gradient))
+            held.append(local_part(gradient))
     # Offloaded gradients lie on the CPU, but their ranks meet on the devices of the mesh.
     devices = [p.device for p in named_parameters.values()]
     devices[:0] = [torch.device(axes[0][0].device_type) for axes in shards if axes]
@@ -73,7 +74,7 @@ def clip_gradients(
     if max_norm is not None:
         factor = min(1.0, max_norm / (norm.item() + _EPS))
     factor /= grad_scale
-    gradients = [_local(p.grad) for p in named_parameters.values() if p.grad is not None]
+    gradients = [local_part(p.grad) for p in named_parameters.values() if p.grad is not None]
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -84,7 +85,7 @@ def non_finite_gradients(named_parameters: Mapping[str, Parameter]) -> list[str]
     return [
         name
         for name, parameter in named_parameters.items()
-        if parameter.grad is not None and not _local(parameter.grad).isfinite().all()
+        if parameter.grad is not None and not local_part(parameter.grad).isfinite().all()
     ]
 
 
@@ -123,7 +124,3 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
         filled, 2, dtype=torch.float32
     )
     return torch.stack(norms).square().sum()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nemo_like.policy.exchange import join_parts
 from nemo_like.policy.inputs import ModelInputs
 from nemo_like.policy.logprobs import Head, token_logprobs
+from nemo_like.policy.shards import local_part
 
 # The head is applied here in chunks, so what a model does to its logits after it is applied too.
 _DIVIDES_LOGITS = "logits_scaling"  # Granite
@@ -134,17 +134,13 @@ class LogprobModel(nn.Module):
             scale = scale / divisor
         group = self.vocab_group
         rank = dist.get_rank(group) if group is not None else 0
-        local = _local(weight).to(dtype)
+        local = local_part(weight).to(dtype)
         return Head(
             weight=local,
-            bias=None if bias is None else _local(bias).to(dtype),
+            bias=None if bias is None else local_part(bias).to(dtype),
             scale=scale,
             softcap=getattr(config, _CAPS_LOGITS, None),
             float32=self.settings.float32,
             first_token_id=rank * len(local),  # slices are equal: tensor_parallel.py sees to it
             group=group,
         )
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from nemo_like.config.choices import Decay, OptimizerKind, Schedule
 from nemo_like.config.policy_schema import OptimizerConfig, SchedulerConfig
 from nemo_like.errors import UserError
+from nemo_like.policy.shards import local_part
 
 _Named = list[tuple[str, Parameter]]
 
@@ -129,7 +130,7 @@ class WholeMatrixMuon(Muon):
             [change], group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, **options
         ).step()
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        _local(parameter).add_(_shard_like(parameter, change.detach()))
+        local_part(parameter).add_(_shard_like(parameter, change.detach()))
 
 
 class WholeMatrixAdafactor(Adafactor):
@@ -153,7 +154,7 @@ class WholeMatrixAdafactor(Adafactor):
                 optimizer = Adafactor([whole], **options)
                 optimizer.state[whole] = self.state[parameter]
                 optimizer.step()
-                _local(parameter).copy_(_shard_like(parameter, whole.detach()))
+                local_part(parameter).copy_(_shard_like(parameter, whole.detach()))
 
 
 def _adamw(named: _Named, config: OptimizerConfig) -> AdamW:
@@ -235,10 +236,6 @@ def _groups(named: _Named, config: OptimizerConfig) -> list[dict[str, Any]]:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard_like(parameter: Tensor, whole: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from nemo_like.policy.loading import tied_names
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import LogprobModel
+from nemo_like.policy.shards import local_part
 
 
 class SharedParameters:
@@ -46,5 +46,4 @@ def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup)
     for parameter in parameters:
         gradient = parameter.grad
         assert gradient is not None
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        dist.all_reduce(local, group=group)
+        dist.all_reduce(local_part(gradient), group=group)
