@@ -14,7 +14,7 @@ from nemo_like.config.load import compose_raw, load
 from nemo_like.config.memory import PhaseMemory, predict_memory
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
-from nemo_like.config.plan import ResourcePlan, plan_resources
+from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.schema import GRPORunConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
@@ -76,7 +76,7 @@ def plan_lines(config: GRPORunConfig, model_folder: Path) -> Iterator[str]:
 
     Raises UserError, before the first line, if the model cannot be cut as configured.
     """
-    plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
+    plan = plan_run(config)
     check_model_fits(config.policy, len(plan.policy), model_folder)
     sizes = parallel_sizes(config.policy, len(plan.policy))
     yield from _summary(config, plan, sizes)
@@ -114,7 +114,10 @@ def _summary(config: GRPORunConfig, plan: ResourcePlan, sizes: ParallelSizes) ->
 def _places(plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
     """One row a bundle: its node, policy rank with coordinates, and generation replica."""
     rank_of = {bundle: rank for rank, bundle in enumerate(plan.policy)}
-    replica_of = {bundle: i for i, replica in enumerate(plan.generation) for bundle in replica}
+    replicas_of: dict[int, list[str]] = {}
+    for i, replica in enumerate(plan.generation):
+        for bundle in replica:
+            replicas_of.setdefault(bundle, []).append(str(i))
     axes = list(sizes.coordinates(0))
     header = ["node", "bundle", "policy", *axes, "generation"]
 
@@ -123,7 +126,7 @@ def _places(plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
         where = ["-"] * len(axes)
         if rank is not None:
             where = [str(position) for position in sizes.coordinates(rank).values()]
-        names = ["-" if rank is None else str(rank), *where, str(replica_of.get(bundle, "-"))]
+        names = ["-" if rank is None else str(rank), *where, ",".join(replicas_of.get(bundle, "-"))]
         return [str(plan.node_of(bundle)), str(bundle), *names]
 
     yield from _table(header, [row(bundle) for bundle in _abbreviated(sum(plan.bundles_per_node))])

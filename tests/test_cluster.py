@@ -15,7 +15,7 @@ from ray.util import placement_group_table
 
 from nemo_like.config.plan import plan_resources
 from nemo_like.config.schema import ClusterConfig
-from nemo_like.distributed.payload import PayloadMeter
+from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.virtual_cluster import Bundle, VirtualCluster, physical_order
 from nemo_like.distributed.worker import Worker
@@ -148,7 +148,7 @@ def test_rank_layout_names_neighbours():
 
 
 def test_the_meter_counts_values_and_not_what_references_point_to(local_ray):
-    meter = PayloadMeter()
+    meter = DriverMeter()
     reference = ray.put(bytes(10_000_000))
     meter.count([reference], 1)
     assert 0 < meter.pop() < 200

@@ -6,8 +6,9 @@ plain forward over the finished tokens gives, to rounding error.
 
 import asyncio
 import itertools
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -31,7 +32,10 @@ from nemo_like.generation.protocol import (
 )
 from nemo_like.generation.vllm_engine import VLLMEngine
 from nemo_like.generation.vllm_settings import CPU_BATCHED_TOKENS
-from nemo_like.weights.manifest import expected_tensors, refit_metadata
+from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
+from nemo_like.weights.buckets import plan_buckets
+from nemo_like.weights.ipc import IpcLink, IpcSender
+from nemo_like.weights.manifest import TensorSpec, expected_tensors
 
 VOCAB_SIZE = 300
 CONTEXT = 128
@@ -39,9 +43,14 @@ EOS_ID = 1
 PROMPT = list(range(10, 50))
 """Longer than a block of the prefix cache."""
 
+CPU = torch.device("cpu")
+TIMEOUT_S = 60.0
+BUCKET_BYTES = 200_000
+"""A layer of the model spans several, and its output head has one of its own."""
 SMALL_CACHE = {"engine_kwargs": {"kv_cache_memory_bytes": 2**26}}
 
-Tensors = dict[str, torch.Tensor]
+NOWHERE = IpcLink(())
+Specs = dict[str, TensorSpec]
 
 
 def make_model_folder(folder: Path, tied: bool) -> str:
@@ -80,43 +89,51 @@ class Case:
 
     engine: Engine
     config: EngineConfig
-    folder: Path
     run: Callable
     """Run a coroutine on the engine's event loop."""
     tolerance: float
     """Largest difference of a logprob that rounding explains."""
     version: int = 0
     model: LlamaForCausalLM | None = None
+    sender: Any = None
     request_ids: Iterator[int] = field(default_factory=itertools.count)
 
-    def refit(self, seed: int, change: Callable[[Tensors], None] | None = None) -> None:
-        """Load freshly initialised weights as the next version, after ``change`` spoilt them."""
+    def connect(self) -> None:
+        """Open a sender and connect the engine to it, as a policy would."""
+        dtype = getattr(torch, self.config.dtype)
+        buckets = plan_buckets(expected_tensors(self.config.model_path, dtype), BUCKET_BYTES)
+        num_ranks = self.config.tensor_parallel_size
+        if num_ranks == 1:
+            self.sender = IpcSender(buckets, CPU, 1, TIMEOUT_S)
+            link = IpcLink((self.sender.address,))
+        else:
+            self.sender = BroadcastSender(buckets, CPU, num_ranks, TIMEOUT_S)
+            link = BroadcastLink("127.0.0.1", self.sender.port, 1, 1 + num_ranks)
+        self.both(self.sender.accept, self.engine.connect(link, buckets, TIMEOUT_S))
+
+    def both(self, send: Callable[[], None], receive: Coroutine[Any, Any, None]) -> None:
+        """Let both sides work at once."""
+
+        async def together() -> None:
+            await asyncio.gather(asyncio.to_thread(send), receive)
+
+        self.run(together())
+
+    def refit(self, seed: int) -> None:
+        """Load freshly initialised weights as the next version."""
         torch.manual_seed(seed)
         config = LlamaConfig.from_pretrained(self.config.model_path)
         model = LlamaForCausalLM(config).to(getattr(torch, self.config.dtype)).eval()
-        tensors = self.tensors(model)
-        if change is not None:
-            change(tensors)
-        self.run(self.engine.load_weights(self.write(tensors, self.version + 1), self.version + 1))
+        tensors = dict(model.state_dict())
+        if config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        version = self.version + 1
+        self.both(
+            lambda: self.sender.send(iter(tensors.items()), version),
+            self.engine.load_weights(version),
+        )
         self.version += 1
         self.model = model
-
-    def tensors(self, model: LlamaForCausalLM | None = None) -> Tensors:
-        """What a sender would send of ``model``, by default of the weights loaded last."""
-        tensors = dict((model or self.model).state_dict())
-        if (model or self.model).config.tie_word_embeddings:
-            del tensors["lm_head.weight"]
-        return tensors
-
-    def write(self, tensors: Tensors, version: int) -> list[str]:
-        """Spread ``tensors`` over two files of a refit."""
-        names = sorted(tensors)
-        paths = []
-        for part in (names[::2], names[1::2]):
-            path = self.folder / f"{version}-{len(paths)}.safetensors"
-            save_file({name: tensors[name] for name in part}, path, refit_metadata(version))
-            paths.append(str(path))
-        return paths
 
     def requests(
         self, count: int, prompt: list[int] = PROMPT, **sampling: Any
@@ -214,7 +231,9 @@ def case(request, tmp_path_factory, run) -> Iterator[Case]:
     config = make_config(folder, tied, **changes)
     engine = engine_class(config)
     run(engine.start())
-    yield Case(engine, config, folder, run, tolerance=1e-5 if config.dtype == "float32" else 2e-2)
+    case = Case(engine, config, run, tolerance=1e-5 if config.dtype == "float32" else 2e-2)
+    case.connect()
+    yield case
     run(engine.shutdown())
 
 
@@ -326,20 +345,20 @@ def test_a_refit_leaves_no_trace_of_the_old_weights_in_caches(case):
     assert case.gap(case.requests(2)) < case.tolerance
 
 
-def drop(tensors: Tensors) -> None:
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+def drop(specs: Specs) -> None:
+    del specs["model.layers.1.mlp.up_proj.weight"]
 
 
-def rename(tensors: Tensors) -> None:
-    tensors["model.layers.9.mlp.up_proj.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+def rename(specs: Specs) -> None:
+    specs["model.layers.9.mlp.up_proj.weight"] = specs.pop("model.layers.1.mlp.up_proj.weight")
 
 
-def reshape(tensors: Tensors) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+def reshape(specs: Specs) -> None:
+    specs["model.norm.weight"] = ((127,), specs["model.norm.weight"][1])
 
 
-def recast(tensors: Tensors) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+def recast(specs: Specs) -> None:
+    specs["model.norm.weight"] = ((128,), torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -351,25 +370,51 @@ def recast(tensors: Tensors) -> None:
         (recast, r"model.norm.weight is float16\[128\]"),
     ],
 )
-def test_an_incomplete_refit_is_refused_and_the_old_weights_stay(case, change, message):
+def test_a_sender_of_other_tensors_is_refused_and_the_weights_stay(case, change, message):
+    specs = dict(expected_tensors(case.config.model_path, getattr(torch, case.config.dtype)))
+    change(specs)
     with pytest.raises(RunError, match=message):
-        case.refit(9, change)
+        case.run(case.engine.connect(NOWHERE, plan_buckets(specs, BUCKET_BYTES), TIMEOUT_S))
     assert case.gap(case.requests(2)) < case.tolerance
 
 
-def test_stale_foreign_and_repeated_refits_are_refused_and_the_old_weights_stay(case):
-    tensors = case.tensors()
-    load = case.engine.load_weights
-    with pytest.raises(RunError, match="stale"):
-        case.run(load(case.write(tensors, case.version), case.version))
-    with pytest.raises(RunError, match="belongs to refit 99"):
-        case.run(load(case.write(tensors, 99), case.version + 1))
-    paths = case.write(tensors, case.version + 1)
+def test_repeated_tensors_and_stale_refits_are_refused_and_the_weights_stay(case):
+    specs = expected_tensors(case.config.model_path, getattr(torch, case.config.dtype))
+    buckets = plan_buckets(specs, BUCKET_BYTES)
     with pytest.raises(RunError, match="twice"):
-        case.run(load([*paths, paths[0]], case.version + 1))
-    with pytest.raises(RunError, match="cannot be read"):
-        case.run(load([*paths, "/nowhere.safetensors"], case.version + 1))
+        case.run(case.engine.connect(NOWHERE, [*buckets, buckets[0]], TIMEOUT_S))
+    with pytest.raises(RunError, match="stale"):
+        case.run(case.engine.load_weights(case.version))
     assert case.gap(case.requests(2)) < case.tolerance
+
+
+@pytest.mark.parametrize("fault", ["version", "name"])
+def test_an_engine_whose_refit_failed_midway_refuses_to_generate(tmp_path, run, fault):
+    config = make_config(tmp_path)
+    case = Case(HFEngine(config), config, run, tolerance=1e-5)
+    run(case.engine.start())
+    case.connect()
+    case.refit(0)
+    tensors = {**case.model.state_dict()}
+    if fault == "name":
+        tensors["model.norm.wait"] = tensors.pop("model.norm.weight")
+
+    async def both() -> list[BaseException | None]:
+        send = asyncio.to_thread(
+            case.sender.send, iter(tensors.items()), 99 if fault == "version" else 2
+        )
+        return await asyncio.gather(send, case.engine.load_weights(2), return_exceptions=True)
+
+    sent, loaded = run(both())
+    assert isinstance(sent, RunError)
+    assert isinstance(loaded, RunError)
+    reason = "Refit 2 was announced, and the sender began refit 99"
+    if fault == "name":
+        reason = "announced model.norm.weight .* came with lm_head.weight"
+    assert re.search(reason, str(loaded))
+    with pytest.raises(RunError, match="no usable weights"):
+        case.generate(case.requests(1))
+    run(case.engine.shutdown())
 
 
 def test_a_refit_amid_sampling_is_refused(case):
@@ -378,7 +423,7 @@ def test_a_refit_amid_sampling_is_refused(case):
         sampling = asyncio.create_task(case.engine.generate(request))
         await asyncio.sleep(0)
         with pytest.raises(RunError, match="1 completions"):
-            await case.engine.load_weights([], case.version + 1)
+            await case.engine.load_weights(case.version + 1)
         return await sampling
 
     assert len(case.run(refit_amid_sampling()).token_ids) == 12

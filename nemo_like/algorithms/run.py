@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import psutil
 import yaml
 
 from nemo_like.checkpoint import Checkpoints, DriverState
@@ -60,6 +61,8 @@ class Run:
         self._totals = dict(self._resumed.totals) if self._resumed else {"wall_s": 0.0}
         self._step_values: dict[str, float] = {}
         self._step_metrics: Metrics = {}
+        began = psutil.Process().create_time()
+        self._start_up = {"time/imports_s": time.time() - began}
         self._exit = ExitStack()
         self._progress = Progress(config.grpo.max_steps, terminal, first_step=self.first_step)
         self._sinks = self._open_sinks()
@@ -130,9 +133,13 @@ class Run:
         logger.info("Summary: %s", json.dumps(summary))
 
     def _finish_step(self, step: int, metrics: Metrics) -> None:
-        numbers = values(metrics | self.spans.pop())
+        spans = self.spans.pop()
+        numbers = values(metrics | spans)
+        self._tell_start_up(step, values(spans))
         if "time/step_s" in numbers and "train/num_tokens" in numbers:
             numbers["train/tokens_per_s"] = numbers["train/num_tokens"] / numbers["time/step_s"]
+        if "time/step_s" in numbers and "time/waiting_s" in numbers:
+            numbers["time/driver_s"] = numbers["time/step_s"] - numbers["time/waiting_s"]
         for name, value in numbers.items():
             if name in (f"{_VALIDATION}accuracy", f"{_VALIDATION}reward"):
                 short = name.removeprefix(_VALIDATION)
@@ -140,6 +147,21 @@ class Run:
                 self._totals[f"val_{short}_end"] = value
         self._step_values = numbers
         self._sinks.log(step, numbers)
+
+    def _tell_start_up(self, step: int, spans: dict[str, float]) -> None:
+        """Where the time from the process's start to the end of its first step went."""
+        if step > self.first_step + 1:
+            return
+        for name, seconds in spans.items():
+            if name != "time/step_s":  # It contains others.
+                self._start_up[name] = self._start_up.get(name, 0.0) + seconds
+        if step == self.first_step + 1:
+            total = time.time() - psutil.Process().create_time()
+            phases = ", ".join(
+                f"{name.removeprefix('time/').removesuffix('_s')} {seconds:.1f}"
+                for name, seconds in self._start_up.items()
+            )
+            logger.info("Start to the end of the first step: %.1f s (%s)", total, phases)
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.config.grpo.max_steps or (every > 0 and step % every == 0)

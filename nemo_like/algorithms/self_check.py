@@ -3,13 +3,19 @@
 A run that fails one stops and says which; ``run.self_check=false`` turns them off.
 """
 
+import logging
+from dataclasses import dataclass
+
 import torch
 
 from nemo_like.batch import keys
-from nemo_like.config.choices import Dtype
+from nemo_like.config.choices import Dtype, MismatchAction
+from nemo_like.config.schema import GRPORunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 # Gap between the engine's and the trainer's logprobs of the same tokens and weights. Float32 leaves
 # 4e-7 on a CPU and 1.4e-4 on an H100, whose engine has other kernels. In bfloat16 a logit of 16 to
@@ -35,26 +41,70 @@ def check_versions(batch: RemoteBatch, weight_version: int) -> None:
         )
 
 
-def check_rollout(batch: RemoteBatch, metrics: Metrics, dtype: Dtype) -> None:
-    """Raise RunError unless the engines agree and no two completions share a seed."""
+def check_seeds(batch: RemoteBatch) -> None:
+    """Raise RunError if two completions share a seed."""
     seeds = batch.rows[keys.SEEDS]
     num_distinct = len(torch.unique(seeds))
     if num_distinct < len(seeds):
         raise RunError(
             f"Self-check failed: {len(seeds)} completions have only {num_distinct} distinct seeds."
         )
-    for name, limit in (
-        ("mismatch/mean_abs", MAX_MEAN_GAP[dtype]),
-        ("mismatch/max_abs", MAX_GAP[dtype]),
-    ):
-        gap = metrics[name].value
-        if not gap <= limit:
-            raise RunError(
-                "Self-check failed: the logprobs of generation and policy differ "
-                f"({name}={gap:.3g}, limit {limit:g} in {dtype}). Either the refit is wrong or "
-                "the engine computes this model in another way; run.self_check=false goes on "
-                "regardless."
-            )
+
+
+@dataclass(frozen=True)
+class GapCheck:
+    """Raises RunError if engine and policy disagree by more than the limits; runs in workers."""
+
+    limits: dict[str, float]
+    """Metric -> most that it may be."""
+    remedy: str
+
+    def __call__(self, metrics: Metrics) -> None:
+        """Look at the metrics of a step."""
+        for name, limit in self.limits.items():
+            gap = metrics[name].value
+            if not gap <= limit:
+                raise RunError(
+                    "The logprobs of generation and policy differ too much "
+                    f"({name}={gap:.3g}, limit {limit:.3g}). {self.remedy}"
+                )
+
+
+def gap_check(config: GRPORunConfig, num_made: int) -> GapCheck | None:
+    """What the ``num_made``-th step of an execution must pass before its optimizer step."""
+    dtype = config.policy.dtype
+    if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
+        return GapCheck(
+            {"mismatch/mean_abs": MAX_MEAN_GAP[dtype], "mismatch/max_abs": MAX_GAP[dtype]},
+            "Self-check failed: either the refit is wrong or the engine computes this model in "
+            "another way; run.self_check=false goes on regardless.",
+        )
+    if config.mismatch.action is MismatchAction.stop:
+        return GapCheck(
+            {"mismatch/mean_abs": max_mean_gap(config)},
+            "mismatch.action=stop ended the run before the optimizer step; continue from the last "
+            "checkpoint with run.resume=true, or raise mismatch.max_mean_abs.",
+        )
+    return None
+
+
+def max_mean_gap(config: GRPORunConfig) -> float:
+    """The configured limit, or that of the number format."""
+    limit = config.mismatch.max_mean_abs
+    return MAX_MEAN_GAP[config.policy.dtype] if limit is None else limit
+
+
+def warn_of_gap(config: GRPORunConfig, metrics: Metrics) -> None:
+    """Say so if a step's gap is above the limit."""
+    gap, limit = metrics.get("mismatch/mean_abs"), max_mean_gap(config)
+    if gap is not None and not gap.value <= limit:
+        logger.warning(
+            "The logprobs of generation and policy differ by %.3g on average (limit %.3g, "
+            "mismatch.max_mean_abs); mismatch.action=%s.",
+            gap.value,
+            limit,
+            config.mismatch.action,
+        )
 
 
 def check_ratios(metrics: Metrics, dtype: Dtype) -> None:

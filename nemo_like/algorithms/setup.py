@@ -1,6 +1,7 @@
 """From a configuration to live parts: data first, then the cluster, then the workers on it."""
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
@@ -8,15 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_like.algorithms.run import Run
 from nemo_like.config.checks import has_validation
 from nemo_like.config.model_checks import check_model_fits
-from nemo_like.config.plan import ResourcePlan, plan_resources
+from nemo_like.config.model_shape import kv_bytes_per_sequence, read_model_shape
+from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.schema import GRPORunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
 from nemo_like.data.datasets import Row, check_lengths, load_rows, without_overlap
 from nemo_like.data.loader import PromptLoader
-from nemo_like.distributed.payload import PayloadMeter
+from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import WorkerGroup
@@ -27,7 +31,7 @@ from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
-from nemo_like.refit.files import FileTransport
+from nemo_like.refit.weight_sync import WeightSync
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
 
@@ -35,9 +39,12 @@ logger = logging.getLogger(__name__)
 
 # Held-out reasoning_gym rows come from another seed than any training run is likely to use.
 _VALIDATION_SEED_OFFSET = 1_000_003
-# Share of a GPU that the engine takes where a policy trains beside it, and where it is alone.
-_GPU_SHARE_COLOCATED = 0.4
+# Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
+# policy trains, and where the policy trains beside them.
 _GPU_SHARE_SEPARATE = 0.85
+_GPU_SHARE_SLEEPING = 0.6
+_GPU_SHARE_BESIDE = 0.3
+_MOST_SEQUENCES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +65,21 @@ class Setup:
     policy: Policy
     rollouts: SyncRolloutSource
     loader: PromptLoader
-    meter: PayloadMeter
+    meter: DriverMeter
 
     def driver_metrics(self) -> Metrics:
         """What passed through the driver since the last call."""
-        return {"driver/bytes": Metric(self.meter.pop(), reduce=Reduce.sum)}
+        num_bytes, waited_s = self.meter.pop()
+        return {
+            "driver/bytes": Metric(num_bytes, reduce=Reduce.sum),
+            "time/waiting_s": Metric(waited_s, reduce=Reduce.sum),
+        }
 
 
 def find_model(config: GRPORunConfig) -> str:
     """The model's folder; raises UserError if it can't be laid out as configured."""
     folder = resolve_model(config.policy.model)
-    plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
+    plan = plan_run(config)
     check_model_fits(config.policy, len(plan.policy), folder)
     return str(folder)
 
@@ -113,9 +124,9 @@ def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack)
     """Reserve the cluster and bring up policy and engines, in parallel; ``stack`` ends them."""
     with run.start_phase("ray"):
         stack.callback(connect())
-        plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
+        plan = plan_run(config)
         cluster = stack.enter_context(VirtualCluster(plan, config.cluster.start_timeout_s))
-    meter = PayloadMeter()
+    meter = DriverMeter()
     log_dir = str(run.dir / "logs")
     policy = Policy(
         config.policy,
@@ -140,18 +151,16 @@ def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack)
     )
     generation = Generation(group)
     stack.callback(generation.shutdown)
-    rollout_setup = _rollout_setup(config, run, prepared, plan.colocated)
+    rollout_setup = _rollout_setup(config, run, prepared, plan)
     with run.start_phase("workers"):
         _check_folders(policy, generation, [str(run.dir / "config.yaml"), prepared.model_path])
         _start_workers(config, policy, generation, rollout_setup, plan)
     run.restore(policy, prepared.loader)
-    transport = FileTransport(config.refit, run.dir, policy, generation)
-    stack.callback(transport.close)
+    sync = WeightSync(config.refit, policy, generation, plan, sleep=rollout_setup.engine.sleep)
     rollouts = SyncRolloutSource(
         config,
-        policy=policy,
         generation=generation,
-        transport=transport,
+        sync=sync,
         loader=prepared.loader,
         validation_rows=prepared.validation_rows,
         stop_token_ids=prepared.eos_token_ids,
@@ -178,16 +187,16 @@ def _start_workers(
     setup: RolloutSetup,
     plan: ResourcePlan,
 ) -> None:
-    """Bring both sides up at once; one after the other where they share GPUs.
+    """Bring both sides up at once; the first failure, or an interrupt, ends both.
 
-    (vLLM takes what becomes used on its GPU while it measures for its own.) The first failure, or
-    an interrupt, ends both sides at once.
+    An engine that measures how much of a shared GPU it may use waits for the policy: what becomes
+    used meanwhile, it would take for its own.
     """
     engines = generation.group.waiting(config.cluster.start_timeout_s)
     with ThreadPoolExecutor(2) as threads:
         try:
             starts: list[Future[Any]] = [threads.submit(policy.start)]
-            if plan.uses_gpus and plan.colocated:
+            if plan.uses_gpus and plan.colocated and setup.engine.kv_cache_bytes is None:
                 wait(starts)
             starts.append(threads.submit(engines.call, RolloutWorker.start, setup))
             for one in as_completed(starts):
@@ -211,23 +220,48 @@ def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, k
 
 
 def _rollout_setup(
-    config: GRPORunConfig, run: Run, prepared: Prepared, colocated: bool
+    config: GRPORunConfig, run: Run, prepared: Prepared, plan: ResourcePlan
 ) -> RolloutSetup:
-    uses_gpus = config.cluster.gpus_per_node > 0
     return RolloutSetup(
         backend=config.generation.backend,
-        engine=EngineConfig(
-            model_path=prepared.model_path,
-            dtype=config.policy.dtype.value,
-            seed=config.run.seed,
-            max_model_len=prepared.max_model_len,
-            tensor_parallel_size=config.generation.tensor_parallel_size,
-            device="cuda" if uses_gpus else "cpu",
-            gpu_memory_utilization=_GPU_SHARE_COLOCATED if colocated else _GPU_SHARE_SEPARATE,
-            engine_kwargs=dict(config.generation.engine_kwargs),
-        ),
+        engine=_engine_config(config, prepared, plan),
         environment=replace(config.environment, reward=absolute_reward(config.environment.reward)),
         model_path=prepared.model_path,
         trajectories_path=str(Path(run.dir) / "trajectories.jsonl"),
         resumed_step=run.first_step,
+    )
+
+
+def _engine_config(config: GRPORunConfig, prepared: Prepared, plan: ResourcePlan) -> EngineConfig:
+    """One replica's engine, as large as a step's completions need."""
+    generation = config.generation
+    prompts = math.ceil(config.grpo.num_prompts_per_step / len(plan.generation))
+    sleep = generation.sleep and plan.uses_gpus and plan.colocated
+    share = _GPU_SHARE_SEPARATE
+    if plan.colocated:
+        share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE
+    engine = EngineConfig(
+        model_path=prepared.model_path,
+        dtype=config.policy.dtype.value,
+        seed=config.run.seed,
+        max_model_len=prepared.max_model_len,
+        max_num_seqs=min(_MOST_SEQUENCES, prompts * config.grpo.num_generations_per_prompt),
+        tensor_parallel_size=generation.tensor_parallel_size,
+        device="cuda" if plan.uses_gpus else "cpu",
+        gpu_memory_share=share / generation.num_engines_per_bundle,
+        sleep=sleep,
+        engine_kwargs=dict(generation.engine_kwargs),
+    )
+    if not plan.colocated and generation.num_engines_per_bundle == 1:
+        return engine
+    try:
+        shape = read_model_shape(Path(prepared.model_path))
+    except UserError:  # A model that the formulas do not cover: the engine has to measure.
+        return engine
+    size = getattr(torch, engine.dtype).itemsize
+    return replace(
+        engine,
+        weight_bytes=shape.num_parameters * size // engine.tensor_parallel_size,
+        kv_cache_bytes=engine.max_num_seqs
+        * kv_bytes_per_sequence(shape, engine.max_model_len, size, engine.tensor_parallel_size),
     )

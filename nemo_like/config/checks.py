@@ -5,9 +5,9 @@ names key, value, rule and remedy. Those of ``policy`` are in ``policy_checks.py
 the model's config.json in ``model_checks.py``.
 """
 
-from nemo_like.config.choices import Backend, WandbMode
+from nemo_like.config.choices import Backend, ImportanceCorrection, WandbMode
 from nemo_like.config.file_checks import REASONING_GYM, check_files
-from nemo_like.config.plan import plan_resources
+from nemo_like.config.plan import plan_run
 from nemo_like.config.policy_checks import check_policy
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.schema import GRPORunConfig
@@ -26,6 +26,8 @@ _RANGES = Ranges(
         "loss.kl_coef": 0,
         "generation.max_new_tokens": 1,
         "generation.tensor_parallel_size": 1,
+        "generation.num_engines_per_bundle": 1,
+        "loss.importance_floor": 0,
         "refit.bucket_mib": 1,
         "data.num_train_rows": 1,
         "data.num_validation_rows": 1,
@@ -45,6 +47,7 @@ _RANGES = Ranges(
     above_zero=(
         "generation.temperature",
         "loss.importance_cap",
+        "mismatch.max_mean_abs",
         "environment.timeout_s",
         "validation.top_p",
         "cluster.cpus_per_worker",
@@ -87,9 +90,24 @@ _EFFECTS = (
         why_not="loss.kl_coef is 0, so there is no KL term; set loss.kl_coef too",
     ),
     Effect(
-        keys=("generation.engine_kwargs", "generation.tensor_parallel_size"),
+        keys=("generation.engine_kwargs", "generation.tensor_parallel_size", "generation.sleep"),
         applies=lambda c: c.generation.backend is Backend.vllm,
         why_not="only generation.backend=vllm has it",
+    ),
+    Effect(
+        keys=("generation.sleep",),
+        applies=lambda c: c.cluster.gpus_per_node > 0 and c.cluster.num_generation_workers is None,
+        why_not="policy and generation share no GPU",
+    ),
+    Effect(
+        keys=("loss.importance_level", "loss.importance_cap"),
+        applies=lambda c: c.loss.importance is not ImportanceCorrection.none,
+        why_not="loss.importance=none corrects nothing",
+    ),
+    Effect(
+        keys=("loss.importance_floor",),
+        applies=lambda c: c.loss.importance is ImportanceCorrection.mask,
+        why_not="only loss.importance=mask has a lower bound",
     ),
     Effect(
         keys=("data.tasks",),
@@ -153,7 +171,7 @@ def _check_sizes(config: GRPORunConfig) -> None:
             f"generation.max_new_tokens={config.generation.max_new_tokens}; use at least {least}, "
             "plus the length of your prompts."
         )
-    plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
+    plan = plan_run(config)
     if config.grpo.num_prompts_per_step < len(plan.generation):
         raise UserError(
             f"grpo.num_prompts_per_step={config.grpo.num_prompts_per_step} leaves some of the "

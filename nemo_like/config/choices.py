@@ -128,11 +128,34 @@ class KLEstimator(StrEnum):
     k3 = "k3"
 
 
+class ImportanceCorrection(StrEnum):
+    """What is done about the gap between the engine that sampled and the policy."""
+
+    none = "none"
+    truncate = "truncate"
+    mask = "mask"
+
+
+class ImportanceLevel(StrEnum):
+    """What one importance weight belongs to."""
+
+    token = "token"
+    sequence = "sequence"
+
+
+class MismatchAction(StrEnum):
+    """What happens where engine and policy disagree too much."""
+
+    warn = "warn"
+    mask = "mask"
+    stop = "stop"
+
+
 class Transport(StrEnum):
     """How weights travel from the policy to generation."""
 
-    shared_memory = "shared_memory"
-    disk = "disk"
+    ipc = "ipc"
+    broadcast = "broadcast"
 
 
 class OverlongPrompts(StrEnum):

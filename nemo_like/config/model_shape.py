@@ -1,6 +1,7 @@
 """What a model's config.json says about its size, read as plain JSON."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim"),
 }
+KV_BLOCK_TOKENS = 16
+"""Tokens of a block of vLLM's KV cache on a GPU."""
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -119,3 +122,12 @@ def read_model_shape(model_folder: Path) -> ModelShape:
         # transformers leaves out what equals the default of PreTrainedConfig, which is true.
         tied=bool(settings.get("tie_word_embeddings", True)),
     )
+
+
+def kv_bytes_per_sequence(
+    shape: ModelShape, num_tokens: int, bytes_per_number: int, tensor_parallel_size: int
+) -> int:
+    """KV cache of one sequence on one GPU, in whole blocks and one to spare."""
+    heads = max(1, shape.kv_heads // tensor_parallel_size)
+    tokens = (math.ceil(num_tokens / KV_BLOCK_TOKENS) + 1) * KV_BLOCK_TOKENS
+    return tokens * shape.layers * 2 * heads * shape.head_dim * bytes_per_number

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.schema import ClusterConfig, GRPORunConfig
 from nemo_like.errors import UserError
 
 
@@ -18,7 +18,8 @@ class ResourcePlan:
     policy: tuple[int, ...]
     """Bundle of each policy rank."""
     generation: tuple[tuple[int, ...], ...]
-    """Bundles of each generation replica: one a tensor-parallel rank, the first leads."""
+    """Bundles of each generation replica: one a tensor-parallel rank, the first leads. Several
+    replicas may share a bundle."""
 
     def node_of(self, bundle: int) -> int:
         """Index of the node that holds ``bundle``."""
@@ -44,13 +45,17 @@ class NodeResources:
     resources: dict[str, float]
 
 
-def plan_resources(cluster: ClusterConfig, tensor_parallel_size: int) -> ResourcePlan:
+def plan_resources(
+    cluster: ClusterConfig, tensor_parallel_size: int, num_engines_per_bundle: int = 1
+) -> ResourcePlan:
     """Split the configured bundles between policy and generation.
 
     Raises UserError for sizes that do not divide, naming the keys and valid values.
 
     >>> plan_resources(ClusterConfig(gpus_per_node=4, num_generation_workers=2), 2).generation
     ((2, 3),)
+    >>> plan_resources(ClusterConfig(gpus_per_node=2), 1, num_engines_per_bundle=2).generation
+    ((0,), (0,), (1,), (1,))
     """
     per_node = cluster.gpus_per_node or cluster.cpu_workers_per_node
     total = cluster.num_nodes * per_node
@@ -67,6 +72,12 @@ def plan_resources(cluster: ClusterConfig, tensor_parallel_size: int) -> Resourc
     first = total - separate if separate is not None else 0
     engines = tuple(range(first, total))
     _check_replicas(engines, per_node, tensor_parallel_size)
+    if num_engines_per_bundle > 1 and tensor_parallel_size > 1:
+        raise UserError(
+            f"generation.num_engines_per_bundle={num_engines_per_bundle} is for engines that fit a "
+            f"bundle, and generation.tensor_parallel_size={tensor_parallel_size} spreads each over "
+            "several; set one of them to 1."
+        )
     resources = {"CPU": cluster.cpus_per_worker}
     if cluster.gpus_per_node:
         resources["GPU"] = 1.0
@@ -77,7 +88,16 @@ def plan_resources(cluster: ClusterConfig, tensor_parallel_size: int) -> Resourc
         generation=tuple(
             engines[i : i + tensor_parallel_size]
             for i in range(0, len(engines), tensor_parallel_size)
+            for _ in range(num_engines_per_bundle)
         ),
+    )
+
+
+def plan_run(config: GRPORunConfig) -> ResourcePlan:
+    """``plan_resources`` of a whole run's configuration."""
+    generation = config.generation
+    return plan_resources(
+        config.cluster, generation.tensor_parallel_size, generation.num_engines_per_bundle
     )
 
 

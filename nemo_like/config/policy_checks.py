@@ -16,7 +16,7 @@ from nemo_like.config.choices import (
     Schedule,
 )
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
-from nemo_like.config.plan import ResourcePlan, plan_resources
+from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.schema import GRPORunConfig
 from nemo_like.errors import UserError
@@ -59,7 +59,7 @@ _ADAM = (OptimizerKind.adamw, OptimizerKind.adamw8bit, OptimizerKind.muon)
 def check_policy(config: GRPORunConfig) -> None:
     """Raise UserError for the first rule of ``policy`` that ``config`` breaks."""
     check_ranges(config, _RANGES)
-    plan = plan_resources(config.cluster, config.generation.tensor_parallel_size)
+    plan = plan_run(config)
     num_ranks = len(plan.policy)
     parallel = resolve_mesh_shape(config.policy, num_ranks)
     # From here on the layout is written in one way, whichever the user chose.

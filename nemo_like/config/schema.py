@@ -12,7 +12,10 @@ from nemo_like.config.choices import (
     Backend,
     Baseline,
     Console,
+    ImportanceCorrection,
+    ImportanceLevel,
     KLEstimator,
+    MismatchAction,
     Normalization,
     OverlongPrompts,
     Transport,
@@ -45,6 +48,9 @@ class GRPOConfig:
     """Distinct prompts sampled for one step."""
     num_generations_per_prompt: int = 8
     """Completions of each prompt: the group that its baseline is taken over, >= 2."""
+    reuse_logprobs: bool = True
+    """A batch takes one optimizer step, so the logprobs of that step's own forward pass are the
+    policy's before it. False: compute them in a pass of their own, and check that ratios are 1."""
 
 
 @dataclass(kw_only=True)
@@ -70,13 +76,33 @@ class LossConfig:
     """``token``: mean over all trained tokens of the step; ``sequence``: mean over sequences of the
     mean over their tokens. Both denominators are global: ranks and micro-batches do not change
     them."""
-    importance_cap: float | None = 2.0
-    """Upper bound of exp(policy_logprobs - generation_logprobs), which corrects for the gap between
-    the two engines (truncated importance sampling). None: no correction."""
+    importance: ImportanceCorrection = ImportanceCorrection.truncate
+    """Correction for sampling with another engine, by w = exp(policy_logprobs -
+    generation_logprobs). ``truncate``: the loss is weighted by min(w, importance_cap); ``mask``: by
+    w where it lies in [importance_floor, importance_cap], and by 0 elsewhere; ``none``."""
+    importance_level: ImportanceLevel = ImportanceLevel.token
+    """``token``: each token has its own w; ``sequence``: all tokens of a completion share the
+    product of theirs."""
+    importance_cap: float = 2.0
+    """Upper bound of w."""
+    importance_floor: float = 0.0
+    """Lower bound of w (mask)."""
     kl_coef: float = 0.0
     """Weight of KL(policy || reference) in the loss. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = KLEstimator.k3
     """Estimator of that KL."""
+
+
+@dataclass(kw_only=True)
+class MismatchConfig:
+    """The gap between the logprobs of the engine that sampled and of the policy, same weights."""
+
+    action: MismatchAction = MismatchAction.warn
+    """What to do above the limit. ``warn``: say so; ``mask``: completions whose own mean gap is
+    above it do not train; ``stop``: end the run before the optimizer step."""
+    max_mean_abs: float | None = None
+    """Limit of the mean absolute gap. None: by ``policy.dtype``: 1e-3, 0.1 (bfloat16), 0.0125
+    (float16)."""
 
 
 @dataclass(kw_only=True)
@@ -97,6 +123,12 @@ class GenerationConfig:
     """Token ids that end a completion, beside the model's own end-of-sequence ids."""
     tensor_parallel_size: int = 1
     """Workers that share one engine (vllm)."""
+    num_engines_per_bundle: int = 1
+    """Engines that share each bundle (GPU). Small models are bound by an engine's CPU side, so that
+    two are faster than one."""
+    sleep: bool = True
+    """Free the engine's GPU memory while the policy trains on the same GPU (vllm). False is faster
+    by some 0.1 s a step where memory holds both."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to vLLM's engine as they are."""
 
@@ -105,11 +137,12 @@ class GenerationConfig:
 class RefitConfig:
     """The policy's weights on their way to generation."""
 
-    transport: Transport = Transport.shared_memory
-    """``shared_memory``: files in /dev/shm, for generation on nodes that hold policy workers;
-    ``disk``: files in the run folder, which every node must see."""
-    bucket_mib: int = 256
-    """Most MiB of tensors in one bucket (a larger tensor gets its own)."""
+    transport: Transport | None = None
+    """``ipc``: each bundle's policy rank hands over its memory to the engines beside it (CUDA IPC;
+    mapped memory on the CPU); ``broadcast``: policy rank 0 sends to all engines (NCCL; gloo on the
+    CPU). None: ``ipc`` where both sides share bundles, else ``broadcast``."""
+    bucket_mib: int = 512
+    """Most MiB of tensors in one bucket (a larger tensor gets its own); two exist at a time."""
 
 
 DEFAULT_TASKS: dict[str, dict[str, Any]] = {
@@ -233,6 +266,7 @@ class GRPORunConfig:
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class Row:
     messages: tuple[Message, ...]
     fields: dict[str, Any]
     """Every other entry of the row."""
+    prompt_ids: tuple[int, ...] = ()
+    """The rendered messages, from ``check_lengths`` on: no step waits for a tokenizer."""
 
     @property
     def prompt(self) -> str:
@@ -98,13 +100,14 @@ def check_lengths(
     kept, longest = [], 0
     for row in rows:
         try:
-            length = len(chat.render(row.messages))
+            prompt_ids = tuple(chat.render(row.messages))
         except Exception as error:  # the boundary of a template, which is a program of the model's
             raise UserError(
                 f"{key}: the chat template fails on row {row.index}: {error}"
             ) from error
+        length = len(prompt_ids)
         if length <= most:
-            kept.append(row)
+            kept.append(replace(row, prompt_ids=prompt_ids))
             longest = max(longest, length)
         elif config.overlong_prompts is OverlongPrompts.refuse:
             raise UserError(

@@ -4,12 +4,13 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
-from nemo_like.distributed.payload import PayloadMeter
+from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.virtual_cluster import Bundle
 from nemo_like.distributed.worker import Worker, WorkerContext
@@ -42,13 +43,13 @@ class WorkerGroup(Generic[W]):
         layout: RankLayout | None = None,
         timeout_s: float,
         log_dir: str,
-        meter: PayloadMeter | None = None,
+        meter: DriverMeter | None = None,
     ) -> None:
         self.role = role
         self.layout = layout or RankLayout({"dp": len(bundles)})
         assert self.layout.world_size == len(bundles), (self.layout, len(bundles))
         self._timeout_s = timeout_s
-        self._meter = meter or PayloadMeter()
+        self._meter = meter or DriverMeter()
         self.bundles = bundles
         self.contexts = [
             WorkerContext(
@@ -78,6 +79,11 @@ class WorkerGroup(Generic[W]):
         """Ranks in the group."""
         return len(self.actors)
 
+    @property
+    def limits(self) -> tuple[float, DriverMeter]:
+        """Seconds that a call may take, and the meter that notes how long it took."""
+        return self._timeout_s, self._meter
+
     def call(
         self,
         method: Callable[Concatenate[W, P], R]
@@ -86,26 +92,37 @@ class WorkerGroup(Generic[W]):
         **kwargs: P.kwargs,
     ) -> list[R]:
         """The same arguments to every rank; results in rank order."""
+        return self._call_all(dict.fromkeys(range(self.world_size), (args, kwargs)), method)
+
+    def submit(
+        self,
+        method: Callable[Concatenate[W, P], R]
+        | Callable[Concatenate[W, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> "Pending[R]":
+        """``call`` without waiting; see ``wait_together``."""
         return self._send(dict.fromkeys(range(self.world_size), (args, kwargs)), method)
 
     def scatter(
         self,
-        method: Callable[[W, Any], R] | Callable[[W, Any], Coroutine[Any, Any, R]],
+        method: Callable[Concatenate[W, Any, ...], R]
+        | Callable[Concatenate[W, Any, ...], Coroutine[Any, Any, R]],
         shards: Sequence[Any],
-        *,
+        *args: Any,
         axis: str = "dp",
         last: str | None = None,
     ) -> list[R]:
         """Shard i to all ranks at position i of ``axis``; results of its leaders, in order.
 
-        Leaders are first along every other axis, and last along ``last``.
+        Leaders are first along every other axis, and last along ``last``. ``args`` go to all.
         """
         assert len(shards) == self.layout.sizes[axis], (len(shards), self.layout)
         work = {
-            rank: ((shards[self.layout.coordinate(rank, axis)],), {})
+            rank: ((shards[self.layout.coordinate(rank, axis)], *args), {})
             for rank in range(self.world_size)
         }
-        results = self._send(work, method)
+        results = self._call_all(work, method)
         return [results[rank] for rank in self.layout.leaders(axis, last)]
 
     def call_rank(
@@ -117,7 +134,7 @@ class WorkerGroup(Generic[W]):
         **kwargs: P.kwargs,
     ) -> R:
         """One rank only."""
-        return self._send({rank: (args, kwargs)}, method)[0]
+        return self._call_all({rank: (args, kwargs)}, method)[0]
 
     def waiting(self, timeout_s: float) -> Self:
         """The same workers, called with another limit."""
@@ -131,34 +148,19 @@ class WorkerGroup(Generic[W]):
             ray.kill(actor)
         self.actors.clear()
 
-    def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> list[Any]:
+    def _call_all(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> list[Any]:
+        return wait_together(self._send(work, method))[0]
+
+    def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> "Pending[Any]":
         name = method.__name__
         refs = {}
         for rank, (args, kwargs) in work.items():
             self._meter.count(args, kwargs)
             refs[getattr(self.actors[rank], name).remote(*args, **kwargs)] = rank
-        results = self._wait(refs, name)
-        self._meter.count(results)
-        return results
+        return Pending(group=self, refs=refs, phase=name)
 
-    def _wait(self, refs: dict[Any, int], phase: str) -> list[Any]:
-        """Results in rank order; the first failure is raised without waiting for the others."""
-        start = time.monotonic()
-        results: dict[int, Any] = {}
-        pending = list(refs)
-        while pending:
-            left = self._timeout_s - (time.monotonic() - start)
-            done, pending = ray.wait(pending, timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))
-            for ref in done:
-                results[refs[ref]] = self._get(ref, refs[ref], phase)
-            if pending and left <= 0:
-                raise WaitTimeoutError(self._timeout_message(pending, refs, phase))
-            if pending and not done:
-                late = ", ".join(self.contexts[refs[ref]].name for ref in pending[:4])
-                logger.info("Waiting for %s in %s, %.0f s", late, phase, time.monotonic() - start)
-        return [results[rank] for rank in sorted(results)]
-
-    def _get(self, ref: Any, rank: int, phase: str) -> Any:
+    def result(self, ref: Any, rank: int, phase: str) -> Any:
+        """What a finished call returned; its failure, told in terms of this group."""
         try:
             return ray.get(ref)
         except RayTaskError as error:
@@ -169,8 +171,9 @@ class WorkerGroup(Generic[W]):
         except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
             raise WorkerDiedError(self._death_message(rank, phase, error)) from error
 
-    def _timeout_message(self, pending: list[Any], refs: dict[Any, int], phase: str) -> str:
-        late = [self.contexts[refs[ref]] for ref in pending]
+    def timeout_message(self, ranks: Sequence[int], phase: str) -> str:
+        """Who is late in ``phase``, where, and what to do."""
+        late = [self.contexts[rank] for rank in ranks]
         who = ", ".join(f"{context.name} on {context.address}" for context in late[:8])
         return (
             f"The driver waited {self._timeout_s:g} s for {len(late)} of {self.world_size} "
@@ -188,6 +191,46 @@ class WorkerGroup(Generic[W]):
             f"Its log is {context.log_path}"
             + (f" and ends with:\n{tail}" if tail else " (empty, or on that node).")
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending(Generic[R]):
+    """Calls to ranks of one group that are under way."""
+
+    group: WorkerGroup[Any]
+    refs: dict[Any, int]
+    """Reference of each call and the rank that it went to."""
+    phase: str
+
+
+def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
+    """Results of each of ``calls``, in rank order.
+
+    The first failure on any rank of any group is raised without waiting for the others, and so is
+    WaitTimeoutError after the first group's limit.
+    """
+    start = time.monotonic()
+    results: list[dict[int, Any]] = [{} for _ in calls]
+    owner = {ref: i for i, call in enumerate(calls) for ref in call.refs}
+    timeout_s, meter = calls[0].group.limits
+    pending = list(owner)
+    while pending:
+        left = timeout_s - (time.monotonic() - start)
+        done, pending = ray.wait(pending, timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))
+        for ref in done:
+            call = calls[owner[ref]]
+            results[owner[ref]][call.refs[ref]] = call.group.result(ref, call.refs[ref], call.phase)
+        if pending and (left <= 0 or not done):
+            call = calls[owner[pending[0]]]
+            late = [call.refs[ref] for ref in pending if ref in call.refs]
+            if left <= 0:
+                raise WaitTimeoutError(call.group.timeout_message(late, call.phase))
+            names = ", ".join(call.group.contexts[rank].name for rank in late[:4])
+            logger.info("Waiting for %s in %s, %.0f s", names, call.phase, time.monotonic() - start)
+    meter.waited(time.monotonic() - start)
+    ordered = [[of_call[rank] for rank in sorted(of_call)] for of_call in results]
+    meter.count(ordered)
+    return ordered
 
 
 def _log_tail(context: WorkerContext) -> str:

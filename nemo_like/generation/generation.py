@@ -4,9 +4,11 @@ import logging
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import RunError, WaitTimeoutError
+from nemo_like.generation.protocol import EngineMemory, Link
 from nemo_like.generation.worker import GenerationWorker
+from nemo_like.weights.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -21,20 +23,39 @@ class Generation(Generic[W]):
 
     def __init__(self, group: WorkerGroup[W]) -> None:
         self.group = group
-        self.nodes: Sequence[str] = [of_rank[0].node_id for of_rank in group.bundles]
-        """Node id of each replica."""
         self.weight_version: int | None = None
-        """Version of the weights that every replica holds; None before the first refit."""
+        """Version of the weights that every replica holds; None before the first refit, and after
+        their memory was given away."""
+        self._asleep = False
 
-    def load_weights(self, paths_by_node: dict[str, list[str]], version: int) -> None:
-        """Load weights from files into every replica."""
-        self.group.call(GenerationWorker.load_weights, paths_by_node, version)
-        self.weight_version = version
+    def submit_connect(self, links: Sequence[Link], buckets: Sequence[Bucket]) -> Pending[None]:
+        """Begin to connect each replica to what will send it weights."""
+        return self.group.submit(GenerationWorker.connect, links, buckets, self.group.limits[0])
+
+    def submit_load(self, version: int) -> Pending[float]:
+        """Begin to receive weights; the seconds that it takes in each replica."""
+        self.weight_version = None
+        return self.group.submit(GenerationWorker.load_weights, version)
+
+    def sleep(self) -> None:
+        """Free the memory of weights and KV cache; CUDA graphs stay."""
+        self.group.call(GenerationWorker.sleep)
+        self.weight_version = None
+        self._asleep = True
+
+    def wake(self, memory: EngineMemory) -> None:
+        """Take one kind of memory again, weights first; nothing if generation is awake."""
+        if not self._asleep:
+            return
+        self.group.call(GenerationWorker.wake, memory)
+        self._asleep = memory is not EngineMemory.kv_cache
 
     def shutdown(self) -> None:
         """End engines, then workers; a replica that does not answer is killed."""
         try:
-            self.group.waiting(_SHUTDOWN_TIMEOUT_S).call(GenerationWorker.shutdown_engine)
+            wait_together(
+                self.group.waiting(_SHUTDOWN_TIMEOUT_S).submit(GenerationWorker.shutdown_engine)
+            )
         except (RunError, WaitTimeoutError) as error:
             logger.debug("Engine shutdown: %s", error)
         self.group.shutdown()

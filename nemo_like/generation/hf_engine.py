@@ -6,7 +6,7 @@ Shapes: B requests of one batch, T tokens so far, V vocabulary.
 import asyncio
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import (
@@ -21,11 +21,16 @@ from nemo_like.errors import RunError, UserError
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
+    EngineMemory,
     FinishReason,
     GenerationRequest,
+    Link,
     SamplingParams,
 )
-from nemo_like.weights.manifest import check_refit, expected_tensors, read_tensors
+from nemo_like.weights.broadcast import BroadcastReceiver
+from nemo_like.weights.buckets import Bucket, announced_tensors
+from nemo_like.weights.ipc import IpcReceiver
+from nemo_like.weights.manifest import check_tensors, check_version, expected_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +45,7 @@ class HFEngine:
 
     Requests that arrive in the same turn of the event loop form one batch, in order of arrival,
     which runs to its end in a thread; so the same requests in the same order give the same bits.
-    A refit is refused while completions are being sampled; one that fails its checks leaves the
-    weights, the version and generation as they were.
+    A refit is refused while completions are being sampled.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -52,6 +56,7 @@ class HFEngine:
         self._server: asyncio.Task[None] | None = None
         self._version: int | None = None
         self._num_running = 0
+        self._receiver: IpcReceiver | BroadcastReceiver | None = None
         self._model_in_use = asyncio.Lock()
         self._last_logits_only: dict[str, int] = {}
 
@@ -88,22 +93,34 @@ class HFEngine:
         finally:
             self._num_running -= 1
 
-    async def load_weights(self, paths: Sequence[str], version: int) -> None:
+    async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
+        """Connect to the sender of weights."""
+        expected = expected_tensors(self._config.model_path, getattr(torch, self._config.dtype))
+        check_tensors(announced_tensors(buckets), expected)
+        device = torch.device(self._config.device)
+        self._receiver = await asyncio.to_thread(link.receiver, 0, buckets, device, timeout_s)
+
+    async def load_weights(self, version: int) -> None:
         """Replace all weights; RunError as the protocol says. There is no cache to reset."""
-        if self._model is None:
+        if self._model is None or self._receiver is None:
             raise RunError(f"Refit {version} came before the engine had started.")
         if self._num_running:
             raise RunError(
                 f"Refit {version} came while {self._num_running} completions were being sampled; "
                 "wait for them first."
             )
-        expected = expected_tensors(self._config.model_path, getattr(torch, self._config.dtype))
-        check_refit(paths, version, self._version, expected)
+        check_version(version, self._version)
         # Without a version the engine refuses to generate until every tensor is in place.
         self._version = None
         async with self._model_in_use:  # By a batch whose callers have all given up.
-            await asyncio.to_thread(_copy_weights, self._model, paths)
+            await asyncio.to_thread(_copy_weights, self._model, self._receiver.tensors(version))
         self._version = version
+
+    async def sleep(self) -> None:
+        """Nothing: this engine keeps its memory."""
+
+    async def wake(self, memory: EngineMemory) -> None:
+        """Nothing: this engine keeps its memory."""
 
     async def shutdown(self) -> None:
         """Stop serving and drop the model; completions that are under way fail."""
@@ -284,10 +301,10 @@ def _build_model(config: EngineConfig) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _copy_weights(model: PreTrainedModel, paths: Sequence[str]) -> None:
+def _copy_weights(model: PreTrainedModel, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Overwrite the model's tensors in place; tied copies share storage and follow."""
     own = model.state_dict()
-    for name, tensor in read_tensors(paths):
+    for name, tensor in tensors:
         own[name].copy_(tensor)
     model.tie_weights()
 

@@ -5,6 +5,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from nemo_like.weights.broadcast import BroadcastLink
+from nemo_like.weights.buckets import Bucket
+from nemo_like.weights.ipc import IpcLink
+
+Link = IpcLink | BroadcastLink
+"""How a replica reaches what sends it weights."""
+
+
+class EngineMemory(StrEnum):
+    """What an engine frees in its sleep, in the order in which it is taken again."""
+
+    weights = "weights"
+    kv_cache = "kv_cache"
+
 
 class FinishReason(StrEnum):
     """Why a completion ended."""
@@ -64,8 +78,15 @@ class EngineConfig:
     max_num_seqs: int = 256
     device: str = "cpu"
     """``cpu`` or ``cuda``; the worker has set CUDA_VISIBLE_DEVICES before the engine starts."""
-    gpu_memory_utilization: float = 0.85
-    """Share of a GPU's memory for vLLM; lower where a policy shares the GPU."""
+    gpu_memory_share: float = 0.85
+    """Most of a GPU's memory that the engine takes."""
+    weight_bytes: int = 0
+    """The engine's weights on one GPU."""
+    kv_cache_bytes: int | None = None
+    """KV cache that the run can use at most; None: as much as the share holds. Set where others use
+    the GPU at the same time, because vLLM would take their allocations for its own."""
+    sleep: bool = False
+    """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]
 
 
@@ -73,7 +94,8 @@ class Engine(Protocol):
     """One replica of a sampling engine, living in the process (or child processes) of its worker.
 
     An engine starts without weights: ``generate`` before the first ``load_weights`` raises
-    RunError, because it would sample from noise.
+    RunError, because it would sample from noise. A refit that is refused before a weight is touched
+    leaves weights, version and generation as they were.
     """
 
     async def start(self) -> None:
@@ -84,14 +106,28 @@ class Engine(Protocol):
         """Sample one completion; concurrent calls are batched continuously."""
         ...
 
-    async def load_weights(self, paths: Sequence[str], version: int) -> None:
-        """Replace all weights by those in the safetensors files ``paths``, then reset every cache.
+    async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
+        """Connect to the sender of weights, whose refits come as ``buckets``.
 
-        Each file's metadata holds ``version``; the names, shapes and dtypes of all files together
-        must be exactly those of the model's own architecture (tied copies sent once). Raises
-        RunError and keeps refusing to generate if a tensor is missing, unexpected, misshapen,
-        sent twice or of another version.
+        Raises RunError unless their names, shapes and dtypes together are exactly those of the
+        model's own architecture (tied copies sent once).
         """
+        ...
+
+    async def load_weights(self, version: int) -> None:
+        """Replace all weights by those that the sender sends, then reset every cache.
+
+        Raises RunError if ``version`` is not newer than that of the weights held, or if the sender
+        fails or sends another; in the latter cases the engine refuses to generate from then on.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache; without weights the engine won't generate."""
+        ...
+
+    async def wake(self, memory: EngineMemory) -> None:
+        """Take one kind of memory again: weights, then a refit, then the KV cache."""
         ...
 
     async def shutdown(self) -> None:

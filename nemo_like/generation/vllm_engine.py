@@ -1,6 +1,8 @@
-"""vLLM behind the ``Engine`` protocol; the one file that imports it, for CPU and GPU.
+"""vLLM behind the ``Engine`` protocol, for CPU and GPU.
 
-Every check of vLLM's version and every work-around for it is here or in ``vllm_settings``.
+Every check of vLLM's version and every work-around for it is here or in the other ``vllm_…`` files:
+``vllm_settings`` (what it is started with), ``vllm_worker`` and ``vllm_scheduler`` (what runs in
+its own processes). Nothing else imports it.
 """
 
 import asyncio
@@ -8,16 +10,14 @@ import dataclasses
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Coroutine, Sequence
+import pickle
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import psutil
 import torch
 import vllm
-from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -27,12 +27,15 @@ from nemo_like.errors import RunError, UserError
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
+    EngineMemory,
     FinishReason,
     GenerationRequest,
+    Link,
     SamplingParams,
 )
 from nemo_like.generation.vllm_settings import engine_args, start_environment
-from nemo_like.weights.manifest import check_refit, expected_tensors, read_tensors
+from nemo_like.weights.buckets import Bucket, announced_tensors
+from nemo_like.weights.manifest import check_tensors, check_version, expected_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -45,42 +48,11 @@ SHUTDOWN_GRACE_S = 8.0
 """An engine ends in 3 to 5 s; killed before, ranks on the CPU leave 8 MB in /dev/shm."""
 
 
-class RefitExtension:
-    """Methods that vLLM mixes into each of its workers, one a tensor-parallel rank."""
-
-    # The worker's own; bare annotations, because vLLM refuses an extension that redefines a name.
-    vllm_config: VllmConfig
-    model_runner: Any
-    reload_weights: Callable[..., None]
-
-    def load_refit(self, paths: list[str]) -> None:
-        """Replace the weights of this rank by its shards of the tensors in ``paths``."""
-        # It warns of layers without weights of their own (rotary embeddings, tied heads) each time.
-        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-        # vLLM 0.26 leaves it to the caller to set the configuration that layers look up.
-        with set_current_vllm_config(self.vllm_config):
-            # ``model.load_weights`` works at start only: afterwards weights are packed for the
-            # kernels. ``reload_weights`` unpacks layer by layer and keeps every tensor's address,
-            # which CUDA graphs rely on.
-            self.reload_weights(weights_iterator=read_tensors(paths))
-            if current_platform.is_cpu():
-                self._pack_output_heads()
-
-    def _pack_output_heads(self) -> None:
-        # On the CPU the output head multiplies by a packed copy. When it is tied to the embedding
-        # no tensor is loaded into the head itself, so that ``reload_weights`` (0.26 to 0.32)
-        # leaves the old copy in place and logits silently stay those of the previous weights.
-        for module in self.model_runner.get_model().modules():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
-
-
 class VLLMEngine:
     """One vLLM replica in child processes of this one; see ``Engine`` for its contract.
 
     A refit is refused while completions are being sampled, and the other way round: the caller
-    decides whether to wait for them. A refit that fails its checks leaves the weights, the version
-    and generation as they were; one that fails later leaves an engine that refuses to generate.
+    decides whether to wait for them.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -130,7 +102,13 @@ class VLLMEngine:
             self._num_running -= 1
         return _completion(output, request.request_id, version)
 
-    async def load_weights(self, paths: Sequence[str], version: int) -> None:
+    async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
+        """Check what will come, then connect every rank to its sender."""
+        expected = expected_tensors(self._config.model_path, getattr(torch, self._config.dtype))
+        check_tensors(announced_tensors(buckets), expected)
+        await self._call("connect_refit", pickle.dumps((link, buckets, timeout_s)))
+
+    async def load_weights(self, version: int) -> None:
         """Replace all weights and reset every cache; RunError as the protocol says."""
         llm = self._llm
         if llm is None:
@@ -140,17 +118,29 @@ class VLLMEngine:
                 f"Refit {version} came while {self._num_running} completions were being sampled; "
                 "wait for them first."
             )
-        expected = expected_tensors(self._config.model_path, getattr(torch, self._config.dtype))
-        check_refit(paths, version, self._version, expected)
+        check_version(version, self._version)
         # Until all is done the engine has no version, so that it refuses to generate if this fails.
         self._version = None
-        await self._alive(llm.collective_rpc("load_refit", args=(list(paths),)))
+        await self._call("load_refit", version)
         # The workers have reset their encoder and multimodal caches, the scheduler has not.
         await self._alive(llm.reset_mm_cache())
         await self._alive(llm.reset_encoder_cache())
         if not await self._alive(llm.reset_prefix_cache()):
             raise RunError(f"vLLM did not reset its prefix cache after refit {version}.")
         self._version = version
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache."""
+        assert self._llm is not None
+        self._version = None
+        # Level 2 drops the weights, which the next refit brings anew; level 1 would copy them to
+        # the host first, which takes a hundred times as long.
+        await self._alive(self._llm.sleep(level=2))
+
+    async def wake(self, memory: EngineMemory) -> None:
+        """Take one kind of memory again."""
+        assert self._llm is not None
+        await self._alive(self._llm.wake_up(tags=[memory.value]))
 
     async def shutdown(self) -> None:
         """End the engine and every process that it started, by force after a grace period."""
@@ -187,6 +177,11 @@ class VLLMEngine:
             raise self._failure(f"request {request.request_id}", error) from None
         raise RunError(f"vLLM ended request {request.request_id} without a completion.")
 
+    async def _call(self, method: str, argument: Any) -> None:
+        """Call a method of ``RefitExtension`` on every rank."""
+        assert self._llm is not None
+        await self._alive(self._llm.collective_rpc(method, args=(argument,)))
+
     async def _alive(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Await a call to the engine's process; RunError if it fails or that process ends."""
         task = asyncio.ensure_future(call)
@@ -216,7 +211,8 @@ class VLLMEngine:
 
 def _launch(config: EngineConfig) -> AsyncLLM:
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-    args = engine_args(config, known, f"{__name__}.{RefitExtension.__qualname__}")
+    memory = current_platform.get_device_total_memory() if config.device != "cpu" else 0
+    args = engine_args(config, known, memory)
     with start_environment(args, config.device):
         # Our own process has imported vLLM already; its children read the variable themselves.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])

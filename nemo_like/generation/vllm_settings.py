@@ -25,6 +25,8 @@ OWNED_KEYS = (
     "load_format",
     "generation_config",
     "worker_extension_cls",
+    "scheduler_cls",
+    "enable_sleep_mode",
     "distributed_executor_backend",
 )
 """Engine arguments that follow from the rest of the configuration or that exactness needs."""
@@ -37,12 +39,20 @@ CPU_BLOCK_TOKENS = 32
 """Tokens of a KV block on the CPU. Only whole blocks of a prompt are shared between siblings, and
 with vLLM's 128 short prompts have none; the CPU kernels want multiples of 32."""
 
+WORKSPACE_BYTES = 2 * 2**30
+"""What an engine takes of a GPU beside weights and KV cache: CUDA, graphs, activations."""
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of sequences that decoding has a CUDA graph for; vLLM's own 70 take 20 s to capture, and
+a step of one with fewer sequences is hardly faster."""
 
-def engine_args(config: EngineConfig, known: Collection[str], extension: str) -> dict[str, Any]:
+
+def engine_args(
+    config: EngineConfig, known: Collection[str], gpu_memory_bytes: int
+) -> dict[str, Any]:
     """Merge what we need with the user's ``engine_kwargs``.
 
-    ``known`` are the arguments of the installed vLLM, ``extension`` is the qualified name of the
-    class that its workers get. Raises UserError for a key that may not or cannot be passed.
+    ``known`` are the arguments of the installed vLLM, ``gpu_memory_bytes`` is all memory of a GPU.
+    Raises UserError for a key that may not or cannot be passed.
     """
     for key in config.engine_kwargs:
         if key in OWNED_KEYS:
@@ -66,17 +76,37 @@ def engine_args(config: EngineConfig, known: Collection[str], extension: str) ->
         "logprobs_mode": "processed_logprobs",
         "load_format": "dummy",  # The first refit brings the weights.
         "generation_config": "vllm",  # Not the model folder's own sampling defaults.
-        "worker_extension_cls": extension,
+        "worker_extension_cls": "nemo_like.generation.vllm_worker.RefitExtension",
+        "scheduler_cls": "nemo_like.generation.vllm_scheduler.WholeCompletions",
         # Inside a Ray actor vLLM would choose Ray, and look for bundles of its own in our group.
         "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
         "disable_log_stats": True,
     }
-    return args | _device_args(config) | config.engine_kwargs
+    if config.device == "cpu":
+        return args | _cpu_args(config) | config.engine_kwargs
+    return args | _gpu_args(config, gpu_memory_bytes) | config.engine_kwargs
 
 
-def _device_args(config: EngineConfig) -> dict[str, Any]:
-    if config.device != "cpu":
-        return {"gpu_memory_utilization": config.gpu_memory_utilization}
+def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:
+    sizes = [size for size in GRAPH_SIZES if size < config.max_num_seqs]
+    args: dict[str, Any] = {
+        "enable_sleep_mode": config.sleep,
+        "gpu_memory_utilization": config.gpu_memory_share,
+        # Prefills of a rollout are few and long; without graphs for them an engine starts sooner.
+        "compilation_config": {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [*sizes, config.max_num_seqs],
+        },
+    }
+    if config.kv_cache_bytes is not None:
+        room = int(memory_bytes * config.gpu_memory_share) - WORKSPACE_BYTES - config.weight_bytes
+        args["kv_cache_memory_bytes"] = max(1, min(config.kv_cache_bytes, room))
+        # Of no further effect then, but compared with what is free, which others are changing.
+        args["gpu_memory_utilization"] = 0.01
+    return args
+
+
+def _cpu_args(config: EngineConfig) -> dict[str, Any]:
     return {
         # Compiling takes half a minute and a C++ compiler.
         "enforce_eager": True,

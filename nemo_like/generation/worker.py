@@ -1,10 +1,13 @@
 """The process that hosts one replica of a sampling engine."""
 
 import asyncio
+import time
+from collections.abc import Sequence
 
 from nemo_like.config.choices import Backend
 from nemo_like.distributed.worker import Worker
-from nemo_like.generation.protocol import Engine, EngineConfig
+from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, Link
+from nemo_like.weights.buckets import Bucket
 
 
 def make_engine(backend: Backend, config: EngineConfig) -> Engine:
@@ -29,9 +32,25 @@ class GenerationWorker(Worker):
         self._engine = await asyncio.to_thread(make_engine, backend, config)
         await self.engine.start()
 
-    async def load_weights(self, paths_by_node: dict[str, list[str]], version: int) -> None:
-        """Replace all weights; see ``Engine.load_weights``."""
-        await self.engine.load_weights(paths_by_node[self.context.node_id], version)
+    async def connect(
+        self, links: Sequence[Link], buckets: Sequence[Bucket], timeout_s: float
+    ) -> None:
+        """Connect to what will send this replica weights; see ``Engine.connect``."""
+        await self.engine.connect(links[self.context.rank], buckets, timeout_s)
+
+    async def load_weights(self, version: int) -> float:
+        """Replace all weights; see ``Engine.load_weights``. Returns the seconds that it took."""
+        start = time.monotonic()
+        await self.engine.load_weights(version)
+        return time.monotonic() - start
+
+    async def sleep(self) -> None:
+        """See ``Engine.sleep``."""
+        await self.engine.sleep()
+
+    async def wake(self, memory: EngineMemory) -> None:
+        """See ``Engine.wake``."""
+        await self.engine.wake(memory)
 
     async def shutdown_engine(self) -> None:
         """End the engine and its processes, if it got as far as having any."""

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Dtype, Offload
 from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.policy.ddp import average_parameters, wrap_ddp
@@ -92,7 +93,9 @@ class TrainEngine:
         self.num_steps = 0
         """Optimizer steps taken."""
 
-    def logprobs(self, micro_batches: MicroBatches, temperature: float) -> dict[str, list[Tensor]]:
+    def logprobs(
+        self, micro_batches: MicroBatches, temperature: float, *, with_policy: bool = True
+    ) -> dict[str, list[Tensor]]:
         """Logprobs [N] of each micro-batch by ``policy`` and, if there is one, ``reference``.
 
         Also ``entropy`` [N] of the policy's distributions. Only ranks that answer for the driver
@@ -100,18 +103,24 @@ class TrainEngine:
         """
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
-        calls = [self._call(batch, temperature, shape, with_entropy=True) for batch in batches]
+        calls = [self._call(batch, temperature, shape) for batch in batches]
+        columns: dict[str, list[Tensor]] = {}
+
+        def keep(name: str, outputs: list[Tensor], row: int) -> None:
+            columns[name] = [
+                output[row][: each.num_tokens]
+                for output, each in zip(outputs, micro_batches, strict=bool(outputs))
+                if each is not None
+            ]
+
         with self.diagnostics.phase("logprobs"), torch.no_grad(), self._precision():
-            outputs = self._score(self.stages, calls, shape)
-            plain = [replace(call, with_entropy=False) for call in calls]
-            reference = self._score(self.reference, plain, shape) if self.reference else []
-        kept = [i for i, each in enumerate(micro_batches) if each is not None and outputs]
-        columns = {
-            "policy": [outputs[i][0][: batches[i].num_tokens] for i in kept],
-            "entropy": [outputs[i][1][: batches[i].num_tokens] for i in kept],
-        }
-        if self.reference:
-            columns["reference"] = [reference[i][0][: batches[i].num_tokens] for i in kept]
+            if with_policy:
+                wide = [replace(call, with_entropy=True) for call in calls]
+                outputs = self._score(self.stages, wide, shape)
+                keep("policy", outputs, 0)
+                keep("entropy", outputs, 1)
+            if self.reference:
+                keep("reference", self._score(self.reference, calls, shape), 0)
         return columns
 
     def train(
@@ -120,18 +129,27 @@ class TrainEngine:
         loss: Loss,
         denominators: Denominators,
         temperature: float,
+        *,
+        on_policy: bool = False,
+        check: Callable[[Metrics], None] | None = None,
     ) -> Metrics:
         """Forward and backward over this rank's micro-batches, then one step of all ranks together.
 
+        ``on_policy``: the rows were sampled with these weights, so the gap between the engine that
+        did and this forward pass is measured on the way (as ``logprobs`` would). ``check`` gets the
+        metrics, of which the mismatch is that of all ranks, and may refuse them with RunError.
+
         The returned metrics are this data-parallel rank's share; ranks that do not answer for the
         driver return only what all of them know. Raises RunError on all ranks before the optimizer
-        step if the gradient norm is not finite, as that of a loss that is not finite never is (in
-        float16: skips the step and counts it; in local SGD: on the rank whose norm it is).
+        step if ``check`` does, or if the gradient norm is not finite, as that of a loss that is not
+        finite never is (in float16: skips the step and counts it; in local SGD: on the rank whose
+        norm it is).
         """
         self.diagnostics.check_rows(micro_batches)
         parameters = self.parameters
         with self.diagnostics.phase("backward"):
-            parts = self._backward(micro_batches, loss, denominators, temperature)
+            sums = MismatchSums(self.device) if on_policy else None
+            parts = self._backward(micro_batches, loss, denominators, temperature, sums)
             self._shared.complete_gradients()
             norm = gradient_norm(
                 parameters,
@@ -143,6 +161,11 @@ class TrainEngine:
         scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
         true_norm = norm.item() / scale
         metrics = merge(parts)
+        if sums is not None:
+            sums.all_reduce()
+            metrics |= sums.metrics()
+        if check is not None:
+            check(metrics)
         metrics["train/grad_norm"] = Metric(true_norm, reduce=Reduce.max)
         metrics["train/lr"] = Metric(float(self.schedulers[0].get_last_lr()[0]), reduce=Reduce.max)
         finite = bool(torch.isfinite(norm))
@@ -182,18 +205,25 @@ class TrainEngine:
         loss: Loss,
         denominators: Denominators,
         temperature: float,
+        sums: MismatchSums | None,
     ) -> list[Metrics]:
         """Accumulate the gradient of all micro-batches; the metrics of each real one."""
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
-        calls = [self._call(batch, temperature, shape) for batch in batches]
+        calls = [
+            self._call(batch, temperature, shape, with_entropy=sums is not None)
+            for batch in batches
+        ]
         parts: list[Metrics] = []
 
         def value_of(output: Tensor, i: int) -> Tensor:
             micro_batch = micro_batches[i]
             if micro_batch is None:
                 return output.sum() * 0
-            value, metrics = loss(output[0][: micro_batch.num_tokens], micro_batch, denominators)
+            rows = output[:, : micro_batch.num_tokens]
+            if sums is not None and self.mesh.answers:
+                sums.add(rows[0].detach(), rows[1], micro_batch)
+            value, metrics = loss(rows[0], micro_batch, denominators)
             parts.append(metrics)
             return value * self._loss_factor()
 

@@ -1,8 +1,7 @@
 """The driver's handle of the trainable model: sends references out, gets numbers back."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
@@ -10,28 +9,17 @@ from nemo_like.config.choices import Batching
 from nemo_like.config.layout import parallel_sizes, resolve_mesh_shape
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.schema import ClusterConfig
-from nemo_like.distributed.payload import PayloadMeter
+from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
-from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
 from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
 
 logger = logging.getLogger(__name__)
-
-_CLEAN_UP_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrittenWeights:
-    """Files of one refit."""
-
-    paths: dict[str, list[str]]
-    """Node id -> files that one of its ranks wrote."""
-    num_bytes: int
 
 
 class Policy:
@@ -48,7 +36,7 @@ class Policy:
         max_steps: int,
         with_reference: bool,
         log_dir: str,
-        meter: PayloadMeter | None = None,
+        meter: DriverMeter | None = None,
     ) -> None:
         self.config = config
         self.temperature = temperature
@@ -57,8 +45,6 @@ class Policy:
         self._start_timeout_s = cluster_config.start_timeout_s
         bundles = [[cluster.bundles[i]] for i in cluster.plan.policy]
         self._parallel = resolve_mesh_shape(config, len(bundles))
-        self.nodes = [of_rank[0].node_id for of_rank in bundles]
-        """Node id of each rank."""
         self._setup = PolicySetup(
             config=config,
             model_path=model_path,
@@ -84,18 +70,31 @@ class Policy:
         address = group.contexts[0].address
         group.call(PolicyWorker.start, self._setup, address, port)
 
-    def logprobs(self, batch: RemoteBatch) -> Metrics:
+    def logprobs(self, batch: RemoteBatch, *, with_policy: bool = True) -> Metrics:
         """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference."""
         plan = self._plan(batch)
-        results = self.group.scatter(PolicyWorker.logprobs, self._shards(batch, plan), last="pp")
+        results = self.group.scatter(
+            PolicyWorker.logprobs, self._shards(batch, plan), with_policy, last="pp"
+        )
         rows_of = [plan.rows(rank) for rank in range(len(results))]
         refs = [ref for ref, _ in results if ref is not None]
         assert len(refs) == len(results), "ranks that answer must be the group's leaders"
         batch.add_columns(refs, rows_of)
         return merge([metrics for _, metrics in results])
 
-    def train(self, batch: RemoteBatch, loss: Loss) -> Metrics:
-        """One optimizer step on all rows that train; the gradient is that of one global mean."""
+    def train(
+        self,
+        batch: RemoteBatch,
+        loss: Loss,
+        *,
+        on_policy: bool = False,
+        check: Callable[[Metrics], None] | None = None,
+    ) -> Metrics:
+        """One optimizer step on all rows that train; the gradient is that of one global mean.
+
+        ``on_policy``: the batch was sampled with the current weights and has no policy logprobs.
+        ``check`` runs on every rank before the optimizer step; see ``TrainEngine.train``.
+        """
         training = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
         batch = batch.select(training.nonzero(as_tuple=True)[0])
         if not len(batch):
@@ -105,26 +104,22 @@ class Policy:
             tokens=float(batch.rows[keys.NUM_LOSS_TOKENS].sum()), sequences=float(len(batch))
         )
         shards = [
-            TrainShard(shard=shard, loss=loss, denominators=denominators)
+            TrainShard(
+                shard=shard, loss=loss, denominators=denominators, on_policy=on_policy, check=check
+            )
             for shard in self._shards(batch, self._plan(batch))
         ]
         results = self.group.scatter(PolicyWorker.train, shards, last="pp")
         self.weight_version += 1
         return merge(results)
 
-    def write_weights(
-        self, folder: str, writers: Sequence[bool], bucket_bytes: int
-    ) -> WrittenWeights:
-        """Write the weights as files on the nodes of the ranks that ``writers`` marks."""
-        results = self.group.call(
-            PolicyWorker.write_weights, folder, self.weight_version, bucket_bytes, list(writers)
-        )
-        by_node = {self.nodes[rank]: paths for rank, (paths, _) in enumerate(results) if paths}
-        return WrittenWeights(paths=by_node, num_bytes=results[0][1])
+    def submit_weights(self) -> Pending[float]:
+        """Begin to hand the weights to the engines; the seconds that it takes on each rank."""
+        return self.group.submit(PolicyWorker.send_weights, self.weight_version)
 
-    def remove_weights(self, folder: str) -> None:
-        """Remove the files of a refit on every node."""
-        self.group.waiting(_CLEAN_UP_TIMEOUT_S).call(PolicyWorker.remove_weights, folder)
+    def release_memory(self) -> None:
+        """Give GPU memory that is only cached back."""
+        self.group.call(PolicyWorker.release_memory)
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule into ``folder``."""

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as dcp_load
 import torch.distributed.checkpoint.state_dict_saver as dcp_save
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,13 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nemo_like.errors import RunError
 from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.loading import hf_name, tied_names
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
-from nemo_like.weights.buckets import plan_buckets
-from nemo_like.weights.manifest import expected_tensors, refit_metadata
+from nemo_like.weights.manifest import expected_tensors
 
 # By parameter name, whatever groups the optimizer keeps them in.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -51,18 +48,27 @@ def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str,
     pp = engine.mesh.group("pp")
     owners = _owners(list(state), pp)
     for name, (shape, stored) in expected_tensors(engine.setup.model_path, dtype).items():
-        tensor = state.get(name)
-        if tensor is None:
-            whole = torch.empty(shape, dtype=stored, device=engine.device)
+        if name in state:
+            whole = _whole(state[name].detach(), stored, engine.device)
         else:
-            # CPU offload keeps shards on the host, where NCCL does not reach them.
-            shard = tensor.detach().to(engine.device)
-            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            whole = whole.to(dtype) if whole.is_floating_point() else whole
+            whole = torch.empty(shape, dtype=stored, device=engine.device)
         if pp is not None:
             whole = whole.contiguous()
             dist.broadcast(whole, dist.get_global_rank(pp, owners[name]), group=pp)
         yield name, whole
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A parameter or buffer as every rank is to see it, in ``dtype``."""
+    # CPU offload keeps shards on the host, where NCCL does not reach them. Rounded first, half as
+    # much is gathered.
+    if not isinstance(tensor, DTensor):
+        return tensor.to(device, dtype)
+    if tensor.device_mesh.size() == 1:
+        return tensor.to_local().to(device, dtype)  # without the cost of DTensor's dispatch
+    rounded = tensor.to(device, dtype)
+    assert isinstance(rounded, DTensor)
+    return rounded.full_tensor()
 
 
 def _owners(names: list[str], pp: dist.ProcessGroup | None) -> dict[str, int]:
@@ -72,42 +78,6 @@ def _owners(names: list[str], pp: dist.ProcessGroup | None) -> dict[str, int]:
     everyone: list[Any] = [None] * dist.get_world_size(pp)
     dist.all_gather_object(everyone, names, group=pp)
     return {name: rank for rank in reversed(range(len(everyone))) for name in everyone[rank]}
-
-
-def write_buckets(
-    tensors: Iterator[tuple[str, Tensor]],
-    sizes_bytes: dict[str, int],
-    folder: Path,
-    version: int,
-    bucket_bytes: int,
-    write: bool,
-) -> list[str]:
-    """Write tensors as versioned safetensors files, one a bucket; returns their paths.
-
-    Ranks that do not ``write`` only take part in gathering.
-    """
-    paths: list[str] = []
-    if write:
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_room(folder, sum(sizes_bytes.values()))
-    for i, names in enumerate(plan_buckets(sizes_bytes, bucket_bytes)):
-        bucket = dict(next(tensors) for _ in names)
-        if write:
-            path = folder / f"bucket-{i:05d}.safetensors"
-            whole = {name: tensor.cpu().contiguous() for name, tensor in bucket.items()}
-            save_file(whole, path, metadata=refit_metadata(version))
-            paths.append(str(path))
-    return paths
-
-
-def _check_room(folder: Path, num_bytes: int) -> None:
-    """Raise RunError before a full file system becomes a half-written file."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise RunError(
-            f"A refit needs {num_bytes / 2**20:.0f} MiB in {folder.parent}, and {free / 2**20:.0f} "
-            "MiB are free; make it larger (Docker: --shm-size), or set refit.transport=disk."
-        )
 
 
 def save_checkpoint(folder: Path, engine: TrainEngine) -> None:

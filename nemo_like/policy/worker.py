@@ -1,7 +1,8 @@
 """One rank of the policy: a process with its shard of model and optimizer."""
 
 import logging
-import shutil
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +15,13 @@ from torch._C._distributed_c10d import TCPStore
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.choices import Transport
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker, WorkerContext
+from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss
-from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
+from nemo_like.observe.metrics import Metrics
 from nemo_like.policy.engine import EngineSetup, MicroBatches, TrainEngine
 from nemo_like.policy.probe import check_architecture
 from nemo_like.policy.state import (
@@ -26,8 +29,10 @@ from nemo_like.policy.state import (
     full_tensors,
     load_checkpoint,
     save_checkpoint,
-    write_buckets,
 )
+from nemo_like.weights.broadcast import BroadcastSender
+from nemo_like.weights.buckets import Bucket, plan_buckets
+from nemo_like.weights.ipc import IpcAddress, IpcSender
 from nemo_like.weights.manifest import expected_tensors
 
 logger = logging.getLogger(__name__)
@@ -73,6 +78,28 @@ class TrainShard:
     shard: Shard
     loss: Loss
     denominators: Denominators
+    on_policy: bool
+    """Whether the shard was sampled with the current weights."""
+    check: Callable[[Metrics], None] | None
+    """May refuse the step; see ``TrainEngine.train``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderPlan:
+    """What ranks need to know to send weights."""
+
+    bucket_bytes: int
+    num_receivers: tuple[int, ...]
+    """Engine ranks that each policy rank sends to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderAddress:
+    """Where a rank's sender is reached, and the bucket boundaries that it decides."""
+
+    buckets: list[Bucket]
+    ipc: IpcAddress | None = None
+    port: int = 0
 
 
 class PolicyWorker(Worker):
@@ -80,6 +107,7 @@ class PolicyWorker(Worker):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
+        self._sender: IpcSender | BroadcastSender | None = None
         self._device = torch.device("cuda" if context.gpu_ids else "cpu")
 
     def open_store(self) -> int:
@@ -120,62 +148,83 @@ class PolicyWorker(Worker):
             self._device,
         )
 
-    def logprobs(self, shard: Shard) -> tuple[ObjectRef | None, Metrics]:
-        """Logprobs of the policy, and of the reference if there is one, for the shard's rows.
+    def logprobs(self, shard: Shard, with_policy: bool) -> tuple[ObjectRef | None, Metrics]:
+        """Logprobs of the policy (``with_policy``) and of the reference, if there is one.
 
         Returns a reference to their columns (from ranks that answer; None from others); metrics
-        compare them with the generation logprobs.
+        compare the policy's with the generation logprobs; collective.
         """
         micro_batches = shard.micro_batches(self._device)
-        columns = self._engine.logprobs(micro_batches, shard.temperature)
-        measured = self._engine.diagnostics.pop()
+        columns = self._engine.logprobs(micro_batches, shard.temperature, with_policy=with_policy)
+        metrics = self._engine.diagnostics.pop()
+        real = [each for each in micro_batches if each is not None]
+        if with_policy:
+            sums = MismatchSums(self._device)
+            if self._engine.mesh.answers:
+                for batch, logprobs, entropy in zip(
+                    real, columns["policy"], columns["entropy"], strict=True
+                ):
+                    sums.add(logprobs, entropy, batch)
+            sums.all_reduce()
+            metrics |= sums.metrics()
         if not self._engine.mesh.answers:
             return None, {}
-        real = [each for each in micro_batches if each is not None]
-        parts = [
-            mismatch_metrics(batch, logprobs, entropy)
-            for batch, logprobs, entropy in zip(
-                real, columns["policy"], columns["entropy"], strict=True
-            )
-        ]
         names = {"policy": keys.POLICY_LOGPROBS, "reference": keys.REFERENCE_LOGPROBS}
         tokens = {
-            names[name]: torch.cat(parts_).cpu() if parts_ else torch.zeros(0)
-            for name, parts_ in columns.items()
+            names[name]: torch.cat(parts).cpu() if parts else torch.zeros(0)
+            for name, parts in columns.items()
             if name in names
         }
-        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens)), merge(
-            [*parts, measured]
-        )
+        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens)), metrics
 
     def train(self, work: TrainShard) -> Metrics:
         """One optimizer step over all ranks' shards; collective."""
         shard = work.shard
-        micro_batches = shard.micro_batches(self._device)
-        return self._engine.train(micro_batches, work.loss, work.denominators, shard.temperature)
-
-    def write_weights(
-        self, folder: str, version: int, bucket_bytes: int, writers: list[bool]
-    ) -> tuple[list[str], int]:
-        """Write the weights for a refit where ``writers`` says so; paths and bytes; collective."""
-        expected = expected_tensors(self._setup.model_path, self._dtype)
-        sizes = {
-            name: torch.Size(shape).numel() * dtype.itemsize
-            for name, (shape, dtype) in expected.items()
-        }
-        paths = write_buckets(
-            full_tensors(self._engine, self._dtype),
-            sizes,
-            Path(folder),
-            version,
-            bucket_bytes,
-            writers[self.context.rank],
+        return self._engine.train(
+            shard.micro_batches(self._device),
+            work.loss,
+            work.denominators,
+            shard.temperature,
+            on_policy=work.on_policy,
+            check=work.check,
         )
-        return paths, sum(sizes.values())
 
-    def remove_weights(self, folder: str) -> None:
-        """Remove what ``write_weights`` wrote on this node."""
-        shutil.rmtree(folder, ignore_errors=True)
+    def open_sender(self, transport: Transport, plan: SenderPlan) -> SenderAddress:
+        """Plan the buckets and listen for engines; tells them where."""
+        expected = expected_tensors(self._setup.model_path, self._dtype)
+        buckets = plan_buckets(expected, plan.bucket_bytes)
+        num_receivers = plan.num_receivers[self.context.rank]
+        timeout_s = self._setup.timeout_s
+        if transport is Transport.ipc:
+            sender = IpcSender(buckets, self._device, num_receivers, timeout_s)
+            self._sender = sender
+            return SenderAddress(buckets=buckets, ipc=sender.address)
+        if self.context.rank == 0:
+            broadcast = BroadcastSender(buckets, self._device, num_receivers, timeout_s)
+            self._sender = broadcast
+            return SenderAddress(buckets=buckets, port=broadcast.port)
+        return SenderAddress(buckets=[])
+
+    def accept_receivers(self) -> None:
+        """Wait until the engines of ``open_sender`` have connected."""
+        if self._sender is not None:
+            self._sender.accept()
+
+    def send_weights(self, version: int) -> float:
+        """Hand all weights to the engines; returns the seconds that it took; collective."""
+        start = time.monotonic()
+        tensors = full_tensors(self._engine, self._dtype)
+        if self._sender is not None:
+            self._sender.send(tensors, version)
+        else:
+            for _ in tensors:  # This rank only takes part in gathering.
+                pass
+        return time.monotonic() - start
+
+    def release_memory(self) -> None:
+        """Give memory that is cached for the next step back to the GPU."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule; collective."""
@@ -193,29 +242,3 @@ class PolicyWorker(Worker):
             Path(folder),
             write=self.context.rank == 0,
         )
-
-
-def mismatch_metrics(
-    batch: TensorBatch, policy_logprobs: torch.Tensor, entropy: torch.Tensor
-) -> Metrics:
-    """The gap between the engine that sampled and the trainer, over trained tokens.
-
-    It is the smoke alarm of this field: anything but rounding means that ratios are wrong.
-    """
-    trained = batch.tokens[keys.LOSS_MASK]
-    policy = policy_logprobs[trained]
-    log_ratio = policy - batch.tokens[keys.GENERATION_LOGPROBS].to(policy.device)[trained]
-    count = len(policy)
-    if count == 0:
-        return {}
-    gap = log_ratio.abs()
-    kl = (log_ratio.exp() - 1 - log_ratio).mean()
-    numbers = [gap.mean(), gap.max(), kl, policy.mean(), entropy[trained].mean()]
-    mean_gap, max_gap, mean_kl, logprob, mean_entropy = torch.stack(numbers).tolist()
-    return {
-        "mismatch/mean_abs": Metric(mean_gap, weight=count),
-        "mismatch/max_abs": Metric(max_gap, reduce=Reduce.max),
-        "mismatch/kl": Metric(mean_kl, weight=count),
-        "policy/logprob": Metric(logprob, weight=count),
-        "policy/entropy": Metric(mean_entropy, weight=count),
-    }

@@ -1,4 +1,4 @@
-"""One trajectory: render the prompt, sample a completion, grade it."""
+"""One trajectory: sample a completion, grade it."""
 
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ async def run_task(
     sampling: SamplingParams,
 ) -> Trajectory:
     """Sample and grade one completion; a failed grade is part of the result, not an exception."""
-    prompt_ids = chat.render(task.row.messages)
+    prompt_ids = list(task.row.prompt_ids)
     completion = await engine.generate(
         GenerationRequest(
             request_id=task.request_id, prompt_ids=prompt_ids, sampling=sampling, seed=task.seed

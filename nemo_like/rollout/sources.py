@@ -16,8 +16,7 @@ from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
-from nemo_like.policy.policy import Policy
-from nemo_like.refit.protocol import RefitTransport
+from nemo_like.refit.weight_sync import WeightSync
 from nemo_like.rollout.rollout import RolloutTask
 from nemo_like.rollout.seeds import completion_seed
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
@@ -32,18 +31,16 @@ class SyncRolloutSource:
         self,
         config: GRPORunConfig,
         *,
-        policy: Policy,
         generation: Generation[RolloutWorker],
-        transport: RefitTransport,
+        sync: WeightSync,
         loader: PromptLoader,
         validation_rows: Sequence[Row],
         stop_token_ids: tuple[int, ...],
         span: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._config = config
-        self._policy = policy
         self._generation = generation
-        self._transport = transport
+        self._sync = sync
         self._loader = loader
         self._validation_rows = validation_rows
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
@@ -66,6 +63,7 @@ class SyncRolloutSource:
         rows = self._loader.next_rows(grpo.num_prompts_per_step)
         with self._span("rollout"):
             results = self._rollout("train", step, rows, grpo.num_generations_per_prompt, sampling)
+            self._sync.give_to_policy()
         batch = RemoteBatch.from_chunks(
             [result.tokens for result in results],
             [result.lengths for result in results],
@@ -106,15 +104,10 @@ class SyncRolloutSource:
 
     def refit(self) -> None:
         """Bring generation to the policy's weight version, if it is behind."""
-        if self._generation.weight_version == self._policy.weight_version:
+        if not self._sync.is_due:
             return
         with self._span("refit"):
-            stats = self._transport.sync(self._policy, self._generation)
-        self._refit_metrics = {
-            "refit/bytes": Metric(stats.num_bytes, reduce=Reduce.max),
-            "time/refit_send_s": Metric(stats.send_s, reduce=Reduce.max),
-            "time/refit_load_s": Metric(stats.load_s, reduce=Reduce.max),
-        }
+            self._refit_metrics = self._sync.give_to_generation()
 
     def _rollout(
         self, phase: str, step: int, rows: Sequence[Row], group_size: int, sampling: SamplingParams

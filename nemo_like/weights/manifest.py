@@ -5,10 +5,9 @@ tensor and a receiver that would accept the gap cannot agree with each other by 
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_like.errors import RunError
@@ -57,51 +56,12 @@ def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, Tensor
         raise RunError(f"The refit does not match the model's architecture; {'; '.join(problems)}.")
 
 
-def refit_metadata(version: int) -> dict[str, str]:
-    """Return the metadata that a sender writes into every safetensors file of a refit."""
-    return {"format": "pt", "version": str(version)}
-
-
-def check_refit(
-    paths: Sequence[str], version: int, current: int | None, expected: Mapping[str, TensorSpec]
-) -> None:
-    """Raise RunError unless ``paths`` hold one whole refit that is newer than ``current``.
-
-    Reads headers only, so it costs milliseconds and is done before any weight is touched.
-    """
+def check_version(version: int, current: int | None) -> None:
+    """Raise RunError unless ``version`` is newer than what the engine holds (None: nothing)."""
     if current is not None and version <= current:
         raise RunError(
             f"Refit {version} is stale: the engine holds version {current}, and versions only grow."
         )
-    found: dict[str, TensorSpec] = {}
-    for path in paths:
-        with _open_safetensors(path) as file:
-            written = (file.metadata() or {}).get("version")
-            if written != str(version):
-                raise RunError(
-                    f"{path} belongs to refit {written}, but refit {version} was announced."
-                )
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                if name in found:
-                    raise RunError(f"Refit {version} holds {name} twice; again in {path}.")
-                tensor = file.get_tensor(name)
-                found[name] = (tuple(tensor.shape), tensor.dtype)
-    check_tensors(found, expected)
-
-
-def read_tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a refit one by one, on the CPU and mapped rather than read at once."""
-    for path in paths:
-        with _open_safetensors(path) as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, file.get_tensor(name)
-
-
-def _open_safetensors(path: str) -> safe_open:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"The refit file {path} cannot be read: {error}.") from error
 
 
 def _describe(spec: TensorSpec) -> str:

@@ -1,4 +1,4 @@
-"""How many bytes pass through the driver: the promise that it stays light, as a metric."""
+"""What passes through the driver, and how long it waits: that it stays light, as metrics."""
 
 import io
 import pickle
@@ -7,11 +7,12 @@ from typing import Any
 from ray import ObjectRef
 
 
-class PayloadMeter:
-    """Counts the pickled size of what the driver sends to workers and gets back."""
+class DriverMeter:
+    """Counts pickled bytes to workers and back, and the seconds spent waiting for them."""
 
     def __init__(self) -> None:
         self._bytes = 0
+        self._waited_s = 0.0
 
     def count(self, *values: Any) -> None:
         """Add the size of ``values``; an object reference counts as its 28-byte id."""
@@ -19,9 +20,14 @@ class PayloadMeter:
         _Pickler(buffer, protocol=5).dump(values)
         self._bytes += buffer.tell()
 
-    def pop(self) -> int:
-        """Bytes since the last pop."""
-        counted, self._bytes = self._bytes, 0
+    def waited(self, seconds: float) -> None:
+        """Add time in which the driver had nothing to do."""
+        self._waited_s += seconds
+
+    def pop(self) -> tuple[int, float]:
+        """Bytes and seconds since the last pop."""
+        counted = self._bytes, self._waited_s
+        self._bytes, self._waited_s = 0, 0.0
         return counted
 
 

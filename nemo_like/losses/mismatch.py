@@ -1,0 +1,89 @@
+"""How far the engine that sampled and the policy disagree about the same tokens and weights.
+
+It is the smoke alarm of this field: anything but rounding means that importance ratios are wrong.
+
+Legend: ``N`` tokens of the micro-batch, d = policy - generation logprob of a trained token.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.losses.aggregate import trained_tokens
+from nemo_like.observe.metrics import Metric, Metrics, Reduce
+
+QUANTILE = 0.999
+_LOWEST, _HIGHEST, _BINS_PER_DECADE = 1e-9, 1e2, 115
+"""Bins of |d|; neighbours differ by 2 %, which is as exact as the quantile is."""
+_NUM_BINS = 11 * _BINS_PER_DECADE
+_MAX_LOG_WEIGHT = 20.0
+
+
+class MismatchSums:
+    """Sums over the trained tokens of a step; they add up over micro-batches and ranks.
+
+    So the report is that of the whole step, however it was divided.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(8, dtype=torch.float64, device=device)
+        """Of: tokens, |d|, exp |d|, k3, w, w^2, policy logprob, entropy; w = exp(d)."""
+        self._bins = torch.zeros(_NUM_BINS, dtype=torch.float64, device=device)
+        self._most = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def add(self, policy_logprobs: Tensor, entropies: Tensor, batch: TensorBatch) -> None:
+        """Take a micro-batch; ``policy_logprobs`` and ``entropies`` are [N], without gradient."""
+        at, _ = trained_tokens(batch)
+        policy = policy_logprobs[at].double()
+        d = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
+        gap, weight = d.abs(), d.clamp(max=_MAX_LOG_WEIGHT).exp()
+        per_token = [
+            torch.ones_like(d),
+            gap,
+            gap.exp(),
+            weight - 1 - d,
+            weight,
+            weight.square(),
+            policy,
+            entropies[at].double(),
+        ]
+        self._sums += torch.stack(per_token).sum(1)
+        decades = (gap.clamp(_LOWEST, _HIGHEST) / _LOWEST).log10()
+        index = (decades * _BINS_PER_DECADE).ceil().clamp(0, _NUM_BINS - 1).nan_to_num(0)
+        self._bins.index_add_(0, index.long(), torch.ones_like(d))
+        self._most = torch.maximum(self._most, torch.cat([gap, self._most]).amax())
+
+    def all_reduce(self) -> None:
+        """Add up over all ranks of the process group, if there is one; collective."""
+        if dist.is_initialized():
+            joined = torch.cat([self._sums, self._bins])
+            dist.all_reduce(joined)
+            self._sums, self._bins = joined[: len(self._sums)], joined[len(self._sums) :]
+            dist.all_reduce(self._most, op=dist.ReduceOp.MAX)
+
+    def metrics(self) -> Metrics:
+        """The report; {} if nothing was measured."""
+        count, gap, exp_gap, kl, weight, square, logprob, entropy = self._sums.tolist()
+        if count == 0:
+            return {}
+        numbers = {
+            "mismatch/mean_abs": gap / count,
+            "mismatch/p999_abs": self._quantile(count),
+            "mismatch/max_abs": self._most.item(),
+            "mismatch/mean_exp_abs": exp_gap / count,
+            "mismatch/kl": kl / count,
+            # Kong (1992): the share of independent samples from the policy that these are worth.
+            "mismatch/effective_sample_size": weight**2 / (count * square),
+            "policy/logprob": logprob / count,
+            "policy/entropy": entropy / count,
+        }
+        # All ranks hold the same numbers, which their maximum leaves as they are.
+        return {name: Metric(number, reduce=Reduce.max) for name, number in numbers.items()}
+
+    def _quantile(self, count: float) -> float:
+        """Upper edge of the bin in which the cumulated share reaches ``QUANTILE``."""
+        reached = self._bins.cumsum(0) >= QUANTILE * count
+        index = int(reached.to(torch.uint8).argmax())
+        return 0.0 if index == 0 else _LOWEST * 10 ** (index / _BINS_PER_DECADE)

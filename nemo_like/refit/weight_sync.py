@@ -1,0 +1,131 @@
+"""Bring generation to the policy's weights and, where both share GPUs, hand each GPU over.
+
+The order keeps the peak low. To generation: the policy gives back what its last step only cached
+(its optimizer state is on the host already with ``policy.offload``), engines take memory for
+weights, weights move bucket by bucket, the policy gives back the buckets, engines take memory for
+their KV cache. To the policy: engines drop both. Their CUDA graphs stay, as they hold addresses,
+which the same memory gets again. Dropped weights are gone, so that a refit follows every sleep.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_like.config.choices import Transport
+from nemo_like.config.plan import ResourcePlan
+from nemo_like.config.schema import RefitConfig
+from nemo_like.distributed.worker_group import wait_together
+from nemo_like.errors import UserError
+from nemo_like.generation.generation import Generation
+from nemo_like.generation.protocol import EngineMemory, Link
+from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.policy.policy import Policy
+from nemo_like.policy.worker import PolicyWorker, SenderAddress, SenderPlan
+from nemo_like.weights.broadcast import BroadcastLink
+from nemo_like.weights.buckets import total_bytes
+from nemo_like.weights.ipc import IpcLink
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSync:
+    """See the module."""
+
+    def __init__(
+        self,
+        config: RefitConfig,
+        policy: Policy,
+        generation: Generation[Any],
+        plan: ResourcePlan,
+        *,
+        sleep: bool,
+    ) -> None:
+        """Connect both sides; ``sleep`` says whether engines free their memory between rollouts."""
+        self._policy = policy
+        self._generation = generation
+        self._sleep = sleep
+        transport = transport_of(config, plan)
+        receivers = _receivers(transport, plan)
+        senders = policy.group.call(
+            PolicyWorker.open_sender,
+            transport,
+            SenderPlan(bucket_bytes=config.bucket_mib << 20, num_receivers=receivers),
+        )
+        links = _links(transport, plan, senders, policy.group.contexts[0].address)
+        buckets = senders[0].buckets
+        self._num_bytes = total_bytes(buckets)
+        wait_together(
+            policy.group.submit(PolicyWorker.accept_receivers),
+            generation.submit_connect(links, buckets),
+        )
+        logger.info(
+            "Refits: %s, %d bucket(s), %.2f GB.", transport, len(buckets), self._num_bytes / 1e9
+        )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether generation is behind, or has given its memory away."""
+        return self._generation.weight_version != self._policy.weight_version
+
+    def give_to_generation(self) -> Metrics:
+        """Wake generation and refit it; afterwards it may sample."""
+        policy, generation = self._policy, self._generation
+        if self._sleep:
+            policy.release_memory()
+            generation.wake(EngineMemory.weights)
+        sent, loaded = wait_together(
+            policy.submit_weights(), generation.submit_load(policy.weight_version)
+        )
+        generation.weight_version = policy.weight_version
+        if self._sleep:
+            policy.release_memory()
+            generation.wake(EngineMemory.kv_cache)
+        return {
+            "refit/bytes": Metric(self._num_bytes, reduce=Reduce.max),
+            "time/refit_send_s": Metric(max(sent), reduce=Reduce.max),
+            "time/refit_load_s": Metric(max(loaded), reduce=Reduce.max),
+        }
+
+    def give_to_policy(self) -> None:
+        """Free what generation holds of shared GPUs."""
+        if self._sleep:
+            self._generation.sleep()
+
+
+def transport_of(config: RefitConfig, plan: ResourcePlan) -> Transport:
+    """The configured transport, or the one that fits; UserError for one that can't work."""
+    if config.transport is Transport.ipc and not plan.colocated:
+        raise UserError(
+            "refit.transport=ipc needs policy and generation in the same bundles, and "
+            "cluster.num_generation_workers sets bundles apart; use broadcast, or leave it null."
+        )
+    return config.transport or (Transport.ipc if plan.colocated else Transport.broadcast)
+
+
+def _receivers(transport: Transport, plan: ResourcePlan) -> tuple[int, ...]:
+    """Engine ranks that each policy rank sends to."""
+    if transport is Transport.broadcast:
+        everyone = sum(len(replica) for replica in plan.generation)
+        return (everyone,) + (0,) * (len(plan.policy) - 1)
+    bundles = [bundle for replica in plan.generation for bundle in replica]
+    return tuple(bundles.count(bundle) for bundle in plan.policy)
+
+
+def _links(
+    transport: Transport, plan: ResourcePlan, senders: Sequence[SenderAddress], host: str
+) -> Sequence[Link]:
+    """How each replica reaches its sender or senders."""
+    if transport is Transport.ipc:
+        of_bundle = {
+            bundle: sender.ipc
+            for bundle, sender in zip(plan.policy, senders, strict=True)
+            if sender.ipc is not None
+        }
+        return [IpcLink(tuple(of_bundle[bundle] for bundle in one)) for one in plan.generation]
+    links = []
+    first = 1
+    world_size = 1 + sum(len(replica) for replica in plan.generation)
+    for replica in plan.generation:
+        links.append(BroadcastLink(host, senders[0].port, first, world_size))
+        first += len(replica)
+    return links

@@ -1,0 +1,135 @@
+"""Weights from one process to many, on any node: packed broadcasts over NCCL (gloo on the CPU).
+
+Policy rank 0 and every rank of every engine form a process group of their own. Two buffers take
+turns: while one bucket is loaded, the next is on its way. Each bucket is led by its version and
+number, so that sides which have fallen out of step notice.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from nemo_like.errors import RunError
+from nemo_like.weights.buckets import ALIGNMENT_BYTES, Bucket
+
+NUM_BUFFERS = 2
+_HEADER_BYTES = ALIGNMENT_BYTES
+_SENDER = 0
+
+
+@dataclass(frozen=True)
+class BroadcastLink:
+    """One replica's place in the group: its tensor-parallel rank i is ``first_rank`` + i."""
+
+    host: str
+    port: int
+    first_rank: int
+    world_size: int
+
+    def receiver(
+        self, rank: int, buckets: Sequence[Bucket], device: torch.device, timeout_s: float
+    ) -> "BroadcastReceiver":
+        """Join as rank ``rank`` of the replica."""
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(self.host, self.port, None, False, timeout, wait_for_workers=False)
+        group = _join(store, self.first_rank + rank, self.world_size, device, timeout)
+        return BroadcastReceiver(group, buckets, device)
+
+
+class BroadcastSender:
+    """Policy rank 0's side."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], device: torch.device, num_receivers: int, timeout_s: float
+    ) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        # The system picks the port, and we keep it.
+        self._store = TCPStore("0.0.0.0", 0, None, True, self._timeout, wait_for_workers=False)
+        self.port: int = self._store.port
+        self.world_size = 1 + num_receivers
+        self._buckets = buckets
+        self._device = device
+
+    def accept(self) -> None:
+        """Form the group; returns once all have joined (gloo), or at once (NCCL joins later)."""
+        self._group = _join(self._store, _SENDER, self.world_size, self._device, self._timeout)
+
+    def send(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Broadcast all ``tensors`` in the order of the buckets."""
+        buffers = _new_buffers(self._buckets, self._device)
+        pending: list[Any] = []
+        for i, bucket in enumerate(self._buckets):
+            if i >= NUM_BUFFERS:
+                pending[i - NUM_BUFFERS].wait()
+            buffer = buffers[i % NUM_BUFFERS]
+            header = torch.tensor([version, i], dtype=torch.int64)
+            buffer[: header.nbytes].view(torch.int64).copy_(header)
+            bucket.fill(buffer[_HEADER_BYTES:], tensors)
+            pending.append(_broadcast(self._group, buffer[: _HEADER_BYTES + bucket.num_bytes]))
+        for work in pending[-NUM_BUFFERS:]:
+            work.wait()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+class BroadcastReceiver:
+    """One engine rank's side."""
+
+    def __init__(self, group: Any, buckets: Sequence[Bucket], device: torch.device) -> None:
+        self._group = group
+        self._buckets = buckets
+        self._device = device
+
+    def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of one refit by name; each is overwritten once two more buckets are drawn.
+
+        Raises RunError if the sender sends another version.
+        """
+        buffers = _new_buffers(self._buckets, self._device)
+        arriving = self._receive(0, buffers)
+        for i, bucket in enumerate(self._buckets):
+            arriving.wait()
+            if i + 1 < len(self._buckets):
+                # The other buffer was read to its end in the turn before, on this same stream.
+                arriving = self._receive(i + 1, buffers)
+            buffer = buffers[i % NUM_BUFFERS]
+            found = tuple(buffer[:16].view(torch.int64).tolist())
+            if found != (version, i):
+                raise RunError(
+                    f"Refit {version} was announced, and bucket {i} is number {found[1]} of refit "
+                    f"{found[0]}."
+                )
+            yield from bucket.views(buffer[_HEADER_BYTES:])
+
+    def _receive(self, i: int, buffers: Sequence[Tensor]) -> Any:
+        size = _HEADER_BYTES + self._buckets[i].num_bytes
+        return _broadcast(self._group, buffers[i % NUM_BUFFERS][:size])
+
+
+def _new_buffers(buckets: Sequence[Bucket], device: torch.device) -> list[Tensor]:
+    size = _HEADER_BYTES + max(bucket.num_bytes for bucket in buckets)
+    return [torch.empty(size, dtype=torch.uint8, device=device) for _ in buckets[:NUM_BUFFERS]]
+
+
+def _broadcast(group: Any, tensor: Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = _SENDER
+    return group.broadcast([tensor], options)
+
+
+def _join(
+    store: TCPStore, rank: int, world_size: int, device: torch.device, timeout: timedelta
+) -> Any:
+    """A group beside the process's own default group, which may not exist or hold other ranks."""
+    prefixed = PrefixStore("nemo-like-refit", store)
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(prefixed, rank, world_size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(prefixed, rank, world_size, options)

@@ -1,0 +1,217 @@
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # scripts, which are no package
+
+import grpo
+import workloads
+from grpo_table import accuracies, floor_times, medians, steps_of, table
+from workloads import WORKLOADS, coin, count_parameters, make_rows, prepare, read_rows, reward
+
+TINY = WORKLOADS["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        ("2 + 3 = 5.", "5", True),
+        ("The answer is 1,234", "1234", True),
+        ("It is 12,3456", "6", False),
+        ("= -7", "-7", True),
+        ("= \N{MINUS SIGN}7", "-7", True),
+        ("9-16", "16", True),
+        ("= 7", "-7", False),
+        ("5.0", "5", True),
+        ("5, or maybe 6", "5", False),
+        ("3,4", "4", True),
+        ("no idea", "0", False),
+        ("", "0", False),
+    ],
+)
+def test_the_last_number_of_a_completion_is_its_answer(completion, answer, right):
+    assert reward("", completion, answer) == float(right)
+
+
+def test_the_coin_has_two_sides_and_depends_on_the_text_alone():
+    sides = [coin("", str(i), answer="1") for i in range(100)]
+    assert sides == [coin("x", str(i)) for i in range(100)]
+    assert 30 < sum(sides) < 70
+    assert coin("", "\ud800") in (0.0, 1.0)
+
+
+def test_prompts_are_the_same_each_time_and_others_for_another_seed(tmp_path):
+    first = prepare(TINY, tmp_path / "a", steps=6, seed=0)
+    again = prepare(TINY, tmp_path / "b", steps=6, seed=0)
+    assert first.prompts.read_text() == again.prompts.read_text()
+    rows = read_rows(first.prompts)
+    assert len(rows) == 6 * TINY.num_prompts
+    assert set(rows[0]) == {"prompt", "answer"}
+    assert reward(rows[0]["prompt"], f"It is {rows[0]['answer']}.", rows[0]["answer"]) == 1
+    other = read_rows(prepare(TINY, tmp_path / "a", steps=6, seed=1).prompts)
+    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in other}
+
+
+def test_held_out_prompts_are_not_trained_on():
+    rows = list(make_rows(TINY, 10, 0, set()))
+    held_out = {rows[0]["prompt"], rows[4]["prompt"]}
+    assert list(make_rows(TINY, 8, 0, held_out)) == rows[1:4] + rows[5:]
+
+
+def test_parameters_are_counted_in_the_files(tmp_path):
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    }
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape))
+    model.save_pretrained(tmp_path)
+    # q and o 64x64, k and v 64x32, three biases; gate, up, down; two norms
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 64 * 96 + 2 * 64
+    assert count_parameters(tmp_path) == 512 * 64 + 2 * layer + 64
+
+
+def record_of_ours() -> dict:
+    """Steps of 2.0 s, but for the first (9 s); validation takes 5 s after the last."""
+    records = [{"step": 0, "time": 100.0, "validation/reward": 0.25, "time/validation_s": 5.0}]
+    ends = [109.0, 111.0, 113.0, 115.0, 117.0, 119.0, 126.0]
+    for step, end in enumerate(ends, start=1):
+        records.append(
+            {
+                "step": step,
+                "time": end,
+                "time/step_s": 1.9,
+                "time/rollout_s": 1.0,
+                "time/refit_s": 0.25,
+                "time/train_s": 0.5,
+                "rollout/reward": step / 10,
+                "rollout/num_tokens": 100.0 * step,
+            }
+        )
+    records[-1] |= {"validation/reward": 0.75, "time/validation_s": 5.0}
+    return record("ours", records)
+
+
+def record_of_trl() -> dict:
+    records: list[dict] = [
+        {
+            "step": step,
+            "wall_s": wall_s,
+            "reward": 0.5,
+            "tokens": 450.0,
+            "generation_s": 1.5,
+            "refit_s": 0.5,
+        }
+        for step, wall_s in enumerate([30.0, 9.0, 9.0, 4.0, 6.0, 4.0, 50.0], start=1)
+    ]
+    return record("trl", [*records, {"accuracy_before": 0.2, "accuracy_after": 0.8}])
+
+
+def record_of_floor() -> dict:
+    measured = {
+        "num_parameters": 10**9,
+        "prompt_tokens": 4000,
+        "copy_bytes_per_s": 2e12,
+        "logprobs": {"seconds": [0.7, 0.8, 5.0], "tokens": [440, 445, 450]},
+        "tokens": {"seconds": [0.6, 0.6, 0.7], "tokens": [440, 445, 450]},
+        "bare": {"seconds": [0.5, 0.5, 0.5], "tokens": [440, 445, 450]},
+    }
+    return record("floor", [measured])
+
+
+def record(contender: str, records: list[dict]) -> dict:
+    return {"contender": contender, "workload": {"name": "tiny"}, "gpu": "G", "records": records}
+
+
+def test_a_step_of_ours_lasts_from_record_to_record_without_validation():
+    steps = steps_of(record_of_ours())
+    assert [step["wall_s"] for step in steps] == [9.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.9]
+    assert accuracies(record_of_ours()) == (0.25, 0.75)
+
+
+def test_medians_are_of_steps_four_to_the_last_but_one():
+    ours = medians(record_of_ours())
+    assert ours == {
+        "wall_s": 2.0,
+        "tokens": 500.0,
+        "rollout_s": 1.0,
+        "refit_s": 0.25,
+        "train_s": 0.5,
+        "rest_s": 0.25,
+        "num_steps": 3,
+    }
+    trl = medians(record_of_trl())
+    assert (trl["wall_s"], trl["rollout_s"], trl["rest_s"]) == (4.0, 1.5, 2.0)
+
+
+def test_the_floor_is_generation_and_half_of_peak_and_one_copy():
+    floor = floor_times(record_of_floor())
+    assert floor["generation_s"] == 0.8
+    assert floor["train_s"] == pytest.approx(6e9 * 4445 / 494.5e12)
+    assert floor["refit_s"] == pytest.approx(2e9 / 2e12)
+    assert floor["sum_s"] == pytest.approx(0.8 + 0.053934 + 0.001, abs=1e-6)
+
+
+def test_the_table_has_the_ratios_of_what_is_there():
+    records = [record("trl", []), record_of_floor(), record_of_trl(), record_of_ours()]
+    lines = table(TINY, [*records, record("ours", [])])
+    ratios = {line.split("  ")[0].strip(): line.split()[-1] for line in lines if " / " in line}
+    assert ratios == {"ours / trl": "0.50", "ours / floor": "2.34", "rollout / floor": "1.25"}
+    assert "  held-out reward 0.200 -> 0.800" in lines
+    assert len(table(TINY, [])) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "ours,verl"], "no contender verl"),
+        (["--steps", "4"], "the first three and the last are not measured"),
+        (["policy.compile"], "policy.compile is no override"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_sentence(words, message, capsys):
+    with pytest.raises(SystemExit):
+        grpo.parse_arguments(["--workload", "tiny", "--out", "x.jsonl", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_a_contender_that_hangs_is_ended_with_its_children(tmp_path):
+    log = tmp_path / "log"
+    child = "subprocess.Popen(['sleep', '60'], start_new_session=True)"
+    script = f"import subprocess, time; print({child}.pid, flush=True); time.sleep(60)"
+    result = grpo.run([sys.executable, "-c", script], log, limit_s=1.0)
+    assert result["failed"]
+    assert result["returncode"] < 0
+    assert result["elapsed_s"] < 10
+    time.sleep(0.2)
+    child_pid = int(log.read_text())
+    # Nobody may be there to reap it.
+    assert not psutil.pid_exists(child_pid) or psutil.Process(child_pid).status() == "zombie"
+
+
+def test_a_contender_that_fails_is_reported_with_the_end_of_its_output(tmp_path, capsys):
+    result = grpo.run([sys.executable, "-c", "raise SystemExit('no GPU')"], tmp_path / "log", 60)
+    assert (result["failed"], result["returncode"]) == (True, 1)
+    assert "exit code 1" in (shown := capsys.readouterr().out)
+    assert "no GPU" in shown
+
+
+def test_our_command_names_a_reward_that_exists(tmp_path):
+    args = grpo.parse_arguments(["--workload", "tiny", "--out", "x", "--steps", "5", "a.b=c"])
+    inputs = workloads.Inputs(model=tmp_path, prompts=tmp_path / "p", validation=tmp_path / "v")
+    command, metrics = grpo.ours_command(TINY, inputs, args, tmp_path)
+    assert command[-1] == "a.b=c"
+    assert f"data.validation={tmp_path / 'v'}" in command
+    assert metrics == tmp_path / "run" / "metrics.jsonl"
+    for workload in WORKLOADS.values():
+        assert callable(getattr(workloads, workload.reward))
+        assert workload.num_completions % workload.trl_rows == 0
