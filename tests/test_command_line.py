@@ -81,10 +81,6 @@ SMALL = (
 
 
 def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
-    shared_memory = Path("/dev/shm")
-    leftover = shared_memory / f"nemo-like-refit-{2**22 + 1}-abc"  # of a driver that cannot exist
-    leftover.mkdir(exist_ok=True)
-    before = set(shared_memory.glob("nemo-like-refit-*")) - {leftover}
     code, output = run(tmp_path, *SMALL, "run.dir=run", "grpo.max_steps=6", "logging.wandb=offline")
     assert code == 0, output
     steps = records(tmp_path / "run")
@@ -95,7 +91,6 @@ def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["generation_backend"] == "vllm"
     assert list((tmp_path / "run" / "wandb").iterdir())
-    assert set(shared_memory.glob("nemo-like-refit-*")) <= before
 
 
 def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(tmp_path, tiny_model):

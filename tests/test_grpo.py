@@ -53,9 +53,8 @@ def test_a_run_leaves_everything_that_it_promises(tmp_path):
     assert "validation/accuracy" in steps[0]
     assert "validation/accuracy" in steps[2]
     assert steps[1]["mismatch/max_abs"] < 1e-5
-    assert steps[1]["train/max_log_ratio"] < 1e-5
     assert steps[2]["rollout/num_failed"] == 0
-    for phase in ("rollout", "logprobs", "train", "refit", "step"):
+    for phase in ("rollout", "train", "refit", "step", "driver", "waiting"):
         assert steps[2][f"time/{phase}_s"] > 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 2
@@ -166,19 +165,51 @@ def test_two_policy_ranks_and_two_replicas_take_the_same_steps(tmp_path, straigh
             assert steps[step][name] == pytest.approx(straight[step][name], abs=1e-5), name
 
 
-def test_separate_generation_through_disk_takes_the_same_steps(tmp_path, straight):
-    steps = run(
-        tmp_path,
-        "grpo.max_steps=2",
-        "cluster.cpu_workers_per_node=3",
-        "cluster.num_generation_workers=1",
-        "refit.transport=disk",
-        "refit.bucket_mib=1",
-    )
+def same_steps(steps, straight):
     for step in (1, 2):
-        for name in ("rollout/reward", "train/loss", "train/grad_norm"):
+        for name in ("rollout/reward", "train/loss", "train/grad_norm", "mismatch/p999_abs"):
             assert steps[step][name] == pytest.approx(straight[step][name], abs=1e-5), name
-    assert not list(tmp_path.glob("nemo-like-refit-*"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # Two ranks that train, one that samples.
+        ("cluster.cpu_workers_per_node=3", "cluster.num_generation_workers=1"),
+        ("cluster.cpu_workers_per_node=2", "refit.transport=broadcast"),
+        ("generation.num_engines_per_bundle=2",),
+    ],
+    ids=lambda overrides: overrides[-1],
+)
+def test_every_placement_and_transport_takes_the_same_steps(tmp_path, straight, overrides):
+    same_steps(run(tmp_path, "grpo.max_steps=2", "refit.bucket_mib=1", *overrides), straight)
+
+
+def test_a_logprob_pass_of_its_own_changes_nothing(tmp_path, straight):
+    steps = run(tmp_path, "grpo.max_steps=2", "grpo.reuse_logprobs=false")
+    same_steps(steps, straight)
+    assert steps[2]["policy/entropy"] == pytest.approx(straight[2]["policy/entropy"], abs=1e-5)
+    assert steps[1]["train/max_log_ratio"] < 1e-5
+    assert steps[1]["time/logprobs_s"] > 0
+    assert "time/logprobs_s" not in straight[1]
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_gap_above_the_limit_stops_the_run_before_the_step(tmp_path, reuse):
+    overrides = [f"grpo.reuse_logprobs={str(reuse).lower()}", "run.self_check=false"]
+    with pytest.raises(RunError, match=r"mismatch/mean_abs=.* limit 1e-12.*mismatch.action=stop"):
+        run(tmp_path, *overrides, "mismatch.action=stop", "mismatch.max_mean_abs=1e-12")
+    assert list(records(tmp_path)) == [0]
+
+
+def test_a_gap_above_the_limit_is_said_or_masked(tmp_path, straight, caplog):
+    limit = "mismatch.max_mean_abs=1e-12"
+    warned = run(tmp_path / "warn", "grpo.max_steps=2", limit)
+    same_steps(warned, straight)
+    assert "mismatch.max_mean_abs" in caplog.text
+    masked = run(tmp_path / "mask", "grpo.max_steps=2", limit, "mismatch.action=mask")
+    assert masked[1]["mismatch/masked_rows"] > 0
+    assert masked[1]["train/grad_norm"] < straight[1]["train/grad_norm"]
 
 
 def test_kl_to_the_reference_starts_at_zero_and_is_logged(tmp_path):

@@ -8,7 +8,12 @@ import torch
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import KLEstimator, Normalization
+from nemo_like.config.choices import (
+    ImportanceCorrection,
+    ImportanceLevel,
+    KLEstimator,
+    Normalization,
+)
 from nemo_like.config.schema import LossConfig
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.kl import kl_estimate, kl_loss
@@ -41,8 +46,9 @@ def denominators_of(batch):
     return Denominators(tokens=float(trained.sum()), sequences=float(len(rows)))
 
 
-def loss_of(batch, logprobs, config=None, denominators=None):
-    return apply(ClippedPGLoss(config or LossConfig()), batch, logprobs, denominators)
+def loss_of(batch, logprobs, config=None, denominators=None, mask_rows_above=None):
+    loss = ClippedPGLoss(config or LossConfig(), mask_rows_above)
+    return apply(loss, batch, logprobs, denominators)
 
 
 def apply(function, batch, logprobs, denominators=None):
@@ -88,16 +94,77 @@ def test_kl_uses_the_same_mean_as_the_policy_term():
     assert loss_of(batch, [0.0] * 4, sequence)[0] == pytest.approx(k3 / 2)
 
 
-def test_importance_weight_is_truncated_and_has_no_gradient():
-    batch = make_batch(
-        [2], [1.0], policy=[math.log(0.9), math.log(0.2)], generation=[math.log(0.3)] * 2
+TOKEN, SEQUENCE = ImportanceLevel
+NONE, TRUNCATE, MASK = ImportanceCorrection
+
+
+@pytest.mark.parametrize(
+    ("importance", "level", "floor", "weights", "cut"),
+    [
+        # Ratios 3 and 2/3 in the first row (product 2), 0.5 in the second.
+        (NONE, TOKEN, 0.0, [1.0, 1.0, 1.0], None),
+        (TRUNCATE, TOKEN, 0.0, [2.5, 2 / 3, 0.5], 1 / 3),
+        (TRUNCATE, SEQUENCE, 0.0, [2.0, 2.0, 0.5], 0.0),
+        (MASK, TOKEN, 0.6, [0.0, 2 / 3, 0.0], 2 / 3),
+        (MASK, SEQUENCE, 0.6, [2.0, 2.0, 0.0], 1 / 3),
+    ],
+    ids=str,
+)
+def test_importance_weights_by_hand_carry_no_gradient(importance, level, floor, weights, cut):
+    policy = [math.log(0.9), math.log(0.2), math.log(0.25)]
+    generation = [math.log(0.3), math.log(0.3), math.log(0.5)]
+    batch = make_batch([2, 1], [1.0, 1.0], policy=policy, generation=generation)
+    config = LossConfig(
+        importance=importance, importance_level=level, importance_cap=2.5, importance_floor=floor
     )
-    logprobs = [math.log(0.9), math.log(0.2)]
-    loss, gradient, metrics = loss_of(batch, logprobs)
-    assert loss == pytest.approx(-(2.0 + 2 / 3) / 2, abs=1e-5)
-    assert gradient.tolist() == pytest.approx([-1.0, -1 / 3], abs=1e-5)
-    assert metrics["train/importance_capped_share"].value == 0.5
-    assert loss_of(batch, logprobs, LossConfig(importance_cap=None))[0] == pytest.approx(-1.0)
+    loss, gradient, metrics = loss_of(batch, policy, config)
+    assert loss == pytest.approx(-sum(weights) / 3, abs=1e-5)
+    assert gradient.tolist() == pytest.approx([-w / 3 for w in weights], abs=1e-5)
+    share = metrics.get("mismatch/clipped_share")
+    assert (share and share.value) == (cut if cut is None else pytest.approx(cut))
+
+
+def test_weights_of_whole_sequences_do_not_overflow():
+    batch = make_batch([3], [1.0], policy=[-1.0] * 3, generation=[-90.0] * 3)
+    config = LossConfig(importance=MASK, importance_level=SEQUENCE, importance_cap=1e30)
+    loss, gradient, _ = loss_of(batch, [-1.0] * 3, config)
+    assert loss == pytest.approx(-math.exp(20), rel=1e-5)
+    assert torch.isfinite(gradient).all()
+
+
+def test_rows_with_too_large_a_gap_do_not_train_and_are_counted():
+    policy = [-1.0, -1.0, -1.0]
+    batch = make_batch([1, 2], [1.0, 1.0], policy=policy, generation=[-1.3, -1.1, -1.2])
+    config = LossConfig(importance=NONE)
+    loss, gradient, metrics = loss_of(batch, policy, config, mask_rows_above=0.2)
+    assert loss == pytest.approx(-2 / 3)
+    assert gradient.tolist() == pytest.approx([0, -1 / 3, -1 / 3])
+    assert metrics["mismatch/masked_rows"].value == 1
+
+
+def test_a_row_that_does_not_train_has_no_kl_either():
+    # The first row alone differs from its reference, by 1.
+    columns = {"policy": [-1.0] * 3, "reference": [0.0, -1.0, -1.0]}
+    config = LossConfig(importance=NONE, kl_coef=1.0)
+    for generation, expected in ((-1.1, (math.e - 2) / 3), (-1.3, 0.0), (math.nan, 0.0)):
+        batch = make_batch([1, 2], [0.0, 0.0], generation=[generation, -1.1, -1.2], **columns)
+        loss, gradient, metrics = loss_of(batch, [-1.0] * 3, config, mask_rows_above=0.2)
+        assert loss == pytest.approx(expected, abs=1e-6)
+        assert torch.isfinite(gradient).all()
+        assert metrics["mismatch/masked_rows"].value == (expected == 0)
+
+
+def test_rows_without_policy_logprobs_are_on_policy():
+    generation, now = [-1.0, -2.0, -0.5], [-1.2, -1.5, -0.6]
+    given = make_batch([1, 2], [1.0, -2.0], policy=now, generation=generation)
+    reused = make_batch([1, 2], [1.0, -2.0], policy=now, generation=generation)
+    del reused.tokens[keys.POLICY_LOGPROBS]
+    for config in (LossConfig(), LossConfig(importance=MASK, importance_level=SEQUENCE)):
+        expected, gradient, _ = loss_of(given, now, config)
+        loss, own_gradient, metrics = loss_of(reused, now, config)
+        assert loss == expected
+        assert torch.equal(own_gradient, gradient)
+        assert "train/max_log_ratio" not in metrics
 
 
 def test_ratio_is_that_of_the_new_policy_to_the_old_one():
@@ -252,10 +319,29 @@ POLICY_GRADIENT = {
     for normalization in Normalization
     for estimator in KLEstimator
 }
-LOSSES = POLICY_GRADIENT | {
-    "cross_entropy": CrossEntropyLoss(),
-    "preference": PreferenceLoss(0.1),
+# Weights of ``random_batch`` lie on both sides of these bounds, and one row is above the limit.
+CORRECTED = {
+    f"policy_{importance}_{level}": ClippedPGLoss(
+        LossConfig(
+            importance=importance,
+            importance_level=level,
+            importance_cap=1.1,
+            importance_floor=0.0 if importance is TRUNCATE else 0.7,
+            kl_coef=0.1,
+        ),
+        mask_rows_above=0.35,
+    )
+    for importance in (TRUNCATE, MASK)
+    for level in ImportanceLevel
 }
+LOSSES = (
+    POLICY_GRADIENT
+    | CORRECTED
+    | {
+        "cross_entropy": CrossEntropyLoss(),
+        "preference": PreferenceLoss(0.1),
+    }
+)
 ROWS_PER_UNIT = {"preference": 2}
 LENGTHS = [2, 6, 3, 5]
 BOUNDS = [{"max_rows": 1}, {"max_rows": 2}, {"max_rows": 4}, {"max_tokens": 8}, {"min_bins": 2}]
@@ -352,7 +438,8 @@ def test_a_micro_batch_without_trained_tokens_has_zero_loss_and_a_graph(name):
         )
         assert loss == 0
         assert gradient.tolist() == [0] * part.num_tokens
-        assert set(metrics) <= {"train/loss", "train/policy_loss"}
+        assert set(metrics) <= {"train/loss", "train/policy_loss", "mismatch/masked_rows"}
+        assert {metric.value for metric in metrics.values()} == {0.0}
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -62,11 +62,10 @@ class GapCheck:
     def __call__(self, metrics: Metrics) -> None:
         """Look at the metrics of a step."""
         for name, limit in self.limits.items():
-            gap = metrics[name].value
-            if not gap <= limit:
+            if (gap := metrics.get(name)) is not None and not gap.value <= limit:
                 raise RunError(
                     "The logprobs of generation and policy differ too much "
-                    f"({name}={gap:.3g}, limit {limit:.3g}). {self.remedy}"
+                    f"({name}={gap.value:.3g}, limit {limit:.3g}). {self.remedy}"
                 )
 
 

@@ -16,15 +16,16 @@ from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
 QUANTILE = 0.999
 _LOWEST, _HIGHEST, _BINS_PER_DECADE = 1e-9, 1e2, 115
-"""Bins of |d|; neighbours differ by 2 %, which is as exact as the quantile is."""
-_NUM_BINS = 11 * _BINS_PER_DECADE
+"""Upper edges of the bins of |d|; neighbours differ by 2 %, as exact as the quantile is."""
+_NUM_BINS = 11 * _BINS_PER_DECADE + 1
 _MAX_LOG_WEIGHT = 20.0
 
 
 class MismatchSums:
     """Sums over the trained tokens of a step; they add up over micro-batches and ranks.
 
-    So the report is that of the whole step, however it was divided.
+    So the report is that of the whole step, however it was divided. Of ranks that hold the same
+    tokens only one may add them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,17 +34,19 @@ class MismatchSums:
         self._bins = torch.zeros(_NUM_BINS, dtype=torch.float64, device=device)
         self._most = torch.zeros(1, dtype=torch.float64, device=device)
 
+    @torch.no_grad()  # or the sums would keep the graph of every micro-batch
     def add(self, policy_logprobs: Tensor, entropies: Tensor, batch: TensorBatch) -> None:
-        """Take a micro-batch; ``policy_logprobs`` and ``entropies`` are [N], without gradient."""
+        """Take a micro-batch; ``policy_logprobs`` and ``entropies`` are [N], in nats."""
         at, _ = trained_tokens(batch)
         policy = policy_logprobs[at].double()
         d = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
-        gap, weight = d.abs(), d.clamp(max=_MAX_LOG_WEIGHT).exp()
+        gap, bounded = d.abs(), d.clamp(max=_MAX_LOG_WEIGHT)
+        weight = bounded.exp()
         per_token = [
             torch.ones_like(d),
             gap,
             gap.exp(),
-            weight - 1 - d,
+            bounded.expm1() - bounded,  # exp(d) - 1 - d would cancel where engines agree best
             weight,
             weight.square(),
             policy,
@@ -51,9 +54,11 @@ class MismatchSums:
         ]
         self._sums += torch.stack(per_token).sum(1)
         decades = (gap.clamp(_LOWEST, _HIGHEST) / _LOWEST).log10()
-        index = (decades * _BINS_PER_DECADE).ceil().clamp(0, _NUM_BINS - 1).nan_to_num(0)
+        index = (
+            (decades * _BINS_PER_DECADE).ceil().nan_to_num(_NUM_BINS - 1).clamp(0, _NUM_BINS - 1)
+        )
         self._bins.index_add_(0, index.long(), torch.ones_like(d))
-        self._most = torch.maximum(self._most, torch.cat([gap, self._most]).amax())
+        self._most = torch.cat([gap, self._most]).amax(0, keepdim=True)
 
     def all_reduce(self) -> None:
         """Add up over all ranks of the process group, if there is one; collective."""
@@ -64,26 +69,33 @@ class MismatchSums:
             dist.all_reduce(self._most, op=dist.ReduceOp.MAX)
 
     def metrics(self) -> Metrics:
-        """The report; {} if nothing was measured."""
-        count, gap, exp_gap, kl, weight, square, logprob, entropy = self._sums.tolist()
-        if count == 0:
-            return {}
+        """The report, in one transfer from the device; {} if nothing was measured.
+
+        ``p999_abs`` is the upper edge of a bin: 0 where the quantile is at most 1e-9, and 100 where
+        it is more or NaN. A gap of NaN or infinity shows in ``mean_abs`` and ``max_abs``.
+        """
+        count, gap, exp_gap, kl, weight, square, logprob, entropy = self._sums
         numbers = {
             "mismatch/mean_abs": gap / count,
-            "mismatch/p999_abs": self._quantile(count),
-            "mismatch/max_abs": self._most.item(),
+            "mismatch/p999_abs": self._quantile(),
+            # The maximum over ranks may have lost a NaN (gloo compares); a sum never does.
+            "mismatch/max_abs": torch.where(gap.isnan(), gap, self._most[0]),
             "mismatch/mean_exp_abs": exp_gap / count,
             "mismatch/kl": kl / count,
             # Kong (1992): the share of independent samples from the policy that these are worth.
-            "mismatch/effective_sample_size": weight**2 / (count * square),
+            "mismatch/effective_sample_size": weight.square() / (count * square),
             "policy/logprob": logprob / count,
             "policy/entropy": entropy / count,
         }
+        measured, *report = torch.stack([count, *numbers.values()]).tolist()
+        if measured == 0:
+            return {}
         # All ranks hold the same numbers, which their maximum leaves as they are.
-        return {name: Metric(number, reduce=Reduce.max) for name, number in numbers.items()}
+        named = zip(numbers, report, strict=True)
+        return {name: Metric(number, reduce=Reduce.max) for name, number in named}
 
-    def _quantile(self, count: float) -> float:
+    def _quantile(self) -> Tensor:
         """Upper edge of the bin in which the cumulated share reaches ``QUANTILE``."""
-        reached = self._bins.cumsum(0) >= QUANTILE * count
-        index = int(reached.to(torch.uint8).argmax())
-        return 0.0 if index == 0 else _LOWEST * 10 ** (index / _BINS_PER_DECADE)
+        short = self._bins.cumsum(0) < QUANTILE * self._bins.sum()
+        index = short.sum().double()
+        return torch.where(index == 0, 0.0, _LOWEST * 10 ** (index / _BINS_PER_DECADE))

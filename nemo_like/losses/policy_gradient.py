@@ -26,11 +26,11 @@ class ClippedPGLoss:
     """-mean of w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * w * KL.
 
     r = exp(current - policy logprobs) (PPO, Eq. 7 of arXiv:1707.06347; clip bounds of DAPO, Eq. 10
-    of arXiv:2503.14476). Rows without policy logprobs are on-policy: theirs are the current ones,
-    and r is 1. w, without gradient, corrects for sampling with another engine; see
-    ``importance_weights``. The mean is over tokens or sequences of the *global* batch, and the KL
-    term uses the same mean. A token whose w is 0 counts in it like any other: denominators are
-    known before the first forward pass, and w is not.
+    of arXiv:2503.14476). A batch without the column of policy logprobs is on-policy: they are the
+    current ones, without gradient, so r is 1. w, also without gradient, corrects for sampling with
+    another engine; see ``importance_weights``. The mean is over tokens or sequences of the *global*
+    batch, and the KL term uses the same mean. A token whose w is 0 counts in it like any other:
+    denominators are known before the first forward pass, and w is not.
     """
 
     config: LossConfig
@@ -64,8 +64,7 @@ class ClippedPGLoss:
             # Not "above", so that a gap of NaN masks its row.
             kept = _row_means(gap.abs(), row, len(batch)) <= self.mask_rows_above
             weight = torch.where(kept[row], weight, 0.0)
-            has_tokens = torch.bincount(row, minlength=len(batch)) > 0
-            sums["mismatch/masked_rows"] = (has_tokens & ~kept).sum()
+            sums["mismatch/masked_rows"] = (~kept).sum()
         loss = mean(-weight * surrogate)
         sums["train/policy_loss"] = loss
         if config.kl_coef > 0:
@@ -85,8 +84,8 @@ def importance_weights(
 
     ``truncate``: min(exp(gap), cap) (truncated importance sampling, Ionides 2008;
     https://fengyao.notion.site/off-policy-rl). ``mask``: exp(gap) within [floor, cap], 0 outside
-    (as in IcePop). At the level of sequences the exponent is the sum
-    over the row: the weight of the whole completion, exact and of high variance.
+    (as in IcePop). At the level of sequences the exponent is the sum over the row: the weight of
+    the whole completion, exact and of high variance.
     """
     exponent = gap
     if config.importance_level is ImportanceLevel.sequence:

@@ -5,13 +5,11 @@ micro-batches, data-parallel and context-parallel ranks add up. Tensor-parallel 
 a pipeline hold parts of one model; whole parameters that they share are kept equal.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,7 +24,7 @@ from nemo_like.policy.diagnostics import Diagnostics
 from nemo_like.policy.gradients import clip_gradients, explain_non_finite, gradient_norm
 from nemo_like.policy.inputs import InputLayout, InputShape, empty_batch, model_inputs
 from nemo_like.policy.loading import hf_name, load_stages
-from nemo_like.policy.loss_scale import LossScale
+from nemo_like.policy.loss_scale import LossScale, any_bad_loss
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import Call, Calls, LogprobModel
 from nemo_like.policy.optim import make_optimizers, make_schedulers, move_state
@@ -135,15 +133,13 @@ class TrainEngine:
     ) -> Metrics:
         """Forward and backward over this rank's micro-batches, then one step of all ranks together.
 
-        ``on_policy``: the rows were sampled with these weights, so the gap between the engine that
-        did and this forward pass is measured on the way (as ``logprobs`` would). ``check`` gets the
-        metrics, of which the mismatch is that of all ranks, and may refuse them with RunError.
+        ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
+        is that of all ranks. ``check`` may refuse the metrics by a RunError. The returned ones are
+        this data-parallel rank's share; ranks that do not answer return what all know.
 
-        The returned metrics are this data-parallel rank's share; ranks that do not answer for the
-        driver return only what all of them know. Raises RunError on all ranks before the optimizer
-        step if ``check`` does, or if the gradient norm is not finite, as that of a loss that is not
-        finite never is (in float16: skips the step and counts it; in local SGD: on the rank whose
-        norm it is).
+        Raises RunError on all ranks before the optimizer step if ``check`` does, or if the gradient
+        norm is not finite, as that of a loss that is not finite never is (in float16: skips the
+        step and counts it; in local SGD: on the rank whose norm it is).
         """
         self.diagnostics.check_rows(micro_batches)
         parameters = self.parameters
@@ -169,7 +165,7 @@ class TrainEngine:
         metrics["train/grad_norm"] = Metric(true_norm, reduce=Reduce.max)
         metrics["train/lr"] = Metric(float(self.schedulers[0].get_last_lr()[0]), reduce=Reduce.max)
         finite = bool(torch.isfinite(norm))
-        if not finite and (self.loss_scale is None or self._has_bad_loss(parts)):
+        if not finite and (self.loss_scale is None or any_bad_loss(parts, self.device)):
             raise explain_non_finite(norm, parameters, self.mesh.rank, _REMEDY)
         if finite:
             clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
@@ -210,10 +206,8 @@ class TrainEngine:
         """Accumulate the gradient of all micro-batches; the metrics of each real one."""
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
-        calls = [
-            self._call(batch, temperature, shape, with_entropy=sums is not None)
-            for batch in batches
-        ]
+        wide = sums is not None
+        calls = [self._call(batch, temperature, shape, with_entropy=wide) for batch in batches]
         parts: list[Metrics] = []
 
         def value_of(output: Tensor, i: int) -> Tensor:
@@ -232,13 +226,6 @@ class TrainEngine:
         else:
             self._accumulate(calls, value_of)
         return parts
-
-    def _has_bad_loss(self, parts: Sequence[Metrics]) -> bool:
-        """Whether any rank's loss is not finite, which no loss scale could cause; collective."""
-        losses = [float(part["train/loss"].value) for part in parts if "train/loss" in part]
-        bad = torch.tensor(float(not all(map(math.isfinite, losses))), device=self.device)
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return bool(bad)
 
     def _accumulate(self, calls: Sequence[Call], value_of: Callable[[Tensor, int], Tensor]) -> None:
         model = self.stages[0]

@@ -1,7 +1,14 @@
 """Dynamic loss scaling for float16 gradients."""
 
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
 from nemo_like.config.policy_schema import LossScaleConfig
 from nemo_like.errors import RunError
+from nemo_like.observe.metrics import Metrics
 
 
 class LossScale:
@@ -57,3 +64,11 @@ class LossScale:
         self.factor = state["factor"]
         self._good_steps = int(state["good_steps"])
         self.skipped_steps = int(state["skipped_steps"])
+
+
+def any_bad_loss(parts: Sequence[Metrics], device: torch.device) -> bool:
+    """Whether any rank's loss is not finite, which no loss scale could cause; collective."""
+    losses = [float(part["train/loss"].value) for part in parts if "train/loss" in part]
+    bad = torch.tensor(float(not all(map(math.isfinite, losses))), device=device)
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    return bool(bad)

@@ -1,0 +1,163 @@
+"""The mismatch report: numbers by hand and by numpy, the same however a step is divided."""
+
+import gc
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.losses.mismatch import MismatchSums
+from nemo_like.observe.metrics import merge, values
+
+CPU = torch.device("cpu")
+
+
+def batch_of(generation, mask=None):
+    """One row, all of whose tokens train unless ``mask`` says otherwise."""
+    n = len(generation)
+    return TensorBatch(
+        lengths=torch.tensor([n]),
+        tokens={
+            keys.LOSS_MASK: torch.ones(n, dtype=torch.bool) if mask is None else torch.tensor(mask),
+            keys.GENERATION_LOGPROBS: torch.as_tensor(generation),
+        },
+        rows={keys.SAMPLE_MASK: torch.tensor([True])},
+    )
+
+
+def report(*parts):
+    """Metrics of ``(policy logprobs, batch)`` pairs; the entropies are 1, 2, 3 ..."""
+    sums = MismatchSums(CPU)
+    for policy, batch in parts:
+        policy = torch.as_tensor(policy)
+        sums.add(policy, torch.arange(1.0, len(policy) + 1), batch)
+    return values(sums.metrics())
+
+
+def test_numbers_by_hand():
+    gaps = [math.log(1.5), -math.log(2), 0.0]
+    nan = math.nan
+    generation = torch.tensor([nan, *(-1.0 - gap for gap in gaps)])
+    numbers = report(([nan, -1.0, -1.0, -1.0], batch_of(generation, [False, True, True, True])))
+    weights = [1.5, 0.5, 1.0]
+    expected = {
+        "mismatch/mean_abs": (math.log(1.5) + math.log(2)) / 3,
+        "mismatch/max_abs": math.log(2),
+        "mismatch/mean_exp_abs": (1.5 + 2 + 1) / 3,
+        "mismatch/kl": sum(w - 1 - gap for w, gap in zip(weights, gaps, strict=True)) / 3,
+        "mismatch/effective_sample_size": 3**2 / (3 * (1.5**2 + 0.5**2 + 1)),
+        "policy/logprob": -1.0,
+        "policy/entropy": 3.0,
+    }
+    quantile = numbers.pop("mismatch/p999_abs")
+    assert numbers == pytest.approx(expected, rel=1e-6)
+    assert math.log(2) <= quantile < 1.03 * math.log(2)
+
+
+def test_equal_logprobs_have_no_gap_at_all():
+    numbers = report(([-1.0, -2.0], batch_of([-1.0, -2.0])))
+    assert [numbers[f"mismatch/{name}"] for name in ("mean_abs", "p999_abs", "max_abs")] == [0] * 3
+    assert numbers["mismatch/effective_sample_size"] == 1
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1e-2, 3.0])
+def test_the_quantile_is_numpys_to_the_width_of_a_bin(scale):
+    gaps = np.random.default_rng(0).exponential(scale, 100_000)
+    numbers = report((-1.0 - gaps, batch_of(np.full(len(gaps), -1.0))))
+    exact = np.quantile(gaps, 0.999, method="inverted_cdf")
+    assert exact * 0.999 <= numbers["mismatch/p999_abs"] <= exact * 1.03
+
+
+def test_a_step_in_parts_gives_the_report_of_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    policy, generation = torch.randn(2, 60, generator=generator)
+    whole = report((policy, batch_of(generation)))
+    cuts = [(0, 7), (7, 7), (7, 60)]
+    parts = report(*((policy[a:b], batch_of(generation[a:b])) for a, b in cuts))
+    whole.pop("policy/entropy"), parts.pop("policy/entropy")
+    assert parts == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gap_that_is_no_number_shows(bad):
+    numbers = report(([bad, -1.0], batch_of([-1.0, -1.0])), ([-1.0], batch_of([-1.0])))
+    assert not math.isfinite(numbers["mismatch/mean_abs"])
+    assert not math.isfinite(numbers["mismatch/max_abs"])
+
+
+@pytest.mark.parametrize("gap", [99.0, 250.0, math.inf, math.nan])
+def test_gaps_above_all_bins_are_in_the_last_one(gap):
+    assert report(([gap], batch_of([0.0])))["mismatch/p999_abs"] == pytest.approx(100)
+
+
+def test_the_kl_of_tiny_gaps_does_not_cancel():
+    generation = torch.tensor([0.0], dtype=torch.float64)
+    numbers = report((torch.tensor([1e-7], dtype=torch.float64), batch_of(generation)))
+    assert numbers["mismatch/kl"] == pytest.approx(1e-14 / 2, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("gap", [30.0, -30.0, math.inf, -math.inf])
+def test_the_kl_is_never_negative(gap):
+    assert report(([gap], batch_of([0.0])))["mismatch/kl"] > 0
+
+
+def test_weights_that_vanish_are_reported():
+    numbers = report(([-800.0], batch_of([0.0])))
+    assert numbers["mismatch/mean_abs"] == 800
+    assert math.isnan(numbers["mismatch/effective_sample_size"])
+
+
+def test_the_sums_keep_no_graph():
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    alive = weakref.ref(logprobs)
+    sums = MismatchSums(CPU)
+    sums.add(logprobs * 1, logprobs * 2, batch_of([-1.0]))
+    del logprobs
+    gc.collect()
+    assert alive() is None
+
+
+def test_nothing_measured_is_no_report():
+    assert MismatchSums(CPU).metrics() == {}
+
+
+def report_of_my_half():
+    """On rank 2, which has no tokens, and the halves of one step on ranks 0 and 1."""
+    rank = dist.get_rank()
+    policy, generation = torch.randn(2, 60, generator=torch.Generator().manual_seed(0))
+    sums = MismatchSums(CPU)
+    if rank < 2:
+        mine = slice(30 * rank, 30 * rank + 30)
+        sums.add(policy[mine], torch.ones(30), batch_of(generation[mine]))
+    sums.all_reduce()
+    return sums.metrics()
+
+
+def test_every_rank_has_the_report_of_all(pool):
+    reports = pool.run(3, "tests.test_mismatch:report_of_my_half")
+    policy, generation = torch.randn(2, 60, generator=torch.Generator().manual_seed(0))
+    sums = MismatchSums(CPU)
+    sums.add(policy, torch.ones(60), batch_of(generation))
+    assert all(values(one) == pytest.approx(values(sums.metrics())) for one in reports)
+    assert values(merge(reports)) == values(reports[0])
+
+
+def report_of_a_nan_on(bad_rank):
+    """Ranks with one token each, of which one has a gap of NaN."""
+    policy = torch.tensor([math.nan if dist.get_rank() == bad_rank else -2.0])
+    sums = MismatchSums(CPU)
+    sums.add(policy, torch.ones(1), batch_of([-1.0]))
+    sums.all_reduce()
+    return values(sums.metrics())
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_nan_of_any_rank_reaches_every_rank(bad_rank, pool):
+    for numbers in pool.run(2, "tests.test_mismatch:report_of_a_nan_on", bad_rank):
+        assert math.isnan(numbers["mismatch/mean_abs"])
+        assert math.isnan(numbers["mismatch/max_abs"])
