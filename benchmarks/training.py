@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoConfig, AutoModelForCausalLM
+from workloads import SHAPES
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
@@ -41,35 +42,6 @@ from nemo_like.observe.metrics import values
 from nemo_like.policy.engine import EngineSetup, TrainEngine
 
 PEAK_FLOPS = 989e12
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-1.5b": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "tie_word_embeddings": True,
-    },
-}
 _CHOICES: dict[str, Any] = {
     "dtype": Dtype,
     "activation_checkpointing": Checkpointing,

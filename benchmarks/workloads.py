@@ -7,6 +7,7 @@ imported where it is used.
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import re
 import shutil
 import struct
@@ -23,14 +24,34 @@ _SEED_STRIDE = 1_000_000
 _VALIDATION_SEED = 900_000_000
 
 RANDOM_QWEN = "qwen2.5-1.5b, random weights"
-QWEN_SHAPE = {  # as in training.py, whose imports have no place in a contender's process
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
 }
 ONE_GPU = (
     "cluster.gpus_per_node=1",
@@ -245,14 +266,25 @@ def _model(name: str, folder: Path) -> Path:
 
     if name != RANDOM_QWEN:
         return resolve_model(name)
-    model = folder / "model"
-    if not model.exists():
-        make_random_model(QWEN_SHAPE, model)
-    return model
+    return random_model("qwen2.5-1.5b", folder / "model")
 
 
-def make_random_model(shape: dict[str, Any], folder: Path) -> None:
-    """A Qwen2 folder with random bfloat16 weights, the same everywhere, and SmolLM2's tokenizer.
+def random_model(shape: str, folder: Path) -> Path:
+    """``make_random_model`` if ``folder`` is not there, in a process of its own.
+
+    Its hold on the GPU ends with it.
+    """
+    if not folder.exists():
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=make_random_model, args=(shape, folder))
+        child.start()
+        child.join()
+        assert child.exitcode == 0, child.exitcode
+    return folder
+
+
+def make_random_model(shape: str, folder: Path) -> None:
+    """A Qwen2 folder with random bfloat16 weights and SmolLM2's tokenizer.
 
     Written aside, then renamed: a folder that exists is complete.
     """
@@ -267,9 +299,10 @@ def make_random_model(shape: dict[str, Any], folder: Path) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = AutoConfig.for_model("qwen2", **shape, **ends, max_position_embeddings=4096)
+    config = AutoConfig.for_model("qwen2", **SHAPES[shape], **ends, max_position_embeddings=4096)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # seconds, not minutes
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.update(**ends)
     aside = folder.with_name(f"{folder.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)

@@ -98,6 +98,10 @@ def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:
             "cudagraph_capture_sizes": [*sizes, config.max_num_seqs],
         },
     }
+    if config.dtype != "float32":
+        # The trainer's logits are float32 too; rounded, one of 16 to 32 in bfloat16 is off by 1/16,
+        # and so is the distribution that is sampled from.
+        args["hf_overrides"] = {"head_dtype": "float32"}
     if config.kv_cache_bytes is not None:
         room = int(memory_bytes * config.gpu_memory_share) - WORKSPACE_BYTES - config.weight_bytes
         args["kv_cache_memory_bytes"] = max(1, min(config.kv_cache_bytes, room))

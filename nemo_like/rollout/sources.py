@@ -102,12 +102,12 @@ class SyncRolloutSource:
         self._check_grades(rows[keys.SAMPLE_MASK], results, f"validation at step {step}")
         return _batch_metrics("validation", rows, results)
 
-    def refit(self) -> None:
-        """Bring generation to the policy's weight version, if it is behind."""
-        if not self._sync.is_due:
-            return
-        with self._span("refit"):
-            self._refit_metrics = self._sync.give_to_generation()
+    def refit(self) -> Metrics:
+        """Bring generation to the policy's weight version; what that took, if it was behind."""
+        if self._sync.is_due:
+            with self._span("refit"):
+                self._refit_metrics = self._sync.give_to_generation()
+        return self._refit_metrics
 
     def _rollout(
         self, phase: str, step: int, rows: Sequence[Row], group_size: int, sampling: SamplingParams
