@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from workloads import SHAPES, engine_environment
+from workloads import SHAPES, engine_environment, random_model
 
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.setup import find_model, prepare, start
