@@ -18,6 +18,7 @@ from nemo_like.policy.engine import EngineSetup, TrainEngine
 from nemo_like.policy.shards import local_part
 from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.state import full_tensors, load_checkpoint, save_checkpoint
+from nemo_like.policy.warm_up import warm_up
 from tests.three_steps import LENGTHS, TEMPERATURE, denominators, make_loss, make_rows
 
 DEFAULTS: dict[str, Any] = {
@@ -66,6 +67,13 @@ def parameters(engine: TrainEngine) -> dict[str, torch.Tensor]:
 def train(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
     """Metrics of each step, final parameters."""
     engine = make_engine(model_path, config)
+    return [step(engine) for _ in range(num_steps)], parameters(engine)
+
+
+def train_warmed_up(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
+    """``train``, after a warm-up."""
+    engine = make_engine(model_path, config)
+    warm_up(engine)
     return [step(engine) for _ in range(num_steps)], parameters(engine)
 
 

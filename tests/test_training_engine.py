@@ -85,6 +85,19 @@ def test_every_optimizer_resumes_where_it_was(kind, pool, four_layers, tmp_path)
     assert largest_gap(resumed[0][1], straight[0][1]) == 0
 
 
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [[[2], ["fsdp"]], [[2], ["ddp"]], [[2], ["cp"]]],
+    ids=lambda mesh: mesh[1][0],
+)
+def test_a_warm_up_leaves_no_trace(mesh_shape, pool, four_layers):
+    arguments = (four_layers(), {"mesh_shape": mesh_shape}, 2)
+    cold = pool.run(2, f"{CASES}:train", *arguments)[-1]
+    warm = pool.run(2, f"{CASES}:train_warmed_up", *arguments)[-1]
+    assert warm[0] == cold[0]
+    assert largest_gap(warm[1], cold[1]) == 0
+
+
 def test_ddp_options_that_only_change_how_gradients_travel_change_no_number(pool, four_layers):
     path = four_layers()
     expected = pool.run(2, f"{CASES}:train", path, ddp(), 2)[0]

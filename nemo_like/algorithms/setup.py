@@ -153,6 +153,7 @@ def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack)
     stack.callback(generation.shutdown)
     rollout_setup = _rollout_setup(config, run, prepared, plan)
     with run.start_phase("workers"):
+        group.submit(RolloutWorker.preload, config.generation.backend)
         _check_folders(policy, generation, [str(run.dir / "config.yaml"), prepared.model_path])
         _start_workers(config, policy, generation, rollout_setup, plan)
     run.restore(policy, prepared.loader)
@@ -252,7 +253,7 @@ def _engine_config(config: GRPORunConfig, prepared: Prepared, plan: ResourcePlan
         sleep=sleep,
         engine_kwargs=dict(generation.engine_kwargs),
     )
-    if not plan.colocated and generation.num_engines_per_bundle == 1:
+    if plan.uses_gpus and not plan.colocated and generation.num_engines_per_bundle == 1:
         return engine
     try:
         shape = read_model_shape(Path(prepared.model_path))

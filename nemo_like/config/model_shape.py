@@ -15,8 +15,8 @@ _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim"),
 }
-KV_BLOCK_TOKENS = 16
-"""Tokens of a block of vLLM's KV cache on a GPU."""
+KV_BLOCK_TOKENS = 32
+"""Tokens of a block of vLLM's KV cache: ours on the CPU; a multiple of those on GPUs."""
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

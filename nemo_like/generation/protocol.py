@@ -83,8 +83,8 @@ class EngineConfig:
     weight_bytes: int = 0
     """The engine's weights on one GPU."""
     kv_cache_bytes: int | None = None
-    """KV cache that the run can use at most; None: as much as the share holds. Set where others use
-    the GPU at the same time, because vLLM would take their allocations for its own."""
+    """KV cache that the run can use at most. None: what the share holds; vLLM measures that, which
+    goes wrong where others use the GPU at the same time."""
     sleep: bool = False
     """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]

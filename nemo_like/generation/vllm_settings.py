@@ -32,7 +32,7 @@ OWNED_KEYS = (
 """Engine arguments that follow from the rest of the configuration or that exactness needs."""
 
 CPU_KV_CACHE_BYTES = 2**30
-"""KV cache of each rank on the CPU; by default vLLM takes nearly all memory of the machine."""
+"""Most KV cache of each rank on the CPU; by default vLLM takes nearly all memory."""
 CPU_BATCHED_TOKENS = 4096
 """Most tokens of one forward pass on the CPU, where the context does not ask for more."""
 CPU_BLOCK_TOKENS = 32
@@ -114,7 +114,9 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
     return {
         # Compiling takes half a minute and a C++ compiler.
         "enforce_eager": True,
-        "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+        "kv_cache_memory_bytes": min(
+            CPU_KV_CACHE_BYTES, config.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        ),
         "block_size": CPU_BLOCK_TOKENS,
         # A prompt that is prefilled in parts makes vLLM (0.26 to 0.32) rewind its request's
         # generator, which ends the engine: "CPU Generator does not use offset".

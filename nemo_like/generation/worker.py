@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nemo_like.config.choices import Backend
 from nemo_like.distributed.worker import Worker
@@ -10,15 +10,15 @@ from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, Li
 from nemo_like.weights.buckets import Bucket
 
 
-def make_engine(backend: Backend, config: EngineConfig) -> Engine:
+def engine_class(backend: Backend) -> Callable[[EngineConfig], Engine]:
     """The engine of a backend; only the one that is asked for is imported."""
     if backend is Backend.vllm:
         from nemo_like.generation.vllm_engine import VLLMEngine
 
-        return VLLMEngine(config)
+        return VLLMEngine
     from nemo_like.generation.hf_engine import HFEngine
 
-    return HFEngine(config)
+    return HFEngine
 
 
 class GenerationWorker(Worker):
@@ -26,10 +26,15 @@ class GenerationWorker(Worker):
 
     _engine: Engine | None = None
 
+    async def preload(self, backend: Backend) -> None:
+        """Import what the engine needs, while other things start."""
+        await asyncio.to_thread(engine_class, backend)
+
     async def start_engine(self, backend: Backend, config: EngineConfig) -> None:
         """Bring the engine up, without weights."""
         # In a thread: importing vLLM takes seconds, in which the event loop would answer nobody.
-        self._engine = await asyncio.to_thread(make_engine, backend, config)
+        make = await asyncio.to_thread(engine_class, backend)
+        self._engine = make(config)
         await self.engine.start()
 
     async def connect(

@@ -145,7 +145,7 @@ class TrainEngine:
         parameters = self.parameters
         with self.diagnostics.phase("backward"):
             sums = MismatchSums(self.device) if on_policy else None
-            parts = self._backward(micro_batches, loss, denominators, temperature, sums)
+            parts = self.backward(micro_batches, loss, denominators, temperature, sums)
             self._shared.complete_gradients()
             norm = gradient_norm(
                 parameters,
@@ -171,7 +171,7 @@ class TrainEngine:
             clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
             with self.diagnostics.phase("optimizer"):
                 self._optimizer_step()
-        self._zero_gradients()
+        self.zero_gradients()
         if not self._drifting:
             self.diagnostics.check_parameters(parameters)
         metrics |= self.diagnostics.pop()
@@ -195,7 +195,7 @@ class TrainEngine:
     def _load(self) -> tuple[list[LogprobModel], set[str]]:
         return load_stages(self.setup.model_path, self.config, self.mesh, self.device)
 
-    def _backward(
+    def backward(
         self,
         micro_batches: MicroBatches,
         loss: Loss,
@@ -203,7 +203,7 @@ class TrainEngine:
         temperature: float,
         sums: MismatchSums | None,
     ) -> list[Metrics]:
-        """Accumulate the gradient of all micro-batches; the metrics of each real one."""
+        """Accumulate the gradient, and ``sums``; the metrics of each real micro-batch."""
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
         wide = sums is not None
@@ -255,7 +255,8 @@ class TrainEngine:
         if self._drifting and self.num_steps % self.mesh.parallel.ddp.average_every_steps == 0:
             self.synchronize()
 
-    def _zero_gradients(self) -> None:
+    def zero_gradients(self) -> None:
+        """Forget what was accumulated."""
         for parameter in self.parameters.values():
             parameter.grad = None
 

@@ -3,6 +3,7 @@
 Legend: ``B`` rows, ``N`` their tokens end to end, ``T`` the longest row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,18 +81,22 @@ def model_inputs(
     return _padded(batch, targets, shape, num_outputs)
 
 
+def made_up_rows(lengths: Sequence[int], device: torch.device | str) -> TensorBatch:
+    """Rows of zeros, all of whose tokens are targets but each first one."""
+    batch = TensorBatch(lengths=torch.tensor(lengths, device=device))
+    ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[batch.starts] = False
+    batch.tokens = {keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
+    return batch
+
+
 def empty_batch(device: torch.device | str) -> TensorBatch:
     """One row of two tokens: what a rank feeds when others have a micro-batch more.
 
     It has one target, so that its pass reaches every parameter; its loss is taken times zero.
     """
-    return TensorBatch(
-        lengths=torch.tensor([2], device=device),
-        tokens={
-            keys.INPUT_IDS: torch.zeros(2, dtype=torch.int64, device=device),
-            keys.LOSS_MASK: torch.tensor([False, True], device=device),
-        },
-    )
+    return made_up_rows([2], device)
 
 
 def _packed(

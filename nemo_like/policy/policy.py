@@ -64,11 +64,12 @@ class Policy:
         )
 
     def start(self) -> None:
-        """Load the model on every rank."""
+        """Load the model on every rank, and compile it."""
         group = self.group.waiting(self._start_timeout_s)
         port = group.call_rank(0, PolicyWorker.open_store)
         address = group.contexts[0].address
         group.call(PolicyWorker.start, self._setup, address, port)
+        group.call(PolicyWorker.warm_up)
 
     def logprobs(self, batch: RemoteBatch, *, with_policy: bool = True) -> Metrics:
         """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference."""

@@ -30,6 +30,7 @@ from nemo_like.policy.state import (
     load_checkpoint,
     save_checkpoint,
 )
+from nemo_like.policy.warm_up import warm_up
 from nemo_like.weights.broadcast import BroadcastSender
 from nemo_like.weights.buckets import Bucket, plan_buckets
 from nemo_like.weights.ipc import IpcAddress, IpcSender
@@ -147,6 +148,11 @@ class PolicyWorker(Worker):
             ),
             self._device,
         )
+
+    def warm_up(self) -> None:
+        """Compile before the first step, if anything is compiled; collective."""
+        if self._config.compile:
+            warm_up(self._engine)
 
     def logprobs(self, shard: Shard, with_policy: bool) -> tuple[ObjectRef | None, Metrics]:
         """Logprobs of the policy (``with_policy``) and of the reference, if there is one.
