@@ -93,10 +93,13 @@ def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
     assert list((tmp_path / "run" / "wandb").iterdir())
 
 
-def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(tmp_path, tiny_model):
+def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_two_ranks_of_vllm(tmp_path, tiny_model):
     code, output = run(
         tmp_path,
         *SMALL,
+        "cluster.cpu_workers_per_node=2",
+        "cluster.cpus_per_worker=0.5",
+        "generation.tensor_parallel_size=2",
         f"policy.model={tiny_model('llama', True)}",
         "policy.dtype=bfloat16",
         "run.dir=run",
@@ -107,6 +110,8 @@ def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(tmp_path, tiny_m
     assert code == 0, output
     steps = records(tmp_path / "run")
     assert all(steps[step]["mismatch/mean_abs"] < 2e-2 for step in range(1, 6))
+    # The siblings of a group share their prompt, but for its last block.
+    assert all(steps[step]["rollout/cached_prompt_share"] > 0.3 for step in range(1, 6))
 
 
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):

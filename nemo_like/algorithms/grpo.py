@@ -55,6 +55,8 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
     reuse = config.grpo.reuse_logprobs
     masks = config.mismatch.action is MismatchAction.mask
     loss = ClippedPGLoss(config.loss, max_mean_gap(config) if masks else None)
+    if reuse:
+        logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
     for step in run.steps(policy, setup.loader, rollouts):
         setup.meter.pop()  # what a validation before this step came to
         batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale

@@ -64,6 +64,8 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     """Version of the weights when the request was accepted."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed, because a sibling's were."""
 
 
 @dataclass(frozen=True, kw_only=True)

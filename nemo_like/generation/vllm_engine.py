@@ -18,7 +18,8 @@ import psutil
 import torch
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.outputs import CompletionOutput
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -100,7 +101,7 @@ class VLLMEngine:
             output = await self._sample(llm, request, max_new_tokens)
         finally:
             self._num_running -= 1
-        return _completion(output, request.request_id, version)
+        return _completion(output, version)
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Check what will come, then connect every rank to its sender."""
@@ -162,7 +163,7 @@ class VLLMEngine:
 
     async def _sample(
         self, llm: AsyncLLM, request: GenerationRequest, max_new_tokens: int
-    ) -> CompletionOutput:
+    ) -> RequestOutput:
         outputs = llm.generate(
             # Rendered form: a raw prompt would pass through vLLM's tokenizer thread for nothing.
             {"type": "token", "prompt_token_ids": request.prompt_ids},
@@ -172,7 +173,7 @@ class VLLMEngine:
         try:
             async for output in outputs:
                 if output.finished:
-                    return output.outputs[0]
+                    return output
         except Exception as error:  # The boundary to vLLM, whose error types change by version.
             raise self._failure(f"request {request.request_id}", error) from None
         raise RunError(f"vLLM ended request {request.request_id} without a completion.")
@@ -238,31 +239,31 @@ def _sampling_params(
         # The ids above are all that ends a completion, whatever the model folder says.
         ignore_eos=True,
         logprobs=0,  # Of the sampled token alone.
+        flat_logprobs=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _completion(output: CompletionOutput, request_id: str, version: int) -> Completion:
+def _completion(output: RequestOutput, version: int) -> Completion:
     """Translate vLLM's output; RunError if it was aborted or failed."""
-    if output.finish_reason not in FinishReason.__members__:
+    (sampled,) = output.outputs
+    if sampled.finish_reason not in FinishReason.__members__:
         raise RunError(
-            f"vLLM ended request {request_id} for the reason {output.finish_reason!r} "
-            f"({output.stop_reason!r})."
+            f"vLLM ended request {output.request_id} for the reason {sampled.finish_reason!r} "
+            f"({sampled.stop_reason!r})."
         )
-    token_ids = list(output.token_ids)
-    assert output.logprobs is not None
-    logprobs = []
-    for token_id, entry in zip(token_ids, output.logprobs, strict=True):
-        assert entry is not None
-        # An entry may hold more probable tokens first, so look the sampled one up by its id.
-        logprobs.append(entry[token_id].logprob)
+    token_ids = list(sampled.token_ids)
+    # One entry a token: with any more, the first would be the sampled one's, and not the likeliest.
+    assert isinstance(sampled.logprobs, FlatLogprobs)
+    assert sampled.logprobs.token_ids == token_ids
     return Completion(
         token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=FinishReason(output.finish_reason),
+        logprobs=sampled.logprobs.logprobs,
+        finish_reason=FinishReason(sampled.finish_reason),
         weight_version=version,
+        num_cached_tokens=output.num_cached_tokens or 0,
     )
 
 

@@ -4,7 +4,6 @@ Stock, every token of every sequence is sent from the engine's process to ours a
 itself, though callers wait for whole completions: half of the time of a step at 512 sequences.
 """
 
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -17,20 +16,20 @@ from vllm.v1.outputs import LogprobsLists
 class WholeCompletions(AsyncScheduler):
     """Holds the tokens of a request back until it ends, unless someone reads them earlier.
 
-    Stop strings are found by the reader, so that requests with any are left alone.
+    Stop strings are found by the reader, so that requests with any are left alone; so are those
+    that ask for logprobs of other tokens than the sampled ones.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: dict[str, list[EngineCoreOutput]] = defaultdict(list)
+        self._held: dict[str, _Held] = {}
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """See vLLM's ``Scheduler``."""
         by_client = super().update_from_output(*args, **kwargs)
         for client, message in list(by_client.items()):
-            message.outputs = [whole for one in message.outputs if (whole := self._take(one))]
-            has_news = message.outputs or message.finished_requests or message.scheduler_stats
-            if not has_news:
+            message.outputs = [one for one in message.outputs if self._is_due(one)]
+            if not (message.outputs or message.finished_requests or message.scheduler_stats):
                 del by_client[client]
         return by_client
 
@@ -40,30 +39,51 @@ class WholeCompletions(AsyncScheduler):
             self._held.pop(request_id, None)
         return super().finish_requests(request_ids, *args, **kwargs)
 
-    def _take(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """The output to send for this one: itself, the whole completion, or nothing yet."""
+    def _is_due(self, output: EngineCoreOutput) -> bool:
+        """Whether to send ``output`` now: as it is, or with all that was held back."""
+        held = self._held.get(output.request_id)
         if output.finish_reason is not None:
-            parts = self._held.pop(output.request_id, [])
-            return _joined([*parts, output]) if parts else output
-        params = self.requests[output.request_id].sampling_params
-        if params is None or params.stop or params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            return output
-        self._held[output.request_id].append(output)
-        return None
+            if held is not None:
+                del self._held[output.request_id]
+                held.add(output)
+                held.fill(output)
+            return True
+        if held is None:
+            params = self.requests[output.request_id].sampling_params
+            if (
+                params is None
+                or params.stop
+                or params.logprobs
+                or params.output_kind is not RequestOutputKind.FINAL_ONLY
+            ):
+                return True
+            held = self._held[output.request_id] = _Held(output)
+        held.add(output)
+        return False
 
 
-def _joined(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """The last output, with the tokens and logprobs of all."""
-    last = parts[-1]
-    last.new_token_ids = [token_id for part in parts for token_id in part.new_token_ids]
-    last.prefill_stats = parts[0].prefill_stats
-    logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
-    if logprobs:
-        ids, values, ranks = zip(*(one[:3] for one in logprobs), strict=True)
-        last.new_logprobs = LogprobsLists(
-            np.concatenate(ids), np.concatenate(values), np.concatenate(ranks)
-        )
-    return last
+class _Held:
+    """What a request has so far, in plain lists: thousands of small arrays would slow down Python's
+    garbage collector, step by step."""
+
+    def __init__(self, first: EngineCoreOutput) -> None:
+        self._prefill_stats = first.prefill_stats
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] | None = None if first.new_logprobs is None else []
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self._token_ids += output.new_token_ids
+        if self._logprobs is not None and output.new_logprobs is not None:
+            self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+
+    def fill(self, output: EngineCoreOutput) -> None:
+        """Make ``output`` the whole completion."""
+        output.new_token_ids = self._token_ids
+        output.prefill_stats = self._prefill_stats
+        if self._logprobs is not None:
+            ids = np.array(self._token_ids)[:, None]
+            logprobs = np.array(self._logprobs, dtype=np.float32)[:, None]
+            output.new_logprobs = LogprobsLists(ids, logprobs, np.zeros(len(ids), dtype=np.int64))
 
 
 def _as_list(request_ids: Any) -> list[str]:

@@ -51,7 +51,7 @@ class RolloutResult:
     lengths: Tensor
     rows: dict[str, Tensor]
     metrics: Metrics
-    """What the environment reported, averaged over the rows that have it."""
+    """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
     """Grading failures by message; only the most frequent ones."""
 
@@ -102,7 +102,7 @@ class RolloutWorker(GenerationWorker):
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
             rows=collate_rows(trajectories),
-            metrics=merge([_grade_metrics(t) for t in trajectories]),
+            metrics=merge([_metrics(t) for t in trajectories]),
             errors=dict(errors.most_common(_MAX_ERRORS)),
         )
 
@@ -132,5 +132,8 @@ class RolloutWorker(GenerationWorker):
                 )
 
 
-def _grade_metrics(trajectory: Trajectory) -> Metrics:
-    return {name: Metric(value) for name, value in trajectory.grade.metrics.items()}
+def _metrics(trajectory: Trajectory) -> Metrics:
+    graded = {name: Metric(value) for name, value in trajectory.grade.metrics.items()}
+    prompt = len(trajectory.prompt_ids)
+    cached = trajectory.completion.num_cached_tokens / prompt
+    return graded | {"cached_prompt_share": Metric(cached, weight=prompt)}
