@@ -237,6 +237,7 @@ def _engine_config(config: GRPORunConfig, prepared: Prepared, plan: ResourcePlan
     """One replica's engine, as large as a step's completions need."""
     generation = config.generation
     prompts = math.ceil(config.grpo.num_prompts_per_step / len(plan.generation))
+    most = min(_MOST_SEQUENCES, prompts * config.grpo.num_generations_per_prompt)
     sleep = generation.sleep and plan.uses_gpus and plan.colocated
     share = _GPU_SHARE_SEPARATE
     if plan.colocated:
@@ -246,7 +247,7 @@ def _engine_config(config: GRPORunConfig, prepared: Prepared, plan: ResourcePlan
         dtype=config.policy.dtype.value,
         seed=config.run.seed,
         max_model_len=prepared.max_model_len,
-        max_num_seqs=min(_MOST_SEQUENCES, prompts * config.grpo.num_generations_per_prompt),
+        max_num_seqs=generation.engine_kwargs.get("max_num_seqs", most),
         tensor_parallel_size=generation.tensor_parallel_size,
         device="cuda" if plan.uses_gpus else "cpu",
         gpu_memory_share=share / generation.num_engines_per_bundle,

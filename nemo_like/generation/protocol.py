@@ -81,7 +81,7 @@ class EngineConfig:
     device: str = "cpu"
     """``cpu`` or ``cuda``; the worker has set CUDA_VISIBLE_DEVICES before the engine starts."""
     gpu_memory_share: float = 0.85
-    """Most of a GPU's memory that the engine takes."""
+    """Most of a GPU's memory that the engine takes (vLLM's ``gpu_memory_utilization``)."""
     weight_bytes: int = 0
     """The engine's weights on one GPU."""
     kv_cache_bytes: int | None = None

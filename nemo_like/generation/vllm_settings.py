@@ -84,10 +84,11 @@ def engine_args(
     }
     if config.device == "cpu":
         return args | _cpu_args(config) | config.engine_kwargs
-    return args | _gpu_args(config, gpu_memory_bytes) | config.engine_kwargs
+    return args | _gpu_args(config, gpu_memory_bytes)
 
 
 def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:
+    """The user's ``engine_kwargs`` included."""
     sizes = [size for size in GRAPH_SIZES if size < config.max_num_seqs]
     args: dict[str, Any] = {
         "enable_sleep_mode": config.sleep,
@@ -102,9 +103,12 @@ def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:
         # The trainer's logits are float32 too; rounded, one of 16 to 32 in bfloat16 is off by 1/16,
         # and so is the distribution that is sampled from.
         args["hf_overrides"] = {"head_dtype": "float32"}
-    if config.kv_cache_bytes is not None:
-        room = int(memory_bytes * config.gpu_memory_share) - WORKSPACE_BYTES - config.weight_bytes
+    args |= config.engine_kwargs
+    if config.kv_cache_bytes is not None and "kv_cache_memory_bytes" not in args:
+        share = int(memory_bytes * args["gpu_memory_utilization"])
+        room = share - WORKSPACE_BYTES - config.weight_bytes
         args["kv_cache_memory_bytes"] = max(1, min(config.kv_cache_bytes, room))
+    if "kv_cache_memory_bytes" in args:
         # Of no further effect then, but compared with what is free, which others are changing.
         args["gpu_memory_utilization"] = 0.01
     return args

@@ -1,0 +1,75 @@
+"""What a vLLM engine is started with, as arithmetic: no engine, no GPU."""
+
+import pytest
+
+from nemo_like.config.model_shape import ModelShape, kv_bytes_per_sequence
+from nemo_like.errors import UserError
+from nemo_like.generation.protocol import EngineConfig
+from nemo_like.generation.vllm_settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
+
+GIB = 2**30
+GPU_BYTES = 80 * GIB
+KNOWN = ("max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization", "logprobs_mode")
+
+
+def args_of(**changes):
+    config = {
+        "model_path": "model",
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_model_len": 1000,
+        "max_num_seqs": 100,
+        "device": "cuda",
+        "gpu_memory_share": 0.5,
+        "weight_bytes": 3 * GIB,
+        "kv_cache_bytes": 10 * GIB,
+        "engine_kwargs": {},
+    }
+    return engine_args(EngineConfig(**config | changes), KNOWN, GPU_BYTES)
+
+
+def test_the_kv_cache_of_a_sequence_by_hand():
+    qwen = ModelShape(
+        layers=28, hidden=1536, intermediate=8960, heads=12, kv_heads=2, head_dim=128, vocab=151936,
+        tied=True,
+    )  # fmt: skip
+    # 562 tokens are 18 blocks of 32, and one is to spare; keys and values of two heads, two bytes.
+    assert kv_bytes_per_sequence(qwen, 562, 2, 1) == 19 * 32 * 28 * 2 * 2 * 128 * 2
+    assert kv_bytes_per_sequence(qwen, 562, 2, 2) == 19 * 32 * 28 * 2 * 1 * 128 * 2
+    assert kv_bytes_per_sequence(qwen, 562, 2, 4) == 19 * 32 * 28 * 2 * 1 * 128 * 2
+
+
+def test_the_kv_cache_is_what_the_step_needs_within_the_share():
+    assert args_of()["kv_cache_memory_bytes"] == 10 * GIB
+    room = 40 * GIB - WORKSPACE_BYTES - 3 * GIB
+    assert args_of(kv_cache_bytes=50 * GIB)["kv_cache_memory_bytes"] == room
+    kwargs = {"gpu_memory_utilization": 0.25}
+    small = args_of(kv_cache_bytes=50 * GIB, engine_kwargs=kwargs)
+    assert small["kv_cache_memory_bytes"] == room - 20 * GIB
+
+
+def test_an_engine_with_a_gpu_to_itself_measures():
+    args = args_of(kv_cache_bytes=None)
+    assert "kv_cache_memory_bytes" not in args
+    assert args["gpu_memory_utilization"] == 0.5
+
+
+def test_the_users_own_size_of_the_kv_cache_is_kept():
+    args = args_of(engine_kwargs={"kv_cache_memory_bytes": 7})
+    assert args["kv_cache_memory_bytes"] == 7
+    on_cpu = {"device": "cpu", "kv_cache_bytes": None}
+    assert args_of(**on_cpu)["kv_cache_memory_bytes"] == CPU_KV_CACHE_BYTES
+    assert args_of(**on_cpu | {"kv_cache_bytes": 5})["kv_cache_memory_bytes"] == 5
+
+
+@pytest.mark.parametrize(("most", "last"), [(100, [96, 100]), (128, [96, 128]), (1, [1])])
+def test_graphs_are_captured_up_to_the_most_sequences(most, last):
+    sizes = args_of(max_num_seqs=most)["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes[-2:] == last
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("key", ["logprobs_mode", "max_num_seq"])
+def test_arguments_that_are_ours_or_unknown_are_refused(key):
+    with pytest.raises(UserError, match=f"engine_kwargs.{key} "):
+        args_of(engine_kwargs={key: 1})
