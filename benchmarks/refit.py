@@ -69,6 +69,7 @@ def measure(model: Path, times: int, overrides: list[str]) -> dict[str, Any]:
     with Run(config, "refit") as run, ExitStack() as stack:
         setup = start(config, run, prepare(config, find_model(config)), stack)
         for _ in range(times):
+            setup.rollouts.sync.give_to_policy()
             setup.policy.weight_version += 1
             begin = time.monotonic()
             metrics = setup.rollouts.refit()

@@ -104,6 +104,9 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
         ("data.train=no.jsonl", "data.train=no.jsonl: no such file"),
         ("policy.model=/no/such", "policy.model=/no/such: no such folder"),
         ("cluster.num_generation_workers=1", "needs at least two workers"),
+        ("refit.transport=disk", "must be one of ipc, broadcast"),
+        ("loss.importance_cap=0", "loss.importance_cap=0.0 must be a finite number above 0"),
+        ("mismatch.max_mean_abs=0", "mismatch.max_mean_abs=0.0 must be a finite number above 0"),
     ],
 )
 def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
@@ -114,6 +117,8 @@ def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
     ("override", "why"),
     [
         ("loss.kl_estimator=k1", "loss.kl_coef is 0"),
+        ("loss.importance_floor=0.1", "only loss.importance=mask has a lower bound"),
+        ("generation.sleep=false", "policy and generation share no GPU"),
         ("policy.scheduler.min_lr_ratio=0.5", "a constant schedule has no minimum"),
         ("policy.attention=eager", "packed rows have their own attention"),
         ("policy.optimizer.momentum=0.5", "only policy.optimizer.kind=sgd and muon have it"),
@@ -454,3 +459,42 @@ def test_a_head_without_gpus_is_no_obstacle():
 def test_two_small_nodes_fit_into_one_large_one():
     plan = plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=4), 1)
     check_fits(plan, nodes({"CPU": 64.0, "GPU": 8.0}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (
+                "cluster.cpu_workers_per_node=2",
+                "cluster.num_generation_workers=1",
+                "refit.transport=ipc",
+            ),
+            "refit.transport=ipc needs policy and generation in the same bundles",
+        ),
+        (("cluster.gpus_per_node=1", "refit.transport=broadcast"), "its sender's own GPU"),
+        (
+            (
+                "cluster.gpus_per_node=2",
+                "cluster.num_generation_workers=1",
+                "generation.num_engines_per_bundle=2",
+            ),
+            "generation.num_engines_per_bundle must be 1",
+        ),
+        (
+            (
+                "cluster.cpu_workers_per_node=2",
+                "generation.tensor_parallel_size=2",
+                "generation.num_engines_per_bundle=2",
+            ),
+            "set one of them to 1",
+        ),
+        (
+            ("loss.importance=mask", "loss.importance_floor=3"),
+            "loss.importance_floor=3 must be below loss.importance_cap=2",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_placements_and_weights_that_cannot_work_are_refused(overrides, message):
+    assert message in refusal(*overrides)

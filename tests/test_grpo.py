@@ -196,7 +196,7 @@ def test_a_logprob_pass_of_its_own_changes_nothing(tmp_path, straight):
 
 @pytest.mark.parametrize("reuse", [True, False])
 def test_a_gap_above_the_limit_stops_the_run_before_the_step(tmp_path, reuse):
-    overrides = [f"grpo.reuse_logprobs={str(reuse).lower()}", "run.self_check=false"]
+    overrides = [f"grpo.reuse_logprobs={str(reuse).lower()}"]
     with pytest.raises(RunError, match=r"mismatch/mean_abs=.* limit 1e-12.*mismatch.action=stop"):
         run(tmp_path, *overrides, "mismatch.action=stop", "mismatch.max_mean_abs=1e-12")
     assert list(records(tmp_path)) == [0]

@@ -12,7 +12,7 @@ GPU_BYTES = 80 * GIB
 KNOWN = ("max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization", "logprobs_mode")
 
 
-def args_of(**changes):
+def config_of(**changes):
     config = {
         "model_path": "model",
         "dtype": "bfloat16",
@@ -25,7 +25,11 @@ def args_of(**changes):
         "kv_cache_bytes": 10 * GIB,
         "engine_kwargs": {},
     }
-    return engine_args(EngineConfig(**config | changes), KNOWN, GPU_BYTES)
+    return EngineConfig(**config | changes)
+
+
+def args_of(**changes):
+    return engine_args(config_of(**changes), KNOWN, GPU_BYTES)
 
 
 def test_the_kv_cache_of_a_sequence_by_hand():
@@ -46,6 +50,19 @@ def test_the_kv_cache_is_what_the_step_needs_within_the_share():
     kwargs = {"gpu_memory_utilization": 0.25}
     small = args_of(kv_cache_bytes=50 * GIB, engine_kwargs=kwargs)
     assert small["kv_cache_memory_bytes"] == room - 20 * GIB
+
+
+def test_a_share_without_room_for_one_sequence_is_refused():
+    with pytest.raises(UserError, match=r"24.0 GiB .* beside 30.0 GiB of weights; set generation"):
+        args_of(gpu_memory_share=0.3, weight_bytes=30 * GIB)
+
+
+def test_nested_engine_kwargs_join_ours():
+    kwargs = {"compilation_config": {"mode": 0}, "hf_overrides": {"rope_theta": 1}}
+    args = engine_args(config_of(engine_kwargs=kwargs), (*KNOWN, *kwargs), GPU_BYTES)
+    assert args["hf_overrides"] == {"head_dtype": "float32", "rope_theta": 1}
+    assert args["compilation_config"]["mode"] == 0
+    assert args["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
 
 
 def test_an_engine_with_a_gpu_to_itself_measures():
@@ -69,7 +86,7 @@ def test_graphs_are_captured_up_to_the_most_sequences(most, last):
     assert sizes == sorted(set(sizes))
 
 
-@pytest.mark.parametrize("key", ["logprobs_mode", "max_num_seq"])
+@pytest.mark.parametrize("key", ["logprobs_mode", "data_parallel_size", "max_num_seq"])
 def test_arguments_that_are_ours_or_unknown_are_refused(key):
     with pytest.raises(UserError, match=f"engine_kwargs.{key} "):
         args_of(engine_kwargs={key: 1})

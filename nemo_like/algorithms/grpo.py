@@ -74,7 +74,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
         if not reuse or config.loss.kl_coef > 0:
             with run.span("logprobs"):
                 metrics |= policy.logprobs(batch, with_policy=not reuse)
-        if check is not None and not reuse:
+        if not reuse:
             check(metrics)
         with run.span("train"):
             metrics |= policy.train(batch, loss, on_policy=reuse, check=check if reuse else None)

@@ -52,39 +52,49 @@ def check_seeds(batch: RemoteBatch) -> None:
 
 
 @dataclass(frozen=True)
-class GapCheck:
-    """Raises RunError if engine and policy disagree by more than the limits; runs in workers."""
+class GapLimit:
+    """Most that a metric may be, and what to do where it is more."""
 
-    limits: dict[str, float]
-    """Metric -> most that it may be."""
+    metric: str
+    limit: float
     remedy: str
+
+
+@dataclass(frozen=True)
+class GapCheck:
+    """Raises RunError if engine and policy disagree by more than a limit; runs in workers."""
+
+    limits: tuple[GapLimit, ...]
 
     def __call__(self, metrics: Metrics) -> None:
         """Look at the metrics of a step."""
-        for name, limit in self.limits.items():
-            if (gap := metrics.get(name)) is not None and not gap.value <= limit:
+        for each in self.limits:
+            gap = metrics.get(each.metric)
+            if gap is not None and not gap.value <= each.limit:
                 raise RunError(
                     "The logprobs of generation and policy differ too much "
-                    f"({name}={gap.value:.3g}, limit {limit:.3g}). {self.remedy}"
+                    f"({each.metric}={gap.value:.3g}, limit {each.limit:.3g}). {each.remedy}"
                 )
 
 
-def gap_check(config: GRPORunConfig, num_made: int) -> GapCheck | None:
+def gap_check(config: GRPORunConfig, num_made: int) -> GapCheck:
     """What the ``num_made``-th step of an execution must pass before its optimizer step."""
-    dtype = config.policy.dtype
+    limits: list[GapLimit] = []
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
-        return GapCheck(
-            {"mismatch/mean_abs": MAX_MEAN_GAP[dtype], "mismatch/max_abs": MAX_GAP[dtype]},
+        remedy = (
             "Self-check failed: either the refit is wrong or the engine computes this model in "
-            "another way; run.self_check=false goes on regardless.",
+            "another way; run.self_check=false goes on regardless."
         )
+        dtype = config.policy.dtype
+        limits.append(GapLimit("mismatch/mean_abs", MAX_MEAN_GAP[dtype], remedy))
+        limits.append(GapLimit("mismatch/max_abs", MAX_GAP[dtype], remedy))
     if config.mismatch.action is MismatchAction.stop:
-        return GapCheck(
-            {"mismatch/mean_abs": max_mean_gap(config)},
+        remedy = (
             "mismatch.action=stop ended the run before the optimizer step; continue from the last "
-            "checkpoint with run.resume=true, or raise mismatch.max_mean_abs.",
+            "checkpoint with run.resume=true, or raise mismatch.max_mean_abs."
         )
-    return None
+        limits.append(GapLimit("mismatch/mean_abs", max_mean_gap(config), remedy))
+    return GapCheck(tuple(limits))
 
 
 def max_mean_gap(config: GRPORunConfig) -> float:

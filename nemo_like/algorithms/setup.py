@@ -13,6 +13,7 @@ import torch
 
 from nemo_like.algorithms.run import Run
 from nemo_like.config.checks import has_validation
+from nemo_like.config.choices import Backend
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import kv_bytes_per_sequence, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
@@ -239,6 +240,7 @@ def _engine_config(config: GRPORunConfig, prepared: Prepared, plan: ResourcePlan
     prompts = math.ceil(config.grpo.num_prompts_per_step / len(plan.generation))
     most = min(_MOST_SEQUENCES, prompts * config.grpo.num_generations_per_prompt)
     sleep = generation.sleep and plan.uses_gpus and plan.colocated
+    sleep = sleep and generation.backend is Backend.vllm
     share = _GPU_SHARE_SEPARATE
     if plan.colocated:
         share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE

@@ -7,7 +7,7 @@ the model's config.json in ``model_checks.py``.
 
 from nemo_like.config.choices import Backend, ImportanceCorrection, WandbMode
 from nemo_like.config.file_checks import REASONING_GYM, check_files
-from nemo_like.config.plan import plan_run
+from nemo_like.config.plan import plan_run, refit_transport
 from nemo_like.config.policy_checks import check_policy
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.schema import GRPORunConfig
@@ -65,6 +65,7 @@ def check(config: GRPORunConfig) -> None:
     _check_sizes(config)
     check_policy(config)
     _check_averaging(config)
+    _check_importance(config)
     check_files(config)
 
 
@@ -74,6 +75,15 @@ def _check_averaging(config: GRPORunConfig) -> None:
         raise UserError(
             f"policy.parallel.ddp.average_every_steps={steps} would have no effect in GRPO: every "
             "step moves weights to generation, which averages them; set it to 1."
+        )
+
+
+def _check_importance(config: GRPORunConfig) -> None:
+    floor, cap = config.loss.importance_floor, config.loss.importance_cap
+    if floor >= cap:
+        raise UserError(
+            f"loss.importance_floor={floor:g} must be below loss.importance_cap={cap:g}: no weight "
+            "lies between them, and nothing would train."
         )
 
 
@@ -172,6 +182,7 @@ def _check_sizes(config: GRPORunConfig) -> None:
             "plus the length of your prompts."
         )
     plan = plan_run(config)
+    refit_transport(config.refit, plan)
     if config.grpo.num_prompts_per_step < len(plan.generation):
         raise UserError(
             f"grpo.num_prompts_per_step={config.grpo.num_prompts_per_step} leaves some of the "

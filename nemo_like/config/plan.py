@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_like.config.schema import ClusterConfig, GRPORunConfig
+from nemo_like.config.choices import Transport
+from nemo_like.config.schema import ClusterConfig, GRPORunConfig, RefitConfig
 from nemo_like.errors import UserError
 
 
@@ -99,6 +100,31 @@ def plan_run(config: GRPORunConfig) -> ResourcePlan:
     return plan_resources(
         config.cluster, generation.tensor_parallel_size, generation.num_engines_per_bundle
     )
+
+
+def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:
+    """The configured transport, or the one that fits the placement.
+
+    Raises UserError for one that can't work there.
+    """
+    if plan.colocated:
+        if config.transport is Transport.broadcast and plan.uses_gpus:
+            raise UserError(
+                "refit.transport=broadcast cannot serve an engine on its sender's own GPU, which "
+                "NCCL refuses; use ipc, or leave it null."
+            )
+        return config.transport or Transport.ipc
+    if config.transport is Transport.ipc:
+        raise UserError(
+            "refit.transport=ipc needs policy and generation in the same bundles, and "
+            "cluster.num_generation_workers sets bundles apart; use broadcast, or leave it null."
+        )
+    if plan.uses_gpus and len(set(plan.generation)) < len(plan.generation):
+        raise UserError(
+            "generation.num_engines_per_bundle must be 1 where cluster.num_generation_workers sets "
+            "GPUs apart: weights are broadcast there, and NCCL refuses two engines on one GPU."
+        )
+    return Transport.broadcast
 
 
 def _check_replicas(engines: Sequence[int], per_node: int, size: int) -> None:

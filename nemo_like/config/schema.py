@@ -142,7 +142,8 @@ class RefitConfig:
     mapped memory on the CPU); ``broadcast``: policy rank 0 sends to all engines (NCCL; gloo on the
     CPU). None: ``ipc`` where both sides share bundles, else ``broadcast``."""
     bucket_mib: int = 512
-    """Most MiB of tensors in one bucket (a larger tensor gets its own); two exist at a time."""
+    """Most MiB of tensors in one bucket (a larger tensor gets its own). A sender holds three: two
+    on their way and one that is gathered."""
 
 
 DEFAULT_TASKS: dict[str, dict[str, Any]] = {

@@ -24,6 +24,8 @@ R = TypeVar("R")
 
 _PROGRESS_EVERY_S = 60.0
 _LOG_TAIL_LINES = 12
+_ECHO_S = 2.0
+"""Ray reports a dead process later than its peers do a broken connection."""
 
 
 class WorkerGroup(Generic[W]):
@@ -80,9 +82,14 @@ class WorkerGroup(Generic[W]):
         return len(self.actors)
 
     @property
-    def limits(self) -> tuple[float, DriverMeter]:
-        """Seconds that a call may take, and the meter that notes how long it took."""
-        return self._timeout_s, self._meter
+    def timeout_s(self) -> float:
+        """Seconds that a call may take."""
+        return self._timeout_s
+
+    @property
+    def meter(self) -> DriverMeter:
+        """What calls to these workers cost."""
+        return self._meter
 
     def call(
         self,
@@ -202,6 +209,10 @@ class Pending(Generic[R]):
     """Reference of each call and the rank that it went to."""
     phase: str
 
+    def result(self, ref: Any) -> R:
+        """What one finished call returned; raises its failure."""
+        return self.group.result(ref, self.refs[ref], self.phase)
+
 
 def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
     """Results of each of ``calls``, in rank order.
@@ -212,14 +223,16 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
     start = time.monotonic()
     results: list[dict[int, Any]] = [{} for _ in calls]
     owner = {ref: i for i, call in enumerate(calls) for ref in call.refs}
-    timeout_s, meter = calls[0].group.limits
+    timeout_s, meter = calls[0].group.timeout_s, calls[0].group.meter
     pending = list(owner)
     while pending:
         left = timeout_s - (time.monotonic() - start)
         done, pending = ray.wait(pending, timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))
         for ref in done:
-            call = calls[owner[ref]]
-            results[owner[ref]][call.refs[ref]] = call.group.result(ref, call.refs[ref], call.phase)
+            try:
+                results[owner[ref]][calls[owner[ref]].refs[ref]] = calls[owner[ref]].result(ref)
+            except RunError as error:
+                raise _root_cause(error, calls, pending) from None
         if pending and (left <= 0 or not done):
             call = calls[owner[pending[0]]]
             late = [call.refs[ref] for ref in pending if ref in call.refs]
@@ -231,6 +244,23 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
     ordered = [[of_call[rank] for rank in sorted(of_call)] for of_call in results]
     meter.count(ordered)
     return ordered
+
+
+def _root_cause(error: RunError, calls: Sequence[Pending[Any]], pending: Sequence[Any]) -> RunError:
+    """``error``, or the death of a worker that ``error`` may be but the echo of."""
+    if not pending or isinstance(error, WorkerDiedError):
+        return error
+    done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_ECHO_S)
+    for ref in done:
+        for call in calls:
+            if ref in call.refs:
+                try:
+                    call.result(ref)
+                except WorkerDiedError as death:
+                    return death
+                except Exception as other:  # another echo, in whatever form
+                    logger.debug("Also failed: %s", other)
+    return error
 
 
 def _log_tail(context: WorkerContext) -> str:

@@ -30,7 +30,7 @@ class Generation(Generic[W]):
 
     def submit_connect(self, links: Sequence[Link], buckets: Sequence[Bucket]) -> Pending[None]:
         """Begin to connect each replica to what will send it weights."""
-        return self.group.submit(GenerationWorker.connect, links, buckets, self.group.limits[0])
+        return self.group.submit(GenerationWorker.connect, links, buckets, self.group.timeout_s)
 
     def submit_load(self, version: int) -> Pending[float]:
         """Begin to receive weights; the seconds that it takes in each replica."""

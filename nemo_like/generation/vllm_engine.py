@@ -107,7 +107,9 @@ class VLLMEngine:
         """Check what will come, then connect every rank to its sender."""
         expected = expected_tensors(self._config.model_path, getattr(torch, self._config.dtype))
         check_tensors(announced_tensors(buckets), expected)
-        await self._call("connect_refit", pickle.dumps((link, buckets, timeout_s)))
+        await self._call(
+            "connect_refit", "to connect to its sender", pickle.dumps((link, buckets, timeout_s))
+        )
 
     async def load_weights(self, version: int) -> None:
         """Replace all weights and reset every cache; RunError as the protocol says."""
@@ -122,7 +124,7 @@ class VLLMEngine:
         check_version(version, self._version)
         # Until all is done the engine has no version, so that it refuses to generate if this fails.
         self._version = None
-        await self._call("load_refit", version)
+        await self._call("load_refit", "a refit", version)
         # The workers have reset their encoder and multimodal caches, the scheduler has not.
         await self._alive(llm.reset_mm_cache())
         await self._alive(llm.reset_encoder_cache())
@@ -136,12 +138,12 @@ class VLLMEngine:
         self._version = None
         # Level 2 drops the weights, which the next refit brings anew; level 1 would copy them to
         # the host first, which takes a hundred times as long.
-        await self._alive(self._llm.sleep(level=2))
+        await self._alive(self._llm.sleep(level=2), "to sleep")
 
     async def wake(self, memory: EngineMemory) -> None:
         """Take one kind of memory again."""
         assert self._llm is not None
-        await self._alive(self._llm.wake_up(tags=[memory.value]))
+        await self._alive(self._llm.wake_up(tags=[memory.value]), "to wake up")
 
     async def shutdown(self) -> None:
         """End the engine and every process that it started, by force after a grace period."""
@@ -178,23 +180,23 @@ class VLLMEngine:
             raise self._failure(f"request {request.request_id}", error) from None
         raise RunError(f"vLLM ended request {request.request_id} without a completion.")
 
-    async def _call(self, method: str, argument: Any) -> None:
+    async def _call(self, method: str, what: str, argument: Any) -> None:
         """Call a method of ``RefitExtension`` on every rank."""
         assert self._llm is not None
-        await self._alive(self._llm.collective_rpc(method, args=(argument,)))
+        await self._alive(self._llm.collective_rpc(method, args=(argument,)), what)
 
-    async def _alive(self, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _alive(self, call: Coroutine[Any, Any, Any], what: str = "a refit") -> Any:
         """Await a call to the engine's process; RunError if it fails or that process ends."""
         task = asyncio.ensure_future(call)
         try:
             # vLLM (0.32) fails pending requests when its process ends, but no pending other call.
             while not (await asyncio.wait({task}, timeout=LIVENESS_POLL_S))[0]:
                 if self._llm is None or self._llm.errored:
-                    raise self._failure("a refit", None)
+                    raise self._failure(what, None)
         finally:
             task.cancel()
         if (error := task.exception()) is not None:
-            raise self._failure("a refit", error) from None
+            raise self._failure(what, error) from None
         return task.result()
 
     def _failure(self, what: str, error: BaseException | None) -> RunError:

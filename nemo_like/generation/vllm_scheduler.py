@@ -35,8 +35,11 @@ class WholeCompletions(AsyncScheduler):
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``Scheduler``; a request that its caller gave up is forgotten here too."""
-        for request_id in list(self._held) if request_ids is None else _as_list(request_ids):
-            self._held.pop(request_id, None)
+        if request_ids is not None and not isinstance(request_ids, str):
+            request_ids = list(request_ids)  # It may be an iterator, and is read twice.
+        for request_id in list(self._held):
+            if request_ids is None or request_id in request_ids:
+                del self._held[request_id]
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def _is_due(self, output: EngineCoreOutput) -> bool:
@@ -84,7 +87,3 @@ class _Held:
             ids = np.array(self._token_ids)[:, None]
             logprobs = np.array(self._logprobs, dtype=np.float32)[:, None]
             output.new_logprobs = LogprobsLists(ids, logprobs, np.zeros(len(ids), dtype=np.int64))
-
-
-def _as_list(request_ids: Any) -> list[str]:
-    return [request_ids] if isinstance(request_ids, str) else list(request_ids)

@@ -1,6 +1,6 @@
 """What vLLM is started with: engine arguments and environment variables, with our reasons.
 
-Pure, and without an import of vLLM, which ``vllm_engine`` alone does.
+Pure, and without an import of vLLM.
 """
 
 import difflib
@@ -21,6 +21,8 @@ OWNED_KEYS = (
     "seed",
     "max_model_len",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
     "logprobs_mode",
     "load_format",
     "generation_config",
@@ -103,11 +105,20 @@ def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:
         # The trainer's logits are float32 too; rounded, one of 16 to 32 in bfloat16 is off by 1/16,
         # and so is the distribution that is sampled from.
         args["hf_overrides"] = {"head_dtype": "float32"}
-    args |= config.engine_kwargs
+    for key, value in config.engine_kwargs.items():
+        ours = args.get(key)
+        args[key] = ours | value if isinstance(ours, dict) and isinstance(value, dict) else value
     if config.kv_cache_bytes is not None and "kv_cache_memory_bytes" not in args:
         share = int(memory_bytes * args["gpu_memory_utilization"])
         room = share - WORKSPACE_BYTES - config.weight_bytes
-        args["kv_cache_memory_bytes"] = max(1, min(config.kv_cache_bytes, room))
+        if room < config.kv_cache_bytes // config.max_num_seqs:
+            raise UserError(
+                f"An engine may take {share / 2**30:.1f} GiB of its GPU, which leaves no KV cache "
+                f"beside {config.weight_bytes / 2**30:.1f} GiB of weights; set "
+                "generation.sleep=true, a larger generation.engine_kwargs.gpu_memory_utilization "
+                "or a larger generation.tensor_parallel_size."
+            )
+        args["kv_cache_memory_bytes"] = min(config.kv_cache_bytes, room)
     if "kv_cache_memory_bytes" in args:
         # Of no further effect then, but compared with what is free, which others are changing.
         args["gpu_memory_utilization"] = 0.01

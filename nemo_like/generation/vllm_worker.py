@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -70,8 +71,14 @@ def _computes_with_loaded_weights(model: nn.Module) -> bool:
     """Whether loading in place, which is five times as fast as unpacking, is all that it takes."""
     if current_platform.is_cpu():
         return False
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    return all(method is None or type(method) in _AS_LOADED for method in methods)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in _AS_LOADED:
+            return False
+        # MLA absorbs matrices into others, for one; plain attention only looks after scales.
+        if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
+            return False
+    return True
 
 
 def _pack_output_heads(model: nn.Module) -> None:

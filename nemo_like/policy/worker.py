@@ -201,15 +201,15 @@ class PolicyWorker(Worker):
         buckets = plan_buckets(expected, plan.bucket_bytes)
         num_receivers = plan.num_receivers[self.context.rank]
         timeout_s = self._setup.timeout_s
+        if not num_receivers:  # This rank only takes part in gathering.
+            return SenderAddress(buckets=buckets)
         if transport is Transport.ipc:
             sender = IpcSender(buckets, self._device, num_receivers, timeout_s)
             self._sender = sender
             return SenderAddress(buckets=buckets, ipc=sender.address)
-        if self.context.rank == 0:
-            broadcast = BroadcastSender(buckets, self._device, num_receivers, timeout_s)
-            self._sender = broadcast
-            return SenderAddress(buckets=buckets, port=broadcast.port)
-        return SenderAddress(buckets=[])
+        broadcast = BroadcastSender(buckets, self._device, num_receivers, timeout_s)
+        self._sender = broadcast
+        return SenderAddress(buckets=buckets, port=broadcast.port)
 
     def accept_receivers(self) -> None:
         """Wait until the engines of ``open_sender`` have connected."""
@@ -223,13 +223,14 @@ class PolicyWorker(Worker):
         if self._sender is not None:
             self._sender.send(tensors, version)
         else:
-            for _ in tensors:  # This rank only takes part in gathering.
+            for _ in tensors:
                 pass
         return time.monotonic() - start
 
     def release_memory(self) -> None:
         """Give memory that is cached for the next step back to the GPU."""
         if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
     def save(self, folder: str) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_like.config.choices import Transport
-from nemo_like.config.plan import ResourcePlan
+from nemo_like.config.plan import ResourcePlan, refit_transport
 from nemo_like.config.schema import RefitConfig
 from nemo_like.distributed.worker_group import wait_together
-from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineMemory, Link
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
@@ -44,7 +43,7 @@ class WeightSync:
         self._policy = policy
         self._generation = generation
         self._sleep = sleep
-        transport = transport_of(config, plan)
+        transport = refit_transport(config, plan)
         receivers = _receivers(transport, plan)
         senders = policy.group.call(
             PolicyWorker.open_sender,
@@ -90,16 +89,6 @@ class WeightSync:
         """Free what generation holds of shared GPUs."""
         if self._sleep:
             self._generation.sleep()
-
-
-def transport_of(config: RefitConfig, plan: ResourcePlan) -> Transport:
-    """The configured transport, or the one that fits; UserError for one that can't work."""
-    if config.transport is Transport.ipc and not plan.colocated:
-        raise UserError(
-            "refit.transport=ipc needs policy and generation in the same bundles, and "
-            "cluster.num_generation_workers sets bundles apart; use broadcast, or leave it null."
-        )
-    return config.transport or (Transport.ipc if plan.colocated else Transport.broadcast)
 
 
 def _receivers(transport: Transport, plan: ResourcePlan) -> tuple[int, ...]:

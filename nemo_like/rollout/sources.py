@@ -40,7 +40,7 @@ class SyncRolloutSource:
     ) -> None:
         self._config = config
         self._generation = generation
-        self._sync = sync
+        self.sync = sync
         self._loader = loader
         self._validation_rows = validation_rows
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
@@ -63,7 +63,7 @@ class SyncRolloutSource:
         rows = self._loader.next_rows(grpo.num_prompts_per_step)
         with self._span("rollout"):
             results = self._rollout("train", step, rows, grpo.num_generations_per_prompt, sampling)
-            self._sync.give_to_policy()
+            self.sync.give_to_policy()
         batch = RemoteBatch.from_chunks(
             [result.tokens for result in results],
             [result.lengths for result in results],
@@ -104,9 +104,9 @@ class SyncRolloutSource:
 
     def refit(self) -> Metrics:
         """Bring generation to the policy's weight version; what that took, if it was behind."""
-        if self._sync.is_due:
+        if self.sync.is_due:
             with self._span("refit"):
-                self._refit_metrics = self._sync.give_to_generation()
+                self._refit_metrics = self.sync.give_to_generation()
         return self._refit_metrics
 
     def _rollout(

@@ -61,7 +61,7 @@ _MAX_ERROR_CHARS = 300
 
 
 class RolloutWorker(GenerationWorker):
-    """A generation replica that also renders prompts and grades completions."""
+    """A generation replica that also decodes and grades completions."""
 
     _environment: GradingPool | None = None
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nemo_like.errors import RunError
-from nemo_like.weights.buckets import ALIGNMENT_BYTES, Bucket
+from nemo_like.weights.buckets import ALIGNMENT_BYTES, NUM_BUFFERS, Bucket
 
-NUM_BUFFERS = 2
 _HEADER_BYTES = ALIGNMENT_BYTES
 _SENDER = 0
 
@@ -61,19 +60,22 @@ class BroadcastSender:
         self._group = _join(self._store, _SENDER, self.world_size, self._device, self._timeout)
 
     def send(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Broadcast all ``tensors`` in the order of the buckets."""
+        """Broadcast all ``tensors`` in the order of the buckets; RunError if a peer is gone.
+
+        Peers learn of a failure here by the end of this process only.
+        """
         buffers = _new_buffers(self._buckets, self._device)
         pending: list[Any] = []
         for i, bucket in enumerate(self._buckets):
             if i >= NUM_BUFFERS:
-                pending[i - NUM_BUFFERS].wait()
+                _wait(pending[i - NUM_BUFFERS])
             buffer = buffers[i % NUM_BUFFERS]
             header = torch.tensor([version, i], dtype=torch.int64)
             buffer[: header.nbytes].view(torch.int64).copy_(header)
             bucket.fill(buffer[_HEADER_BYTES:], tensors)
             pending.append(_broadcast(self._group, buffer[: _HEADER_BYTES + bucket.num_bytes]))
         for work in pending[-NUM_BUFFERS:]:
-            work.wait()
+            _wait(work)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -89,12 +91,12 @@ class BroadcastReceiver:
     def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of one refit by name; each is overwritten once two more buckets are drawn.
 
-        Raises RunError if the sender sends another version.
+        Raises RunError if the sender is gone or sends another version.
         """
         buffers = _new_buffers(self._buckets, self._device)
         arriving = self._receive(0, buffers)
         for i, bucket in enumerate(self._buckets):
-            arriving.wait()
+            _wait(arriving)
             if i + 1 < len(self._buckets):
                 # The other buffer was read to its end in the turn before, on this same stream.
                 arriving = self._receive(i + 1, buffers)
@@ -110,6 +112,14 @@ class BroadcastReceiver:
     def _receive(self, i: int, buffers: Sequence[Tensor]) -> Any:
         size = _HEADER_BYTES + self._buckets[i].num_bytes
         return _broadcast(self._group, buffers[i % NUM_BUFFERS][:size])
+
+
+def _wait(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:  # gloo's and NCCL's word for a broken connection or a timeout
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(f"The other side of the refit is gone: {reason}") from error
 
 
 def _new_buffers(buckets: Sequence[Bucket], device: torch.device) -> list[Tensor]:

@@ -13,6 +13,9 @@ from nemo_like.weights.manifest import TensorSpec
 ALIGNMENT_BYTES = 256
 """Tensors start at multiples of it, so that copies of several at once use wide loads."""
 
+NUM_BUFFERS = 2
+"""Buckets on their way at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:

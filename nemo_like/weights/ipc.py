@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
 from typing import Any
 
@@ -18,9 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_like.errors import RunError
-from nemo_like.weights.buckets import Bucket
+from nemo_like.weights.buckets import NUM_BUFFERS, Bucket
 
-NUM_BUFFERS = 2
 _DEVICE_ARGUMENT = 6
 """Position of the device index in what ``reduce_tensor`` returns for a CUDA tensor."""
 
@@ -76,7 +76,13 @@ class IpcSender:
     def accept(self) -> None:
         """Wait for all receivers; the caller's deadline ends a wait that is in vain."""
         while len(self._receivers) < self._num_receivers:
-            self._receivers.append(_Peer(self._listener.accept(), self._timeout_s))
+            try:
+                connection = self._listener.accept()
+            except (EOFError, OSError, AuthenticationError) as error:
+                raise RunError(
+                    f"An engine did not connect to its policy rank: {error!r}"
+                ) from error
+            self._receivers.append(_Peer(connection, self._timeout_s))
         self._listener.close()
 
     def send(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -84,10 +90,6 @@ class IpcSender:
 
         Raises RunError if a receiver refuses or is gone; receivers learn of a failure here.
         """
-        if not self._receivers:
-            for _ in tensors:  # This rank only takes part in gathering.
-                pass
-            return
         try:
             self._send(tensors, version)
         except BaseException as error:
@@ -97,6 +99,8 @@ class IpcSender:
 
     def _send(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         size = max(bucket.num_bytes for bucket in self._buckets)
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # what receivers have let go of since the last refit
         with ExitStack() as stack:
             shared = [_Shared(size, self._device) for _ in self._buckets[:NUM_BUFFERS]]
             for buffer in shared:
@@ -110,8 +114,6 @@ class IpcSender:
                 self._tell(i)
             for i in range(max(0, len(self._buckets) - NUM_BUFFERS), len(self._buckets)):
                 self._await_taken(i)
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
 
     def _tell(self, message: Any) -> None:
         for receiver in self._receivers:
@@ -150,6 +152,9 @@ class IpcReceiver:
                 yield from bucket.views(buffers[i % NUM_BUFFERS])
                 _synchronize(self._device)
                 self._peer.send(i)
+        except GeneratorExit:
+            self._peer.send_last(_Failure("it stopped reading; its own log says why."))
+            raise
         except BaseException as error:
             self._peer.send_last(_Failure(f"{type(error).__name__}: {error}"))
             raise
@@ -165,8 +170,8 @@ class _Peer:
     def send(self, message: Any) -> None:
         try:
             self._connection.send(message)
-        except OSError as error:
-            raise RunError(f"The other side of the refit is gone ({error}).") from error
+        except OSError:
+            self.receive()  # It may have said why; raises in any case.
 
     def send_last(self, message: Any) -> None:
         """Tell a peer that may be gone."""

@@ -1,0 +1,150 @@
+"""Weights on their way: what arrives is what was sent, and no side waits for one that is gone."""
+
+import multiprocessing
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+
+from nemo_like.errors import RunError
+from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
+from nemo_like.weights.buckets import plan_buckets
+from nemo_like.weights.ipc import IpcLink, IpcSender
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 30.0
+NAMES = [f"layer.{i}" for i in range(9)]
+SPECS = {name: ((i + 1, 40), torch.float32) for i, name in enumerate(NAMES)}
+BUCKETS = plan_buckets(SPECS, 1500)
+
+
+def tensors_of(version):
+    return {
+        name: torch.full(shape, float(version) + 0.01 * i)
+        for i, (name, (shape, _)) in enumerate(SPECS.items())
+    }
+
+
+def sender_and_links(kind, num_receivers):
+    if kind == "ipc":
+        sender = IpcSender(BUCKETS, CPU, num_receivers, TIMEOUT_S)
+        return sender, [IpcLink((sender.address,))] * num_receivers
+    sender = BroadcastSender(BUCKETS, CPU, num_receivers, TIMEOUT_S)
+    world = 1 + num_receivers
+    links = [BroadcastLink("127.0.0.1", sender.port, 1 + i, world) for i in range(num_receivers)]
+    return sender, links
+
+
+def connected(kind, num_receivers=2):
+    sender, links = sender_and_links(kind, num_receivers)
+    with ThreadPoolExecutor() as threads:
+        accepting = threads.submit(sender.accept)
+        receivers = list(threads.map(lambda link: link.receiver(0, BUCKETS, CPU, 30.0), links))
+        accepting.result()
+    return sender, receivers
+
+
+def together(*actions):
+    """Results or exceptions of all actions, each in a thread of its own."""
+    with ThreadPoolExecutor(len(actions)) as threads:
+        futures = [threads.submit(action) for action in actions]
+        return [future.exception() or future.result() for future in futures]
+
+
+def copies(receiver, version):
+    return {name: tensor.clone() for name, tensor in receiver.tensors(version)}
+
+
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_what_arrives_is_what_was_sent_refit_after_refit(kind):
+    assert len(BUCKETS) >= 4  # Each buffer is used more than once.
+    sender, receivers = connected(kind)
+    for version in (1, 2, 7):
+        sent = tensors_of(version)
+        _, *received = together(
+            partial(sender.send, iter(sent.items()), version),
+            *(partial(copies, receiver, version) for receiver in receivers),
+        )
+        for arrived in received:
+            assert list(arrived) == NAMES
+            assert all(torch.equal(arrived[name], sent[name]) for name in NAMES)
+
+
+def test_a_bucket_stays_until_it_was_read():
+    """A reader that is slow with one bucket still finds it whole when two others were sent."""
+    sender, (receiver,) = connected("ipc", 1)
+    reading = threading.Event()
+
+    def read_slowly():
+        tensors = receiver.tensors(1)
+        name, first = next(tensors)
+        reading.set()
+        threading.Event().wait(0.5)
+        return name, first.clone(), [name for name, _ in tensors]
+
+    def send():
+        sender.send(iter(tensors_of(1).items()), 1)
+
+    _, (name, first, others) = together(send, read_slowly)
+    assert [name, *others] == NAMES
+    assert torch.equal(first, tensors_of(1)[name])
+
+
+def test_each_side_learns_why_the_other_failed():
+    sender, (receiver, other) = connected("ipc")
+
+    def fail_to_load():
+        for name, _ in receiver.tensors(1):
+            if name == NAMES[4]:
+                raise ValueError("no such parameter")
+
+    sent, failed, second = together(
+        lambda: sender.send(iter(tensors_of(1).items()), 1),
+        fail_to_load,
+        lambda: list(other.tensors(1)),
+    )
+    assert isinstance(failed, ValueError)
+    assert "it stopped reading; its own log says why" in str(sent)
+    assert isinstance(second, RunError)
+
+    sender, (receiver,) = connected("ipc", 1)
+
+    def broken():
+        yield from list(tensors_of(1).items())[:5]
+        raise RuntimeError("out of memory")
+
+    sent, received = together(lambda: sender.send(broken(), 1), lambda: list(receiver.tensors(1)))
+    assert isinstance(sent, RuntimeError)
+    assert "RuntimeError: out of memory" in str(received)
+
+
+def receive_and_die(link):
+    tensors = link.receiver(0, BUCKETS, CPU, TIMEOUT_S).tensors(1)
+    next(tensors)
+    os._exit(1)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_a_sender_does_not_wait_for_a_receiver_that_died(kind):
+    sender, links = sender_and_links(kind, 1)
+    process = multiprocessing.get_context("spawn").Process(target=receive_and_die, args=links)
+    process.start()
+    sender.accept()
+    with pytest.raises(RunError, match="The other side of the refit is gone"):
+        for _ in range(3):  # What is in flight may still fit into the system's buffers.
+            sender.send(iter(tensors_of(1).items()), 1)
+    process.join()
+
+
+def test_a_sender_of_other_names_or_shapes_is_refused():
+    buffer = torch.empty(BUCKETS[0].num_bytes, dtype=torch.uint8)
+    first = BUCKETS[0].slots[0]
+    with pytest.raises(RunError, match=r"announced layer.0 .* came with layer.9"):
+        BUCKETS[0].fill(buffer, iter([("layer.9", torch.zeros(first.shape))]))
+    with pytest.raises(RunError, match=r"announced layer.0 \[1, 40\] .* layer.0 \[40\]"):
+        BUCKETS[0].fill(buffer, iter([("layer.0", torch.zeros(40))]))
+    with pytest.raises(RunError, match="came with nothing"):
+        BUCKETS[0].fill(buffer, iter([]))
