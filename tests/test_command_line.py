@@ -93,13 +93,10 @@ def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
     assert list((tmp_path / "run" / "wandb").iterdir())
 
 
-def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_two_ranks_of_vllm(tmp_path, tiny_model):
+def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(tmp_path, tiny_model):
     code, output = run(
         tmp_path,
         *SMALL,
-        "cluster.cpu_workers_per_node=2",
-        "cluster.cpus_per_worker=0.5",
-        "generation.tensor_parallel_size=2",
         f"policy.model={tiny_model('llama', True)}",
         "policy.dtype=bfloat16",
         "run.dir=run",
