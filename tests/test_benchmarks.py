@@ -62,18 +62,11 @@ def test_held_out_prompts_are_not_trained_on():
 
 
 def test_parameters_are_counted_in_the_files(tmp_path):
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "tie_word_embeddings": True,
-    }
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen2", **workloads.SHAPES["tiny"])
+    )
     model.save_pretrained(tmp_path)
     # q and o 64x64, k and v 64x32, three biases; gate, up, down; two norms
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 64 * 96 + 2 * 64

@@ -61,8 +61,8 @@ class Run:
         self._totals = dict(self._resumed.totals) if self._resumed else {"wall_s": 0.0}
         self._step_values: dict[str, float] = {}
         self._step_metrics: Metrics = {}
-        began = psutil.Process().create_time()
-        self._start_up = {"time/imports_s": time.time() - began}
+        self._process_began = psutil.Process().create_time()
+        self._start_up = {"time/imports_s": time.time() - self._process_began}
         self._exit = ExitStack()
         self._progress = Progress(config.grpo.max_steps, terminal, first_step=self.first_step)
         self._sinks = self._open_sinks()
@@ -156,7 +156,7 @@ class Run:
             if name != "time/step_s":  # It contains others.
                 self._start_up[name] = self._start_up.get(name, 0.0) + seconds
         if step == self.first_step + 1:
-            total = time.time() - psutil.Process().create_time()
+            total = time.time() - self._process_began
             phases = ", ".join(
                 f"{name.removeprefix('time/').removesuffix('_s')} {seconds:.1f}"
                 for name, seconds in self._start_up.items()

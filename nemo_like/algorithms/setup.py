@@ -239,8 +239,8 @@ def _engine_config(config: GRPORunConfig, prepared: Prepared, plan: ResourcePlan
     generation = config.generation
     prompts = math.ceil(config.grpo.num_prompts_per_step / len(plan.generation))
     most = min(_MOST_SEQUENCES, prompts * config.grpo.num_generations_per_prompt)
-    sleep = generation.sleep and plan.uses_gpus and plan.colocated
-    sleep = sleep and generation.backend is Backend.vllm
+    on_shared_gpus = plan.uses_gpus and plan.colocated
+    sleep = generation.sleep and on_shared_gpus and generation.backend is Backend.vllm
     share = _GPU_SHARE_SEPARATE
     if plan.colocated:
         share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE

@@ -3,12 +3,18 @@
 import copy
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.rank_layout import RankLayout
@@ -50,8 +56,8 @@ class WorkerGroup(Generic[W]):
         self.role = role
         self.layout = layout or RankLayout({"dp": len(bundles)})
         assert self.layout.world_size == len(bundles), (self.layout, len(bundles))
-        self._timeout_s = timeout_s
-        self._meter = meter or DriverMeter()
+        self.timeout_s = timeout_s
+        self.meter = meter or DriverMeter()
         self.bundles = bundles
         self.contexts = [
             WorkerContext(
@@ -80,16 +86,6 @@ class WorkerGroup(Generic[W]):
     def world_size(self) -> int:
         """Ranks in the group."""
         return len(self.actors)
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a call may take."""
-        return self._timeout_s
-
-    @property
-    def meter(self) -> DriverMeter:
-        """What calls to these workers cost."""
-        return self._meter
 
     def call(
         self,
@@ -146,7 +142,7 @@ class WorkerGroup(Generic[W]):
     def waiting(self, timeout_s: float) -> Self:
         """The same workers, called with another limit."""
         view = copy.copy(self)
-        view._timeout_s = timeout_s
+        view.timeout_s = timeout_s
         return view
 
     def shutdown(self) -> None:
@@ -162,7 +158,7 @@ class WorkerGroup(Generic[W]):
         name = method.__name__
         refs = {}
         for rank, (args, kwargs) in work.items():
-            self._meter.count(args, kwargs)
+            self.meter.count(args, kwargs)
             refs[getattr(self.actors[rank], name).remote(*args, **kwargs)] = rank
         return Pending(group=self, refs=refs, phase=name)
 
@@ -183,7 +179,7 @@ class WorkerGroup(Generic[W]):
         late = [self.contexts[rank] for rank in ranks]
         who = ", ".join(f"{context.name} on {context.address}" for context in late[:8])
         return (
-            f"The driver waited {self._timeout_s:g} s for {len(late)} of {self.world_size} "
+            f"The driver waited {self.timeout_s:g} s for {len(late)} of {self.world_size} "
             f"{self.role} workers in {phase}: {who}; their logs are in {late[0].log_dir}. Raise "
             "cluster.call_timeout_s (or start_timeout_s) if the work is only slow."
         )
@@ -221,8 +217,8 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
     WaitTimeoutError after the first group's limit.
     """
     start = time.monotonic()
-    results: list[dict[int, Any]] = [{} for _ in calls]
-    owner = {ref: i for i, call in enumerate(calls) for ref in call.refs}
+    results: dict[Any, Any] = {}
+    owner = {ref: call for call in calls for ref in call.refs}
     timeout_s, meter = calls[0].group.timeout_s, calls[0].group.meter
     pending = list(owner)
     while pending:
@@ -230,36 +226,34 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
         done, pending = ray.wait(pending, timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))
         for ref in done:
             try:
-                results[owner[ref]][calls[owner[ref]].refs[ref]] = calls[owner[ref]].result(ref)
+                results[ref] = owner[ref].result(ref)
             except RunError as error:
-                raise _root_cause(error, calls, pending) from None
+                raise _root_cause(error, {ref: owner[ref] for ref in pending}) from None
         if pending and (left <= 0 or not done):
-            call = calls[owner[pending[0]]]
+            call = owner[pending[0]]
             late = [call.refs[ref] for ref in pending if ref in call.refs]
             if left <= 0:
                 raise WaitTimeoutError(call.group.timeout_message(late, call.phase))
             names = ", ".join(call.group.contexts[rank].name for rank in late[:4])
             logger.info("Waiting for %s in %s, %.0f s", names, call.phase, time.monotonic() - start)
     meter.waited(time.monotonic() - start)
-    ordered = [[of_call[rank] for rank in sorted(of_call)] for of_call in results]
+    ordered = [[results[ref] for ref in sorted(c.refs, key=c.refs.__getitem__)] for c in calls]
     meter.count(ordered)
     return ordered
 
 
-def _root_cause(error: RunError, calls: Sequence[Pending[Any]], pending: Sequence[Any]) -> RunError:
+def _root_cause(error: RunError, pending: Mapping[Any, Pending[Any]]) -> RunError:
     """``error``, or the death of a worker that ``error`` may be but the echo of."""
     if not pending or isinstance(error, WorkerDiedError):
         return error
     done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_ECHO_S)
     for ref in done:
-        for call in calls:
-            if ref in call.refs:
-                try:
-                    call.result(ref)
-                except WorkerDiedError as death:
-                    return death
-                except Exception as other:  # another echo, in whatever form
-                    logger.debug("Also failed: %s", other)
+        try:
+            pending[ref].result(ref)
+        except WorkerDiedError as death:
+            return death
+        except (RayError, UserError, RunError, WaitTimeoutError) as other:
+            logger.debug("Also failed: %s", other)
     return error
 
 
