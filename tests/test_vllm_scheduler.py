@@ -1,0 +1,201 @@
+"""Our scheduler beside vLLM's own, on an engine that is simulated: what is scheduled at each step,
+and what reaches the caller, are the same.
+"""
+
+import collections
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from nemo_like.generation.vllm_scheduler import LOOKAHEAD_TOKENS, WholeCompletions
+
+BLOCK = 16
+STOP_ID = 2
+QUEUE = 2  # Steps in flight, as in vLLM's asynchronous engine.
+
+
+def make(cls, model, num_blocks, max_num_seqs):
+    config = EngineArgs(
+        model=model, max_model_len=256, max_num_seqs=max_num_seqs, max_num_batched_tokens=512,
+        dtype="float32", enforce_eager=True, block_size=BLOCK,
+    ).create_engine_config()  # fmt: skip
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    init_none_hash(sha256)
+    return cls(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        log_stats=False,
+    )
+
+
+def request_of(name, prompt, max_tokens, kind=RequestOutputKind.FINAL_ONLY):
+    params = SamplingParams(
+        max_tokens=max_tokens, logprobs=0, ignore_eos=True, stop_token_ids=[STOP_ID],
+        detokenize=False, output_kind=kind,
+    )  # fmt: skip
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
+
+
+def token_of(name, position):
+    """What the model samples: a stop token in one of 80."""
+    drawn = zlib.crc32(f"{name} {position}".encode()) % 400
+    return STOP_ID if drawn < 5 else drawn
+
+
+class Run:
+    """Feeds a scheduler until nothing is left, ``arrivals`` and ``aborts`` by step."""
+
+    def __init__(self, scheduler, arrivals, aborts=()):
+        self.scheduler = scheduler
+        self.steps = []
+        self.completions = collections.defaultdict(list)
+        self.logprobs = collections.defaultdict(list)
+        self.reasons = {}
+        pending = collections.deque()
+        number = 0
+        while scheduler.has_requests() or pending or number <= max(arrivals):
+            for request in arrivals.get(number, ()):
+                scheduler.add_request(request)
+            for name in dict(aborts).get(number, ()):
+                scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            output = scheduler.schedule()
+            self._check_slots(output)
+            self.steps.append(dict(output.num_scheduled_tokens))
+            if output.total_num_scheduled_tokens:
+                pending.append((output, self._sample(output)))
+            if pending and (len(pending) == QUEUE or not output.total_num_scheduled_tokens):
+                self._collect(scheduler.update_from_output(*pending.popleft()))
+            number += 1
+
+    def _check_slots(self, output):
+        """Every scheduled token has a slot in the KV cache."""
+        for name in output.num_scheduled_tokens:
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            assert len(blocks) * BLOCK >= self.scheduler.requests[name].num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            scheduled = output.num_scheduled_tokens[name]
+            assert computed + scheduled == self.scheduler.requests[name].num_computed_tokens
+
+    def _sample(self, output):
+        names = list(output.num_scheduled_tokens)
+        requests = [self.scheduler.requests[name] for name in names]
+        tokens = [
+            [] if one.is_prefill_chunk else [token_of(name, one.num_computed_tokens)]
+            for name, one in zip(names, requests, strict=True)
+        ]
+        logprobs = np.array([[-(t[0] if t else 0) / 7] for t in tokens], dtype=np.float32)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            logprobs=LogprobsLists(np.zeros_like(logprobs, dtype=np.int64), logprobs, logprobs),
+        )
+
+    def _collect(self, by_client):
+        for message in by_client.values():
+            for output in message.outputs:
+                name = output.request_id
+                self.completions[name] += output.new_token_ids
+                self.logprobs[name] += output.new_logprobs.logprobs[:, 0].tolist()
+                if output.finish_reason is not None:
+                    self.reasons[name] = output.finish_reason
+
+
+def both(model, arrivals, aborts=(), num_blocks=2000, max_num_seqs=32):
+    """(vLLM's, ours); arrivals are made anew for each, as requests are changed by a run."""
+    return [
+        Run(make(cls, model, num_blocks, max_num_seqs), arrivals(), aborts)
+        for cls in (AsyncScheduler, WholeCompletions)
+    ]
+
+
+def late_arrivals():
+    first = [request_of(f"a{i}", list(range(3, 20 + i)), 150) for i in range(20)]
+    group = [request_of(f"b{i}", list(range(3, 60)), 40) for i in range(20)]
+    one = request_of("c", [5, 6], 240, RequestOutputKind.DELTA)
+    return {0: first, 7: group, 90: [one]}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model()
+
+
+def test_every_step_and_completion_is_vllms(model):
+    theirs, ours = both(model, late_arrivals, aborts=[(4, ["a3", "a4"]), (5, ["a5"])])
+    assert ours.steps == theirs.steps
+    gone = {"a3", "a4", "a5"}
+    for name in theirs.completions.keys() - gone:
+        assert ours.completions[name] == theirs.completions[name], name
+        assert ours.logprobs[name] == theirs.logprobs[name], name
+    assert ours.reasons == theirs.reasons
+    assert len(ours.reasons) == 41 - len(gone)
+    ours.scheduler.schedule()  # frees what the last step ended
+    assert not ours.scheduler._held
+    pools = [one.scheduler.kv_cache_manager.block_pool for one in (theirs, ours)]
+    assert pools[0].get_num_free_blocks() == pools[1].get_num_free_blocks()
+
+
+def test_most_steps_are_repeated(model):
+    def arrivals():
+        return {0: [request_of(f"r{i}", [4] * 30, 200) for i in range(8)]}
+
+    calls = []
+
+    class Counting(WholeCompletions):
+        def _count_repetitions(self, output):
+            calls.append(output)
+            return super()._count_repetitions(output)
+
+    run = Run(make(Counting, model, 2000, 32), arrivals())
+    # One to start with, then one in 65, and the end's.
+    assert len(run.steps) > 150
+    assert len(calls) <= 4 + len(run.steps) / LOOKAHEAD_TOKENS
+
+
+def test_with_few_blocks_it_preempts_no_earlier_than_vllm(model):
+    def arrivals():
+        return {0: [request_of(f"r{i}", [4] * 30, 100) for i in range(12)]}
+
+    theirs, ours = both(model, arrivals, num_blocks=60)
+    assert ours.steps == theirs.steps
+    assert ours.completions == theirs.completions
+
+
+def test_a_shared_prompt_is_found_in_the_cache_also_after_decoding(model):
+    # The second request's prompt is the first one's prompt and completion: whole blocks are there.
+    first = Run(make(WholeCompletions, model, 2000, 32), {0: [request_of("a1", [4] * 30, 100)]})
+    told = [4] * 30 + first.completions["a1"]
+    scheduler = first.scheduler
+    scheduler.schedule()
+    scheduler.add_request(request_of("second", told, 5))
+    output = scheduler.schedule()
+    cached = len(told) - output.num_scheduled_tokens["second"]
+    assert len(first.completions["a1"]) > 2 * BLOCK
+    assert cached == (len(told) - 1) // BLOCK * BLOCK
