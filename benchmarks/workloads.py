@@ -119,7 +119,11 @@ WORKLOADS = {
             # Random weights answer nothing: with equal rewards there would be nothing to train on.
             reward="coin",
             trl_rows=16,
-            overrides=(*ONE_GPU, "policy.micro_batch_tokens=16384"),
+            overrides=(
+                *ONE_GPU,
+                "policy.micro_batch_tokens=16384",
+                "policy.logprob_chunk_tokens=4096",
+            ),
         ),
         Workload(
             name="learning",
