@@ -34,8 +34,8 @@ from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Batching, Checkpointing, DataParallel, Dtype, Offload
+from nemo_like.config.loss_schema import LossConfig
 from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
-from nemo_like.config.schema import LossConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values

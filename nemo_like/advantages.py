@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.config.choices import AdvantageScale, Baseline
-from nemo_like.config.schema import AdvantageConfig
+from nemo_like.config.loss_schema import AdvantageConfig
 
 # Rewards that differ by less than this share of their size are equal; their spread is rounding.
 _RELATIVE_SPREAD = 1e-9

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from nemo_like.config.load import accept_free_keys, check_overrides, compose_raw, load, register
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.errors import RunError, UserError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)

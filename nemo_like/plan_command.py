@@ -15,7 +15,7 @@ from nemo_like.config.memory import PhaseMemory, predict_memory
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 

@@ -24,7 +24,7 @@ from nemo_like.algorithms.self_check import (
 from nemo_like.algorithms.setup import Setup, find_model, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.choices import MismatchAction
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce

@@ -16,7 +16,7 @@ import yaml
 from nemo_like.checkpoint import Checkpoints, DriverState
 from nemo_like.config.checks import has_validation
 from nemo_like.config.choices import WandbMode
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.data.loader import PromptLoader
 from nemo_like.errors import UserError
 from nemo_like.observe.console import Progress, live_terminal

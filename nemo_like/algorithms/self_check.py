@@ -10,7 +10,7 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.config.choices import Dtype, MismatchAction
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metrics

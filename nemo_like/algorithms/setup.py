@@ -17,7 +17,7 @@ from nemo_like.config.choices import Backend
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import kv_bytes_per_sequence, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
 from nemo_like.data.datasets import Row, check_lengths, load_rows, without_overlap
 from nemo_like.data.loader import PromptLoader

@@ -10,7 +10,7 @@ from nemo_like.config.file_checks import REASONING_GYM, check_files
 from nemo_like.config.plan import plan_run, refit_transport
 from nemo_like.config.policy_checks import check_policy
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.errors import UserError
 
 _METRIC_AREAS = ("validation/", "rollout/", "train/", "mismatch/", "policy/")

@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.errors import UserError
 
 REASONING_GYM = "reasoning_gym"

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.config.checks import check
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.config.yaml_traps import check_yaml
 from nemo_like.errors import UserError
 

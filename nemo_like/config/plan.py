@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_like.config.choices import Transport
-from nemo_like.config.schema import ClusterConfig, GRPORunConfig, RefitConfig
+from nemo_like.config.rollout_schema import RefitConfig
+from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.schema import ClusterConfig
 from nemo_like.errors import UserError
 
 

@@ -18,7 +18,7 @@ from nemo_like.config.choices import (
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.errors import UserError
 
 _RANGES = Ranges(

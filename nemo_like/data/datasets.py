@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.choices import OverlongPrompts
-from nemo_like.config.schema import DEFAULT_TASKS, DataConfig
+from nemo_like.config.rollout_schema import DEFAULT_TASKS, DataConfig
 from nemo_like.data.chat import ChatTokenizer, Message
 from nemo_like.errors import UserError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import ImportanceCorrection, ImportanceLevel, Normalization
-from nemo_like.config.schema import LossConfig
+from nemo_like.config.loss_schema import LossConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.kl import kl_estimate, kl_loss
 from nemo_like.losses.protocol import Denominators

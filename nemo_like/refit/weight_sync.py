@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_like.config.choices import Transport
 from nemo_like.config.plan import ResourcePlan, refit_transport
-from nemo_like.config.schema import RefitConfig
+from nemo_like.config.rollout_schema import RefitConfig
 from nemo_like.distributed.worker_group import wait_together
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineMemory, Link

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from nemo_like.batch import keys
-from nemo_like.config.schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.remote_batch import RemoteBatch

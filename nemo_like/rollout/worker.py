@@ -10,7 +10,7 @@ from ray import ObjectRef
 from torch import Tensor
 
 from nemo_like.config.choices import Backend
-from nemo_like.config.schema import EnvironmentConfig
+from nemo_like.config.rollout_schema import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.grading_pool import GradingPool
 from nemo_like.generation.protocol import EngineConfig, SamplingParams
