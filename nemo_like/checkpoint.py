@@ -1,6 +1,7 @@
 """Checkpoints that are complete or absent.
 
-``<run.dir>/checkpoints/step_<n>`` holds ``policy/`` (sharded model, optimizer and schedule),
+``<run.dir>/checkpoints/step_<n>`` holds a folder for each model, such as ``policy/`` (sharded
+model, optimizer and schedule),
 ``driver.json`` (step, data position, metric) and ``files.json`` (size and checksum of every file).
 All is written into ``writing_step_<n>`` and renamed at the end (and away before it is deleted), so
 the name ``step_<n>`` is a promise; ``files.json`` tells a file that was damaged later.
@@ -34,9 +35,11 @@ class DriverState:
     step: int
     loader: dict[str, Any]
     metric: float | None
-    """Value that decides which checkpoint is best; None if it was not measured by then."""
+    """Value that decides which checkpoint is best, the largest; None if not measured by then."""
     totals: dict[str, float]
     """Of the whole run so far: wall seconds, first and latest validation."""
+    weight_versions: dict[str, int]
+    """Optimizer steps that each model has taken."""
 
 
 class Checkpoints:
@@ -53,18 +56,18 @@ class Checkpoints:
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
-    def save(self, state: DriverState, write_policy: Callable[[str], None]) -> Path:
+    def save(self, state: DriverState, write_models: Callable[[Path], None]) -> Path:
         """Write a checkpoint and drop those that need not be kept.
 
-        ``write_policy`` is given the folder for the policy's files. Raises RunError if the disk
-        refuses; earlier checkpoints are untouched then.
+        ``write_models`` is given the folder to make one folder for each model in. Raises RunError
+        if the disk refuses; earlier checkpoints are untouched then.
         """
         final = self.folder / f"step_{state.step}"
         aside = self.folder / f"writing_{final.name}"
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            write_policy(str(aside / "policy"))
+            write_models(aside)
             (aside / "driver.json").write_text(json.dumps(asdict(state), indent=1))
             (aside / "files.json").write_text(json.dumps(_checksums(aside), indent=1))
             _sync(aside)

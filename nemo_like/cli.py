@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -14,8 +15,14 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from nemo_like.config.load import accept_free_keys, check_overrides, compose_raw, load, register
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.load import (
+    accept_free_keys,
+    check_overrides,
+    compose_raw,
+    load,
+    register,
+    schema_of,
+)
 from nemo_like.errors import RunError, UserError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +35,7 @@ EXIT_INTERRUPTED = 130
 _HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
 
 
-def main(config_name: str, run: Callable[[GRPORunConfig], None], config_dir: Path) -> None:
+def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None:
     """Run ``run`` with the configuration that the command line gives, through ``hydra.main``.
 
     Everything that Hydra users expect works (``--config-name``, ``--cfg job``, ``--multirun``,
@@ -74,11 +81,12 @@ def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> None
     """Compose and check what each job would run with."""
     parsed = get_args_parser().parse_args(arguments)  # Hydra's own
     overrides = list(parsed.overrides)
-    check_overrides(overrides)
     directory = Path(parsed.config_path) if parsed.config_path else config_dir
     extra_dir = Path(parsed.config_dir) if parsed.config_dir else None
+    name = parsed.config_name or config_name
+    check_overrides(overrides, schema_of([directory, *([extra_dir] if extra_dir else [])], name))
     for job in _sweep(overrides) if parsed.multirun else [overrides]:
-        raw = compose_raw(directory, parsed.config_name or config_name, job, extra_dir)
+        raw = compose_raw(directory, name, job, extra_dir)
         if parsed.cfg is None:
             load(raw)
 

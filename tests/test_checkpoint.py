@@ -11,12 +11,18 @@ from nemo_like.errors import RunError, UserError
 
 
 def save(checkpoints, step, metric=None):
-    def write_policy(folder):
-        Path(folder).mkdir()
-        (Path(folder) / "shard.bin").write_bytes(bytes(range(256)) * step)
+    def write_models(folder):
+        (folder / "policy").mkdir()
+        (folder / "policy" / "shard.bin").write_bytes(bytes(range(256)) * step)
 
-    state = DriverState(step=step, loader={"position": step}, metric=metric, totals={"wall_s": 1.0})
-    return checkpoints.save(state, write_policy)
+    state = DriverState(
+        step=step,
+        loader={"position": step},
+        metric=metric,
+        totals={"wall_s": 1.0},
+        weight_versions={"policy": step},
+    )
+    return checkpoints.save(state, write_models)
 
 
 def make(tmp_path, **config):
@@ -85,7 +91,7 @@ def test_a_failed_write_leaves_earlier_checkpoints_and_no_new_one(tmp_path):
     def full_disk(folder):
         raise OSError(28, "No space left on device")
 
-    state = DriverState(step=2, loader={}, metric=None, totals={})
+    state = DriverState(step=2, loader={}, metric=None, totals={}, weight_versions={})
     with pytest.raises(RunError, match=r"step_2 could not be written: .*No space left"):
         checkpoints.save(state, full_disk)
     assert checkpoints.steps() == [1]

@@ -24,6 +24,7 @@ from nemo_like.algorithms.self_check import (
 from nemo_like.algorithms.setup import Setup, find_model, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.choices import MismatchAction
+from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.policy_gradient import ClippedPGLoss
@@ -57,7 +58,13 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
     loss = ClippedPGLoss(config.loss, max_mean_gap(config) if masks else None)
     if reuse:
         logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
-    for step in run.steps(policy, setup.loader, rollouts):
+    for step in run.steps(
+        config.grpo.max_steps,
+        {"policy": policy},
+        setup.loader,
+        rollouts if has_validation(config) else None,
+        config.validation.every_steps,
+    ):
         setup.meter.pop()  # what a validation before this step came to
         batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
         batch.rows[keys.ADVANTAGES] = group_advantages(

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -14,12 +14,15 @@ import psutil
 import yaml
 
 from nemo_like.checkpoint import Checkpoints, DriverState
-from nemo_like.config.checks import has_validation
 from nemo_like.config.choices import WandbMode
-from nemo_like.config.run_schema import GRPORunConfig
-from nemo_like.data.loader import PromptLoader
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.errors import UserError
-from nemo_like.observe.console import Progress, live_terminal
+from nemo_like.observe.console import (
+    ROLLOUT_COLUMNS,
+    TRAINING_COLUMNS,
+    Progress,
+    live_terminal,
+)
 from nemo_like.observe.log import setup_logging
 from nemo_like.observe.metrics import Metrics, values
 from nemo_like.observe.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink
@@ -29,6 +32,7 @@ from nemo_like.policy.policy import Policy
 logger = logging.getLogger(__name__)
 
 _VALIDATION = "validation/"
+_SUMMARIZED = tuple(f"{_VALIDATION}{name}" for name in ("accuracy", "reward", "loss"))
 
 
 class Validator(Protocol):
@@ -39,6 +43,18 @@ class Validator(Protocol):
         ...
 
 
+class Loader(Protocol):
+    """What deals out rows: a position that can be saved."""
+
+    def state(self) -> dict[str, Any]:
+        """The position after the rows handed out."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position."""
+        ...
+
+
 class Run:
     """One execution in one folder. Use as a context manager around everything that it logs.
 
@@ -46,8 +62,9 @@ class Run:
     weights it measured (0: before training).
     """
 
-    def __init__(self, config: GRPORunConfig, name: str) -> None:
+    def __init__(self, config: TrainingRunConfig, name: str) -> None:
         self.config = config
+        self._metric, self._smaller_is_better = _best_metric(config)
         self.dir = _make_run_dir(config, name)
         self.spans = Spans()
         self._start = time.monotonic()
@@ -64,7 +81,14 @@ class Run:
         self._process_began = psutil.Process().create_time()
         self._start_up = {"time/imports_s": time.time() - self._process_began}
         self._exit = ExitStack()
-        self._progress = Progress(config.grpo.max_steps, terminal, first_step=self.first_step)
+        self._max_steps = 0
+        samples = isinstance(config, RolloutRunConfig)
+        self._progress = Progress(
+            terminal=terminal,
+            columns=ROLLOUT_COLUMNS if samples else TRAINING_COLUMNS,
+            headline="validation/reward" if samples else "validation/loss",
+            first_step=self.first_step,
+        )
         self._sinks = self._open_sinks()
         self._save_config()
 
@@ -89,32 +113,40 @@ class Run:
         logger.info("Starting: %s", name.replace("_", " "))
         return self.span(name)
 
-    def restore(self, policy: Policy, loader: PromptLoader) -> None:
-        """Bring policy and data to where the checkpoint left them, if there is one."""
+    def restore(self, models: Mapping[str, Policy], loader: Loader) -> None:
+        """Bring models and data to where the checkpoint left them, if there is one."""
         if self._resumed is None:
             return
-        policy.load(str(self._resumed_from / "policy"), self._resumed.step)
+        for name, model in models.items():
+            version = self._resumed.weight_versions[name]
+            model.load(str(self._resumed_from / name), version)
         loader.load_state(self._resumed.loader)
 
-    def steps(self, policy: Policy, loader: PromptLoader, validator: Validator) -> Iterator[int]:
+    def steps(
+        self,
+        max_steps: int,
+        models: Mapping[str, Policy],
+        loader: Loader,
+        validator: Validator | None,
+        validate_every: int,
+    ) -> Iterator[int]:
         """Numbers of the steps to make, from 1; validates, logs and saves between them.
 
-        The consumer's loop body is the step: it calls ``log`` once.
+        The consumer's loop body is the step: it calls ``log`` once. ``validator`` None: never
+        validates; else before the first step, each ``validate_every``, and after the last.
         """
-        max_steps = self.config.grpo.max_steps
-        if self.first_step == 0 and has_validation(self.config):
+        self._max_steps = self._progress.max_steps = max_steps
+        if self.first_step == 0 and validator is not None:
             self._finish_step(0, validator.validate(0))
         for step in range(self.first_step + 1, max_steps + 1):
             with self.spans.span("step"):
                 yield step
             metrics = self._step_metrics
-            if self._is_due(step, self.config.validation.every_steps) and has_validation(
-                self.config
-            ):
+            if validator is not None and self._is_due(step, validate_every):
                 metrics = metrics | validator.validate(step)
             self._finish_step(step, metrics)
             if self._is_due(step, self.config.checkpoint.every_steps):
-                self._save(step, policy, loader)
+                self._save(step, models, loader)
 
     def log(self, metrics: Metrics) -> None:
         """Hand over the metrics of the step in progress."""
@@ -124,7 +156,7 @@ class Run:
         """Write ``summary.json``: what the run came to, in numbers that it measured itself."""
         wall_s = self._totals["wall_s"] + time.monotonic() - self._start
         summary = {
-            "steps": self.config.grpo.max_steps,
+            "steps": self._max_steps,
             "wall_s": round(wall_s, 1),
             **{name: value for name, value in self._totals.items() if name.startswith("val_")},
             **facts,
@@ -141,7 +173,7 @@ class Run:
         if "time/step_s" in numbers and "time/waiting_s" in numbers:
             numbers["time/driver_s"] = numbers["time/step_s"] - numbers["time/waiting_s"]
         for name, value in numbers.items():
-            if name in (f"{_VALIDATION}accuracy", f"{_VALIDATION}reward"):
+            if name in _SUMMARIZED:
                 short = name.removeprefix(_VALIDATION)
                 self._totals.setdefault(f"val_{short}_start", value)
                 self._totals[f"val_{short}_end"] = value
@@ -164,18 +196,27 @@ class Run:
             logger.info("Start to the end of the first step: %.1f s (%s)", total, phases)
 
     def _is_due(self, step: int, every: int) -> bool:
-        return step == self.config.grpo.max_steps or (every > 0 and step % every == 0)
+        return step == self._max_steps or (every > 0 and step % every == 0)
 
-    def _save(self, step: int, policy: Policy, loader: PromptLoader) -> None:
+    def _save(self, step: int, models: Mapping[str, Policy], loader: Loader) -> None:
         wall_s = self._totals["wall_s"] + time.monotonic() - self._start
+        metric = self._step_values.get(self._metric)
+        if metric is not None and self._smaller_is_better:
+            metric = -metric
         state = DriverState(
             step=step,
             loader=loader.state(),
-            metric=self._step_values.get(self.config.checkpoint.metric),
+            metric=metric,
             totals=self._totals | {"wall_s": wall_s},
+            weight_versions={name: model.weight_version for name, model in models.items()},
         )
+
+        def write(folder: Path) -> None:
+            for name, model in models.items():
+                model.save(str(folder / name))
+
         with self.span("checkpoint"):
-            path = self.checkpoints.save(state, policy.save)
+            path = self.checkpoints.save(state, write)
         logger.info("Saved %s", path)
 
     def _open_sinks(self) -> Sinks:
@@ -210,6 +251,15 @@ class Run:
         path.write_text(text)
 
 
+def _best_metric(config: TrainingRunConfig) -> tuple[str, bool]:
+    """The metric that decides which checkpoint is best, and whether its smallest value does."""
+    if config.checkpoint.metric is not None:
+        return config.checkpoint.metric, config.checkpoint.smaller_is_better
+    if isinstance(config, RolloutRunConfig):
+        return "validation/reward", False
+    return "validation/loss", True
+
+
 def plain(value: Any) -> Any:
     """Enums as their text, in nested dicts and lists, so that YAML stays readable."""
     if isinstance(value, dict):
@@ -241,7 +291,7 @@ def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") ->
             )
 
 
-def _make_run_dir(config: GRPORunConfig, name: str) -> Path:
+def _make_run_dir(config: TrainingRunConfig, name: str) -> Path:
     try:
         if config.run.dir is not None:
             path = Path(config.run.dir).expanduser().resolve()

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from nemo_like.algorithms.run import Run
-from nemo_like.config.checks import has_validation
 from nemo_like.config.choices import Backend
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import kv_bytes_per_sequence, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.rollout_checks import has_validation
+from nemo_like.config.run_schema import GRPORunConfig, TrainingRunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
 from nemo_like.data.datasets import Row, check_lengths, load_rows, without_overlap
 from nemo_like.data.loader import PromptLoader
@@ -77,7 +77,7 @@ class Setup:
         }
 
 
-def find_model(config: GRPORunConfig) -> str:
+def find_model(config: TrainingRunConfig) -> str:
     """The model's folder; raises UserError if it can't be laid out as configured."""
     folder = resolve_model(config.policy.model)
     plan = plan_run(config)
@@ -157,7 +157,7 @@ def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack)
         group.submit(RolloutWorker.preload, config.generation.backend)
         _check_folders(policy, generation, [str(run.dir / "config.yaml"), prepared.model_path])
         _start_workers(config, policy, generation, rollout_setup, plan)
-    run.restore(policy, prepared.loader)
+    run.restore({"policy": policy}, prepared.loader)
     sync = WeightSync(config.refit, policy, generation, plan, sleep=rollout_setup.engine.sleep)
     rollouts = SyncRolloutSource(
         config,

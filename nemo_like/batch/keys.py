@@ -15,10 +15,26 @@ POLICY_LOGPROBS = "policy_logprobs"
 """float32, logprob in the trainer before the step. Written by the policy."""
 REFERENCE_LOGPROBS = "reference_logprobs"
 """float32, logprob in the frozen reference model. Written by the policy."""
+VALUES = "values"
+"""float32, the critic's prediction, before its step, of the return from the state in which the
+token was sampled: its head's output at the token before. Written by the critic."""
+RETURNS = "returns"
+"""float32, the return that the value of the same token should have been. Written by the
+algorithm."""
+TEACHER_IDS = "teacher_ids"
+"""int64 [N, K], the teacher's K most likely tokens in place of this one; all of the vocabulary if K
+is its size. Written by the teacher."""
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""float32 [N, K], the teacher's logprobs of these, at the temperature of the student's. Written by
+the teacher."""
+ENTROPIES = "entropies"
+"""float32, entropy in nats of the policy's distribution that the token is from, with gradient;
+trained tokens only. Written by the training engine, for losses that ask for it."""
 
 # Row columns, [B].
 ADVANTAGES = "advantages"
-"""float32, one for all trained tokens of a row. Written by the algorithm."""
+"""float32, one for all trained tokens of a row; as a token column, one for each (GAE). Written by
+the algorithm."""
 SAMPLE_MASK = "sample_mask"
 """bool, True for rows that train. Written by rollout (failed rewards are False)."""
 REWARDS = "rewards"

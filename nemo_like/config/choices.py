@@ -104,20 +104,38 @@ class Baseline(StrEnum):
 
     leave_one_out = "leave_one_out"
     mean = "mean"
+    none = "none"
 
 
 class AdvantageScale(StrEnum):
     """What a centred reward is divided by."""
 
     std = "std"
+    batch = "batch"
     none = "none"
 
 
-class Normalization(StrEnum):
-    """What a loss is a mean over."""
+class Objective(StrEnum):
+    """What a policy-gradient loss makes of ratio and advantage."""
+
+    clip = "clip"
+    cispo = "cispo"
+    reinforce = "reinforce"
+
+
+class RatioLevel(StrEnum):
+    """What one ratio of new to old policy belongs to."""
 
     token = "token"
     sequence = "sequence"
+
+
+class Normalization(StrEnum):
+    """What the sum over tokens of a loss is divided by."""
+
+    token = "token"
+    sequence = "sequence"
+    constant = "constant"
 
 
 class KLEstimator(StrEnum):
@@ -126,6 +144,13 @@ class KLEstimator(StrEnum):
     k1 = "k1"
     k2 = "k2"
     k3 = "k3"
+
+
+class KLPlace(StrEnum):
+    """Where KL(policy || reference) is subtracted."""
+
+    loss = "loss"
+    reward = "reward"
 
 
 class ImportanceCorrection(StrEnum):
@@ -179,3 +204,28 @@ class Console(StrEnum):
     auto = "auto"
     live = "live"
     plain = "plain"
+
+
+class PreferenceKind(StrEnum):
+    """Loss of a pair as a function of its margin."""
+
+    sigmoid = "sigmoid"
+    ipo = "ipo"
+    hinge = "hinge"
+
+
+class Divergence(StrEnum):
+    """Distance of the student's distribution from the teacher's."""
+
+    forward_kl = "forward_kl"
+    reverse_kl = "reverse_kl"
+    jsd = "jsd"
+    mixed = "mixed"
+
+
+class TeacherTail(StrEnum):
+    """What becomes of tokens outside the teacher's most likely ones."""
+
+    ignore = "ignore"
+    renormalize = "renormalize"
+    bucket = "bucket"

@@ -9,21 +9,30 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import SCHEMAS
 
-_HEADER = """# Configuration keys of `examples/run_grpo.py`
+_HEADER = """# Configuration keys
 
-Made from `nemo_like/config/schema.py` by `python -m nemo_like.config.docs > docs/config.md`.
+Made from `nemo_like/config/` by `python -m nemo_like.config.docs > docs/config.md`.
 Set any of them on the command line (`policy.optimizer.lr=1e-4`) or in a YAML file.
 """
 
 
 def render() -> str:
     """The page as Markdown."""
-    return "\n".join([_HEADER, *_sections(GRPORunConfig, "")]) + "\n"
+    seen: set[tuple[str, type]] = set()
+    lines = [_HEADER, "| script | sections |", "|---|---|"]
+    pages: list[str] = []
+    for name, schema in SCHEMAS.items():
+        script = f"examples/run_{name.removesuffix('_schema')}.py"
+        fields = ", ".join(f"`{field.name}`" for field in dataclasses.fields(schema))
+        lines.append(f"| `{script}` | {fields} |")
+        pages += _sections(schema, "", seen, script)
+    return "\n".join([*lines, "", *pages]) + "\n"
 
 
-def _sections(config: type, prefix: str) -> Iterator[str]:
+def _sections(config: type, prefix: str, seen: set[tuple[str, type]], script: str) -> Iterator[str]:
+    """Lines of the sections that are not ``seen``; same name and type mean the same section."""
     documented = _field_docs(config)
     nested = []
     lines = []
@@ -36,26 +45,36 @@ def _sections(config: type, prefix: str) -> Iterator[str]:
             lines.append(f"| `{name}` | `{_default(field)}` | {text}{_choices(field.type)} |")
     if lines:
         title = inspect.cleandoc(config.__doc__ or "").splitlines()[0]
-        yield f"## {prefix.rstrip('.')}\n\n{title}\n"
+        section = prefix.rstrip(".")
+        shared = all(section != other or config is kind for other, kind in seen)
+        yield f"## {section}{'' if shared else f' ({script})'}\n\n{title}\n"
         yield "| key | default | meaning |\n|---|---|---|"
         yield from lines
         yield ""
     for name, section in nested:
         assert isinstance(section, type)
-        yield from _sections(section, f"{name}.")
+        if (name, section) not in seen:
+            yield from _sections(section, f"{name}.", seen, script)
+            seen.add((name, section))
 
 
 def _field_docs(config: type) -> dict[str, str]:
     """The string under each field; dataclasses do not keep it, the source does."""
-    tree = ast.parse(inspect.getsource(sys.modules[config.__module__]))
-    body = next(
-        n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == config.__name__
-    )
-    docs = {}
-    for field, text in itertools.pairwise(body):
-        match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=doc)):
-                docs[name] = str(doc)
+    docs: dict[str, str] = {}
+    for kind in config.__mro__:
+        if not dataclasses.is_dataclass(kind):
+            continue
+        tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
+        body = next(
+            n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == kind.__name__
+        )
+        for field, text in itertools.pairwise(body):
+            match field, text:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=doc)),
+                ):
+                    docs.setdefault(name, str(doc))
     return docs
 
 

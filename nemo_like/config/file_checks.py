@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.errors import UserError
 
 REASONING_GYM = "reasoning_gym"
@@ -16,11 +16,12 @@ BUILT_IN_MODELS = ("embedded", "smollm2")
 BUILT_IN_REWARDS = (REASONING_GYM, "math")
 
 
-def check_files(config: GRPORunConfig) -> None:
+def check_files(config: TrainingRunConfig) -> None:
     """Raise UserError for the first file or folder that cannot serve."""
     _check_model(config.policy.model)
-    _check_data(config)
-    _check_reward(config.environment.reward)
+    if isinstance(config, RolloutRunConfig):
+        _check_data(config)
+        _check_reward(config.environment.reward)
     _check_run_dir(config)
 
 
@@ -54,7 +55,7 @@ def _could_be_hub_name(model: str) -> bool:
     return len(parts) == 2 and all(parts) and not model.startswith((".", "/", "~"))
 
 
-def _check_data(config: GRPORunConfig) -> None:
+def _check_data(config: RolloutRunConfig) -> None:
     for key in ("data.train", "data.validation"):
         source = getattr(config.data, key.removeprefix("data."))
         if source is None or source == REASONING_GYM:
@@ -96,7 +97,7 @@ def _check_reward(reward: str) -> None:
         raise UserError(f"environment.reward={reward}: '{function}' is not a function name.")
 
 
-def _check_run_dir(config: GRPORunConfig) -> None:
+def _check_run_dir(config: TrainingRunConfig) -> None:
     run = config.run
     if run.dir is None:
         if run.resume:

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import yaml
 from hydra import compose, version
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
@@ -19,11 +21,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.config.checks import check
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import SCHEMAS, TrainingRunConfig
 from nemo_like.config.yaml_traps import check_yaml
 from nemo_like.errors import UserError
 
-SCHEMAS: dict[str, type] = {"grpo_schema": GRPORunConfig}
 _GROUPS = ("model",)
 _FREE_DICTS = ("generation.engine_kwargs", "data.tasks")
 
@@ -35,20 +36,22 @@ def register() -> None:
         store.store(name=name, node=schema)
 
 
-def load(raw: DictConfig) -> GRPORunConfig:
-    """Plain dataclasses from what Hydra composed, checked; raises UserError."""
+def load(raw: DictConfig) -> Any:
+    """Plain dataclasses from what Hydra composed, checked; raises UserError.
+
+    The type is that of the schema at the head of the YAML file's defaults.
+    """
+    schema = OmegaConf.get_type(raw) or TrainingRunConfig
     try:
         config = OmegaConf.to_object(raw)
     except OmegaConfBaseException as error:
-        raise explain(error) from error
-    assert isinstance(config, GRPORunConfig)
+        raise explain(error, schema) from error
+    assert isinstance(config, TrainingRunConfig)
     check(config)
     return config
 
 
-def compose_config(
-    config_dir: Path, config_name: str, overrides: Sequence[str] = ()
-) -> GRPORunConfig:
+def compose_config(config_dir: Path, config_name: str, overrides: Sequence[str] = ()) -> Any:
     """What ``examples/run_*.py`` would run with, for tests and other programs."""
     return load(compose_raw(config_dir, config_name, overrides))
 
@@ -61,8 +64,9 @@ def compose_raw(
     ``extra_dir`` is searched after ``config_dir``, like Hydra's ``--config-dir``.
     """
     register()
-    check_overrides(overrides)
     folders = [config_dir] + ([extra_dir] if extra_dir else [])
+    schema = schema_of(folders, config_name)
+    check_overrides(overrides, schema)
     try:
         _check_yaml_file(folders, config_name)
         with _hydra(folders):
@@ -70,10 +74,23 @@ def compose_raw(
         for group, choice in raw.hydra.runtime.choices.items():
             _check_yaml_file(folders, f"{group}/{choice}")
     except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error) from error
+        raise explain(error, schema) from error
     with open_dict(raw):
         del raw["hydra"]
     return raw
+
+
+def schema_of(folders: Sequence[Path], config_name: str) -> type[TrainingRunConfig]:
+    """The schema that a YAML file's ``defaults`` name; that of GRPO if none can be read there."""
+    path = _find_yaml(folders, config_name)
+    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
+    names = found.get("defaults", ()) if isinstance(found, dict) else ()
+    for name in names or ():
+        if isinstance(name, str) and name in SCHEMAS:
+            return SCHEMAS[name]
+        if isinstance(name, str) and _find_yaml(folders, name) not in (None, path):
+            return schema_of(folders, name)
+    return SCHEMAS["grpo_schema"]
 
 
 @contextmanager
@@ -92,24 +109,24 @@ def _hydra(folders: Sequence[Path]) -> Iterator[None]:
         GlobalHydra.instance().clear()
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
+def check_overrides(overrides: Sequence[str], schema: type[TrainingRunConfig]) -> None:
     """Refuse a key that does not exist before Hydra does, and say which one is nearest."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise explain(error) from error
-    known = set(all_keys(GRPORunConfig))
+        raise explain(error, schema) from error
+    known = set(all_keys(schema))
     for override in parsed:
         key = override.key_or_group
         if key.startswith(("hydra", *_FREE_DICTS)) or key in _GROUPS or key in known:
             continue
-        raise UserError(f"{key} is not a key of the configuration; {_did_you_mean(key)}")
+        raise UserError(f"{key} is not a key of the configuration; {_did_you_mean(key, schema)}")
 
 
 def all_keys(schema: type) -> Iterator[str]:
     """Every dotted key of a schema, sections included.
 
-    >>> "policy.optimizer.lr" in set(all_keys(GRPORunConfig))
+    >>> "policy.optimizer.lr" in set(all_keys(SCHEMAS["grpo_schema"]))
     True
     """
     for field in dataclasses.fields(schema):
@@ -120,7 +137,7 @@ def all_keys(schema: type) -> Iterator[str]:
                 yield f"{field.name}.{key}"
 
 
-def explain(error: Exception) -> UserError:
+def explain(error: Exception, schema: type[TrainingRunConfig]) -> UserError:
     """One sentence from an exception of Hydra or OmegaConf."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line.strip() for line in str(cause).strip().splitlines()]
@@ -129,7 +146,7 @@ def explain(error: Exception) -> UserError:
     key = getattr(cause, "full_key", None) or _full_key(lines)
     text = lines[0].rstrip(".")
     if key and "not in" in text:
-        return UserError(f"{key} is not a key of the configuration; {_did_you_mean(key)}")
+        return UserError(f"{key} is not a key of the configuration; {_did_you_mean(key, schema)}")
     if wrong := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text):
         return UserError(f"{key}={wrong[1]} must be a value of type {wrong[2].lower()}.")
     if wrong := re.match(r"Value '(.*)' is not a valid (\w+)", text):
@@ -150,9 +167,9 @@ def explain(error: Exception) -> UserError:
     return UserError(f"{key}: {text}." if key and key not in text else f"{text}.")
 
 
-def _did_you_mean(key: str) -> str:
+def _did_you_mean(key: str, schema: type[TrainingRunConfig]) -> str:
     """The nearest key; one with the same last part wins over one that only looks alike."""
-    keys = list(all_keys(GRPORunConfig))
+    keys = list(all_keys(schema))
     leaf = key.rpartition(".")[2]
     same_leaf = [other for other in keys if other.rpartition(".")[2] == leaf]
     pool = same_leaf if "." in key and same_leaf else keys
@@ -184,8 +201,11 @@ def _full_key(lines: Sequence[str]) -> str | None:
 
 def _check_yaml_file(folders: Sequence[Path], name: str) -> None:
     """Check the file that ``name`` stands for, unless it is one of Hydra's own."""
-    for folder in folders:
-        path = folder / f"{name.removesuffix('.yaml')}.yaml"
-        if path.is_file():
-            check_yaml(path)
-            return
+    path = _find_yaml(folders, name)
+    if path is not None:
+        check_yaml(path)
+
+
+def _find_yaml(folders: Sequence[Path], name: str) -> Path | None:
+    paths = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in folders)
+    return next((path for path in paths if path.is_file()), None)

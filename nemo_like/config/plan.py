@@ -1,11 +1,11 @@
 """How many bundles on how many nodes, and who works in which: arithmetic, without Ray."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_like.config.choices import Transport
 from nemo_like.config.rollout_schema import RefitConfig
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.errors import UserError
 
@@ -23,6 +23,11 @@ class ResourcePlan:
     generation: tuple[tuple[int, ...], ...]
     """Bundles of each generation replica: one a tensor-parallel rank, the first leads. Several
     replicas may share a bundle."""
+
+    @property
+    def num_bundles(self) -> int:
+        """Bundles of all nodes."""
+        return sum(self.bundles_per_node)
 
     def node_of(self, bundle: int) -> int:
         """Index of the node that holds ``bundle``."""
@@ -96,8 +101,11 @@ def plan_resources(
     )
 
 
-def plan_run(config: GRPORunConfig) -> ResourcePlan:
-    """``plan_resources`` of a whole run's configuration."""
+def plan_run(config: TrainingRunConfig) -> ResourcePlan:
+    """``plan_resources`` of a whole run; without generation if it samples nothing."""
+    if not isinstance(config, RolloutRunConfig):
+        plan = plan_resources(config.cluster, 1)
+        return replace(plan, policy=tuple(range(plan.num_bundles)), generation=())
     generation = config.generation
     return plan_resources(
         config.cluster, generation.tensor_parallel_size, generation.num_engines_per_bundle

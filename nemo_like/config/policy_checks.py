@@ -18,7 +18,7 @@ from nemo_like.config.choices import (
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.errors import UserError
 
 _RANGES = Ranges(
@@ -56,7 +56,7 @@ _RANGES = Ranges(
 _ADAM = (OptimizerKind.adamw, OptimizerKind.adamw8bit, OptimizerKind.muon)
 
 
-def check_policy(config: GRPORunConfig) -> None:
+def check_policy(config: TrainingRunConfig) -> None:
     """Raise UserError for the first rule of ``policy`` that ``config`` breaks."""
     check_ranges(config, _RANGES)
     plan = plan_run(config)
@@ -71,10 +71,11 @@ def check_policy(config: GRPORunConfig) -> None:
     check_effects(config, _EFFECTS)
     check_effects(config, _rank_effects(sizes))
     _check_precision(config)
-    _check_schedule(config)
+    if config.max_steps is not None:
+        check_schedule(config, config.max_steps)
 
 
-def _check_ddp(config: GRPORunConfig) -> None:
+def _check_ddp(config: TrainingRunConfig) -> None:
     """DDP replicates whole models on ranks that each see other rows, in float32 with autocast."""
     policy, parallel = config.policy, config.policy.parallel
     if parallel.data_parallel is not DataParallel.ddp:
@@ -114,7 +115,7 @@ def _check_ddp(config: GRPORunConfig) -> None:
         )
 
 
-def _check_axes(config: GRPORunConfig, sizes: ParallelSizes, plan: ResourcePlan) -> None:
+def _check_axes(config: TrainingRunConfig, sizes: ParallelSizes, plan: ResourcePlan) -> None:
     """Tensor-parallel groups stay within a node; context parallelism needs our own attention."""
     by_node: dict[int, int] = {}
     for bundle in plan.policy:
@@ -137,7 +138,7 @@ def _check_axes(config: GRPORunConfig, sizes: ParallelSizes, plan: ResourcePlan)
         )
 
 
-def _check_precision(config: GRPORunConfig) -> None:
+def _check_precision(config: TrainingRunConfig) -> None:
     policy = config.policy
     scale = policy.loss_scale
     if math.frexp(scale.initial)[0] != 0.5:
@@ -167,25 +168,25 @@ def _check_precision(config: GRPORunConfig) -> None:
         )
 
 
-def _check_schedule(config: GRPORunConfig) -> None:
-    """Everything that begins or ends at a step must do so within the run."""
-    scheduler, max_steps = config.policy.scheduler, config.grpo.max_steps
+def check_schedule(config: TrainingRunConfig, max_steps: int) -> None:
+    """Everything that begins or ends at a step must do so within the run's ``max_steps``."""
+    scheduler, key = config.policy.scheduler, f"{config.section}.max_steps"
     warmup, decay = scheduler.warmup_steps, scheduler.decay_steps
     if warmup >= max_steps:
         raise UserError(
             f"policy.scheduler.warmup_steps={warmup} must be below "
-            f"grpo.max_steps={max_steps}, or the peak is never reached."
+            f"{key}={max_steps}, or the peak is never reached."
         )
     if scheduler.kind is Schedule.wsd and warmup + decay > max_steps:
         raise UserError(
             f"policy.scheduler.decay_steps={decay} and warmup_steps={warmup} together must be at "
-            f"most grpo.max_steps={max_steps}; lower them."
+            f"most {key}={max_steps}; lower them."
         )
     ddp = config.policy.parallel.ddp
     if ddp.compression is Compression.powersgd and ddp.powersgd_start_step >= max_steps:
         raise UserError(
             f"policy.parallel.ddp.powersgd_start_step={ddp.powersgd_start_step} must be below "
-            f"grpo.max_steps={max_steps}, or PowerSGD never begins; lower it."
+            f"{key}={max_steps}, or PowerSGD never begins; lower it."
         )
     if ddp.compression is Compression.bf16 and not config.cluster.gpus_per_node:
         raise UserError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.errors import UserError
 
 
@@ -27,7 +27,7 @@ class Effect:
 
     keys: Sequence[str]
     """Keys, or sections for all keys in them."""
-    applies: Callable[[GRPORunConfig], bool]
+    applies: Callable[[Any], bool]
     """Whether the keys have an effect."""
     why_not: str
     """What stands in the way, and what to set: the end of a sentence."""
@@ -40,7 +40,7 @@ def value_of(config: object, key: str) -> Any:
     return config
 
 
-def check_ranges(config: GRPORunConfig, ranges: Ranges) -> None:
+def check_ranges(config: TrainingRunConfig, ranges: Ranges) -> None:
     """Raise UserError for the first value out of its range."""
     for key, least in ranges.at_least.items():
         value = value_of(config, key)
@@ -59,9 +59,9 @@ def check_ranges(config: GRPORunConfig, ranges: Ranges) -> None:
             raise UserError(f"{key}={value_of(config, key)} must be in [0, 1).")
 
 
-def check_effects(config: GRPORunConfig, effects: Sequence[Effect]) -> None:
+def check_effects(config: TrainingRunConfig, effects: Sequence[Effect]) -> None:
     """A key that differs from its default and changes nothing is a misunderstanding: say so."""
-    default = GRPORunConfig()
+    default = type(config)()
     for effect in effects:
         for key in effect.keys:
             for leaf in _leaves(config, key):
@@ -71,7 +71,7 @@ def check_effects(config: GRPORunConfig, effects: Sequence[Effect]) -> None:
                     raise UserError(f"{leaf}={shown} would have no effect: {effect.why_not}.")
 
 
-def _leaves(config: GRPORunConfig, key: str) -> list[str]:
+def _leaves(config: TrainingRunConfig, key: str) -> list[str]:
     value = value_of(config, key)
     if not dataclasses.is_dataclass(value):
         return [key]

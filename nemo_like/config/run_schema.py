@@ -1,9 +1,12 @@
 """One schema an algorithm: the sections that its script can be told; see ``schema``."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from nemo_like.config.data_schema import PreferenceDataConfig, SFTDataConfig
 from nemo_like.config.loss_schema import AdvantageConfig, LossConfig
 from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.preference_schema import DPOLossConfig, RewardModelLossConfig
 from nemo_like.config.rollout_schema import (
     DataConfig,
     EnvironmentConfig,
@@ -12,7 +15,44 @@ from nemo_like.config.rollout_schema import (
     RefitConfig,
     ValidationConfig,
 )
-from nemo_like.config.schema import CheckpointConfig, ClusterConfig, LoggingConfig, RunConfig
+from nemo_like.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    HeldOutConfig,
+    LoggingConfig,
+    RunConfig,
+)
+
+
+@dataclass(kw_only=True)
+class TrainingRunConfig:
+    """Sections of every run that trains."""
+
+    section: ClassVar[str]
+    """The algorithm's own section."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def max_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None: as many as the data has."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class RolloutRunConfig(TrainingRunConfig):
+    """Sections of runs that sample completions."""
+
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    refit: RefitConfig = field(default_factory=RefitConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
 
 
 @dataclass(kw_only=True)
@@ -31,20 +71,114 @@ class GRPOConfig:
 
 
 @dataclass(kw_only=True)
-class GRPORunConfig:
+class GRPORunConfig(RolloutRunConfig):
     """Everything that ``examples/run_grpo.py`` can be told."""
 
-    run: RunConfig = field(default_factory=RunConfig)
+    section = "grpo"
+
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    refit: RefitConfig = field(default_factory=RefitConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def max_steps(self) -> int:
+        """See ``grpo.max_steps``."""
+        return self.grpo.max_steps
+
+
+@dataclass(kw_only=True)
+class PassesConfig:
+    """How often the training rows are used."""
+
+    num_epochs: int = 1
+    """Passes over the training rows."""
+    max_steps: int | None = None
+    """Optimizer steps of the whole run, resumed parts included. None: those of ``num_epochs``."""
+    drop_last: bool = False
+    """Leave out a last step of a pass that has fewer rows than the others."""
+
+
+@dataclass(kw_only=True)
+class SFTConfig(PassesConfig):
+    """The loop of supervised fine-tuning."""
+
+    num_rows_per_step: int = 32
+    """Conversations of one optimizer step."""
+
+
+@dataclass(kw_only=True)
+class SFTRunConfig(TrainingRunConfig):
+    """Everything that ``examples/run_sft.py`` can be told."""
+
+    section = "sft"
+
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    validation: HeldOutConfig = field(default_factory=HeldOutConfig)
+
+    @property
+    def max_steps(self) -> int | None:
+        """See ``sft.max_steps``."""
+        return self.sft.max_steps
+
+
+@dataclass(kw_only=True)
+class DPOConfig(PassesConfig):
+    """The loop of direct preference optimization."""
+
+    num_pairs_per_step: int = 32
+    """Pairs of one optimizer step."""
+    precompute_reference: bool = True
+    """Score all rows with the reference model once, before the first step, and free it. False:
+    keep it, and score each step's rows."""
+
+
+@dataclass(kw_only=True)
+class DPORunConfig(TrainingRunConfig):
+    """Everything that ``examples/run_dpo.py`` can be told."""
+
+    section = "dpo"
+
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    loss: DPOLossConfig = field(default_factory=DPOLossConfig)
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    validation: HeldOutConfig = field(default_factory=HeldOutConfig)
+
+    @property
+    def max_steps(self) -> int | None:
+        """See ``dpo.max_steps``."""
+        return self.dpo.max_steps
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(PassesConfig):
+    """The loop of training a reward model."""
+
+    num_pairs_per_step: int = 32
+    """Pairs of one optimizer step."""
+
+
+@dataclass(kw_only=True)
+class RewardModelRunConfig(TrainingRunConfig):
+    """Everything that ``examples/run_rm.py`` can be told."""
+
+    section = "reward_model"
+
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    loss: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    validation: HeldOutConfig = field(default_factory=HeldOutConfig)
+
+    @property
+    def max_steps(self) -> int | None:
+        """See ``reward_model.max_steps``."""
+        return self.reward_model.max_steps
+
+
+SCHEMAS: dict[str, type[TrainingRunConfig]] = {
+    "grpo_schema": GRPORunConfig,
+    "sft_schema": SFTRunConfig,
+    "dpo_schema": DPORunConfig,
+    "rm_schema": RewardModelRunConfig,
+}
+"""By the name that a YAML file's ``defaults`` begin with."""

@@ -57,10 +57,21 @@ class CheckpointConfig:
     """Latest checkpoints to keep, >= 1."""
     keep_best: bool = True
     """Also keep the checkpoint with the best ``metric``."""
-    metric: str = "validation/reward"
-    """Metric that decides which checkpoint is best (larger is better)."""
+    metric: str | None = None
+    """Metric that decides which checkpoint is best. None: ``validation/reward`` where completions
+    are sampled, else ``validation/loss``, of which the smallest is best."""
+    smaller_is_better: bool = False
+    """Whether the smallest value of ``metric`` is the best one."""
     export: bool = True
     """Write the final weights and tokenizer as a Hugging Face folder, ``<run.dir>/final``."""
+
+
+@dataclass(kw_only=True)
+class HeldOutConfig:
+    """Measuring the loss on held-out rows."""
+
+    every_steps: int = 20
+    """Steps between validations; one is made before the first and after the last step. 0: never."""
 
 
 @dataclass(kw_only=True)

@@ -2,16 +2,34 @@
 
 import functools
 import json
+import logging
+import re
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_like.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 Message = dict[str, Any]
 """``{"role": ..., "content": ...}``, as chat templates take it."""
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
+_USE_MARKERS = "use a template with {% generation %} markers around the assistant's text"
+
+
+class Span(NamedTuple):
+    """A range of characters or tokens."""
+
+    start: int
+    end: int
 
 
 class ChatTokenizer:
@@ -35,6 +53,8 @@ class ChatTokenizer:
             )
         self.eos_token_ids = _eos_token_ids(Path(model_path), self._tokenizer.eos_token_id)
         """Every id that ends a turn: the tokenizer's, and all of the generation config."""
+        self._special_ids = frozenset(self._tokenizer.all_special_ids)
+        self._warned_of_end: set[int] = set()
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation up to where the assistant answers.
@@ -46,10 +66,188 @@ class ChatTokenizer:
         )
         return ids
 
+    def render_conversation(
+        self, messages: Sequence[Message], from_message: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole conversation, and which of them the assistant wrote.
+
+        A turn's tokens go from the first one after its header to the one that ends the turn, both
+        included. Turns before ``from_message`` count as not the assistant's. Where they are is
+        taken from the template's ``{% generation %}`` markers, if it has them around each turn; or
+        else from what it renders for the messages before a turn, and with it, which must be the
+        beginning of the whole.
+
+        Raises UserError, without the row's name, if neither way leads to the tokens.
+        """
+        turns = [
+            index
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and index >= from_message
+        ]
+        marked = self._marked(messages) if self._markers_hold else None
+        if marked is None:
+            text, spans = self._derived(messages, turns)
+        else:
+            text, spans = marked[0], marked[1][len(marked[1]) - len(turns) :]
+        return self._mask(text, spans, ends_with_turn=messages[-1]["role"] == "assistant")
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of plain text without the template: one BOS if the tokenizer has it put one,
+        and one end token."""
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        bos = self._tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            del ids[0]
+        end = self._tokenizer.eos_token_id
+        if end is not None and (not ids or ids[-1] not in self.eos_token_ids):
+            ids.append(end)
+        return ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    @functools.cached_property
+    def _markers_hold(self) -> bool:
+        """Whether the template's markers are around the assistant's text and nothing else."""
+        if not _MARKER.search(self._tokenizer.get_chat_template()):
+            return False
+        marked = self._marked(_PROBE)
+        if marked is None:
+            return False
+        try:
+            derived = self._derived(_PROBE, [1, 3])
+        except UserError:
+            return True  # what can't be derived can't be compared: the template's word counts
+        return self._mask(*marked) == self._mask(*derived)
+
+    def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=to_answer, tokenize=False
+            )
+        except Exception as error:  # the boundary of a template, which is a program of the model's
+            raise UserError(f"the chat template fails: {error}") from error
+        return text
+
+    def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]] | None:
+        """The whole text and the spans in markers; None unless each turn has one of its own."""
+        try:
+            (text,), (found,) = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=self._tokenizer.get_chat_template(),
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # see _text
+            raise UserError(f"the chat template fails: {error}") from error
+        spans = [Span(start, end) for start, end in found if end > start]
+        num_turns = sum(message["role"] == "assistant" for message in messages)
+        return (text, spans) if len(spans) == num_turns else None
+
+    def _derived(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, list[Span]]:
+        """The whole text, and what each turn adds to the text that asks for its answer."""
+        whole = self._text(messages, to_answer=False)
+        spans = []
+        for turn in turns:
+            if turn == 0:
+                raise UserError(
+                    "the conversation begins with the assistant, so that nothing tells its header "
+                    f"from its text; put a message before it, or {_USE_MARKERS}."
+                )
+            before = self._text(messages[:turn], to_answer=True)
+            after = self._text(messages[: turn + 1], to_answer=False).rstrip()
+            if not after.startswith(before):
+                raise UserError(
+                    f"the template's text that asks for message {turn} is not the beginning of its "
+                    "text with that message, so that the assistant's tokens cannot be told apart; "
+                    f"{_USE_MARKERS}."
+                )
+            if not whole.startswith(after):
+                raise UserError(
+                    f"the template renders message {turn} in another way once others follow (it "
+                    "may strip <think> blocks of earlier turns), so that the model would train on "
+                    "what it would not have written; train on the last answer only "
+                    f"(data.train_on=last_assistant), or {_USE_MARKERS}."
+                )
+            spans.append(Span(len(before), len(after)))
+        return whole, spans
+
+    def _mask(
+        self, text: str, spans: Sequence[Span], ends_with_turn: bool = True
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of ``text``, and which are in ``spans`` (characters) made to end at an end."""
+        ids, cuts = self._encode_at(text, list(chain.from_iterable(spans)))
+        mask = [False] * len(ids)
+        for start, end in zip(cuts[::2], cuts[1::2], strict=True):
+            is_last = ends_with_turn and end == cuts[-1]
+            end = self._end_of_turn(ids, Span(start, end), is_last)
+            mask[start:end] = [True] * (end - start)
+        return ids, mask
+
+    def _end_of_turn(self, ids: Sequence[int], turn: Span, is_last: bool) -> int:
+        """Position after the token that ends the turn."""
+        for position in range(turn.end, turn.start, -1):
+            if ids[position - 1] in self.eos_token_ids:
+                return position
+        if turn.end < len(ids) and ids[turn.end] in self.eos_token_ids:
+            return turn.end + 1
+        if not is_last:
+            return turn.end
+        last = ids[turn.end - 1]
+        if turn.end == turn.start or last not in self._special_ids:
+            raise UserError(
+                "the template writes no end token after the last answer, so that the model would "
+                "not learn to stop; use a template that does."
+            )
+        if last not in self._warned_of_end:
+            self._warned_of_end.add(last)
+            logger.warning(
+                "The chat template ends answers with %s, which sampling does not stop at; add its "
+                "id %d to eos_token_id in the model's generation_config.json.",
+                self._tokenizer.convert_ids_to_tokens(last),
+                last,
+            )
+        return turn.end
+
+    def _encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Token ids of ``text``, and how many of them stand before each of the rising ``cuts``."""
+        encoding = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast
+        )
+        ids: list[int] = encoding["input_ids"]
+        offsets: list[tuple[int, int]] = encoding.get("offset_mapping", [])
+        positions = [self._position(text, ids, offsets, cut) for cut in cuts]
+        found = [position for position in positions if position is not None]
+        if len(found) == len(cuts):
+            return ids, found
+        # A token reaches over a cut (a newline of the header and one of the answer). Sampling
+        # never sees it, because there the header is tokenised alone; so do we.
+        pieces = [self._ids(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
+        joined = list(chain.from_iterable(pieces))
+        if self._tokenizer.decode(joined) != self._tokenizer.decode(ids):
+            raise UserError(
+                "the tokenizer joins the beginning of an answer with what stands before it; remove "
+                "white space from the beginning of the assistant's text."
+            )
+        return joined, list(accumulate(len(piece) for piece in pieces))[:-1]
+
+    def _position(
+        self, text: str, ids: list[int], offsets: Sequence[tuple[int, int]], cut: int
+    ) -> int | None:
+        """Number of tokens of ``text[:cut]``; None if a token of the whole reaches over the cut."""
+        position = bisect_left(offsets, cut, key=lambda offset: offset[0])
+        start = offsets[position][0] if position < len(offsets) else len(text)
+        if position and start == cut == offsets[position - 1][1]:
+            return position
+        # Offsets leave out white space, or count it to special tokens, in some tokenizers.
+        before = self._ids(text[:cut])
+        return len(before) if ids[: len(before)] == before else None
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

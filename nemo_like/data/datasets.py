@@ -3,10 +3,10 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from nemo_like.config.choices import OverlongPrompts
 from nemo_like.config.rollout_schema import DEFAULT_TASKS, DataConfig
@@ -16,7 +16,21 @@ from nemo_like.errors import UserError
 logger = logging.getLogger(__name__)
 
 REASONING_GYM = "reasoning_gym"
+VALIDATION_SEED_OFFSET = 1_000_003
+"""From the seed of generated training rows to that of the held-out ones."""
 _RESERVED = ("completion",)
+
+
+class HasPrompt(Protocol):
+    """A row of any kind."""
+
+    @property
+    def prompt_key(self) -> str:
+        """What no two rows share that have different prompts."""
+        ...
+
+
+R = TypeVar("R", bound=HasPrompt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,37 +50,52 @@ class Row:
         """Text of the last message: what a reward function sees as ``prompt``."""
         return str(self.messages[-1]["content"])
 
+    @property
+    def prompt_key(self) -> str:
+        """See ``HasPrompt``."""
+        return json.dumps(self.messages)
+
 
 def load_rows(source: str, config: DataConfig, num_rows: int, seed: int, key: str) -> list[Row]:
     """Rows of ``source``: ``reasoning_gym``, or a .jsonl file.
 
     Raises UserError naming ``key`` and the line for a missing or empty file and for a bad row.
     """
+    return [
+        _row(index, record, config.system_prompt, where)
+        for index, (where, record) in enumerate(records(source, config.tasks, num_rows, seed, key))
+    ]
+
+
+def records(
+    source: str, tasks: Mapping[str, Any], num_rows: int, seed: int, key: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each row of ``source`` stands, for messages, and its entries.
+
+    Raises UserError naming ``key``, and the line of what is no JSON object.
+    """
     if source == REASONING_GYM:
         from nemo_like.environments.reasoning_gym_reward import rows as generate
 
-        records: Iterable[tuple[str, dict[str, Any]]] = (
-            (f"row {i}", record)
-            for i, record in enumerate(generate(config.tasks or DEFAULT_TASKS, num_rows, seed))
-        )
+        generated = generate(tasks or DEFAULT_TASKS, num_rows, seed)
+        found = ((f"row {index}", record) for index, record in enumerate(generated))
     else:
-        records = _read_jsonl(Path(source), key)
-    rows = [
-        _row(index, record, config.system_prompt, f"{key}={source}, {where}")
-        for index, (where, record) in enumerate(records)
-    ]
-    if not rows:
+        found = _read_jsonl(Path(source), key)
+    empty = True
+    for place, record in found:
+        empty = False
+        yield f"{key}={source}, {place}", record
+    if empty:
         raise UserError(f"{key}={source} has no rows; give a file with at least one.")
-    return rows
 
 
-def without_overlap(train_rows: list[Row], validation_rows: Sequence[Row]) -> list[Row]:
+def without_overlap(train_rows: list[R], validation_rows: Sequence[R]) -> list[R]:
     """Training rows whose prompt is in no validation row.
 
     Raises UserError if none is left, which happens to tasks with few distinct prompts.
     """
-    held_out = {json.dumps(row.messages) for row in validation_rows}
-    kept = [row for row in train_rows if json.dumps(row.messages) not in held_out]
+    held_out = {row.prompt_key for row in validation_rows}
+    kept = [row for row in train_rows if row.prompt_key not in held_out]
     if not kept:
         raise UserError(
             f"Every training prompt is also among the {len(validation_rows)} validation prompts; "
@@ -153,30 +182,42 @@ def _row(index: int, record: dict[str, Any], system_prompt: str | None, where: s
     if len(given) != 1:
         found = ", ".join(record) or "nothing"
         raise UserError(f"{where}: a row needs either 'prompt' or 'messages'; it has {found}.")
-    content = fields.pop(given[0])
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if not _is_conversation(messages):
-        raise UserError(
-            f"{where}: '{given[0]}' must be text, or a list of {{'role', 'content'}} messages that "
-            "ends with the one to answer."
-        )
+    messages = prompt_messages(fields.pop(given[0]), given[0], system_prompt, where)
     for name in _RESERVED:
         if name in fields:
             raise UserError(f"{where}: '{name}' is what the model writes; rename that field.")
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
     return Row(index=index, messages=tuple(messages), fields=fields)
 
 
-def _is_conversation(messages: object) -> bool:
+def prompt_messages(
+    content: object, name: str, system_prompt: str | None, where: str
+) -> list[Message]:
+    """The messages to answer that the entry ``name`` of a row holds, or has as a user's text."""
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if not is_messages(messages) or messages[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: '{name}' must be text, or a list of {{'role', 'content'}} messages that "
+            "ends with the one to answer."
+        )
+    return with_system_prompt(messages, system_prompt)
+
+
+def with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    """The messages, with a system message before them if they have none."""
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def is_messages(value: object) -> TypeGuard[list[Message]]:
+    """Whether a row's entry is a list of at least one ``{"role", "content"}``, both text."""
     return (
-        isinstance(messages, list)
-        and bool(messages)
+        isinstance(value, list)
+        and bool(value)
         and all(
             isinstance(message, dict)
             and isinstance(message.get("role"), str)
             and isinstance(message.get("content"), str)
-            for message in messages
+            for message in value
         )
-        and messages[-1]["role"] != "assistant"
     )

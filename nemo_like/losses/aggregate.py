@@ -1,15 +1,18 @@
-"""What all losses share: which tokens count, and how a micro-batch's numbers become metrics.
+"""What all losses share: which tokens count, means over them, and metrics of a micro-batch.
 
 Legend: ``B`` rows and ``N`` tokens of the micro-batch, ``M`` trained tokens among them.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.choices import Normalization
+from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
 
@@ -22,6 +25,50 @@ def trained_tokens(batch: TensorBatch) -> tuple[Tensor, Tensor]:
     trained = batch.tokens[keys.LOSS_MASK] & batch.rows[keys.SAMPLE_MASK][row_of_token]
     positions = trained.nonzero(as_tuple=True)[0]
     return positions, row_of_token[positions]
+
+
+def row_sums(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    """Sum of ``values`` [M] over each row -> [B]; 0 for a row without any."""
+    return values.new_zeros(num_rows).index_add(0, row, values)
+
+
+def row_means(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    """Mean of ``values`` [M] over each row -> [B]; 0 for a row without any."""
+    count = torch.bincount(row, minlength=num_rows).clamp(min=1)
+    return row_sums(values, row, num_rows) / count
+
+
+@dataclass(frozen=True)
+class GlobalMean:
+    """This micro-batch's share of a mean over the whole global batch; shares add up to it.
+
+    Rows of 1 and 3 tokens, of which the first alone is not 0:
+
+    >>> row, whole = torch.tensor([0, 1, 1, 1]), Denominators(tokens=4.0, sequences=2.0)
+    >>> x = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    >>> [GlobalMean(kind, row, 2, whole, 8)(x).item() for kind in Normalization]
+    [0.25, 0.5, 0.0625]
+    """
+
+    normalization: Normalization
+    row: Tensor
+    """int64 [M]."""
+    num_rows: int
+    denominators: Denominators
+    constant_tokens: int | None = None
+    """What ``Normalization.constant`` divides each sequence by (Dr. GRPO, arXiv:2503.20783)."""
+
+    def __call__(self, per_token: Tensor) -> Tensor:
+        """``per_token`` [M] -> scalar."""
+        match self.normalization:
+            case Normalization.token:
+                return per_token.sum() / self.denominators.tokens
+            case Normalization.sequence:
+                count = torch.bincount(self.row, minlength=self.num_rows)
+                return (per_token / count[self.row]).sum() / self.denominators.sequences
+            case Normalization.constant:
+                assert self.constant_tokens is not None
+                return per_token.sum() / (self.denominators.sequences * self.constant_tokens)
 
 
 def as_metrics(

@@ -6,7 +6,9 @@ k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
 
 from torch import Tensor
 
+from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import KLEstimator
+from nemo_like.losses.aggregate import row_sums, trained_tokens
 
 # exp(20) = 4.9e8 is finite in float32 and bfloat16, and so is its gradient; 0 * inf never appears.
 _MAX_EXPONENT = 20.0
@@ -41,3 +43,18 @@ def kl_loss(log_ratio: Tensor, importance: Tensor, kind: KLEstimator) -> Tensor:
     """
     weight = importance.detach() if kind is KLEstimator.k2 else importance
     return weight * kl_estimate(log_ratio, kind)
+
+
+def kl_of_rows(
+    policy_logprobs: Tensor, reference_logprobs: Tensor, batch: TensorBatch, kind: KLEstimator
+) -> Tensor:
+    """Estimate of each row's KL(policy || reference), summed over its trained tokens: float64 [B].
+
+    Subtracted from rewards (``loss.kl_in=reward``; Eq. 2 of arXiv:2203.02155), it acts through the
+    gradient of the sampling distribution only. That is the gradient of the KL for k1, whose own
+    gradient is 0 on average; for k2 and k3 it is not. Logprobs are [N]; a row that does not train
+    has 0.
+    """
+    at, row = trained_tokens(batch)
+    log_ratio = reference_logprobs[at].double() - policy_logprobs[at].double()
+    return row_sums(kl_estimate(log_ratio, kind), row, len(batch))

@@ -1,8 +1,9 @@
-"""The clipped policy-gradient loss of PPO and GRPO.
+"""The policy-gradient loss of PPO, GRPO, DAPO, Dr. GRPO, GSPO, CISPO and REINFORCE.
 
-Legend: ``N`` tokens of the micro-batch, ``M`` trained tokens among them.
+Legend: ``B`` rows and ``N`` tokens of the micro-batch, ``M`` trained tokens among them.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,16 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import ImportanceCorrection, ImportanceLevel, Normalization
+from nemo_like.config.choices import (
+    ImportanceCorrection,
+    ImportanceLevel,
+    KLPlace,
+    Normalization,
+    Objective,
+    RatioLevel,
+)
 from nemo_like.config.loss_schema import LossConfig
-from nemo_like.losses.aggregate import as_metrics, trained_tokens
+from nemo_like.losses.aggregate import GlobalMean, as_metrics, row_means, row_sums, trained_tokens
 from nemo_like.losses.kl import kl_estimate, kl_loss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics
@@ -23,19 +31,30 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class ClippedPGLoss:
-    """-mean of w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * w * KL.
+    """Mean of w * (objective + kl_coef * KL - entropy_coef * entropy) over the *global* batch.
 
-    r = exp(current - policy logprobs) (PPO, Eq. 7 of arXiv:1707.06347; clip bounds of DAPO, Eq. 10
-    of arXiv:2503.14476). A batch without the column of policy logprobs is on-policy: they are the
-    current ones, without gradient, so r is 1. w, also without gradient, corrects for sampling with
-    another engine; see ``importance_weights``. The mean is over tokens or sequences of the *global*
-    batch, and the KL term uses the same mean. A token whose w is 0 counts in it like any other:
-    denominators are known before the first forward pass, and w is not.
+    The objective is that of ``policy_objective``, with the ratio r = exp(current - policy
+    logprobs). A batch without the column of policy logprobs is on-policy: they are the current
+    ones, without gradient, so r is 1. The KL term's own ratio is always that of its token.
+
+    w, without gradient, corrects for sampling with another engine; see ``importance_weights``. A
+    token whose w is 0 adds nothing, but counts in the mean like any other: denominators are known
+    before the first forward pass, and w is not.
     """
 
     config: LossConfig
+    """``constant_tokens`` must be a number where the normalization is ``constant``."""
     mask_rows_above: float | None = None
     """Rows whose mean |policy - generation logprob| is above this do not train. None: all do."""
+
+    def __post_init__(self) -> None:
+        constant = self.config.normalization is Normalization.constant
+        assert not constant or self.config.constant_tokens is not None
+
+    @property
+    def needs_entropy(self) -> bool:
+        """See ``Loss``."""
+        return self.config.entropy_coef > 0
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
@@ -46,35 +65,91 @@ class ClippedPGLoss:
         current = logprobs[at].float()
         on_policy = keys.POLICY_LOGPROBS not in batch.tokens
         policy = current.detach() if on_policy else batch.tokens[keys.POLICY_LOGPROBS][at]
-        advantage = batch.rows[keys.ADVANTAGES][row]
+        mean = GlobalMean(
+            config.normalization, row, len(batch), denominators, config.constant_tokens
+        )
+        weight, means, sums = self._weights(policy, at, row, batch)
 
-        log_ratio = (current - policy).clamp(max=_MAX_LOG_RATIO)
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-        surrogate = torch.minimum(ratio * advantage, clipped * advantage)
-        gap = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
-        weight, was_cut = importance_weights(gap, row, len(batch), config)
-
-        mean = _Mean(config.normalization, row, len(batch), denominators)
-        means = {"train/clip_share": _is_clipped(ratio, advantage, config)}
-        sums = {}
-        if config.importance is not ImportanceCorrection.none:
-            means["mismatch/clipped_share"] = was_cut
-        if self.mask_rows_above is not None:
-            # Not "above", so that a gap of NaN masks its row.
-            kept = _row_means(gap.abs(), row, len(batch)) <= self.mask_rows_above
-            weight = torch.where(kept[row], weight, 0.0)
-            sums["mismatch/masked_rows"] = (~kept).sum()
-        loss = mean(-weight * surrogate)
+        ratio = probability_ratio(current, policy, row, len(batch), config.ratio_level)
+        objective, was_clipped = policy_objective(ratio, current, _advantages(batch, at, row), config)
+        loss = mean(weight * objective)
         sums["train/policy_loss"] = loss
-        if config.kl_coef > 0:
+        if config.objective is not Objective.reinforce:
+            means["train/clip_share"] = was_clipped
+        if config.kl_coef > 0 and config.kl_in is KLPlace.loss:
             to_reference = batch.tokens[keys.REFERENCE_LOGPROBS][at] - current
-            kl = mean(weight * kl_loss(to_reference, ratio, config.kl_estimator))
+            of_token = probability_ratio(current, policy, row, len(batch), RatioLevel.token)
+            kl = mean(weight * kl_loss(to_reference, of_token, config.kl_estimator))
             loss = loss + config.kl_coef * kl
             means["train/kl"] = kl_estimate(to_reference, config.kl_estimator)
+        if self.needs_entropy:
+            entropy = batch.tokens[keys.ENTROPIES][at].float()
+            loss = loss - config.entropy_coef * mean(weight * entropy)
+            means["train/entropy"] = entropy
         sums["train/loss"] = loss
         maxima = {} if on_policy else {"train/max_log_ratio": (current - policy).abs()}
         return loss, as_metrics(sums=sums, means=means, maxima=maxima)
+
+    def _weights(
+        self, policy: Tensor, at: Tensor, row: Tensor, batch: TensorBatch
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """w [M], and what ``as_metrics`` takes as means and sums."""
+        means, sums = {}, {}
+        gap = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
+        weight, was_cut = importance_weights(gap, row, len(batch), self.config)
+        if self.config.importance is not ImportanceCorrection.none:
+            means["mismatch/clipped_share"] = was_cut
+        if self.mask_rows_above is not None:
+            # Not "above", so that a gap of NaN masks its row.
+            kept = row_means(gap.abs(), row, len(batch)) <= self.mask_rows_above
+            weight = torch.where(kept[row], weight, 0.0)
+            sums["mismatch/masked_rows"] = (~kept).sum()
+        return weight, means, sums
+
+
+def probability_ratio(
+    current: Tensor, policy: Tensor, row: Tensor, num_rows: int, level: RatioLevel
+) -> Tensor:
+    """Current / old probability [M] of each trained token, from logprobs [M].
+
+    ``sequence``: of its whole completion, to the power of 1 / length (GSPO, arXiv:2507.18071
+    Eq. 7); the gradient reaches all of the row's tokens.
+
+    >>> old, new, row = torch.zeros(3), torch.tensor([1.0, 3.0, 0.0]), torch.tensor([0, 0, 1])
+    >>> probability_ratio(new, old, row, 2, RatioLevel.sequence).log().tolist()
+    [2.0, 2.0, 0.0]
+    """
+    log_ratio = current - policy
+    if level is RatioLevel.sequence:
+        log_ratio = row_means(log_ratio, row, num_rows)[row]
+    return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
+
+
+def policy_objective(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """Each token's term of the loss [M], to be minimised, and where a bound changed its gradient.
+
+    ``clip``: -min(r A, clip(r) A), and at most dual_clip |A| (PPO, arXiv:1707.06347 Eq. 7; bounds
+    of DAPO, arXiv:2503.14476 Eq. 10; dual clip of arXiv:1912.09729): beyond the bound that is on
+    the advantage's side a token has no gradient. ``cispo``: -clip(r) A log p, clip(r) without
+    gradient (arXiv:2506.13585 Eq. 4): each token keeps a gradient, of bounded weight.
+    ``reinforce``: -A log p.
+    """
+    if config.objective is Objective.reinforce:
+        return -advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
+    low = 0.0 if config.clip_low is None else 1 - config.clip_low
+    high = math.inf if config.clip_high is None else 1 + config.clip_high
+    below, above, clipped = ratio < low, ratio > high, ratio.clamp(low, high)
+    if config.objective is Objective.cispo:
+        return -clipped.detach() * advantages * logprobs, above | below
+    term = -torch.minimum(ratio * advantages, clipped * advantages)
+    was_clipped = (advantages > 0) & above | (advantages < 0) & below
+    if config.dual_clip is not None:
+        most = config.dual_clip * advantages.abs()
+        term = torch.where(advantages < 0, torch.minimum(term, most), term)
+        was_clipped |= (advantages < 0) & (ratio > config.dual_clip)
+    return term, was_clipped
 
 
 def importance_weights(
@@ -89,7 +164,7 @@ def importance_weights(
     """
     exponent = gap
     if config.importance_level is ImportanceLevel.sequence:
-        exponent = gap.new_zeros(num_rows).index_add(0, row, gap)[row]
+        exponent = row_sums(gap, row, num_rows)[row]
     raw = exponent.clamp(max=_MAX_LOG_RATIO).exp()
     match config.importance:
         case ImportanceCorrection.none:
@@ -101,31 +176,8 @@ def importance_weights(
             return torch.where(inside, raw, 0.0), ~inside
 
 
-def _row_means(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
-    """Mean of ``values`` [M] over each row [B]; 0 for a row without any."""
-    count = torch.bincount(row, minlength=num_rows).clamp(min=1)
-    return values.new_zeros(num_rows).index_add(0, row, values) / count
-
-
-@dataclass(frozen=True)
-class _Mean:
-    """This micro-batch's share of the global mean over tokens or over sequences."""
-
-    normalization: Normalization
-    row: Tensor
-    num_rows: int
-    denominators: Denominators
-
-    def __call__(self, per_token: Tensor) -> Tensor:
-        """``per_token`` [M] -> scalar."""
-        if self.normalization is Normalization.token:
-            return per_token.sum() / self.denominators.tokens
-        count = torch.bincount(self.row, minlength=self.num_rows)
-        return (per_token / count[self.row]).sum() / self.denominators.sequences
-
-
-def _is_clipped(ratio: Tensor, advantage: Tensor, config: LossConfig) -> Tensor:
-    """Bool [M]: tokens whose gradient the clip removes (not all whose ratio is out of bounds)."""
-    above = (advantage > 0) & (ratio > 1 + config.clip_high)
-    below = (advantage < 0) & (ratio < 1 - config.clip_low)
-    return above | below
+def _advantages(batch: TensorBatch, at: Tensor, row: Tensor) -> Tensor:
+    """[M], from a token column if there is one (GAE), else from the row column."""
+    if keys.ADVANTAGES in batch.tokens:
+        return batch.tokens[keys.ADVANTAGES][at]
+    return batch.rows[keys.ADVANTAGES][row]

@@ -1,8 +1,13 @@
 """Losses over pairs of a chosen and a rejected completion of one prompt.
 
-Legend: ``B`` rows of the micro-batch, ``P`` pairs among them that train.
+Row 2i of a micro-batch is the chosen completion of pair i, row 2i + 1 the rejected one. Both train
+or neither does, so the global number of pairs is half of ``Denominators.sequences``.
+
+Legend: ``N`` tokens and ``B`` rows of the micro-batch, ``M`` trained tokens and ``P`` pairs that
+train among them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,61 +16,118 @@ from torch.nn.functional import logsigmoid
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.aggregate import as_metrics, trained_tokens
+from nemo_like.config.choices import PreferenceKind
+from nemo_like.config.preference_schema import DPOLossConfig
+from nemo_like.losses.aggregate import as_metrics, row_means, row_sums, trained_tokens
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics
 
 
-def sigmoid_loss(margin: Tensor, beta: float) -> Tensor:
-    """-log sigmoid(beta * margin), any shape: DPO, Eq. 7 of arXiv:2305.18290.
-
-    ``margin`` = log ratio of the chosen completion - that of the rejected one.
-
-    >>> [round(v, 6) for v in sigmoid_loss(torch.tensor([2.0, 0.0]), beta=0.1).tolist()]
-    [0.598139, 0.693147]
-    """
-    return -logsigmoid(beta * margin)
-
-
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Mean of ``sigmoid_loss`` over the pairs of the *global* batch.
+    """Mean of ``pair_loss`` over the pairs of the *global* batch, plus sft_coef * NLL.
 
-    Row 2i of a micro-batch is the chosen completion of pair i, row 2i + 1 the rejected one. Both
-    train or neither does, so the global number of pairs is half of ``denominators.sequences``. A
-    row's log ratio is the sum over its trained tokens of current - reference logprobs; beta times
-    that is the reward that the policy implies (section 4 of arXiv:2305.18290).
+    A row's log ratio is the sum over its trained tokens of current - reference logprobs, or their
+    mean if length-normalized; beta times that is the reward that the policy implies (section 4 of
+    arXiv:2305.18290). NLL is the mean over pairs of the chosen row's mean -log p(token), whatever
+    the other options are (arXiv:2404.19733).
     """
 
-    beta: float
-    """How closely the policy is held to the reference, > 0: the weight of the KL term of the
-    objective that the loss solves."""
+    config: DPOLossConfig
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of one micro-batch; see ``Loss``. A tie is no win in the accuracy."""
-        chosen, rejected = _log_ratios(logprobs, batch)
+        config = self.config
+        at, row = trained_tokens(batch)
+        trains = training_pairs(batch)
+        current = logprobs[at].float()
+        # Subtracted before it is summed: two sums over a long row are large, the difference small.
+        ratio = current
+        if not config.reference_free:
+            ratio = current - batch.tokens[keys.REFERENCE_LOGPROBS][at]
+        aggregate = row_means if config.length_normalized else row_sums
+        chosen, rejected = of_pairs(aggregate(ratio, row, len(batch)), trains)
+        chosen_logprob, rejected_logprob = of_pairs(row_sums(current, row, len(batch)), trains)
+
         margin = chosen - rejected
         num_pairs = denominators.sequences / 2
-        loss = sigmoid_loss(margin, self.beta).sum() / num_pairs
+        loss = pair_loss(margin, config).sum() / num_pairs
+        sums = {}
         means = {
             "train/accuracy": margin > 0,
-            "train/reward_margin": self.beta * margin,
-            "train/chosen_reward": self.beta * chosen,
-            "train/rejected_reward": self.beta * rejected,
+            "train/reward_margin": config.beta * margin,
+            "train/chosen_reward": config.beta * chosen,
+            "train/rejected_reward": config.beta * rejected,
+            "train/chosen_logprob": chosen_logprob,
+            "train/rejected_logprob": rejected_logprob,
         }
-        return loss, as_metrics(sums={"train/loss": loss}, means=means)
+        if config.sft_coef > 0:
+            nll, _ = of_pairs(-row_means(current, row, len(batch)), trains)
+            sums["train/preference_loss"] = loss
+            means["train/chosen_nll"] = nll
+            loss = loss + config.sft_coef * nll.sum() / num_pairs
+        sums["train/loss"] = loss
+        return loss, as_metrics(sums=sums, means=means)
 
 
-def _log_ratios(logprobs: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
-    """Log ratios float32 [P] of the chosen rows and of the rejected rows of pairs that train."""
-    at, row = trained_tokens(batch)
-    # Subtracted before it is summed: two sums over a long row are large, their difference small.
-    per_token = logprobs[at].float() - batch.tokens[keys.REFERENCE_LOGPROBS][at]
-    of_row = per_token.new_zeros(len(batch)).index_add(0, row, per_token)
+def pair_loss(margin: Tensor, config: DPOLossConfig) -> Tensor:
+    """Loss of each pair for ``margin`` = log ratio of chosen - that of rejected, any shape.
+
+    >>> margin = torch.tensor(2.0)
+    >>> losses = [pair_loss(margin, DPOLossConfig(kind=kind)) for kind in PreferenceKind]
+    >>> [round(loss.item(), 6) for loss in losses]
+    [0.598139, 9.0, 0.8]
+    """
+
+    def clean(margin: Tensor) -> Tensor:
+        match config.kind:
+            case PreferenceKind.sigmoid:
+                return sigmoid_loss(margin, config.beta, config.target_margin)
+            case PreferenceKind.hinge:
+                return (1 + config.target_margin - config.beta * margin).relu()
+            case PreferenceKind.ipo:  # Eq. 17 of arXiv:2310.12036, where tau is our beta
+                return (margin - 1 / (2 * config.beta)).square()
+
+    return smoothed(clean, margin, config.label_smoothing, robust=config.robust)
+
+
+def sigmoid_loss(margin: Tensor, beta: float = 1.0, target: float = 0.0) -> Tensor:
+    """-log sigmoid(beta * margin - target), any shape: DPO, Eq. 7 of arXiv:2305.18290.
+
+    >>> [round(v, 6) for v in sigmoid_loss(torch.tensor([2.0, 0.0]), beta=0.1).tolist()]
+    [0.598139, 0.693147]
+    """
+    return -logsigmoid(beta * margin - target)
+
+
+def smoothed(
+    loss: Callable[[Tensor], Tensor], margin: Tensor, share: float, *, robust: bool = False
+) -> Tensor:
+    """``loss`` of pairs of which ``share`` < 0.5 is labelled the wrong way round, any shape.
+
+    The expected loss, or if ``robust`` the unbiased estimate of what right labels would give
+    (arXiv:2403.00409), which has no lower bound.
+    """
+    if share == 0:
+        return loss(margin)
+    right, wrong = loss(margin), loss(-margin)
+    if robust:
+        return ((1 - share) * right - share * wrong) / (1 - 2 * share)
+    return (1 - share) * right + share * wrong
+
+
+def training_pairs(batch: TensorBatch) -> Tensor:
+    """Bool [B / 2]: pairs that train, which are those whose rows have trained tokens."""
+    _, row = trained_tokens(batch)
     trains = torch.bincount(row, minlength=len(batch)) > 0
     assert len(batch) % 2 == 0, f"{len(batch)} rows do not make pairs"
-    pair_trains = trains[0::2]
-    assert torch.equal(pair_trains, trains[1::2]), "only one row of a pair has trained tokens"
-    return of_row[0::2][pair_trains], of_row[1::2][pair_trains]
+    chosen, rejected = trains[0::2], trains[1::2]
+    assert torch.equal(chosen, rejected), "only one row of a pair has trained tokens"
+    return chosen
+
+
+def of_pairs(of_row: Tensor, trains: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries [P] of the chosen rows and of the rejected rows, from [B], of pairs that train."""
+    return of_row[0::2][trains], of_row[1::2][trains]

@@ -1,10 +1,11 @@
 """What a loss is: a function of logprobs and batch that is told what to divide by."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
+from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.observe.metrics import Metrics
 
@@ -23,10 +24,28 @@ class Denominators:
 
 
 class Loss(Protocol):
-    """Called once per micro-batch; the sum over micro-batches and ranks is the loss of the step."""
+    """Called once per micro-batch; the sum over micro-batches and ranks is the loss of the step.
+
+    A loss with an attribute ``needs_entropy`` that is True finds the token column
+    ``keys.ENTROPIES`` in its batch; see ``apply_loss``.
+    """
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
         """``logprobs`` float32 [N] with gradient -> scalar loss and metrics of this micro-batch."""
         ...
+
+
+def needs_entropy(loss: Loss) -> bool:
+    """Whether ``loss`` is to be given entropies with gradient."""
+    return getattr(loss, "needs_entropy", False)
+
+
+def apply_loss(
+    loss: Loss, logprobs: Tensor, entropies: Tensor, batch: TensorBatch, denominators: Denominators
+) -> tuple[Tensor, Metrics]:
+    """``loss`` of one micro-batch, with ``entropies`` [N] as a column if it needs them."""
+    if needs_entropy(loss):
+        batch = replace(batch, tokens=batch.tokens | {keys.ENTROPIES: entropies})
+    return loss(logprobs, batch, denominators)

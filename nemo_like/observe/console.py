@@ -32,12 +32,22 @@ class Column:
     template: str
 
 
-GRPO_COLUMNS = (
+ROLLOUT_COLUMNS = (
     Column("rollout/reward", "reward", "{:.3f}"),
     Column("validation/reward", "val", "{:.3f}"),
     Column("train/loss", "loss", "{:+.4f}"),
     Column("train/kl", "kl", "{:.1e}"),
     Column("mismatch/mean_abs", "gap", "{:.0e}"),
+    Column("train/grad_norm", "grad", "{:.2f}"),
+    Column("train/tokens_per_s", "tok/s", "{:,.0f}"),
+    Column("time/step_s", "time", "{:.1f} s"),
+)
+
+TRAINING_COLUMNS = (
+    Column("train/loss", "loss", "{:.4f}"),
+    Column("validation/loss", "val", "{:.4f}"),
+    Column("train/accuracy", "accuracy", "{:.3f}"),
+    Column("train/reward_margin", "margin", "{:+.3f}"),
     Column("train/grad_norm", "grad", "{:.2f}"),
     Column("train/tokens_per_s", "tok/s", "{:,.0f}"),
     Column("time/step_s", "time", "{:.1f} s"),
@@ -65,19 +75,20 @@ class Progress:
 
     def __init__(
         self,
-        max_steps: int,
+        max_steps: int | None = None,
         terminal: Terminal | None = None,
         *,
-        columns: Sequence[Column] = GRPO_COLUMNS,
+        columns: Sequence[Column] = ROLLOUT_COLUMNS,
         headline: str = "validation/reward",
         first_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``headline``: metric whose first and latest value stay in view.
+        """``max_steps`` may be set later. ``headline``: metric whose first and latest value stay.
 
         ``first_step``: step that a resumed run continues from; 0: a new run.
         """
-        self._max_steps = max_steps
+        self.max_steps = max_steps or 0
+        """Steps of the whole run; 0: not known yet."""
         self._columns = tuple(columns)
         self._headline = headline
         self._clock = clock
@@ -127,7 +138,7 @@ class Progress:
 
     def _line(self, step: int, values: dict[str, float]) -> str:
         """``step 12/60  reward 0.430  loss -0.0120``, aligned with the lines before it."""
-        parts = [f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}"]
+        parts = [f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"]
         for column in self._columns:
             text = _cell(column, values)
             if not text and column.metric not in self._widths:
@@ -142,7 +153,7 @@ class Progress:
     def _eta_s(self) -> float | None:
         """Seconds to go at the pace of the steps in view; None until a step is finished."""
         (first, start), (last, end) = self._times[0], self._times[-1]
-        return (end - start) / (last - first) * (self._max_steps - last) if last > first else None
+        return (end - start) / (last - first) * (self.max_steps - last) if last > first else None
 
     def __rich__(self) -> Group:
         """One screen: bar, last steps, headline metric and phase."""
@@ -161,8 +172,8 @@ class Progress:
         eta_s = self._eta_s()
         eta = "" if eta_s is None else f"ETA {_duration(eta_s)}"
         grid = Table.grid(padding=(0, 2, 0, 0))
-        bar = ProgressBar(total=self._max_steps, completed=step, width=30)
-        grid.add_row(f"step {step}/{self._max_steps}", bar, eta)
+        bar = ProgressBar(total=self.max_steps, completed=step, width=30)
+        grid.add_row(f"step {step}/{self.max_steps}", bar, eta)
         return grid
 
     def _foot(self) -> Text:

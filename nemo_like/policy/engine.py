@@ -17,7 +17,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Dtype, Offload
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.losses.mismatch import MismatchSums
-from nemo_like.losses.protocol import Denominators, Loss
+from nemo_like.losses.protocol import Denominators, Loss, apply_loss, needs_entropy
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.policy.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.diagnostics import Diagnostics
@@ -206,8 +206,9 @@ class TrainEngine:
         """Accumulate the gradient, and ``sums``; the metrics of each real micro-batch."""
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
-        wide = sums is not None
-        calls = [self._call(batch, temperature, shape, with_entropy=wide) for batch in batches]
+        calls = [self._call(batch, temperature, shape, sums is not None) for batch in batches]
+        if needs_entropy(loss):
+            calls = [replace(call, entropy_trains=True) for call in calls]
         parts: list[Metrics] = []
 
         def value_of(output: Tensor, i: int) -> Tensor:
@@ -217,7 +218,7 @@ class TrainEngine:
             rows = output[:, : micro_batch.num_tokens]
             if sums is not None and self.mesh.answers:
                 sums.add(rows[0].detach(), rows[1], micro_batch)
-            value, metrics = loss(rows[0], micro_batch, denominators)
+            value, metrics = apply_loss(loss, rows[0], rows[1], micro_batch, denominators)
             parts.append(metrics)
             return value * self._loss_factor()
 

@@ -4,9 +4,10 @@ Legend: ``M`` wanted tokens, ``H`` hidden width, ``V`` rows of this rank's slice
 ``C`` tokens of a chunk.
 
 With z = logits / temperature, p = softmax(z) and t the token: logprob = z_t - logsumexp(z), whose
-gradient by z is onehot(t) - p. So the forward pass keeps one logsumexp a token, and the backward
-pass multiplies each chunk again. Over ranks that hold slices of the vocabulary (Megatron-LM,
-arXiv:1909.08053, section 3) only maxima and sums of [M] travel, and the gradient of ``hidden``.
+gradient by z is onehot(t) - p. That of the entropy H = -sum p log p is -p (log p + H). So the
+forward pass keeps one logsumexp a token, and H, and the backward pass multiplies each chunk again.
+Over ranks that hold slices of the vocabulary (Megatron-LM, arXiv:1909.08053, section 3) only maxima
+and sums of [M] travel, and the gradient of ``hidden``.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,13 +52,15 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool = False,
+    entropy_trains: bool = False,
     compile: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(token | hidden) at ``temperature``, and optionally the entropy of each distribution.
 
-    ``hidden`` [M, H], ``token_ids`` int64 [M] -> float32 [M] each, in nats; the entropy has no
-    gradient. At most two float32 tensors of [chunk_tokens, V] exist at one time, forward and
-    backward. ``compile`` fuses what follows each matrix product (GPU).
+    ``hidden`` [M, H], ``token_ids`` int64 [M] -> float32 [M] each, in nats; the entropy has a
+    gradient if ``entropy_trains``. At most two float32 tensors of [chunk_tokens, V] exist at one
+    time, forward and backward (three where a capped head's entropy trains). ``compile`` fuses what
+    follows each matrix product (GPU).
 
     Logits are float32. Factors stay in 16 bits on a GPU where both have the same such dtype and
     ``head.float32`` is off, and so does the gradient by the logits; all else multiplies in float32.
@@ -75,7 +78,8 @@ def token_logprobs(
         first_token_id=head.first_token_id,
         group=head.group,
         chunk_tokens=chunk_tokens,
-        with_entropy=with_entropy,
+        with_entropy=with_entropy or entropy_trains,
+        entropy_trains=entropy_trains,
         compile=compile,
     )
     return _TokenLogprobs.apply(  # pyright: ignore[reportReturnType]
@@ -123,6 +127,7 @@ class _Call:
     group: dist.ProcessGroup | None
     chunk_tokens: int
     with_entropy: bool
+    entropy_trains: bool
     compile: bool
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
@@ -174,12 +179,12 @@ class _TokenLogprobs(Function):
         peak, total, target = sums[:3]
         log_total = total.log()
         logprobs = (target - peak) - log_total
+        entropy = log_total - sums[3] / total if call.with_entropy else None
+        kept = [hidden, weight, bias, token_ids, target, logprobs, peak + log_total]
+        if entropy is not None and not call.entropy_trains:
+            ctx.mark_non_differentiable(entropy)
         ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, token_ids, target, logprobs, peak + log_total)
-        if not call.with_entropy:
-            return logprobs, None
-        entropy = log_total - sums[3] / total
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(*kept, entropy if call.entropy_trains else None)
         return logprobs, entropy
 
     @staticmethod
@@ -188,13 +193,19 @@ class _TokenLogprobs(Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        hidden, weight, bias, token_ids, target, logprobs, normalizer = ctx.saved_tensors
+        hidden, weight, bias, token_ids, target, logprobs, normalizer, entropy = ctx.saved_tensors
         ids, here = call.own_rows(token_ids, len(weight))
         dtype = call.factor_dtype(hidden, weight)
         factor = weight.to(dtype)
-        gradient = gradients[0] * call.transform.rate
+        pull, spread = gradients[0] * call.transform.rate, None
         # Set, not added to -p: rounded to 16 bits, a p near 1 has lost the digits of 1 - p.
-        at_target = -logprobs.expm1() * gradient * call.transform.bend_(target.clone())
+        at_target = -logprobs.expm1() * pull
+        if entropy is not None:
+            # -p (pull + spread * (log p + H)), of which log p alone differs between tokens.
+            spread = gradients[1] * call.transform.rate
+            at_target -= logprobs.exp() * spread * (logprobs + entropy)
+            pull = pull + spread * entropy
+        at_target *= call.transform.bend_(target.clone())
         differentiate = call.fused(_differentiate)
         inputs = (hidden, weight, bias)
         d_hidden, d_weight, d_bias = totals = [
@@ -207,7 +218,8 @@ class _TokenLogprobs(Function):
                 _multiply(chunk, factor.t()),
                 bias,
                 normalizer[rows],
-                gradient[rows],
+                pull[rows],
+                None if spread is None else spread[rows],
                 call.transform,
                 dtype,
             )
@@ -257,16 +269,27 @@ def _differentiate(
     products: Tensor,
     bias: Tensor | None,
     normalizer: Tensor,
-    gradient: Tensor,
+    pull: Tensor,
+    spread: Tensor | None,
     transform: _Transform,
     dtype: torch.dtype,
 ) -> Tensor:
-    """-p * gradient * bend [C, V]: the gradient by ``products``, but for the target's own term."""
+    """-p * (pull + spread * log p) * bend [C, V]: the gradient by ``products``.
+
+    But for the target's own term. ``spread`` is None where entropies don't train.
+    """
     logits = transform.apply_(products, bias)
+    bend = None
     if transform.limit is None:
-        return logits.sub_(normalizer[:, None]).exp_().mul_(-gradient[:, None]).to(dtype)
-    shares = (logits - normalizer[:, None]).exp_().mul_(-gradient[:, None])
-    return shares.mul_(transform.bend_(logits)).to(dtype)
+        logs = logits.sub_(normalizer[:, None])
+    else:
+        logs, bend = logits - normalizer[:, None], transform.bend_(logits)
+    if spread is None:
+        shares = logs.exp_().mul_(-pull[:, None])
+    else:
+        factors = torch.addcmul(pull[:, None], spread[:, None], logs)
+        shares = factors.mul_(logs.exp_()).neg_()
+    return (shares if bend is None else shares.mul_(bend)).to(dtype)
 
 
 @cache

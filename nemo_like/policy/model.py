@@ -41,6 +41,8 @@ class Call:
     inputs: ModelInputs
     temperature: float
     with_entropy: bool = False
+    entropy_trains: bool = False
+    """Whether the entropy has a gradient, for a loss that needs it."""
 
 
 class Calls:
@@ -115,6 +117,7 @@ class LogprobModel(nn.Module):
                 temperature=call.temperature,
                 chunk_tokens=self.settings.chunk_tokens,
                 with_entropy=call.with_entropy,
+                entropy_trains=call.entropy_trains,
                 compile=self.settings.compile,
             )
         wanted = torch.stack([logprobs, logprobs.detach() * 0 if entropy is None else entropy])

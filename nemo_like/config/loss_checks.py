@@ -1,0 +1,100 @@
+"""Rules of the sections ``advantage`` and ``loss`` of runs by policy gradient."""
+
+import math
+
+from nemo_like.config.choices import ImportanceCorrection, Normalization, Objective
+from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
+from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.errors import UserError
+
+_RANGES = Ranges(
+    at_least={
+        "advantage.overlong_buffer_tokens": 0,
+        "loss.clip_high": 0,
+        "loss.constant_tokens": 1,
+        "loss.importance_floor": 0,
+        "loss.entropy_coef": 0,
+        "loss.kl_coef": 0,
+    },
+    above_zero=("advantage.overlong_penalty", "loss.importance_cap"),
+)
+
+
+def check_loss(config: GRPORunConfig) -> None:
+    """Raise UserError for the first rule of advantages or loss that ``config`` breaks."""
+    check_ranges(config, _RANGES)
+    check_effects(config, _EFFECTS)
+    _check_bounds(config)
+    _check_importance(config)
+    _check_overlong(config)
+
+
+def _check_bounds(config: GRPORunConfig) -> None:
+    low, dual = config.loss.clip_low, config.loss.dual_clip
+    if low is not None and not 0 <= low <= 1:
+        raise UserError(
+            f"loss.clip_low={low:g} must be in [0, 1], as ratios are above 0; set it to null for "
+            "no lower bound."
+        )
+    if dual is not None and not 1 < dual < math.inf:
+        raise UserError(
+            f"loss.dual_clip={dual:g} must be a finite number above 1, or tokens would lose their "
+            "gradient before the policy has moved; use null for no bound."
+        )
+
+
+def _check_importance(config: GRPORunConfig) -> None:
+    floor, cap = config.loss.importance_floor, config.loss.importance_cap
+    if floor >= cap:
+        raise UserError(
+            f"loss.importance_floor={floor:g} must be below loss.importance_cap={cap:g}: no weight "
+            "lies between them, and nothing would train."
+        )
+
+
+def _check_overlong(config: GRPORunConfig) -> None:
+    buffer, most = config.advantage.overlong_buffer_tokens, config.generation.max_new_tokens
+    if buffer > most:
+        raise UserError(
+            f"advantage.overlong_buffer_tokens={buffer} must be at most generation.max_new_tokens="
+            f"{most}: the buffer is the last part of a completion."
+        )
+
+
+_EFFECTS = (
+    Effect(
+        keys=("advantage.overlong_penalty",),
+        applies=lambda c: c.advantage.overlong_buffer_tokens > 0,
+        why_not="advantage.overlong_buffer_tokens is 0, so no completion is overlong",
+    ),
+    Effect(
+        keys=("loss.clip_low", "loss.clip_high", "loss.ratio_level"),
+        applies=lambda c: c.loss.objective is not Objective.reinforce,
+        why_not="loss.objective=reinforce has no ratio",
+    ),
+    Effect(
+        keys=("loss.dual_clip",),
+        applies=lambda c: c.loss.objective is Objective.clip,
+        why_not="only loss.objective=clip has it",
+    ),
+    Effect(
+        keys=("loss.constant_tokens",),
+        applies=lambda c: c.loss.normalization is Normalization.constant,
+        why_not="only loss.normalization=constant divides by it",
+    ),
+    Effect(
+        keys=("loss.kl_estimator", "loss.kl_in"),
+        applies=lambda c: c.loss.kl_coef > 0,
+        why_not="loss.kl_coef is 0, so there is no KL term; set loss.kl_coef too",
+    ),
+    Effect(
+        keys=("loss.importance_level", "loss.importance_cap"),
+        applies=lambda c: c.loss.importance is not ImportanceCorrection.none,
+        why_not="loss.importance=none corrects nothing",
+    ),
+    Effect(
+        keys=("loss.importance_floor",),
+        applies=lambda c: c.loss.importance is ImportanceCorrection.mask,
+        why_not="only loss.importance=mask has a lower bound",
+    ),
+)

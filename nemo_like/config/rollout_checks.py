@@ -1,0 +1,136 @@
+"""Rules of runs that sample completions: batch sizes, engines, validation."""
+
+from nemo_like.config.choices import Backend
+from nemo_like.config.file_checks import REASONING_GYM
+from nemo_like.config.loss_checks import check_loss
+from nemo_like.config.plan import plan_run, refit_transport
+from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
+from nemo_like.config.run_schema import GRPORunConfig, RolloutRunConfig
+from nemo_like.errors import UserError
+
+_RANGES = Ranges(
+    at_least={
+        "generation.max_new_tokens": 1,
+        "generation.tensor_parallel_size": 1,
+        "generation.num_engines_per_bundle": 1,
+        "refit.bucket_mib": 1,
+        "data.num_train_rows": 1,
+        "data.num_validation_rows": 1,
+        "environment.num_processes": 1,
+        "validation.every_steps": 0,
+        "validation.num_generations_per_prompt": 1,
+        "validation.temperature": 0,
+        "validation.top_k": 0,
+        "validation.max_new_tokens": 1,
+    },
+    above_zero=(
+        "generation.temperature",
+        "mismatch.max_mean_abs",
+        "environment.timeout_s",
+        "validation.top_p",
+    ),
+    at_most={"validation.top_p": 1},
+)
+
+_GRPO_RANGES = Ranges(
+    at_least={
+        "grpo.max_steps": 1,
+        "grpo.num_prompts_per_step": 1,
+        "grpo.num_generations_per_prompt": 2,
+    },
+)
+
+
+def check_rollouts(config: RolloutRunConfig) -> None:
+    """Raise UserError for the first rule that ``config`` breaks."""
+    check_ranges(config, _RANGES)
+    check_effects(config, _EFFECTS)
+    _check_sizes(config)
+
+
+def check_grpo(config: GRPORunConfig) -> None:
+    """Raise UserError for the first rule of GRPO that ``config`` breaks."""
+    check_ranges(config, _GRPO_RANGES)
+    check_loss(config)
+    num_replicas = len(plan_run(config).generation)
+    if config.grpo.num_prompts_per_step < num_replicas:
+        raise UserError(
+            f"grpo.num_prompts_per_step={config.grpo.num_prompts_per_step} leaves some of the "
+            f"{num_replicas} generation replicas without work; use at least {num_replicas}."
+        )
+
+
+def check_averaging(config: RolloutRunConfig) -> None:
+    """Weights leave the policy every step, so replicas must not drift apart."""
+    steps = config.policy.parallel.ddp.average_every_steps
+    if steps > 1:
+        raise UserError(
+            f"policy.parallel.ddp.average_every_steps={steps} would have no effect here: every "
+            "step moves weights to generation, which averages them; set it to 1."
+        )
+
+
+def has_validation(config: RolloutRunConfig) -> bool:
+    """Whether the run validates at all."""
+    rows = config.data.validation is not None or config.data.train == REASONING_GYM
+    return rows and config.validation.every_steps > 0
+
+
+_EFFECTS = (
+    Effect(
+        keys=("generation.engine_kwargs", "generation.tensor_parallel_size", "generation.sleep"),
+        applies=lambda c: c.generation.backend is Backend.vllm,
+        why_not="only generation.backend=vllm has it",
+    ),
+    Effect(
+        keys=("generation.sleep",),
+        applies=lambda c: c.cluster.gpus_per_node > 0 and c.cluster.num_generation_workers is None,
+        why_not="policy and generation share no GPU",
+    ),
+    Effect(
+        keys=("data.tasks",),
+        applies=lambda c: REASONING_GYM in (c.data.train, c.data.validation),
+        why_not="neither data.train nor data.validation is reasoning_gym",
+    ),
+    Effect(
+        keys=("data.num_train_rows",),
+        applies=lambda c: c.data.train == REASONING_GYM,
+        why_not="data.train is a file, whose rows are all used",
+    ),
+    Effect(
+        keys=("data.num_validation_rows",),
+        applies=lambda c: (c.data.validation or c.data.train) == REASONING_GYM,
+        why_not="validation rows do not come from reasoning_gym",
+    ),
+    Effect(
+        keys=(
+            "validation.num_generations_per_prompt",
+            "validation.temperature",
+            "validation.top_p",
+            "validation.top_k",
+            "validation.max_new_tokens",
+        ),
+        applies=has_validation,
+        why_not="there is no validation; set data.validation and validation.every_steps",
+    ),
+    Effect(
+        keys=("validation.top_p", "validation.top_k"),
+        applies=lambda c: c.validation.temperature > 0,
+        why_not="validation.temperature=0 is greedy",
+    ),
+    Effect(
+        keys=("validation.every_steps",),
+        applies=lambda c: c.data.validation is not None or c.data.train == REASONING_GYM,
+        why_not="there are no validation rows; set data.validation",
+    ),
+)
+
+def _check_sizes(config: RolloutRunConfig) -> None:
+    tokens, least = config.policy.micro_batch_tokens, config.generation.max_new_tokens + 1
+    if tokens < least:
+        raise UserError(
+            f"policy.micro_batch_tokens={tokens} cannot hold one prompt token and "
+            f"generation.max_new_tokens={config.generation.max_new_tokens}; use at least {least}, "
+            "plus the length of your prompts."
+        )
+    refit_transport(config.refit, plan_run(config))
