@@ -1,8 +1,6 @@
 """Prompts: rendered once and the same way everywhere, in an order that can be continued."""
 
 import json
-import queue
-import threading
 from itertools import chain
 from pathlib import Path
 
@@ -10,10 +8,10 @@ import pytest
 
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.config.choices import OverlongPrompts
-from nemo_like.config.schema import DataConfig
+from nemo_like.config.rollout_schema import DataConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
-from nemo_like.data.datasets import check_lengths, load_rows, without_overlap
-from nemo_like.data.loader import EpochLoader, Prefetcher, PromptLoader
+from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
+from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.errors import UserError
 from nemo_like.observe.metrics import Metric, merge
 
@@ -155,42 +153,51 @@ def indices(loader, *counts):
 
 
 def test_every_epoch_has_each_row_once_in_an_order_of_its_own(rows):
-    loader = PromptLoader(rows, seed=1, shuffle=True)
+    loader = PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=True)
     first, second = indices(loader, 10, 10)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert indices(PromptLoader(rows, seed=1, shuffle=True), 10) == [first]
-    assert indices(PromptLoader(rows, seed=2, shuffle=True), 10) != [first]
-    assert indices(PromptLoader(rows, seed=1, shuffle=False), 10) == [list(range(10))]
+    assert indices(PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=True), 10) == [
+        first
+    ]
+    assert indices(PromptLoader(rows, fingerprint=fingerprint(rows), seed=2, shuffle=True), 10) != [
+        first
+    ]
+    assert indices(
+        PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=False), 10
+    ) == [list(range(10))]
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 10, 25])
 def test_a_saved_position_continues_without_repeat_or_gap(rows, count):
-    straight = indices(PromptLoader(rows, seed=1, shuffle=True), *[count] * 6)
-    loader = PromptLoader(rows, seed=1, shuffle=True)
+    straight = indices(
+        PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=True), *[count] * 6
+    )
+    loader = PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=True)
     before = indices(loader, *[count] * 2)
     state = json.loads(json.dumps(loader.state()))
-    resumed = PromptLoader(rows, seed=1, shuffle=True)
+    resumed = PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=True)
     resumed.load_state(state)
     assert before + indices(resumed, *[count] * 4) == straight
 
 
 def test_a_position_of_another_data_set_starts_it_at_its_beginning(tmp_path, rows, caplog):
-    loader = PromptLoader(rows, seed=1, shuffle=False)
+    loader = PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=False)
     loader.next_rows(6)
     other = load(write_rows(tmp_path / "other.jsonl", {"prompt": "x"}, {"prompt": "y"}))
-    fresh = PromptLoader(other, seed=1, shuffle=False)
+    fresh = PromptLoader(other, fingerprint=fingerprint(other), seed=1, shuffle=False)
     fresh.load_state(loader.state())
     assert indices(fresh, 2) == [[0, 1]]
     assert "starts at its beginning" in caplog.text
 
 
-# Finite epochs, and batches prepared ahead.
+# Finite epochs.
 
 
 def epochs(rows, batch_size, num_epochs=2, *, drop_last=False, shuffle=True):
     return EpochLoader(
         rows,
+        fingerprint=fingerprint(rows),
         batch_size=batch_size,
         num_epochs=num_epochs,
         seed=1,
@@ -218,7 +225,9 @@ def test_an_epoch_ends_with_a_smaller_batch_or_without_it(rows, batch_size, drop
     assert loader.steps_per_epoch == len(sizes)
     batches = [numbers(batch) for batch in loader]
     assert [len(batch) for batch in batches] == sizes * 2
-    orders = indices(PromptLoader(rows, seed=1, shuffle=True), 10, 10)
+    orders = indices(
+        PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=True), 10, 10
+    )
     used = [order[: sum(sizes)] for order in orders]
     assert list(chain(*batches)) == used[0] + used[1]
     assert next(loader, "end") == "end"
@@ -231,13 +240,11 @@ def test_epochs_without_a_batch_are_refused(rows):
 
 @pytest.mark.parametrize("batch_size", [3, 5])
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("prefetch", [False, True])
 def test_a_run_continues_after_any_step_also_at_the_exact_end_of_an_epoch(
-    rows, batch_size, drop_last, prefetch
+    rows, batch_size, drop_last
 ):
     def make():
-        loader = epochs(rows, batch_size, drop_last=drop_last)
-        return Prefetcher(loader, list) if prefetch else loader
+        return epochs(rows, batch_size, drop_last=drop_last)
 
     straight = list(epochs(rows, batch_size, drop_last=drop_last))
     for saved_at in range(len(straight) + 1):
@@ -264,47 +271,6 @@ def test_ranks_share_an_epoch_without_duplicates_or_padding(rows):
         plan = plan_micro_batches([1] * len(batch), num_ranks=3, max_tokens=2)
         seen += [batch[row].index for rank in range(3) for row in plan.rows(rank)]
     assert sorted(seen) == list(range(10))
-
-
-def test_the_next_batch_is_prepared_while_this_one_is_used(rows):
-    prepared = queue.SimpleQueue()
-
-    def prepare(batch):
-        prepared.put((threading.current_thread(), numbers(batch)))
-        return numbers(batch)
-
-    with Prefetcher(epochs(rows, 4, shuffle=False), prepare) as batches:
-        assert batches.state()["position"] == 0
-        assert next(batches) == [0, 1, 2, 3]
-        assert prepared.get(timeout=60)[1] == [0, 1, 2, 3]
-        thread, ahead = prepared.get(timeout=60)  # nothing has asked for this one
-        assert ahead == [4, 5, 6, 7]
-        assert thread is not threading.current_thread()
-        assert batches.state()["position"] == 4
-    assert not thread.is_alive()
-    assert prepared.empty()
-
-
-def test_an_error_of_the_thread_comes_where_its_batch_would_have(rows):
-    def prepare(batch):
-        if batch[0].index == 4:
-            raise UserError("row 4 is bad")
-        return numbers(batch)
-
-    with Prefetcher(epochs(rows, 4, shuffle=False), prepare) as batches:
-        assert next(batches) == [0, 1, 2, 3]
-        for _ in range(2):
-            with pytest.raises(UserError, match="row 4 is bad"):
-                next(batches)
-        assert batches.state()["position"] == 4
-
-
-def test_a_stop_iteration_inside_the_preparation_does_not_end_the_epoch_unseen(rows):
-    with (
-        Prefetcher(epochs(rows, 4), lambda batch: next(iter([]))) as batches,
-        pytest.raises(RuntimeError, match="StopIteration"),
-    ):
-        next(batches)
 
 
 def test_training_rows_whose_prompt_is_validated_are_left_out(tmp_path):

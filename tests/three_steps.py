@@ -10,8 +10,9 @@ from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Batching
+from nemo_like.config.loss_schema import LossConfig
 from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
-from nemo_like.config.schema import LossConfig
+from nemo_like.config.preference_schema import DPOLossConfig
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.preference import PreferenceLoss
@@ -67,7 +68,7 @@ def make_loss(kind: str) -> Any:
     return {
         "policy_gradient": lambda: ClippedPGLoss(LossConfig(kl_coef=0.1)),
         "sft": CrossEntropyLoss,
-        "preference": lambda: PreferenceLoss(beta=0.1),
+        "preference": lambda: PreferenceLoss(DPOLossConfig(beta=0.1)),
     }[kind]()
 
 

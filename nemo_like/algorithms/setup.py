@@ -19,7 +19,7 @@ from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.run_schema import GRPORunConfig, TrainingRunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
-from nemo_like.data.datasets import Row, check_lengths, load_rows, without_overlap
+from nemo_like.data.datasets import Row, check_lengths, fingerprint, load_rows, without_overlap
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
@@ -53,7 +53,7 @@ class Prepared:
     """What is known before Ray starts."""
 
     model_path: str
-    loader: PromptLoader
+    loader: PromptLoader[Row]
     validation_rows: list[Row]
     eos_token_ids: tuple[int, ...]
     max_model_len: int
@@ -65,7 +65,7 @@ class Setup:
 
     policy: Policy
     rollouts: SyncRolloutSource
-    loader: PromptLoader
+    loader: PromptLoader[Row]
     meter: DriverMeter
 
     def driver_metrics(self) -> Metrics:
@@ -114,7 +114,12 @@ def prepare(config: GRPORunConfig, model_path: str) -> Prepared:
         longest = max(longest, most)
     return Prepared(
         model_path=model_path,
-        loader=PromptLoader(checked["data.train"], seed=seed, shuffle=data.shuffle),
+        loader=PromptLoader(
+            checked["data.train"],
+            fingerprint=fingerprint(checked["data.train"]),
+            seed=seed,
+            shuffle=data.shuffle,
+        ),
         validation_rows=checked["data.validation"],
         eos_token_ids=chat.eos_token_ids,
         max_model_len=longest + most_new,

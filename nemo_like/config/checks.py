@@ -8,6 +8,7 @@ names key, value, rule and remedy. Those of ``policy`` are in ``policy_checks.py
 from nemo_like.config.choices import WandbMode
 from nemo_like.config.file_checks import check_files
 from nemo_like.config.policy_checks import check_policy
+from nemo_like.config.preference_checks import check_dpo_loss, check_reward_model_loss
 from nemo_like.config.rollout_checks import check_averaging, check_grpo, check_rollouts
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.run_schema import (
@@ -55,8 +56,12 @@ def check(config: TrainingRunConfig) -> None:
             _check_passes(config, "sft", "num_rows_per_step")
         case DPORunConfig():
             _check_passes(config, "dpo", "num_pairs_per_step")
+            check_effects(config, _DPO_EFFECTS)
+            check_dpo_loss(config)
         case RewardModelRunConfig():
             _check_passes(config, "reward_model", "num_pairs_per_step")
+            check_reward_model_loss(config)
+            _check_value_layout(config)
         case _:
             raise AssertionError(type(config))
     _check_metric(config)
@@ -70,6 +75,23 @@ def _check_passes(config: TrainingRunConfig, section: str, size: str) -> None:
     """Ranges of a run that goes through its rows."""
     least = {f"{section}.{key}": 1 for key in ("num_epochs", "max_steps", size)}
     check_ranges(config, Ranges(at_least=least | {"validation.every_steps": 0}))
+    effects = Effect(
+        keys=(f"{section}.num_epochs",),
+        applies=lambda _: config.max_steps is None,
+        why_not=f"{section}.max_steps decides how often rows are used; set it to null",
+    )
+    check_effects(config, [effects])
+
+
+def _check_value_layout(config: TrainingRunConfig) -> None:
+    """A scalar head stands beside layers that are split over data-parallel ranks only."""
+    parallel = config.policy.parallel
+    for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise UserError(
+                f"policy.parallel.{name}={getattr(parallel, name)} does not go with a scalar head; "
+                "set it to 1: ranks then share the rows."
+            )
 
 
 def _check_metric(config: TrainingRunConfig) -> None:
@@ -101,6 +123,14 @@ _EFFECTS = (
         keys=("checkpoint.smaller_is_better",),
         applies=lambda c: c.checkpoint.metric is not None,
         why_not="checkpoint.metric is null, whose metric and direction are the algorithm's",
+    ),
+)
+
+_DPO_EFFECTS = (
+    Effect(
+        keys=("dpo.precompute_reference",),
+        applies=lambda c: not c.loss.reference_free,
+        why_not="loss.reference_free=true needs no reference",
     ),
 )
 

@@ -229,3 +229,10 @@ class TeacherTail(StrEnum):
     ignore = "ignore"
     renormalize = "renormalize"
     bucket = "bucket"
+
+
+class Output(StrEnum):
+    """What a model gives for each token."""
+
+    logprobs = "logprobs"
+    values = "values"

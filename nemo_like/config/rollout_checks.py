@@ -125,6 +125,7 @@ _EFFECTS = (
     ),
 )
 
+
 def _check_sizes(config: RolloutRunConfig) -> None:
     tokens, least = config.policy.micro_batch_tokens, config.generation.max_new_tokens + 1
     if tokens < least:

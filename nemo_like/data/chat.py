@@ -53,7 +53,9 @@ class ChatTokenizer:
             )
         self.eos_token_ids = _eos_token_ids(Path(model_path), self._tokenizer.eos_token_id)
         """Every id that ends a turn: the tokenizer's, and all of the generation config."""
-        self._special_ids = frozenset(self._tokenizer.all_special_ids)
+        tokens = self._tokenizer.convert_ids_to_tokens(self.eos_token_ids)
+        ends = "|".join(re.escape(token) for token in tokens if token is not None)
+        self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
         self._warned_of_end: set[int] = set()
 
     def render(self, messages: Sequence[Message]) -> list[int]:
@@ -89,7 +91,14 @@ class ChatTokenizer:
             text, spans = self._derived(messages, turns)
         else:
             text, spans = marked[0], marked[1][len(marked[1]) - len(turns) :]
-        return self._mask(text, spans, ends_with_turn=messages[-1]["role"] == "assistant")
+        for turn, span in zip(turns, spans, strict=True):
+            written = text[span.start : span.end]
+            if messages[turn]["content"].strip() and not self._without_end(written):
+                raise UserError(
+                    f"the template leaves out the text of message {turn}; use a template that "
+                    "takes content as text."
+                )
+        return self._mask(text, spans)
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text without the template: one BOS if the tokenizer has it put one,
@@ -142,7 +151,11 @@ class ChatTokenizer:
             )
         except Exception as error:  # see _text
             raise UserError(f"the chat template fails: {error}") from error
-        spans = [Span(start, end) for start, end in found if end > start]
+        spans = [
+            Span(start, start + len(self._up_to_end(text[start:end])))
+            for start, end in ((int(start), int(end)) for start, end in found)
+            if end > start
+        ]
         num_turns = sum(message["role"] == "assistant" for message in messages)
         return (text, spans) if len(spans) == num_turns else None
 
@@ -157,7 +170,7 @@ class ChatTokenizer:
                     f"from its text; put a message before it, or {_USE_MARKERS}."
                 )
             before = self._text(messages[:turn], to_answer=True)
-            after = self._text(messages[: turn + 1], to_answer=False).rstrip()
+            after = self._up_to_end(self._text(messages[: turn + 1], to_answer=False))
             if not after.startswith(before):
                 raise UserError(
                     f"the template's text that asks for message {turn} is not the beginning of its "
@@ -174,29 +187,34 @@ class ChatTokenizer:
             spans.append(Span(len(before), len(after)))
         return whole, spans
 
-    def _mask(
-        self, text: str, spans: Sequence[Span], ends_with_turn: bool = True
-    ) -> tuple[list[int], list[bool]]:
-        """Token ids of ``text``, and which are in ``spans`` (characters) made to end at an end."""
+    def _up_to_end(self, text: str) -> str:
+        """The text without what follows the end token of its last turn."""
+        end = self._ends.search(text) if self._ends else None
+        return text[: end.end(1)] if end else text.rstrip()
+
+    def _without_end(self, text: str) -> str:
+        """What is left of a turn's text beside end tokens and white space around it."""
+        return (self._ends.sub("", text) if self._ends else text).strip()
+
+    def _mask(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+        """Token ids of ``text``, and which are in ``spans`` (characters) or end one of them."""
         ids, cuts = self._encode_at(text, list(chain.from_iterable(spans)))
         mask = [False] * len(ids)
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
-            is_last = ends_with_turn and end == cuts[-1]
-            end = self._end_of_turn(ids, Span(start, end), is_last)
-            mask[start:end] = [True] * (end - start)
+            stop = self._end_of_turn(ids, Span(start, end), is_last=end == cuts[-1])
+            mask[start:stop] = [True] * (stop - start)
         return ids, mask
 
-    def _end_of_turn(self, ids: Sequence[int], turn: Span, is_last: bool) -> int:
+    def _end_of_turn(self, ids: Sequence[int], turn: Span, *, is_last: bool) -> int:
         """Position after the token that ends the turn."""
-        for position in range(turn.end, turn.start, -1):
-            if ids[position - 1] in self.eos_token_ids:
-                return position
+        last = ids[turn.end - 1]
+        if last in self.eos_token_ids:
+            return turn.end
         if turn.end < len(ids) and ids[turn.end] in self.eos_token_ids:
             return turn.end + 1
         if not is_last:
             return turn.end
-        last = ids[turn.end - 1]
-        if turn.end == turn.start or last not in self._special_ids:
+        if turn.end == turn.start or last not in self._tokenizer.all_special_ids:
             raise UserError(
                 "the template writes no end token after the last answer, so that the model would "
                 "not learn to stop; use a template that does."

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from nemo_like.config.choices import OverlongPrompts
+from nemo_like.config.data_schema import TextDataConfig
 from nemo_like.config.rollout_schema import DEFAULT_TASKS, DataConfig
 from nemo_like.data.chat import ChatTokenizer, Message
 from nemo_like.errors import UserError
@@ -87,6 +88,28 @@ def records(
         yield f"{key}={source}, {place}", record
     if empty:
         raise UserError(f"{key}={source} has no rows; give a file with at least one.")
+
+
+def read_both(
+    config: TextDataConfig,
+    read: Callable[[str, int, int, str], list[R]],
+    *,
+    seed: int,
+    with_validation: bool,
+) -> tuple[list[R], list[R]]:
+    """Training rows, and validation rows if there are any and they are asked for.
+
+    ``read(source, num_rows, seed, key)`` gives the rows of one source.
+    """
+    train_rows = read(config.train, config.num_train_rows, seed, "data.train")
+    source = config.validation
+    if source is None and config.train == REASONING_GYM:
+        source = REASONING_GYM
+    if source is None or not with_validation:
+        return train_rows, []
+    held_out = seed + VALIDATION_SEED_OFFSET
+    validation_rows = read(source, config.num_validation_rows, held_out, "data.validation")
+    return without_overlap(train_rows, validation_rows), validation_rows
 
 
 def without_overlap(train_rows: list[R], validation_rows: Sequence[R]) -> list[R]:

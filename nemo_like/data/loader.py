@@ -5,11 +5,9 @@ Loaders live in the driver, which deals each batch's rows to ranks: no rank can 
 
 import logging
 import random
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any, Generic, Self, TypeVar
 
-from nemo_like.data.datasets import Row, fingerprint
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -17,17 +15,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class PromptLoader:
+class PromptLoader(Generic[T]):
     """Endless passes over rows, each in its own order; a batch may span two passes.
 
     The order of a pass depends on seed and pass number only, so a position is two integers.
     """
 
-    def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool) -> None:
+    def __init__(self, rows: Sequence[T], *, fingerprint: str, seed: int, shuffle: bool) -> None:
+        """``fingerprint`` tells whether a saved position belongs to these rows."""
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
-        self._fingerprint = fingerprint(rows)
+        self._fingerprint = fingerprint
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
@@ -48,9 +47,9 @@ class PromptLoader:
         self._position = 0
         self._order = self._epoch_order()
 
-    def next_rows(self, count: int) -> list[Row]:
+    def next_rows(self, count: int) -> list[T]:
         """The next ``count`` rows."""
-        taken: list[Row] = []
+        taken: list[T] = []
         while len(taken) < count:
             if self.rows_left == 0:
                 self.start_next_epoch()
@@ -86,7 +85,7 @@ class PromptLoader:
         return order
 
 
-class EpochLoader:
+class EpochLoader(Generic[T]):
     """Batches of ``batch_size`` rows, pass by pass for ``num_epochs`` passes; none spans two.
 
     The last batch of a pass has the rows that are left, and no other, unless ``drop_last`` leaves
@@ -95,19 +94,21 @@ class EpochLoader:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[T],
         *,
+        fingerprint: str,
         batch_size: int,
-        num_epochs: int,
+        num_epochs: int | None,
         seed: int,
         shuffle: bool,
         drop_last: bool,
     ) -> None:
-        """Raises UserError if no pass has a batch."""
+        """``num_epochs`` None: endless passes. Raises UserError if no pass has a batch."""
         self._batch_size = batch_size
         self._num_epochs = num_epochs
         self._smallest = batch_size if drop_last else 1
-        self._passes = PromptLoader(rows, seed=seed, shuffle=shuffle)
+        self._passes = PromptLoader(rows, fingerprint=fingerprint, seed=seed, shuffle=shuffle)
+        self._num_rows = len(rows)
         whole, left = divmod(len(rows), batch_size)
         self.steps_per_epoch: int = whole + (left >= self._smallest)
         """Batches of one whole pass."""
@@ -117,13 +118,18 @@ class EpochLoader:
                 "an incomplete one is dropped; use a smaller batch, or keep the last one."
             )
 
+    @property
+    def epochs_done(self) -> float:
+        """Passes made so far, the current one by its share of rows."""
+        return self._passes.epoch + 1 - self._passes.rows_left / self._num_rows
+
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> list[Row]:
+    def __next__(self) -> list[T]:
         if self._passes.rows_left < self._smallest:
             self._passes.start_next_epoch()
-        if self._passes.epoch >= self._num_epochs:
+        if self._num_epochs is not None and self._passes.epoch >= self._num_epochs:
             raise StopIteration
         return self._passes.next_rows(min(self._batch_size, self._passes.rows_left))
 
@@ -134,54 +140,3 @@ class EpochLoader:
     def load_state(self, state: dict[str, Any]) -> None:
         """See ``PromptLoader.load_state``."""
         self._passes.load_state(state)
-
-
-class Prefetcher(Generic[T]):
-    """``prepare(rows)`` of a loader's batches, the next one made in a thread during this one's use.
-
-    ``state`` is the position after the batches handed out, not after those prepared: a run that is
-    continued from it sees the prepared one. An error of the thread is raised where its batch would
-    have been handed out, and again at each further call, because going on would leave out rows.
-    """
-
-    def __init__(self, loader: EpochLoader, prepare: Callable[[list[Row]], T]) -> None:
-        self._loader = loader
-        self._state = loader.state()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-        self._batches = ((prepare(rows), loader.state()) for rows in loader)
-        self._ahead: Future[tuple[T, dict[str, Any]] | None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        prepared = (self._ahead or self._start()).result()
-        if prepared is None:
-            raise StopIteration
-        batch, self._state = prepared
-        self._start()
-        return batch
-
-    def state(self) -> dict[str, Any]:
-        """See ``PromptLoader.state``."""
-        return self._state
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """See ``PromptLoader.load_state``. Before the first batch only."""
-        assert self._ahead is None, "batches of the old position are prepared already"
-        self._loader.load_state(state)
-        self._state = self._loader.state()
-
-    def close(self) -> None:
-        """End the thread, after the batch it is at."""
-        self._thread.shutdown()
-
-    def _start(self) -> Future[tuple[T, dict[str, Any]] | None]:
-        self._ahead = self._thread.submit(next, self._batches, None)
-        return self._ahead

@@ -1,23 +1,18 @@
 """Pairs of a chosen and a rejected completion of one prompt, as token ids."""
 
-import logging
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
-
-import torch
 
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.data_schema import IdenticalPairs, PreferenceDataConfig, TrainOn
 from nemo_like.data import conversations, datasets
 from nemo_like.data.chat import ChatTokenizer, Message
-from nemo_like.data.conversations import Conversation, Limit, TokenRow
-from nemo_like.environments import reasoning_gym_reward
+from nemo_like.data.conversations import Conversation
+from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 _FORMS = (
     {"prompt", "chosen", "rejected"},
@@ -51,31 +46,34 @@ def load(
     """All training pairs and, if asked for and there are any, all validation pairs.
 
     Row 2i is the chosen completion of pair i, row 2i + 1 the rejected one; columns are those of
-    ``conversations.collate``. A micro-batch holds both rows of a pair, so each has half of
+    ``collate``. A micro-batch holds both rows of a pair, so each has half of
     ``micro_batch_tokens`` at most. Raises UserError, with key, file and line, for files and rows
     that break a rule.
     """
-    limit = conversations.length_limit(
+    limit = length_limit(
         config, context=context, micro_batch_tokens=micro_batch_tokens, rows_per_unit=2
     )
-    train = read(config.train, config, config.num_train_rows, seed, "data.train")
-    held_out = None
-    source = conversations.validation_source(config) if with_validation else None
-    if source is not None:
-        offset_seed = seed + datasets.VALIDATION_SEED_OFFSET
-        rows = read(source, config, config.num_validation_rows, offset_seed, "data.validation")
-        train = datasets.without_overlap(train, rows)
-        held_out = tokenize(rows, chat, config.identical, limit, "data.validation")
-    return tokenize(train, chat, config.identical, limit, "data.train"), held_out
+    train, held_out = datasets.read_both(
+        config,
+        partial(read, config),
+        seed=seed,
+        with_validation=with_validation,
+    )
+    return (
+        tokenize(train, chat, config.identical, limit, "data.train"),
+        tokenize(held_out, chat, config.identical, limit, "data.validation") if held_out else None,
+    )
 
 
 def read(
-    source: str, config: PreferenceDataConfig, num_rows: int, seed: int, key: str
+    config: PreferenceDataConfig, source: str, num_rows: int, seed: int, key: str
 ) -> list[Pair]:
     """Pairs of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
     records = datasets.records(source, config.tasks, num_rows, seed, key)
     if source == datasets.REASONING_GYM:
-        records = _answered(list(records))
+        from nemo_like.data.generated import with_wrong_answers
+
+        records = with_wrong_answers(list(records))
     return [_pair(record, config.system_prompt, where) for where, record in records]
 
 
@@ -83,58 +81,40 @@ def tokenize(
     pairs: Sequence[Pair], chat: ChatTokenizer, identical: IdenticalPairs, limit: Limit, key: str
 ) -> TensorBatch:
     """Both rows of the pairs that fit ``limit``; pairs left out are in the log."""
-    dropped: Counter[str] = Counter()
+    lengths = LengthFilter(limit=limit)
     kept: list[TokenRow] = []
     for pair in pairs:
-        if pair.chosen.messages == pair.rejected.messages:
-            if identical is IdenticalPairs.refuse:
-                raise UserError(
-                    f"{pair.chosen.where}: both completions are the same, so that none is "
-                    "preferred; take the row out, or set data.identical=drop."
-                )
-            dropped["their completions are the same"] += 1
-            continue
-        kept += _fit(pair, chat, limit, dropped)
-    conversations.report_dropped(key, dropped, len(pairs), "pairs")
-    return conversations.collate(kept)
-
-
-def _fit(pair: Pair, chat: ChatTokenizer, limit: Limit, dropped: Counter[str]) -> list[TokenRow]:
-    """Both rows of a pair, or none."""
-    of_pair: Counter[str] = Counter()
-    rows = [
-        limit.fit(conversations.encode(one, chat, TrainOn.assistant), one.where, of_pair)
-        for one in (pair.chosen, pair.rejected)
-    ]
-    fitting = [row for row in rows if row is not None]
-    if len(fitting) < 2:
-        dropped[next(iter(of_pair))] += 1
-        return []
-    if torch.equal(fitting[0].ids, fitting[1].ids):
-        dropped["their completions have the same tokens"] += 1
-        return []
-    return fitting
+        where = pair.chosen.where
+        if pair.chosen.messages != pair.rejected.messages:
+            unit = [
+                conversations.encode(one, chat, TrainOn.assistant)
+                for one in (pair.chosen, pair.rejected)
+            ]
+            kept += lengths.fit(unit, where)
+        elif identical is IdenticalPairs.drop:
+            lengths.dropped["of two completions that are the same"] += 1
+        else:
+            raise UserError(
+                f"{where}: both completions are the same, so that none is preferred; take the row "
+                "out, or set data.identical=drop."
+            )
+    lengths.report(key, len(pairs), "pairs")
+    return collate(kept)
 
 
 def _pair(record: dict[str, Any], system_prompt: str | None, where: str) -> Pair:
-    conversations.refuse_unsupported(record, where)
-    given = {"prompt", "chosen", "rejected", "completions", "ranks"} & record.keys()
-    if given not in _FORMS:
-        found = ", ".join(record) or "nothing"
-        raise UserError(
-            f"{where}: a row needs 'prompt', 'chosen' and 'rejected'; or 'chosen' and 'rejected' "
-            f"as messages; or 'prompt', 'completions' and 'ranks'; it has {found}."
-        )
-    if "prompt" not in given:
-        prompt, chosen, rejected = _split_prompt(record["chosen"], record["rejected"], where)
-    else:
+    description = (
+        "'prompt', 'chosen' and 'rejected'; or 'chosen' and 'rejected' as messages; or 'prompt', "
+        "'completions' and 'ranks'"
+    )
+    given = conversations.form_of(record, _FORMS, description, where)
+    if "ranks" in given:
         prompt = record["prompt"]
-        ranked = "ranks" in given
-        chosen, rejected = (
-            _by_rank(record["completions"], record["ranks"], where)
-            if ranked
-            else (record["chosen"], record["rejected"])
-        )
+        chosen, rejected = _by_rank(record["completions"], record["ranks"], where)
+    elif "prompt" in given:
+        prompt, chosen, rejected = record["prompt"], record["chosen"], record["rejected"]
+    else:
+        prompt, chosen, rejected = _split_prompt(record["chosen"], record["rejected"], where)
     messages = datasets.prompt_messages(prompt, "prompt", system_prompt, where)
     return Pair(
         chosen=_with_completion(messages, chosen, "chosen", where),
@@ -188,29 +168,3 @@ def _by_rank(completions: object, ranks: object, where: str) -> tuple[object, ob
         )
     first, second = completions
     return (first, second) if ranks[0] < ranks[1] else (second, first)
-
-
-def _answered(
-    records: Sequence[tuple[str, dict[str, Any]]],
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each generated row's right answer and, of its task's, the next that is wrong for it."""
-    answers: dict[str, list[str]] = {}
-    place = []
-    for where, record in records:
-        of_task = answers.setdefault(record["task"], [])
-        place.append(len(of_task))
-        of_task.append(conversations.answer_of(record, where))
-    for at, (where, record) in zip(place, records, strict=True):
-        of_task = answers[record["task"]]
-        others = of_task[at + 1 :] + of_task[:at]
-        wrong = next((one for one in others if _is_wrong(one, record)), None)
-        if wrong is None:
-            raise UserError(
-                f"{where}: no other row of data.tasks.{record['task']} has an answer that is wrong "
-                "here; generate more rows, or use tasks with more distinct answers."
-            )
-        yield where, {"prompt": record["prompt"], "chosen": of_task[at], "rejected": wrong}
-
-
-def _is_wrong(completion: str, record: dict[str, Any]) -> bool:
-    return reasoning_gym_reward.reward(completion=completion, **record)["accuracy"] < 1

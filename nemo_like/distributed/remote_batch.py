@@ -71,6 +71,41 @@ class RemoteBatch:
         )
         return batch
 
+    @staticmethod
+    def put(batch: TensorBatch, rows_per_chunk: int) -> "RemoteBatch":
+        """Put local rows into the store, in chunks: what is fetched later are whole chunks."""
+        chunks = [
+            batch.select(range(first, min(first + rows_per_chunk, len(batch))))
+            for first in range(0, len(batch), rows_per_chunk)
+        ]
+        refs = [ray.put(TensorBatch(lengths=one.lengths, tokens=one.tokens)) for one in chunks]
+        return RemoteBatch.from_chunks(
+            refs, [one.lengths for one in chunks], [one.rows for one in chunks]
+        )
+
+    @staticmethod
+    def concatenate(batches: Sequence["RemoteBatch"]) -> "RemoteBatch":
+        """Rows of several batches one after the other; columns came to all in the same order."""
+        sources = []
+        for parts in zip(*(batch.sources for batch in batches), strict=True):
+            first = torch.tensor([0] + [len(part.refs) for part in parts]).cumsum(0)
+            sources.append(
+                _Source(
+                    refs=tuple(ref for part in parts for ref in part.refs),
+                    chunk=torch.cat(
+                        [part.chunk + n for part, n in zip(parts, first, strict=False)]
+                    ),
+                    position=torch.cat([part.position for part in parts]),
+                )
+            )
+        return RemoteBatch(
+            lengths=torch.cat([batch.lengths for batch in batches]),
+            rows={
+                name: torch.cat([batch.rows[name] for batch in batches]) for name in batches[0].rows
+            },
+            sources=sources,
+        )
+
     def select(self, indices: Sequence[int] | Tensor) -> "RemoteBatch":
         """The given rows, in the given order; nothing moves."""
         index = torch.as_tensor(indices, dtype=torch.int64)

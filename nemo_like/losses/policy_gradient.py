@@ -71,7 +71,9 @@ class ClippedPGLoss:
         weight, means, sums = self._weights(policy, at, row, batch)
 
         ratio = probability_ratio(current, policy, row, len(batch), config.ratio_level)
-        objective, was_clipped = policy_objective(ratio, current, _advantages(batch, at, row), config)
+        objective, was_clipped = policy_objective(
+            ratio, current, _advantages(batch, at, row), config
+        )
         loss = mean(weight * objective)
         sums["train/policy_loss"] = loss
         if config.objective is not Objective.reinforce:

@@ -31,9 +31,10 @@ class Loss(Protocol):
     """
 
     def __call__(
-        self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
+        self, logprobs: Tensor, /, batch: TensorBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        """``logprobs`` float32 [N] with gradient -> scalar loss and metrics of this micro-batch."""
+        """``logprobs`` (of a value model: values) float32 [N] with gradient -> scalar loss and
+        metrics of this micro-batch."""
         ...
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Dtype, Offload
+from nemo_like.config.choices import Dtype, Offload, Output
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss, needs_entropy
@@ -44,7 +44,8 @@ class EngineSetup:
     config: PolicyConfig
     model_path: str
     max_steps: int
-    with_reference: bool
+    with_reference: bool = False
+    output: Output = Output.logprobs
     log_dir: str = "."
     """Folder of hang reports."""
 
@@ -100,8 +101,8 @@ class TrainEngine:
         (``mesh.answers``) have them; the lists are empty elsewhere.
         """
         batches = [each or empty_batch(self.device) for each in micro_batches]
-        shape = self._common_shape(batches)
-        calls = [self._call(batch, temperature, shape) for batch in batches]
+        shape = self.common_shape(batches)
+        calls = [self.call(batch, temperature, shape) for batch in batches]
         columns: dict[str, list[Tensor]] = {}
 
         def keep(name: str, outputs: list[Tensor], row: int) -> None:
@@ -111,14 +112,14 @@ class TrainEngine:
                 if each is not None
             ]
 
-        with self.diagnostics.phase("logprobs"), torch.no_grad(), self._precision():
+        with self.diagnostics.phase("logprobs"), torch.no_grad(), self.precision():
             if with_policy:
                 wide = [replace(call, with_entropy=True) for call in calls]
-                outputs = self._score(self.stages, wide, shape)
+                outputs = self.score(self.stages, wide, shape)
                 keep("policy", outputs, 0)
                 keep("entropy", outputs, 1)
             if self.reference:
-                keep("reference", self._score(self.reference, calls, shape), 0)
+                keep("reference", self.score(self.reference, calls, shape), 0)
         return columns
 
     def train(
@@ -193,7 +194,8 @@ class TrainEngine:
         return self.mesh.ddp and self.mesh.parallel.ddp.average_every_steps > 1
 
     def _load(self) -> tuple[list[LogprobModel], set[str]]:
-        return load_stages(self.setup.model_path, self.config, self.mesh, self.device)
+        setup = self.setup
+        return load_stages(setup.model_path, self.config, self.mesh, self.device, setup.output)
 
     def backward(
         self,
@@ -205,8 +207,8 @@ class TrainEngine:
     ) -> list[Metrics]:
         """Accumulate the gradient, and ``sums``; the metrics of each real micro-batch."""
         batches = [each or empty_batch(self.device) for each in micro_batches]
-        shape = self._common_shape(batches)
-        calls = [self._call(batch, temperature, shape, sums is not None) for batch in batches]
+        shape = self.common_shape(batches)
+        calls = [self.call(batch, temperature, shape, sums is not None) for batch in batches]
         if needs_entropy(loss):
             calls = [replace(call, entropy_trains=True) for call in calls]
         parts: list[Metrics] = []
@@ -238,7 +240,7 @@ class TrainEngine:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
             with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
-                with self._precision():
+                with self.precision():
                     output = (self._ddp or model)(None, Calls([call]))
                 value_of(output, i).backward()  # autocast would round inside the head's gradient
 
@@ -261,9 +263,10 @@ class TrainEngine:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _score(
+    def score(
         self, stages: list[LogprobModel], calls: Sequence[Call], shape: InputShape | None
     ) -> list[Tensor]:
+        """Outputs of the passes, without gradient; none on ranks without a head."""
         if self.mesh.sizes.pp > 1:
             outputs = self._pipeline(stages).score(calls, self._hidden_shape(shape))
         else:
@@ -280,20 +283,23 @@ class TrainEngine:
         assert group is not None
         return Pipeline(stages, self.mesh.parallel, group, self.device, self.dtype)
 
-    def _call(
+    def call(
         self,
         batch: TensorBatch,
         temperature: float,
         shape: InputShape | None,
         with_entropy: bool = False,
     ) -> Call:
+        """One forward pass over a micro-batch."""
         return Call(
-            inputs=model_inputs(batch, self._layout, shape),
+            inputs=model_inputs(
+                batch, self._layout, shape, every_token=self.setup.output is Output.values
+            ),
             temperature=temperature,
             with_entropy=with_entropy,
         )
 
-    def _common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
+    def common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
         """Stages of a pipeline exchange tensors of one shape; elsewhere each batch has its own."""
         if self.mesh.sizes.pp == 1:
             return None
@@ -312,8 +318,8 @@ class TrainEngine:
         factor = float(self.mesh.sizes.replicate) if self.mesh.ddp else 1.0
         return factor * (self.loss_scale.factor if self.loss_scale is not None else 1.0)
 
-    def _precision(self) -> AbstractContextManager[object]:
-        """FSDP computes in the configured dtype by itself; DDP keeps float32 and uses autocast."""
+    def precision(self) -> AbstractContextManager[object]:
+        """Of forward passes. FSDP casts by itself; DDP keeps float32 and uses autocast."""
         if self.mesh.ddp and self.dtype != torch.float32:
             return torch.autocast(self.device.type, self.dtype)
         return nullcontext()

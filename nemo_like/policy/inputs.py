@@ -4,7 +4,7 @@ Legend: ``B`` rows, ``N`` their tokens end to end, ``T`` the longest row.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,12 +66,20 @@ class ModelInputs:
 
 
 def model_inputs(
-    batch: TensorBatch, layout: InputLayout, shape: InputShape | None = None
+    batch: TensorBatch,
+    layout: InputLayout,
+    shape: InputShape | None = None,
+    *,
+    every_token: bool = False,
 ) -> ModelInputs:
     """Lay one micro-batch's rows out for the model; logprobs are wanted where the mask is True.
 
-    ``shape``: fill up to it (pipeline stages exchange equal shapes).
+    ``shape``: fill up to it (pipeline stages exchange equal shapes). ``every_token``: something is
+    wanted at each token itself, instead of a prediction of masked ones.
     """
+    if every_token:
+        assert layout.context_group is None
+        return _at_every_token(batch, layout)
     ids = batch.tokens[keys.INPUT_IDS]
     targets = batch.tokens[keys.LOSS_MASK].nonzero(as_tuple=True)[0]
     num_outputs = len(ids) if shape is None else shape.size
@@ -97,6 +105,16 @@ def empty_batch(device: torch.device | str) -> TensorBatch:
     It has one target, so that its pass reaches every parameter; its loss is taken times zero.
     """
     return made_up_rows([2], device)
+
+
+def _at_every_token(batch: TensorBatch, layout: InputLayout) -> ModelInputs:
+    every = torch.arange(batch.num_tokens, device=batch.lengths.device)
+    shape = layout.shape_of(batch)
+    if layout.batching is Batching.packed:
+        inputs = _packed(batch, every[:0], shape, len(every), None)
+        return replace(inputs, predictors=every, targets=every)
+    inputs = _padded(batch, every[:0], shape, len(every))
+    return replace(inputs, predictors=_flat_index(batch, shape), targets=every)
 
 
 def _packed(
@@ -146,9 +164,7 @@ def _padded(
     """One row a line, padded on the right, where causal attention never looks."""
     ids = batch.tokens[keys.INPUT_IDS]
     size = (shape.rows, shape.positions)
-    row_of_token = batch.row_of_token
-    within = torch.arange(len(ids), device=ids.device) - batch.starts[row_of_token]
-    flat_index = row_of_token * shape.positions + within
+    flat_index = _flat_index(batch, shape)
     input_ids = ids.new_zeros(size)
     input_ids.view(-1)[flat_index] = ids
     mask = torch.zeros(size, dtype=torch.int64, device=ids.device)
@@ -167,6 +183,13 @@ def _padded(
         targets=targets,
         num_outputs=num_outputs,
     )
+
+
+def _flat_index(batch: TensorBatch, shape: InputShape) -> Tensor:
+    """int64 [N]: where each token is among padded rows laid end to end."""
+    row_of_token = batch.row_of_token
+    within = torch.arange(len(row_of_token), device=row_of_token.device)
+    return row_of_token * shape.positions + within - batch.starts[row_of_token]
 
 
 def _round_up(count: int, multiple: int) -> int:

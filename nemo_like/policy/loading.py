@@ -15,26 +15,39 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from nemo_like.config.choices import Batching, Offload
+from nemo_like.config.choices import Batching, Offload, Output
 from nemo_like.config.layout import num_stages
 from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.mesh import PolicyMesh
-from nemo_like.policy.model import HeadSettings, LogprobModel
+from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
 from nemo_like.policy.parallelize import shard_model, wrap_layers
+from nemo_like.policy.shards import local_part
 from nemo_like.policy.stages import keep_stage, stages_of_rank
 from nemo_like.policy.tensor_parallel import apply_tensor_parallel
 
 logger = logging.getLogger(__name__)
 
 # What wrappers put into parameter names.
+_SCORE = "score.weight"
 _WRAPPERS = ("causal_lm.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def load_stages(
-    path: str, config: PolicyConfig, mesh: PolicyMesh, device: torch.device
+    path: str,
+    config: PolicyConfig,
+    mesh: PolicyMesh,
+    device: torch.device,
+    output: Output = Output.logprobs,
 ) -> tuple[list[LogprobModel], set[str]]:
     """This rank's stages, sharded and loaded, float32 master weights; collective.
 
@@ -43,10 +56,11 @@ def load_stages(
     dtype = getattr(torch, config.dtype.value)
     stages, partial = [], set()
     for stage in stages_of_rank(mesh.parallel, mesh.coordinate("pp")):
-        causal_lm = _empty_model(path, config)
+        causal_lm = _empty_model(path, config, output)
         if mesh.sizes.pp > 1:
             keep_stage(causal_lm, mesh.parallel, stage)
-        model = LogprobModel(
+        kind = ValueModel if output is Output.values else LogprobModel
+        model = kind(
             causal_lm,
             HeadSettings(
                 chunk_tokens=config.logprob_chunk_tokens,
@@ -81,17 +95,34 @@ def hf_name(name: str) -> str:
     return name
 
 
-def _empty_model(path: str, config: PolicyConfig) -> PreTrainedModel:
+def _empty_model(path: str, config: PolicyConfig, output: Output) -> PreTrainedModel:
     """Parameters without memory; buffers (rotary frequencies) are real."""
     attention = PACKED if config.batching is Batching.packed else config.attention.value
+    kind, settings = model_class(path, output)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path, local_files_only=True),
-            dtype=torch.float32,
-            attn_implementation=attention,
-        )
+        model = kind.from_config(settings, dtype=torch.float32, attn_implementation=attention)
     model.tie_weights()
     return model
+
+
+def model_class(path: str, output: Output) -> tuple[Any, PreTrainedConfig]:
+    """transformers' class for a folder's model with this output, and its configuration.
+
+    Values are the one label of its model for sequence classification. Raises UserError if
+    transformers has none for the architecture.
+    """
+    settings = AutoConfig.from_pretrained(path, local_files_only=True)
+    if output is Output.logprobs:
+        return AutoModelForCausalLM, settings
+    if type(settings) not in AutoModelForSequenceClassification._model_mapping:
+        raise UserError(
+            f"{path}: transformers has no {type(settings).__name__} with one score a sequence; use "
+            "another architecture."
+        )
+    settings.num_labels = 1
+    named: Any = AutoModelForSequenceClassification._model_mapping[type(settings)]
+    settings.architectures = [named.__name__]
+    return AutoModelForSequenceClassification, settings
 
 
 def _materialize(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
@@ -120,6 +151,10 @@ def _load_weights(model: LogprobModel, path: str) -> None:
     stored = _stored_names(Path(path))
     tied = tied_names(model)
     state = {tied.get(name, name): tensor for name, tensor in wanted.items()}
+    if isinstance(model, ValueModel) and _SCORE not in stored:
+        # A head that begins at 0: no score and no value favours anything before training.
+        torch.nn.init.zeros_(local_part(state.pop(_SCORE)))
+        del wanted[_SCORE]
     if stored >= state.keys():
         dcp_load.load(state, storage_reader=HuggingFaceStorageReader(path))
         return

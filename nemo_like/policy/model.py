@@ -104,6 +104,15 @@ class LogprobModel(nn.Module):
         assert hidden is not None
         if not self.is_last:
             return hidden
+        wanted = self._wanted(hidden, call)
+        out = wanted.new_zeros(2, inputs.num_outputs).index_copy(1, inputs.targets, wanted)
+        if inputs.context_group is not None:
+            out = join_parts(out, inputs.context_group)
+        return out
+
+    def _wanted(self, hidden: Tensor, call: Call) -> Tensor:
+        """Float32 [2, M] from hidden states [.., H]: what is put at the targets."""
+        inputs = call.inputs
         device = hidden.device.type
         if self.settings.float32:
             hidden = hidden.float()
@@ -120,11 +129,7 @@ class LogprobModel(nn.Module):
                 entropy_trains=call.entropy_trains,
                 compile=self.settings.compile,
             )
-        wanted = torch.stack([logprobs, logprobs.detach() * 0 if entropy is None else entropy])
-        out = wanted.new_zeros(2, inputs.num_outputs).index_copy(1, inputs.targets, wanted)
-        if inputs.context_group is not None:
-            out = join_parts(out, inputs.context_group)
-        return out
+        return torch.stack([logprobs, logprobs.detach() * 0 if entropy is None else entropy])
 
     def _head(self, dtype: torch.dtype) -> Head:
         module = self.causal_lm.get_output_embeddings()
@@ -147,3 +152,17 @@ class LogprobModel(nn.Module):
             first_token_id=rank * len(local),  # slices are equal: tensor_parallel.py sees to it
             group=group,
         )
+
+
+class ValueModel(LogprobModel):
+    """A model with one number for each token in place of logprobs: ``score`` of its hidden state.
+
+    Entry t of the output is the value where the model has read token t and all before it.
+    """
+
+    def _wanted(self, hidden: Tensor, call: Call) -> Tensor:
+        at = hidden.flatten(0, 1)[call.inputs.predictors]
+        weight = self.causal_lm.get_parameter("score.weight")
+        with torch.autocast(hidden.device.type, enabled=False):  # values are sums of many terms
+            values = (at.float() @ local_part(weight).float().t()).squeeze(-1)
+        return torch.stack([values, values.detach() * 0])

@@ -1,11 +1,11 @@
-"""The driver's handle of the trainable model: sends references out, gets numbers back."""
+"""The driver's handle of a trainable model: sends references out, gets numbers back."""
 
 import logging
 from collections.abc import Callable
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
-from nemo_like.config.choices import Batching
+from nemo_like.config.choices import Batching, Output
 from nemo_like.config.layout import parallel_sizes, resolve_mesh_shape
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.schema import ClusterConfig
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Policy:
-    """Policy ranks, called as one."""
+    """The ranks of one trainable model, called as one: a policy, or another model by its role."""
 
     def __init__(
         self,
@@ -32,12 +32,15 @@ class Policy:
         cluster: VirtualCluster,
         *,
         model_path: str,
-        temperature: float,
         max_steps: int,
-        with_reference: bool,
         log_dir: str,
+        temperature: float = 1.0,
+        with_reference: bool = False,
+        output: Output = Output.logprobs,
+        role: str = "policy",
         meter: DriverMeter | None = None,
     ) -> None:
+        """``temperature``: of logprobs. ``role`` names the ranks in errors and logs."""
         self.config = config
         self.temperature = temperature
         self.weight_version = 0
@@ -50,12 +53,13 @@ class Policy:
             model_path=model_path,
             max_steps=max_steps,
             with_reference=with_reference,
+            output=output,
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
             timeout_s=cluster_config.call_timeout_s,
         )
         self.group = WorkerGroup(
             PolicyWorker,
-            "policy",
+            role,
             bundles,
             layout=RankLayout(parallel_sizes(config, len(bundles)).axes),
             timeout_s=cluster_config.call_timeout_s,
@@ -83,36 +87,47 @@ class Policy:
         batch.add_columns(refs, rows_of)
         return merge([metrics for _, metrics in results])
 
+    def score(self, batch: RemoteBatch, column: str) -> None:
+        """Add what the model gives for each token as token column ``column``, without gradient.
+
+        Logprobs of tokens that train, 0 elsewhere; or values of all tokens.
+        """
+        plan = self._plan(batch)
+        results = self.group.scatter(
+            PolicyWorker.score, self._shards(batch, plan), column, last="pp"
+        )
+        refs = [ref for ref in results if ref is not None]
+        assert len(refs) == len(results), "ranks that answer must be the group's leaders"
+        batch.add_columns(refs, [plan.rows(rank) for rank in range(len(results))])
+
     def train(
         self,
         batch: RemoteBatch,
         loss: Loss,
         *,
+        rows_per_unit: int = 1,
         on_policy: bool = False,
         check: Callable[[Metrics], None] | None = None,
     ) -> Metrics:
         """One optimizer step on all rows that train; the gradient is that of one global mean.
 
-        ``on_policy``: the batch was sampled with the current weights and has no policy logprobs.
-        ``check`` runs on every rank before the optimizer step; see ``TrainEngine.train``.
+        ``rows_per_unit``: consecutive rows that belong together (2: preference pairs); they train
+        together or not at all. ``on_policy``: the batch was sampled with the current weights and
+        has no policy logprobs. ``check`` runs on every rank before the optimizer step; see
+        ``TrainEngine.train``.
         """
-        training = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
-        batch = batch.select(training.nonzero(as_tuple=True)[0])
-        if not len(batch):
+        shards = self._train_shards(batch, loss, rows_per_unit, on_policy=on_policy, check=check)
+        if not shards:
             logger.warning("No row of this step trains; its optimizer step is left out.")
             return {}
-        denominators = Denominators(
-            tokens=float(batch.rows[keys.NUM_LOSS_TOKENS].sum()), sequences=float(len(batch))
-        )
-        shards = [
-            TrainShard(
-                shard=shard, loss=loss, denominators=denominators, on_policy=on_policy, check=check
-            )
-            for shard in self._shards(batch, self._plan(batch))
-        ]
         results = self.group.scatter(PolicyWorker.train, shards, last="pp")
         self.weight_version += 1
         return merge(results)
+
+    def evaluate(self, batch: RemoteBatch, loss: Loss, *, rows_per_unit: int = 1) -> Metrics:
+        """What ``loss`` reports on all rows that train, without a step; see ``train``."""
+        shards = self._train_shards(batch, loss, rows_per_unit)
+        return merge(self.group.scatter(PolicyWorker.evaluate, shards, last="pp"))
 
     def submit_weights(self) -> Pending[float]:
         """Begin to hand the weights to the engines; the seconds that it takes on each rank."""
@@ -139,9 +154,35 @@ class Policy:
         """End the workers."""
         self.group.shutdown()
 
-    def _plan(self, batch: RemoteBatch) -> MicroBatchPlan:
+    def _train_shards(
+        self,
+        batch: RemoteBatch,
+        loss: Loss,
+        rows_per_unit: int,
+        *,
+        on_policy: bool = False,
+        check: Callable[[Metrics], None] | None = None,
+    ) -> list[TrainShard]:
+        """Each data-parallel rank's rows that train, with the counts of all; none: no shards."""
+        trains = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
+        together = trains.view(-1, rows_per_unit).all(1).repeat_interleave(rows_per_unit)
+        batch = batch.select(together.nonzero(as_tuple=True)[0])
+        if not len(batch):
+            return []
+        denominators = Denominators(
+            tokens=float(batch.rows[keys.NUM_LOSS_TOKENS].sum()), sequences=float(len(batch))
+        )
+        return [
+            TrainShard(
+                shard=shard, loss=loss, denominators=denominators, on_policy=on_policy, check=check
+            )
+            for shard in self._shards(batch, self._plan(batch, rows_per_unit))
+        ]
+
+    def _plan(self, batch: RemoteBatch, rows_per_unit: int = 1) -> MicroBatchPlan:
         return plan_micro_batches(
             batch.lengths.tolist(),
+            rows_per_unit=rows_per_unit,
             num_ranks=self.group.layout.sizes["dp"],
             max_tokens=self.config.micro_batch_tokens,
             max_rows=self.config.micro_batch_size,

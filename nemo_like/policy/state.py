@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from nemo_like.config.choices import Output
 from nemo_like.policy.engine import TrainEngine
-from nemo_like.policy.loading import hf_name, tied_names
+from nemo_like.policy.loading import hf_name, model_class, tied_names
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
 from nemo_like.weights.manifest import expected_tensors
@@ -35,8 +36,8 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.j
 def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the architecture once, by its Hugging Face name, whole, in ``dtype``.
 
-    Collective: all ranks must draw from it at the same pace. With a pipeline, each tensor is sent
-    from the stage that has it to the others.
+    A value model has ``score`` in place of an output head. Collective: all ranks must draw from it
+    at the same pace. With a pipeline, each tensor is sent from the stage that has it to the others.
     """
     engine.synchronize()
     state: dict[str, Tensor] = {}
@@ -47,7 +48,11 @@ def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str,
                 state[hf_name(name)] = tensor
     pp = engine.mesh.group("pp")
     owners = _owners(list(state), pp)
-    for name, (shape, stored) in expected_tensors(engine.setup.model_path, dtype).items():
+    if engine.setup.output is Output.values:  # one stage, which has all of them
+        expected = {name: (tuple(t.shape), _stored(t, dtype)) for name, t in state.items()}
+    else:
+        expected = expected_tensors(engine.setup.model_path, dtype)
+    for name, (shape, stored) in expected.items():
         if name in state:
             whole = _whole(state[name].detach(), stored, engine.device)
         else:
@@ -56,6 +61,10 @@ def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str,
             whole = whole.contiguous()
             dist.broadcast(whole, dist.get_global_rank(pp, owners[name]), group=pp)
         yield name, whole
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -115,15 +124,14 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
         scheduler._last_lr = lrs
 
 
-def export_folder(
-    tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path, write: bool
-) -> None:
-    """Write a Hugging Face folder: new weights, and all else as in ``source``; collective.
+def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
+    """Write a Hugging Face folder: new weights, and all else as in the model's own; collective.
 
     Tokenizer, chat template and generation settings are copied as they are.
     """
+    source = Path(engine.setup.model_path)
     state: dict[str, Tensor] = {}
-    for name, tensor in tensors:
+    for name, tensor in full_tensors(engine, engine.dtype):
         if write:
             # A gathered tensor may be a view of a padded buffer, which safetensors would refuse.
             state[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
@@ -136,6 +144,12 @@ def export_folder(
     config = json.loads((aside / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if engine.setup.output is Output.values:
+        _, settings = model_class(str(source), Output.values)
+        config["architectures"] = settings.architectures
+        config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+        if config.get("pad_token_id") is None:  # transformers finds a row's last token by it
+            config["pad_token_id"] = settings.eos_token_id
     (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_torch_state_dict(state, aside, metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Transport
+from nemo_like.config.choices import Output, Transport
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker, WorkerContext
@@ -24,6 +24,7 @@ from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy.engine import EngineSetup, MicroBatches, TrainEngine
 from nemo_like.policy.probe import check_architecture
+from nemo_like.policy.scoring import evaluate, scores
 from nemo_like.policy.state import (
     export_folder,
     full_tensors,
@@ -47,6 +48,7 @@ class PolicySetup:
     model_path: str
     max_steps: int
     with_reference: bool
+    output: Output
     num_threads: int
     timeout_s: float
 
@@ -144,6 +146,7 @@ class PolicyWorker(Worker):
                 model_path=setup.model_path,
                 max_steps=setup.max_steps,
                 with_reference=setup.with_reference,
+                output=setup.output,
                 log_dir=self.context.log_dir,
             ),
             self._device,
@@ -195,6 +198,28 @@ class PolicyWorker(Worker):
             check=work.check,
         )
 
+    def evaluate(self, work: TrainShard) -> Metrics:
+        """The loss's metrics of a shard; collective."""
+        shard = work.shard
+        return evaluate(
+            self._engine,
+            shard.micro_batches(self._device),
+            work.loss,
+            work.denominators,
+            shard.temperature,
+        )
+
+    def score(self, shard: Shard, column: str) -> ObjectRef | None:
+        """A reference to what the model gives for each token, as token column ``column``.
+
+        None from ranks that do not answer; collective.
+        """
+        parts = scores(self._engine, shard.micro_batches(self._device), shard.temperature)
+        if not self._engine.mesh.answers:
+            return None
+        tokens = {column: torch.cat(parts).cpu() if parts else torch.zeros(0)}
+        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
+
     def open_sender(self, transport: Transport, plan: SenderPlan) -> SenderAddress:
         """Plan the buckets and listen for engines; tells them where."""
         expected = expected_tensors(self._setup.model_path, self._dtype)
@@ -243,9 +268,4 @@ class PolicyWorker(Worker):
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder; collective."""
-        export_folder(
-            full_tensors(self._engine, self._dtype),
-            Path(self._setup.model_path),
-            Path(folder),
-            write=self.context.rank == 0,
-        )
+        export_folder(self._engine, Path(folder), write=self.context.rank == 0)

@@ -33,7 +33,7 @@ class SyncRolloutSource:
         *,
         generation: Generation[RolloutWorker],
         sync: WeightSync,
-        loader: PromptLoader,
+        loader: PromptLoader[Row],
         validation_rows: Sequence[Row],
         stop_token_ids: tuple[int, ...],
         span: Callable[[str], AbstractContextManager[None]],

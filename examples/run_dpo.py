@@ -1,0 +1,17 @@
+"""Train on preferences with DPO: ``python examples/run_dpo.py [key=value ...]``; see --help."""
+
+from pathlib import Path
+
+from nemo_like.cli import main
+from nemo_like.config.run_schema import DPORunConfig
+
+
+def run(config: DPORunConfig) -> None:
+    """Imported only once the configuration is accepted: torch and Ray take seconds."""
+    from nemo_like.algorithms.dpo import run_dpo
+
+    run_dpo(config)
+
+
+if __name__ == "__main__":
+    main("dpo", run, Path(__file__).parent.parent / "configs")

@@ -1,0 +1,17 @@
+"""Fine-tune a language model: ``python examples/run_sft.py [key=value ...]``; see --help."""
+
+from pathlib import Path
+
+from nemo_like.cli import main
+from nemo_like.config.run_schema import SFTRunConfig
+
+
+def run(config: SFTRunConfig) -> None:
+    """Imported only once the configuration is accepted: torch and Ray take seconds."""
+    from nemo_like.algorithms.sft import run_sft
+
+    run_sft(config)
+
+
+if __name__ == "__main__":
+    main("sft", run, Path(__file__).parent.parent / "configs")

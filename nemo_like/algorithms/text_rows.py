@@ -1,0 +1,205 @@
+"""What runs that train on given texts share: rows by reference, their order, a held-out loss."""
+
+import hashlib
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_like.algorithms.run import Run
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.choices import Output
+from nemo_like.config.plan import plan_run
+from nemo_like.config.policy_checks import check_schedule
+from nemo_like.config.run_schema import PassesConfig, TrainingRunConfig
+from nemo_like.data.chat import ChatTokenizer, context_length
+from nemo_like.data.loader import EpochLoader
+from nemo_like.distributed.driver_meter import DriverMeter
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
+from nemo_like.losses.protocol import Loss
+from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.policy.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+# A step fetches whole chunks of the rows that it needs; smaller ones are more objects to keep.
+_ROWS_PER_CHUNK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRows:
+    """What is known before Ray starts. Rows that belong together (pairs) follow each other."""
+
+    train: TensorBatch
+    held_out: TensorBatch | None
+    loader: EpochLoader
+    """Deals out units of rows: row i, or rows 2i and 2i + 1."""
+    rows_per_unit: int
+    max_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSetup:
+    """Live parts of a run."""
+
+    policy: Policy
+    train: RemoteBatch
+    held_out: RemoteBatch | None
+    rows: TextRows
+    meter: DriverMeter
+
+    def next_batch(self) -> RemoteBatch:
+        """The rows of the next step."""
+        return self.train.select(unit_rows(next(self.rows.loader), self.rows.rows_per_unit))
+
+    def metrics(self, batch: RemoteBatch) -> Metrics:
+        """What the driver knows of a step beside what its workers reported."""
+        num_bytes, waited_s = self.meter.pop()
+        return {
+            "train/num_tokens": Metric(
+                int(batch.rows[keys.NUM_LOSS_TOKENS].sum()), reduce=Reduce.sum
+            ),
+            "train/epoch": Metric(self.rows.loader.epochs_done),
+            "driver/bytes": Metric(num_bytes, reduce=Reduce.sum),
+            "time/waiting_s": Metric(waited_s, reduce=Reduce.sum),
+        }
+
+
+class HeldOutLoss:
+    """The loss's own metrics on rows that never train, as ``validation/...``."""
+
+    def __init__(self, setup: TextSetup, loss: Loss, run: Run) -> None:
+        self._setup, self._loss, self._run = setup, loss, run
+
+    def validate(self, step: int) -> Metrics:
+        """See ``Validator``."""
+        setup = self._setup
+        assert setup.held_out is not None
+        with self._run.span("validation"):
+            found = setup.policy.evaluate(
+                setup.held_out, self._loss, rows_per_unit=setup.rows.rows_per_unit
+            )
+        return {f"validation/{name.rpartition('/')[2]}": metric for name, metric in found.items()}
+
+
+def prepare(
+    config: TrainingRunConfig,
+    passes: PassesConfig,
+    data: Any,
+    load: Any,
+    model_path: str,
+    *,
+    units_per_step: int,
+    rows_per_unit: int,
+    with_validation: bool,
+) -> TextRows:
+    """Read and tokenize all rows by ``load`` (of ``conversations`` or ``preferences``).
+
+    ``data`` is the run's ``data`` section. Raises UserError.
+    """
+    train, held_out = load(
+        data,
+        ChatTokenizer(model_path),
+        micro_batch_tokens=config.policy.micro_batch_tokens,
+        context=context_length(model_path),
+        seed=config.run.seed,
+        with_validation=with_validation,
+    )
+    num_units = len(train) // rows_per_unit
+    loader = EpochLoader(
+        range(num_units),
+        batch_size=units_per_step,
+        num_epochs=passes.num_epochs if passes.max_steps is None else None,
+        seed=config.run.seed,
+        shuffle=data.shuffle,
+        drop_last=passes.drop_last,
+        fingerprint=_fingerprint(train),
+    )
+    max_steps = passes.max_steps or passes.num_epochs * loader.steps_per_epoch
+    check_schedule(config, max_steps)
+    tokens = int(train.rows[keys.NUM_LOSS_TOKENS].sum())
+    logger.info(
+        "%d rows, %d tokens of %d train; %d steps of %d.",
+        len(train),
+        tokens,
+        train.num_tokens,
+        max_steps,
+        units_per_step,
+    )
+    return TextRows(
+        train=train,
+        held_out=held_out,
+        loader=loader,
+        rows_per_unit=rows_per_unit,
+        max_steps=max_steps,
+    )
+
+
+def start(
+    config: TrainingRunConfig,
+    run: Run,
+    rows: TextRows,
+    stack: ExitStack,
+    *,
+    model_path: str,
+    output: Output = Output.logprobs,
+    with_reference: bool = False,
+) -> TextSetup:
+    """Reserve the cluster, bring up the model, put the rows into the store; ``stack`` ends them."""
+    with run.start_phase("ray"):
+        stack.callback(connect())
+        plan = plan_run(config)
+        cluster = stack.enter_context(VirtualCluster(plan, config.cluster.start_timeout_s))
+    meter = DriverMeter()
+    policy = Policy(
+        config.policy,
+        config.cluster,
+        cluster,
+        model_path=model_path,
+        max_steps=rows.max_steps,
+        log_dir=str(run.dir / "logs"),
+        output=output,
+        with_reference=with_reference,
+        meter=meter,
+    )
+    stack.callback(policy.shutdown)
+    with run.start_phase("workers"):
+        policy.start()
+    held_out = rows.held_out
+    return TextSetup(
+        policy=policy,
+        train=RemoteBatch.put(rows.train, _ROWS_PER_CHUNK),
+        held_out=None if held_out is None else RemoteBatch.put(held_out, _ROWS_PER_CHUNK),
+        rows=rows,
+        meter=meter,
+    )
+
+
+def unit_rows(units: list[int], rows_per_unit: int) -> torch.Tensor:
+    """Row numbers of units, in order.
+
+    >>> unit_rows([4, 0], 2).tolist()
+    [8, 9, 0, 1]
+    """
+    first = torch.tensor(units, dtype=torch.int64)[:, None] * rows_per_unit
+    return (first + torch.arange(rows_per_unit)).flatten()
+
+
+def in_parts(batch: RemoteBatch, rows_per_part: int) -> list[RemoteBatch]:
+    """Consecutive parts of a batch; a multiple of the rows of a unit keeps units whole."""
+    return [
+        batch.select(range(first, min(first + rows_per_part, len(batch))))
+        for first in range(0, len(batch), rows_per_part)
+    ]
+
+
+def _fingerprint(batch: TensorBatch) -> str:
+    """Short hash of all tokens: tells whether a data position belongs to these rows."""
+    digest = hashlib.blake2b(batch.lengths.numpy().tobytes(), digest_size=8)
+    for column in batch.tokens.values():
+        digest.update(column.numpy().tobytes())
+    return digest.hexdigest()
