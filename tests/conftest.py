@@ -4,6 +4,8 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two busy cores make threads slower, not faster
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests start more than a hundred processes, which would each compile the package for a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,18 @@ from tests.layouts import FOUR_LAYERS
 from tests.process_pool import ProcessPool
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also the whole matrix of invariance")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def build_tokenizer(folder: Path) -> None:
@@ -113,8 +127,27 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
+def straight(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of six small steps without interruption; read only.
+
+    Every step warns of its gap, which must change no number: other runs have the usual limit.
+    """
+    from tests import small_runs
+
+    folder = tmp_path_factory.mktemp("straight")
+    small_runs.run(
+        folder,
+        "grpo.max_steps=6",
+        "validation.every_steps=2",
+        "logging.tensorboard=true",
+        "mismatch.max_mean_abs=1e-12",
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
     """Eight processes that stay, for tests of the training engine."""
-    pool = ProcessPool(8)
+    pool = ProcessPool(8, preload=("tests.engine_cases", "tests.three_steps"))
     yield pool
     pool.close()

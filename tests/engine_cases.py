@@ -1,4 +1,6 @@
-"""What processes do in test_training_engine.py: short trainings with one option each."""
+"""What processes do in test_training_engine.py and test_training_state.py: short trainings with one
+option each. Also what both files say of them.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
-from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_like.config.choices import DataParallel, Schedule
+from nemo_like.config.policy_schema import (
+    DDPConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    SchedulerConfig,
+)
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import values
 from nemo_like.policy.engine import EngineSetup, TrainEngine
@@ -21,10 +30,29 @@ from nemo_like.policy.state import full_tensors, load_checkpoint, save_checkpoin
 from nemo_like.policy.warm_up import warm_up
 from tests.three_steps import LENGTHS, TEMPERATURE, denominators, make_loss, make_rows
 
+CASES = __name__
+TOLERANCE = 1e-5
 DEFAULTS: dict[str, Any] = {
     "optimizer": OptimizerConfig(lr=3e-4, eps=1e-6),
     "micro_batch_tokens": 64,
 }
+
+
+def ddp(**changes: Any) -> dict[str, Any]:
+    """Whole replicas, and several micro-batches a step."""
+    return {
+        "parallel": ParallelConfig(data_parallel=DataParallel.ddp, ddp=DDPConfig(**changes)),
+        "micro_batch_tokens": 40,
+    }
+
+
+def schedule(kind: Schedule) -> dict[str, Any]:
+    return {"scheduler": SchedulerConfig(kind=kind, warmup_steps=1)}
+
+
+def largest_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def make_engine(model_path: str, config: dict[str, Any]) -> TrainEngine:
@@ -158,10 +186,6 @@ def local_sizes(model_path: str, config: dict[str, Any]) -> tuple[int, int]:
     engine = make_engine(model_path, config)
     mine = sum(local_part(each).numel() for each in engine.parameters.values())
     return mine, sum(each.numel() for each in engine.parameters.values())
-
-
-def schedule(kind: Any) -> dict[str, Any]:
-    return {"scheduler": SchedulerConfig(kind=kind, warmup_steps=1)}
 
 
 def logprobs(model_path: str, config: dict[str, Any], temperature: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Processes that stay: importing torch and transformers once for many small distributed tests."""
+"""Processes that stay: many small distributed tests import torch and transformers once."""
 
 import importlib
 import multiprocessing
@@ -7,28 +7,32 @@ import os
 import socket
 import time
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.warm_process import WarmProcess
 
 
 class ProcessPool:
     """``size`` processes; ``run(world_size, "module:function", *args)`` makes the first of them a
     world of their own and returns what the function returned on each rank.
+
+    They start with ``preload`` imported, which must leave CUDA alone.
     """
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
+    def __init__(self, size: int, backend: str = "gloo", preload: tuple[str, ...] = ()) -> None:
         self._size, self._backend = size, backend
+        self._warm = WarmProcess(*preload)
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes = []
-        self._processes = []
+        self._pipes: list[Connection] = []
+        self._processes: list[int] = []
         for _ in range(self._size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._backend), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(self._warm.start(f"{__name__}:serve", theirs, self._backend))
             self._pipes.append(ours)
-            self._processes.append(process)
+            theirs.close()
 
     def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """Results in rank order; after a failure the processes are new ones."""
@@ -38,7 +42,7 @@ class ProcessPool:
         try:
             return self._collect(world_size, f"{target}{args}", timeout_s)
         except AssertionError:
-            self.close()
+            self._kill()
             self._start()
             raise
 
@@ -51,14 +55,21 @@ class ProcessPool:
             assert ready, f"{what}: ranks {sorted(waiting.values())} did not answer"
             for pipe in ready:
                 rank = waiting.pop(pipe)  # pyright: ignore
-                ok, results[rank] = pipe.recv()  # pyright: ignore
+                try:
+                    ok, results[rank] = pipe.recv()  # pyright: ignore
+                except EOFError:
+                    ok, results[rank] = False, f"rank {rank} died"
                 # The others may wait for it for ever: what it says is the news.
                 assert ok, results[rank]
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
+        self._kill()
+        self._warm.close()
+
+    def _kill(self) -> None:
         for process in self._processes:
-            process.kill()
+            self._warm.kill(process)
 
 
 def _free_port() -> int:
@@ -67,7 +78,8 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(pipe: Any, backend: str) -> None:
+def serve(pipe: Connection, backend: str) -> None:
+    """What each process does until its pipe is closed."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch

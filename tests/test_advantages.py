@@ -1,18 +1,37 @@
 """Advantages: values worked by hand, in the cases that users of such systems have tripped over."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.advantages import group_advantages, zero_variance_share
+from nemo_like.advantages import (
+    gae,
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+    whiten,
+    zero_variance_share,
+)
 from nemo_like.config.choices import AdvantageScale, Baseline
-from nemo_like.config.schema import AdvantageConfig
+from nemo_like.config.loss_schema import AdvantageConfig
 
 LOO_STD = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.std)
 LOO = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.none)
 MEAN_STD = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.std)
 MEAN = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.none)
+REINFORCE = AdvantageConfig(baseline=Baseline.none, scale=AdvantageScale.none)
+REINFORCE_PLUS_PLUS = AdvantageConfig(baseline=Baseline.none, scale=AdvantageScale.batch)
+MEAN_BATCH = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.batch)
+LOO_BATCH = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.batch)
+EVERY = [
+    AdvantageConfig(baseline=baseline, scale=scale)
+    for baseline in Baseline
+    for scale in AdvantageScale
+]
 
 
 def advantages(rewards, config, groups=None, valid=None):
@@ -54,7 +73,7 @@ def test_statistics_are_taken_within_the_prompt_in_any_row_order():
 
 def test_failed_rows_take_no_part_in_any_statistic():
     nan = float("nan")
-    for config in (MEAN, MEAN_STD, LOO, LOO_STD):
+    for config in EVERY:
         with_failure = advantages([1, nan, 0, 0], config, valid=[True, False, True, True])
         without = advantages([1, 0, 0], config)
         assert with_failure == pytest.approx([without[0], 0.0, *without[1:]])
@@ -67,7 +86,7 @@ def test_a_lone_valid_row_has_no_baseline_and_no_advantage():
 
 
 def test_equal_rewards_carry_no_signal_and_are_counted():
-    for config in (MEAN, MEAN_STD, LOO, LOO_STD):
+    for config in (MEAN, MEAN_STD, LOO, LOO_STD, MEAN_BATCH, LOO_BATCH, REINFORCE_PLUS_PLUS):
         assert advantages([0.3] * 8, config) == pytest.approx([0.0] * 8)
     valid = torch.ones(4, dtype=torch.bool)
     groups = torch.tensor([0, 0, 1, 1])
@@ -81,3 +100,104 @@ def test_adding_a_constant_to_all_rewards_changes_nothing(rewards, shift):
     for config in (MEAN, LOO):
         shifted = advantages([r + shift for r in rewards], config)
         assert shifted == pytest.approx(advantages(rewards, config), abs=1e-4)
+
+
+def test_without_a_baseline_a_group_may_have_one_row():
+    rewards, groups = [1.0, 0.0, 3.0], [0, 1, 2]
+    assert advantages(rewards, REINFORCE, groups) == rewards
+    # Mean 4/3, squares 1/9 + 16/9 + 25/9 = 42/9, deviation sqrt(21/9).
+    expected = [x / 21**0.5 for x in (-1, -4, 5)]
+    assert advantages(rewards, REINFORCE_PLUS_PLUS, groups) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("config", [MEAN_BATCH, LOO_BATCH, REINFORCE_PLUS_PLUS], ids=str)
+def test_a_step_of_one_scale_has_mean_zero_and_deviation_one(config):
+    rewards = torch.rand(24, generator=torch.Generator().manual_seed(0)).tolist()
+    scaled = torch.tensor(advantages(rewards, config, groups=[i % 6 for i in range(24)]))
+    assert scaled.mean().item() == pytest.approx(0, abs=1e-6)
+    assert scaled.std().item() == pytest.approx(1, abs=1e-6)
+
+
+def test_rounding_that_a_baseline_leaves_is_not_scaled_up_by_the_step():
+    # Groups of equal rewards whose float64 means are off by some 1e-17, and nothing else.
+    rewards = [0.1] * 6 + [0.7] * 6
+    assert advantages(rewards, MEAN_BATCH, groups=[0] * 6 + [1] * 6) == [0.0] * 12
+
+
+# Groups that carry a signal, and shaped rewards.
+
+
+def test_a_penalty_for_length_makes_no_signal_where_every_answer_is_wrong():
+    raw = torch.zeros(4, dtype=torch.float64)
+    groups, valid = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+    shaped = raw + overlong_penalty(torch.tensor([3, 4, 9, 10]), 10, 4, 0.5)
+    assert shaped.tolist() == [0, 0, -0.375, -0.5]
+    assert not has_signal(raw, groups, valid).any()
+    assert has_signal(shaped, groups, valid).all()
+    assert has_signal(torch.tensor([1.0, 0, 0, 0]), groups, valid).all()
+
+
+def test_only_graded_rows_make_a_signal_and_it_is_that_of_the_whole_group():
+    nan = float("nan")
+    rewards = torch.tensor([1.0, nan, 0.0, 1.0, nan, 1.0, nan])
+    groups = torch.tensor([7, 7, 7, 3, 3, 3, 5])
+    valid = ~rewards.isnan()
+    assert has_signal(rewards, groups, valid).tolist() == [True] * 3 + [False] * 4
+    assert zero_variance_share(rewards, groups, valid) == 0.5  # group 5 has no reward at all
+    assert math.isnan(zero_variance_share(rewards, groups, torch.zeros_like(valid)))
+
+
+@pytest.mark.parametrize("value", [0.95, 0.1, -3.3])
+def test_float32_rewards_that_were_equal_stay_equal(value):
+    rewards = torch.full((8,), value, dtype=torch.float32)
+    assert not has_signal(rewards, torch.zeros(8), torch.ones(8, dtype=torch.bool)).any()
+
+
+# Advantages along a row.
+
+
+def plain_gae(rewards, values, mask, lengths, gamma, lam):
+    """The recursion of the paper, a row and a trained token at a time."""
+    advantages, start = [0.0] * len(rewards), 0
+    for length in lengths:
+        trained = [t for t in range(start, start + length) if mask[t]]
+        edges = [*trained, start + length]
+        earned = [sum(rewards[a:b]) for a, b in itertools.pairwise(edges)]
+        after = next_value = 0.0
+        for t, reward in reversed(list(zip(trained, earned, strict=True))):
+            after = reward + gamma * next_value - values[t] + gamma * lam * after
+            advantages[t], next_value = after, values[t]
+        start += length
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.0, 1.0), (1.0, 0.0)])
+def test_gae_is_the_plain_recursion_over_trained_tokens(gamma, lam):
+    generator = torch.Generator().manual_seed(1)
+    lengths = [7, 1, 0, 12, 4]
+    n = sum(lengths)
+    rewards, values = torch.randn(2, n, generator=generator)
+    mask = torch.rand(n, generator=generator) < 0.6
+    mask[-4:] = False  # a row that has nothing to train
+    actual, returns = gae(rewards, values, mask, torch.tensor(lengths), gamma, lam)
+    expected = plain_gae(rewards.tolist(), values.tolist(), mask.tolist(), lengths, gamma, lam)
+    assert actual.tolist() == pytest.approx(expected, abs=1e-6)
+    assert returns.tolist() == pytest.approx(((actual + values) * mask).tolist(), abs=1e-6)
+
+
+def test_what_stands_at_tokens_that_do_not_train_cannot_leak_into_gae():
+    nan = float("nan")
+    mask = torch.tensor([False, True, False, True])
+    values = torch.tensor([nan, 0.5, nan, 0.25])
+    rewards = torch.tensor([5.0, 0.0, 0.0, 1.0])  # that of the prompt is no one's
+    actual, returns = gae(rewards, values, mask, torch.tensor([4]), 1.0, 1.0)
+    assert actual.tolist() == [0, 0.5, 0, 0.75]
+    assert returns.tolist() == [0, 1, 0, 1]
+
+
+def test_whitening_leaves_alone_what_is_masked():
+    x = torch.tensor([[1.0, 5.0], [float("nan"), 9.0]])
+    mask = torch.tensor([[True, True], [False, True]])
+    white = whiten(x, mask)
+    assert white[mask].tolist() == pytest.approx([-1, 0, 1])
+    assert white[1, 0].isnan()

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, records
+from tests.warm_process import WarmProcess
+
+SCRIPT = str(ROOT / "examples" / "run_grpo.py")
 TRACEBACK = "Traceback (most recent call last)"
 REWARDS = """
 def right(prompt, completion, answer): return 1.0
@@ -22,7 +24,7 @@ def no_arguments(): return 1.0
 
 
 def command(*overrides):
-    return [sys.executable, str(ROOT / "examples" / "run_grpo.py"), *map(str, overrides)]
+    return [sys.executable, SCRIPT, *map(str, overrides)]
 
 
 def environment(**extra):
@@ -45,6 +47,25 @@ def run(tmp_path, *overrides, timeout_s=240, **env):
     return process.returncode, output
 
 
+@pytest.fixture(scope="module")
+def warm():
+    """What the command imports once it accepts the configuration, and no more."""
+    process = WarmProcess("nemo_like.algorithms.grpo")
+    yield process
+    process.close()
+
+
+def run_in_fork(warm, tmp_path, *overrides):
+    """``run``, without the six seconds of importing torch."""
+    output = tmp_path / "output.txt"
+    env = environment(NEMO_LIKE_TEST=str(tmp_path))
+    target = "tests.typed_command:run_script"
+    pid = warm.start(target, SCRIPT, list(overrides), str(tmp_path), env, str(output))
+    code = warm.wait(pid, 240.0)
+    assert_nothing_left(tmp_path)
+    return code, output.read_text()
+
+
 def assert_nothing_left(tmp_path, within_s=20.0):
     deadline = time.monotonic() + within_s
     while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
@@ -65,21 +86,6 @@ def processes_of(tmp_path):
     return found
 
 
-def records(folder):
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines)}
-
-
-SMALL = (
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    "generation.max_new_tokens=32",
-    "data.num_train_rows=64",
-    "data.num_validation_rows=16",
-    "logging.tensorboard=false",
-)
-
-
 def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
     code, output = run(tmp_path, *SMALL, "run.dir=run", "grpo.max_steps=6", "logging.wandb=offline")
     assert code == 0, output
@@ -93,8 +99,9 @@ def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
     assert list((tmp_path / "run" / "wandb").iterdir())
 
 
-def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(tmp_path, tiny_model):
-    code, output = run(
+def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(warm, tmp_path, tiny_model):
+    code, output = run_in_fork(
+        warm,
         tmp_path,
         *SMALL,
         f"policy.model={tiny_model('llama', True)}",
@@ -111,31 +118,26 @@ def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(tmp_path, tiny_m
     assert all(steps[step]["rollout/cached_prompt_share"] > 0.3 for step in range(1, 6))
 
 
-def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
-    code, output = run(
+def test_a_sweep_of_the_users_own_config_runs_every_job_in_a_folder_of_its_own(warm, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [grpo, _self_]\ngrpo: {max_steps: 1}\ngeneration: {backend: hf}\n"
+    )
+    code, output = run_in_fork(
+        warm,
         tmp_path,
         "--multirun",
+        "--config-dir=.",
+        "--config-name=mine",
         *SMALL,
-        "generation.backend=hf",
-        "grpo.max_steps=1",
         "run.seed=0,1",
         "validation.every_steps=0",
     )
     assert code == 0, output
     folders = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
-    assert sorted(json.loads((f / "summary.json").read_text())["seed"] for f in folders) == [0, 1]
-
-
-def test_a_config_of_the_users_own_extends_a_shipped_one(tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        "defaults: [grpo, _self_]\ngrpo: {max_steps: 1}\ngeneration: {backend: hf}\n"
-    )
-    code, output = run(
-        tmp_path, "--config-dir=.", "--config-name=mine", *SMALL, "validation.every_steps=0"
-    )
-    assert code == 0, output
-    assert '"steps": 1' in output
-    assert '"generation_backend": "hf"' in output
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    assert sorted(summary["seed"] for summary in summaries) == [0, 1]
+    assert all(summary["steps"] == 1 for summary in summaries)
+    assert all(summary["generation_backend"] == "hf" for summary in summaries)
 
 
 def test_hydras_own_modes_work(tmp_path):
@@ -235,18 +237,38 @@ WRONG_INPUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("typed", "sentence"), WRONG_INPUTS, ids=[typed for typed, _ in WRONG_INPUTS]
-)
-def test_a_wrong_input_gets_one_clear_sentence(inputs, typed, sentence):
-    arguments = [typed] if "{" in typed else typed.split(" ")
-    code, output = run(inputs, *arguments)
+def assert_one_sentence(code, output, sentence):
     assert code == 2, output
     errors = [line for line in output.splitlines() if line.startswith("Error: ")]
     assert len(errors) == 1, output
     assert sentence in errors[0]
     assert TRACEBACK not in output
     assert "Starting: ray" not in output
+
+
+def arguments(typed):
+    return [typed] if "{" in typed else typed.split(" ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"), WRONG_INPUTS, ids=[typed for typed, _ in WRONG_INPUTS]
+)
+def test_a_wrong_input_gets_one_clear_sentence(warm, inputs, typed, sentence):
+    assert_one_sentence(*run_in_fork(warm, inputs, *arguments(typed)), sentence)
+
+
+# Refused by Hydra, by the schema, with the model and with the data.
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--config-name=missing",
+        "policy.optimizer.lr=fast",
+        "policy.model=broken_model",
+        "data.train=bad.jsonl environment.reward=math",
+    ],
+)
+def test_a_wrong_input_gets_its_sentence_in_a_new_process_too(inputs, typed):
+    assert_one_sentence(*run(inputs, *arguments(typed)), dict(WRONG_INPUTS)[typed])
 
 
 def test_a_wrong_key_is_refused_in_under_two_seconds(tmp_path):
@@ -267,7 +289,7 @@ LATE_ERRORS = [
     (
         ["data.train=good.jsonl", "environment.reward=rewards.py:raises", "generation.backend=hf"],
         1,
-        "failed on all 16 completions of step 1; first: ValueError: no answer key",
+        "rewards.py:raises failed on all 16 completions of step 1; first: ValueError: no answer",
     ),
 ]
 
@@ -276,10 +298,9 @@ LATE_ERRORS = [
     ("overrides", "code", "sentence"), LATE_ERRORS, ids=["gpus", "vllm", "reward"]
 )
 def test_a_late_error_is_one_sentence_too_and_leaves_nothing_running(
-    inputs, overrides, code, sentence
+    warm, inputs, overrides, code, sentence
 ):
-    small = [one for one in SMALL if "rows" not in one]
-    actual, output = run(inputs, *small, *overrides)
+    actual, output = run_in_fork(warm, inputs, *SMALL_ON_A_FILE, *overrides)
     assert actual == code, output
     assert sentence in output
     assert TRACEBACK not in output
@@ -327,7 +348,7 @@ def test_a_killed_policy_worker_ends_the_run_and_is_named(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(tmp_path):
+def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(tmp_path, straight):
     process = start_run(tmp_path, "grpo.max_steps=500")
     wait_for_step(tmp_path, 2)
     process.kill()
@@ -336,14 +357,11 @@ def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(tmp_
     options = ("run.dir=run", "checkpoint.every_steps=2", "generation.backend=hf")
     code, output = run(tmp_path, *SMALL, *options, "grpo.max_steps=6", "run.resume=true")
     assert code == 0, output
-    resumed = records(tmp_path / "run")
-    code, output = run(tmp_path, *SMALL, *options[1:], "run.dir=straight", "grpo.max_steps=6")
-    assert code == 0, output
-    straight = records(tmp_path / "straight")
-    assert list(resumed) == list(straight) == list(range(7))
+    resumed, expected = records(tmp_path / "run"), records(straight)
+    assert list(resumed) == list(expected) == list(range(7))
     for step in range(1, 7):
         for name in ("train/loss", "train/grad_norm", "rollout/reward", "mismatch/mean_abs"):
-            assert resumed[step][name] == straight[step][name], (step, name)
+            assert resumed[step][name] == expected[step][name], (step, name)
 
 
 def test_an_interrupt_ends_in_order(tmp_path):

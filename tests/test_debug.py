@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -28,19 +27,6 @@ from nemo_like.policy.hang_report import HangReport
 
 CPU = torch.device("cpu")
 ULP_AT_1 = 2.0**-23
-
-
-def run_ranks(function, num_ranks, folder):
-    mp.spawn(on_rank, args=(function, num_ranks, folder), nprocs=num_ranks)
-
-
-def on_rank(rank, function, num_ranks, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks
-    )
-    function(rank, folder)
-    dist.destroy_process_group()
 
 
 def one_ulp_up(tensor):
@@ -89,11 +75,12 @@ def test_a_hash_is_of_values_in_order_whatever_the_strides():
 # Two ranks: each test starts processes once and checks several things in them.
 
 
-def test_two_ranks_find_what_differs(tmp_path):
-    run_ranks(plain_replicas, 2, tmp_path)
+def test_two_ranks_find_what_differs(pool):
+    pool.run(2, f"{__name__}:plain_replicas")
 
 
-def plain_replicas(rank, folder):
+def plain_replicas():
+    rank = dist.get_rank()
     group = dist.group.WORLD
     weights = {"first": torch.ones(3), "second": torch.ones(4), "third": torch.ones(5).bfloat16()}
     check_equal_over(weights, [("tp", group)], rank, "parameters")
@@ -124,11 +111,12 @@ def plain_replicas(rank, folder):
     dist.barrier()  # nobody is left behind in a collective
 
 
-def test_two_ranks_find_rows_that_are_double_or_missing(tmp_path):
-    run_ranks(data_of_ranks, 2, tmp_path)
+def test_two_ranks_find_rows_that_are_double_or_missing(pool):
+    pool.run(2, f"{__name__}:data_of_ranks")
 
 
-def data_of_ranks(rank, folder):
+def data_of_ranks():
+    rank = dist.get_rank()
     group = dist.group.WORLD
     alone = [dist.new_group([r]) for r in range(2)][rank]
     check_data([[10, 11], [12]][rank], group, [("tp", alone)], rank)
@@ -141,11 +129,12 @@ def data_of_ranks(rank, folder):
         check_data([[10, 11], [11, 10]][rank], alone, [("cp", group)], rank)
 
 
-def test_collectives_are_counted_and_timed_as_what_was_called(tmp_path):
-    run_ranks(timed_collectives, 2, tmp_path)
+def test_collectives_are_counted_and_timed_as_what_was_called(pool):
+    pool.run(2, f"{__name__}:timed_collectives")
 
 
-def timed_collectives(rank, folder):
+def timed_collectives():
+    rank = dist.get_rank()
     timer = CollectiveTimer(CPU)
     tensor = torch.ones(8)
     model = fully_shard(torch.nn.Linear(8, 8))
@@ -195,11 +184,12 @@ def timed_collectives(rank, folder):
     assert timer.pop()["collective/barrier_count"].value == 1
 
 
-def test_a_rank_that_waits_in_a_collective_reports_where_it_stands(tmp_path):
-    run_ranks(hang_in_all_reduce, 2, tmp_path)
+def test_a_rank_that_waits_in_a_collective_reports_where_it_stands(pool, tmp_path):
+    pool.run(2, f"{__name__}:hang_in_all_reduce", tmp_path)
 
 
-def hang_in_all_reduce(rank, folder):
+def hang_in_all_reduce(folder):
+    rank = dist.get_rank()
     warnings = []
     handler = logging.Handler()
     handler.emit = warnings.append
@@ -232,11 +222,12 @@ def hang_in_all_reduce(rank, folder):
 # Four ranks
 
 
-def test_shards_pass_and_a_changed_copy_is_found_by_all_four_ranks(tmp_path):
-    run_ranks(sharded_replicas, 4, tmp_path)
+def test_shards_pass_and_a_changed_copy_is_found_by_all_four_ranks(pool):
+    pool.run(4, f"{__name__}:sharded_replicas")
 
 
-def sharded_replicas(rank, folder):
+def sharded_replicas():
+    rank = dist.get_rank()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

@@ -1,40 +1,17 @@
 """The whole loop in one process tree, with the ``hf`` engine: fast, and exact to the last bit."""
 
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 
-from nemo_like.algorithms.grpo import run_grpo
-from nemo_like.config.load import compose_config
 from nemo_like.errors import RunError, UserError
+from tests.small_runs import ROOT, SMALL_ON_A_FILE, records, run, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
-ROOT = Path(__file__).parent.parent
-SMALL = [
-    "generation.backend=hf",
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    "data.num_train_rows=40",
-    "data.num_validation_rows=8",
-    "generation.max_new_tokens=32",
-    "logging.tensorboard=false",
-    "cluster.call_timeout_s=120",
-]
 # What a resumed run must repeat; times and folders differ.
 TIMES = ("time", "train/tokens_per_s", "driver/")
-
-
-def run(folder, *overrides):
-    """Run with small sizes; returns the records of metrics.jsonl by step."""
-    run_grpo(compose_config(ROOT / "configs", "grpo", [*SMALL, f"run.dir={folder}", *overrides]))
-    return records(folder)
-
-
-def records(folder):
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines)}
 
 
 def numbers(record):
@@ -42,55 +19,59 @@ def numbers(record):
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """Six steps without interruption."""
-    return run(tmp_path_factory.mktemp("straight"), "grpo.max_steps=6", "validation.every_steps=2")
+def straight_steps(straight):
+    """Records of six steps without interruption."""
+    return records(straight)
 
 
-def test_a_run_leaves_everything_that_it_promises(tmp_path):
-    steps = run(tmp_path, "grpo.max_steps=2", "logging.tensorboard=true")
-    assert list(steps) == [0, 1, 2]
-    assert "validation/accuracy" in steps[0]
-    assert "validation/accuracy" in steps[2]
+def test_a_run_leaves_everything_that_it_promises(straight):
+    steps = records(straight)
+    assert list(steps) == list(range(7))
+    for step in (0, 2, 4, 6):
+        assert "validation/accuracy" in steps[step]
+    assert "validation/accuracy" not in steps[1]
     assert steps[1]["mismatch/max_abs"] < 1e-5
     assert steps[2]["rollout/num_failed"] == 0
     for phase in ("rollout", "train", "refit", "step", "driver", "waiting"):
         assert steps[2][f"time/{phase}_s"] > 0
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 2
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["steps"] == 6
     assert summary["generation_backend"] == "hf"
     assert summary["val_accuracy_start"] == steps[0]["validation/accuracy"]
-    assert summary["val_accuracy_end"] == steps[2]["validation/accuracy"]
-    trajectories = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").open()]
-    assert [t["step"] for t in trajectories] == [1] * 4 + [2] * 4
+    assert summary["val_accuracy_end"] == steps[6]["validation/accuracy"]
+    trajectories = [json.loads(line) for line in (straight / "trajectories.jsonl").open()]
+    assert [t["step"] for t in trajectories] == [step for step in range(1, 7) for _ in range(4)]
     assert all(t["prompt"] and t["completion"] for t in trajectories)
-    assert (tmp_path / "final" / "chat_template.jinja").is_file()
-    assert (tmp_path / "checkpoints" / "step_2" / "files.json").is_file()
-    assert list((tmp_path / "tensorboard").iterdir())
-    assert "max_steps: 2" in (tmp_path / "config.yaml").read_text()
+    assert (straight / "final" / "chat_template.jinja").is_file()
+    assert (straight / "checkpoints" / "step_6" / "files.json").is_file()
+    assert list((straight / "tensorboard").iterdir())
+    assert "max_steps: 6" in (straight / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("stop", [2, 4])
-def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, straight, stop):
-    every = ["checkpoint.every_steps=2", "validation.every_steps=2"]
+class StopError(Exception):
+    """Ends a run at once, as a fault of its own would."""
 
-    class StopError(Exception):
-        pass
 
-    config = compose_config(
-        ROOT / "configs", "grpo", [*SMALL, f"run.dir={tmp_path}", "grpo.max_steps=6", *every]
-    )
+def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, straight_steps):
+    """Stopped before its first checkpoint, which makes it start afresh, and between others."""
+    options = ["grpo.max_steps=6", "checkpoint.every_steps=2", "validation.every_steps=2"]
     with pytest.raises(StopError):
-        run_until(config, stop + 1, StopError)
-    resumed = run(tmp_path, "grpo.max_steps=6", *every, "run.resume=true")
+        run_until(small_config(tmp_path, *options), 2)
+    with pytest.raises(UserError, match="already holds a run"):
+        run(tmp_path, *options)
+    options.append("run.resume=true")
+    for step in (3, 5):
+        with pytest.raises(StopError):
+            run_until(small_config(tmp_path, *options), step)
+    resumed = run(tmp_path, *options)
     assert list(resumed) == list(range(7))
     for step in range(7):
-        assert numbers(resumed[step]) == numbers(straight[step]), step
+        assert numbers(resumed[step]) == numbers(straight_steps[step]), step
     trajectories = [json.loads(line)["step"] for line in (tmp_path / "trajectories.jsonl").open()]
     assert trajectories == [step for step in range(1, 7) for _ in range(4)]
 
 
-def run_until(config, step, error):
+def run_until(config, step):
     """Run as ``run_grpo`` does and break off in the middle of ``step``, after its rollout."""
     from contextlib import ExitStack
 
@@ -105,64 +86,55 @@ def run_until(config, step, error):
         def breaking(current):
             batch = next_batch(current)
             if current == step:
-                raise error
+                raise StopError
             return batch
 
         setup.rollouts.next_batch = breaking
         grpo.train(config, setup, this_run)
 
 
-def test_resuming_a_finished_run_trains_nothing_more_and_says_so(tmp_path):
-    first = run(tmp_path, "grpo.max_steps=2")
-    again = run(tmp_path, "grpo.max_steps=2", "run.resume=true")
-    assert again == first
-    longer = run(tmp_path, "grpo.max_steps=3", "run.resume=true")
-    assert list(longer) == [0, 1, 2, 3]
+def test_resuming_a_finished_run_trains_nothing_more(tmp_path, straight):
+    folder = shutil.copytree(straight, tmp_path / "run")
+    again = run(folder, "grpo.max_steps=6", "validation.every_steps=2", "run.resume=true")
+    assert again == records(straight)
 
 
-def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_afresh(tmp_path):
-    class StopError(Exception):
-        pass
-
-    options = [*SMALL, f"run.dir={tmp_path}", "grpo.max_steps=2"]
-    with pytest.raises(StopError):
-        run_until(compose_config(ROOT / "configs", "grpo", options), 2, StopError)
-    with pytest.raises(UserError, match="already holds a run"):
-        run(tmp_path, "grpo.max_steps=2")
-    assert list(run(tmp_path, "grpo.max_steps=2", "run.resume=true")) == [0, 1, 2]
-
-
-def test_the_best_checkpoint_is_one_whose_metric_was_measured(tmp_path):
-    run(
-        tmp_path,
-        "grpo.max_steps=3",
+def test_a_finished_run_goes_on_and_its_best_checkpoint_is_one_whose_metric_was_measured(
+    tmp_path, straight
+):
+    folder = shutil.copytree(straight, tmp_path / "run")
+    steps = run(
+        folder,
+        "grpo.max_steps=9",
+        "run.resume=true",
         "checkpoint.every_steps=1",
         "checkpoint.keep_last=1",
         "validation.every_steps=2",
     )
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert list(steps) == list(range(10))
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     metrics = [
-        json.loads((tmp_path / "checkpoints" / name / "driver.json").read_text())["metric"]
+        json.loads((folder / "checkpoints" / name / "driver.json").read_text())["metric"]
         for name in kept
     ]
-    assert "step_1" not in kept, "step 1 was not validated"
+    assert "step_7" not in kept, "step 7 was not validated"
     assert None not in metrics
 
 
-def test_another_model_is_no_continuation(tmp_path, tiny_model):
-    run(tmp_path, "grpo.max_steps=1")
+def test_another_model_is_no_continuation(tmp_path, tiny_model, straight):
+    folder = shutil.copytree(straight, tmp_path / "run")
     with pytest.raises(UserError, match="is not the model of the run to continue, embedded"):
-        run(tmp_path, "grpo.max_steps=2", "run.resume=true", f"policy.model={tiny_model()}")
+        run(folder, "grpo.max_steps=7", "run.resume=true", f"policy.model={tiny_model()}")
 
 
-def test_two_policy_ranks_and_two_replicas_take_the_same_steps(tmp_path, straight):
+def test_two_policy_ranks_and_two_replicas_take_the_same_steps(tmp_path, straight_steps):
     """Everything that is sampled depends on seeds alone, and the gradient on no layout."""
     steps = run(
         tmp_path, "grpo.max_steps=3", "validation.every_steps=2", "cluster.cpu_workers_per_node=2"
     )
     for step in (1, 2, 3):
         for name in ("rollout/reward", "train/loss", "train/grad_norm", "rollout/num_tokens"):
-            assert steps[step][name] == pytest.approx(straight[step][name], abs=1e-5), name
+            assert steps[step][name] == pytest.approx(straight_steps[step][name], abs=1e-5), name
 
 
 def same_steps(steps, straight):
@@ -176,22 +148,22 @@ def same_steps(steps, straight):
     [
         # Two ranks that train, one that samples.
         ("cluster.cpu_workers_per_node=3", "cluster.num_generation_workers=1"),
-        ("cluster.cpu_workers_per_node=2", "refit.transport=broadcast"),
-        ("generation.num_engines_per_bundle=2",),
+        ("generation.num_engines_per_bundle=2", "refit.transport=broadcast"),
     ],
     ids=lambda overrides: overrides[-1],
 )
-def test_every_placement_and_transport_takes_the_same_steps(tmp_path, straight, overrides):
-    same_steps(run(tmp_path, "grpo.max_steps=2", "refit.bucket_mib=1", *overrides), straight)
+def test_every_placement_and_transport_takes_the_same_steps(tmp_path, straight_steps, overrides):
+    same_steps(run(tmp_path, "grpo.max_steps=2", "refit.bucket_mib=1", *overrides), straight_steps)
 
 
-def test_a_logprob_pass_of_its_own_changes_nothing(tmp_path, straight):
+def test_a_logprob_pass_of_its_own_changes_nothing(tmp_path, straight_steps):
     steps = run(tmp_path, "grpo.max_steps=2", "grpo.reuse_logprobs=false")
-    same_steps(steps, straight)
-    assert steps[2]["policy/entropy"] == pytest.approx(straight[2]["policy/entropy"], abs=1e-5)
+    same_steps(steps, straight_steps)
+    entropy = straight_steps[2]["policy/entropy"]
+    assert steps[2]["policy/entropy"] == pytest.approx(entropy, abs=1e-5)
     assert steps[1]["train/max_log_ratio"] < 1e-5
     assert steps[1]["time/logprobs_s"] > 0
-    assert "time/logprobs_s" not in straight[1]
+    assert "time/logprobs_s" not in straight_steps[1]
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -202,14 +174,13 @@ def test_a_gap_above_the_limit_stops_the_run_before_the_step(tmp_path, reuse):
     assert list(records(tmp_path)) == [0]
 
 
-def test_a_gap_above_the_limit_is_said_or_masked(tmp_path, straight, caplog):
+def test_a_gap_above_the_limit_is_said_or_masked(tmp_path, straight, straight_steps):
+    log = (straight / "run.log").read_text()
+    assert log.count("(limit 1e-12, mismatch.max_mean_abs); mismatch.action=warn") == 6
     limit = "mismatch.max_mean_abs=1e-12"
-    warned = run(tmp_path / "warn", "grpo.max_steps=2", limit)
-    same_steps(warned, straight)
-    assert "mismatch.max_mean_abs" in caplog.text
-    masked = run(tmp_path / "mask", "grpo.max_steps=2", limit, "mismatch.action=mask")
+    masked = run(tmp_path, "grpo.max_steps=2", limit, "mismatch.action=mask")
     assert masked[1]["mismatch/masked_rows"] > 0
-    assert masked[1]["train/grad_norm"] < straight[1]["train/grad_norm"]
+    assert masked[1]["train/grad_norm"] < straight_steps[1]["train/grad_norm"]
 
 
 def test_kl_to_the_reference_starts_at_zero_and_is_logged(tmp_path):
@@ -245,25 +216,16 @@ def write_reward(tmp_path, body):
     ]
 
 
-FILE_SMALL = [one for one in SMALL if "num_train_rows" not in one and "validation_rows" not in one]
-
-
-def run_file(folder, *overrides):
-    run_grpo(
-        compose_config(ROOT / "configs", "grpo", [*FILE_SMALL, f"run.dir={folder}", *overrides])
-    )
-    return records(folder)
-
-
 def test_the_custom_reward_example_learns(tmp_path):
     example = ROOT / "examples" / "custom_reward"
-    steps = run_file(
+    steps = run(
         tmp_path / "run",
         f"data.train={example}/rows.jsonl",
         f"environment.reward={example}/reward.py:reward",
         "grpo.max_steps=20",
         "grpo.num_prompts_per_step=8",
         "policy.optimizer.lr=1e-3",
+        small=SMALL_ON_A_FILE,
     )
     last = [steps[step]["rollout/reward"] for step in (18, 19, 20)]
     assert sum(last) / 3 > steps[1]["rollout/reward"] + 0.05
@@ -277,13 +239,14 @@ def test_the_custom_reward_example_learns(tmp_path):
     ],
 )
 def test_a_reward_that_raises_or_hangs_costs_those_rows_only(tmp_path, caplog, body, reason):
-    steps = run_file(
+    steps = run(
         tmp_path / "run",
         *write_reward(tmp_path, body),
         "grpo.max_steps=1",
         "grpo.num_prompts_per_step=2",
         "environment.timeout_s=1",
         "environment.num_processes=4",
+        small=SMALL_ON_A_FILE,
     )
     failed = steps[1]["rollout/num_failed"]
     assert 0 < failed < 8
@@ -291,13 +254,3 @@ def test_a_reward_that_raises_or_hangs_costs_those_rows_only(tmp_path, caplog, b
     assert steps[1]["train/num_tokens"] < steps[1]["rollout/num_tokens"]
     assert f"failed on {failed:.0f} of 8 completions of step 1" in caplog.text
     assert reason in caplog.text
-
-
-def test_a_reward_that_always_fails_stops_the_run_with_its_own_message(tmp_path):
-    reward = write_reward(tmp_path, "raise ValueError('no such answer key')")
-    with pytest.raises(RunError) as error:
-        run_file(tmp_path / "run", *reward, "grpo.max_steps=5")
-    message = str(error.value)
-    assert "failed on all 16 completions of step 1" in message
-    assert "no such answer key" in message
-    assert "reward.py" in message

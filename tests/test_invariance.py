@@ -1,10 +1,12 @@
 """One exact loss: layouts, precision of layout, packing and micro-batches change nothing.
 
 Each case trains three steps on gloo processes and must give the loss, gradient norm, logprobs and
-parameters of a single process that takes one padded row at a time.
+parameters of a single process that takes one padded row at a time. ``--full`` adds each layout with
+each single change of everything else.
 """
 
-from dataclasses import replace
+import itertools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,29 +17,95 @@ from tests.three_steps import Outcome, merged
 
 TOLERANCE = 1e-5
 TARGET = "tests.three_steps:three_steps"
+LOSSES = ("policy_gradient", "sft", "preference")
+ROWS = (0, 1, 2, 4)
+"""Of a padded micro-batch; 0: packed."""
+RECOMPUTED = (Checkpointing.none, Checkpointing.full, Checkpointing.selective)
+MODELS = tuple(itertools.product(("llama", "qwen2", "qwen3"), (False, True)))
+"""Architecture, tied embeddings."""
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    loss_kind: str = LOSSES[0]
+    rows: int = ROWS[0]
+    recomputed: Checkpointing = RECOMPUTED[0]
+    model: tuple[str, bool] = MODELS[0]
+
+    def __str__(self):
+        architecture, tied = self.model
+        rows = f"padded{self.rows}" if self.rows else "packed"
+        words = (self.layout, self.loss_kind, rows, self.recomputed, architecture, "tied" * tied)
+        return "-".join(filter(None, words))
+
+    def is_possible(self):
+        """Padded rows are not split over a context, and a pair of preferences has two rows."""
+        return not self.rows or (
+            "cp" not in self.layout and (self.loss_kind, self.rows) != ("preference", 1)
+        )
+
+
+def number_of_cases(name, ranks):
+    if ranks > 4:
+        return 2
+    return 6 if ranks <= 2 and "tp" not in name else 3
+
+
+def covering_cases():
+    """Few cases with many pairs of choices: what each layout meets turns with its number.
+
+    Many processes on two cores are slow, and so are the many operations of tensor parallelism:
+    such layouts get fewer.
+    """
+    for i, (name, (ranks, _)) in enumerate(LAYOUTS.items()):
+        for k in range(number_of_cases(name, ranks)):
+            case = Case(
+                name,
+                LOSSES[k % 3],
+                ROWS[(i // 2 + k) % 4],
+                RECOMPUTED[(i + k) % 3],
+                MODELS[(i - k) % 6],
+            )
+            if not case.is_possible():
+                case = replace(case, rows=0 if "cp" in name else 2)
+            yield case
+
+
+def full_cases():
+    """Each layout with one other choice at a time."""
+    for case in map(Case, LAYOUTS):
+        yield case
+        yield from (replace(case, loss_kind=loss) for loss in LOSSES[1:])
+        yield from (replace(case, rows=rows) for rows in ROWS[1:])
+        yield from (replace(case, recomputed=recomputed) for recomputed in RECOMPUTED[1:])
+        yield from (replace(case, model=model) for model in MODELS[1:])
 
 
 @pytest.fixture(scope="module")
 def baseline(pool, four_layers):
     results: dict[tuple, Outcome] = {}
 
-    def get(loss_kind, architecture="llama", tied=False):
-        key = (loss_kind, architecture, tied)
-        if key not in results:
-            config = {"batching": Batching.padded, "micro_batch_size": 2}
-            if loss_kind != "preference":
-                config["micro_batch_size"] = 1
-            path = four_layers(architecture, tied)
-            results[key] = merged(pool.run(1, TARGET, path, config, loss_kind))
-        return results[key]
+    def get(loss_kind, model=MODELS[0]):
+        if (loss_kind, model) not in results:
+            rows = 2 if loss_kind == "preference" else 1
+            config = {"batching": Batching.padded, "micro_batch_size": rows}
+            outcome = merged(pool.run(1, TARGET, four_layers(*model), config, loss_kind))
+            results[loss_kind, model] = outcome
+        return results[loss_kind, model]
 
     return get
 
 
-def check(pool, baseline, four_layers, ranks, config, loss_kind, architecture="llama", tied=False):
-    path = four_layers(architecture, tied)
-    actual = merged(pool.run(ranks, TARGET, path, config, loss_kind))
-    assert_same(actual, baseline(loss_kind, architecture, tied))
+def check(case, pool, baseline, four_layers):
+    ranks, parallel = LAYOUTS[case.layout]
+    config = {"parallel": parallel, "micro_batch_tokens": 64}
+    if case.rows:
+        config |= {"batching": Batching.padded, "micro_batch_size": case.rows}
+    if case.recomputed is not Checkpointing.none:
+        config |= {"activation_checkpointing": case.recomputed, "logprob_chunk_tokens": 5}
+    actual = pool.run(ranks, TARGET, four_layers(*case.model), config, case.loss_kind)
+    assert_same(merged(actual), baseline(case.loss_kind, case.model))
 
 
 def assert_same(actual: Outcome, expected: Outcome, tolerance=TOLERANCE):
@@ -51,55 +119,33 @@ def assert_same(actual: Outcome, expected: Outcome, tolerance=TOLERANCE):
         assert (actual.parameters[name] - tensor).abs().max() < tolerance, name
 
 
-@pytest.mark.parametrize("loss_kind", ["policy_gradient", "sft", "preference"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_invariance_of_layouts_packed(name, loss_kind, pool, baseline, four_layers):
-    ranks, parallel = LAYOUTS[name]
-    config = {"parallel": parallel, "micro_batch_tokens": 64}
-    check(pool, baseline, four_layers, ranks, config, loss_kind)
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        (name, rows)
-        for name, (ranks, _) in LAYOUTS.items()
-        for rows in (1, 2, 4)
-        if "cp" not in name and (ranks < 8 or rows == 1)  # eight processes on two cores are slow
-    ],
-)
-def test_invariance_of_layouts_padded_in_micro_batches(name, rows, pool, baseline, four_layers):
-    ranks, parallel = LAYOUTS[name]
-    config = {"parallel": parallel, "batching": Batching.padded, "micro_batch_size": rows}
-    check(pool, baseline, four_layers, ranks, config, "policy_gradient")
-
-
-@pytest.mark.parametrize("checkpointing", [Checkpointing.full, Checkpointing.selective])
-@pytest.mark.parametrize("name", ["one", "dp2", "ddp2", "tp2_sequence", "cp2", "dp2_pp2"])
-def test_invariance_of_recomputed_activations(name, checkpointing, pool, baseline, four_layers):
-    ranks, parallel = LAYOUTS[name]
-    config = {
-        "parallel": parallel,
-        "micro_batch_tokens": 64,
-        "activation_checkpointing": checkpointing,
-        "logprob_chunk_tokens": 5,
-    }
-    check(pool, baseline, four_layers, ranks, config, "policy_gradient")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "tied"),
-    [("llama", True), ("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)],
-)
-@pytest.mark.parametrize(
-    "name", ["dp2", "ddp2", "tp2_sequence", "cp2", "pp2_1f1b", "pp2_interleaved", "dp2_tp2_pp2"]
-)
-def test_invariance_of_architectures_and_ties(
-    name, architecture, tied, pool, baseline, four_layers
+@pytest.mark.parametrize("case", covering_cases(), ids=str)
+def test_invariance_of_layout_loss_batching_recomputation_and_model(
+    case, pool, baseline, four_layers
 ):
-    ranks, parallel = LAYOUTS[name]
-    config = {"parallel": parallel, "micro_batch_tokens": 64}
-    check(pool, baseline, four_layers, ranks, config, "policy_gradient", architecture, tied)
+    check(case, pool, baseline, four_layers)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", filter(Case.is_possible, full_cases()), ids=str)
+def test_invariance_of_each_layout_with_each_single_change(case, pool, baseline, four_layers):
+    check(case, pool, baseline, four_layers)
+
+
+def test_invariance_cases_cover_every_pair_of_choices():
+    """And of a layout and each choice, as far as the number of its cases allows."""
+    cases = list(covering_cases())
+    choices = {"loss_kind": LOSSES, "rows": ROWS, "recomputed": RECOMPUTED, "model": MODELS}
+    for (a, values_a), (b, values_b) in itertools.combinations(choices.items(), 2):
+        met = {(getattr(case, a), getattr(case, b)) for case in cases}
+        possible = set(itertools.product(values_a, values_b)) - {("preference", 1)}
+        assert met == possible, (a, b, possible - met)
+    for name, (ranks, _) in LAYOUTS.items():
+        for choice, values in choices.items():
+            met = {getattr(case, choice) for case in cases if case.layout == name}
+            if "cp" in name and choice == "rows":
+                values = ROWS[:1]
+            assert len(met) == min(number_of_cases(name, ranks), len(values)), (name, choice)
 
 
 def test_invariance_of_the_tolerance_would_show_a_doubled_gradient(baseline):

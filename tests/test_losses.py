@@ -12,14 +12,21 @@ from nemo_like.config.choices import (
     ImportanceCorrection,
     ImportanceLevel,
     KLEstimator,
+    KLPlace,
     Normalization,
+    Objective,
+    RatioLevel,
 )
-from nemo_like.config.schema import LossConfig
+from nemo_like.config.loss_checks import check_loss
+from nemo_like.config.loss_schema import AdvantageConfig, LossConfig
+from nemo_like.config.preference_schema import DPOLossConfig
+from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.errors import UserError
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
-from nemo_like.losses.kl import kl_estimate, kl_loss
+from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.preference import PreferenceLoss, sigmoid_loss
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, apply_loss
 from nemo_like.observe.metrics import merge, values
 
 
@@ -227,6 +234,154 @@ def test_expected_gradient_of_the_kl_term_is_that_of_the_true_kl(kind):
     assert torch.allclose(actual, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", list(KLEstimator))
+def test_in_the_reward_only_k1_has_the_gradient_of_the_kl(kind):
+    reference = torch.log_softmax(torch.tensor([0.3, -0.2, 1.0]), 0)
+    logits = torch.tensor([1.0, 0.5, -0.5], requires_grad=True)
+    policy = torch.log_softmax(logits, 0)
+    (expected,) = torch.autograd.grad(
+        (policy.exp() * (policy - reference)).sum(), logits, retain_graph=True
+    )
+    # One row of one token for each of the three actions, weighted by its probability.
+    batch = make_batch([1, 1, 1], [0.0] * 3)
+    penalty = kl_of_rows(policy.detach(), reference, batch, kind)
+    (actual,) = torch.autograd.grad((policy.detach().exp() * penalty * policy).sum(), logits)
+    assert torch.allclose(actual, expected, atol=1e-6) == (kind is KLEstimator.k1)
+
+
+def test_kl_in_the_reward_is_no_term_of_the_loss():
+    batch = make_batch([1, 2], [1.0, -2.0])  # without a column of reference logprobs
+    expected = loss_of(batch, [-0.1, 0.2, 0.3])
+    actual = loss_of(batch, [-0.1, 0.2, 0.3], LossConfig(kl_coef=0.5, kl_in=KLPlace.reward))
+    assert actual[0] == expected[0]
+    assert torch.equal(actual[1], expected[1])
+    assert actual[2].keys() == expected[2].keys()
+
+
+@pytest.mark.parametrize("kind", list(KLEstimator))
+def test_the_kl_term_is_that_of_tokens_whatever_the_objective_is(kind):
+    batch = make_batch([1, 2], [0.0, 0.0], policy=[-1.0, -1.2, -0.8], reference=[-0.9, -1.0, -1.3])
+    now = [-0.7, -1.5, -1.0]
+    expected = loss_of(batch, now, LossConfig(kl_coef=0.5, kl_estimator=kind))
+    for objective in Objective:
+        for level in RatioLevel:
+            config = LossConfig(
+                kl_coef=0.5, kl_estimator=kind, objective=objective, ratio_level=level
+            )
+            loss, gradient, _ = loss_of(batch, now, config)
+            assert loss == pytest.approx(expected[0])
+            assert gradient.tolist() == pytest.approx(expected[1].tolist())
+
+
+# Ratios, objectives, entropy.
+
+
+def test_a_ratio_of_a_sequence_has_gradient_through_all_of_its_tokens():
+    # Ratios e^0.1 and e^-0.1 of the rows; row 2 has advantage -2, neither is clipped.
+    batch = make_batch([2, 3], [1.0, -2.0])
+    config = LossConfig(ratio_level=RatioLevel.sequence, normalization=Normalization.sequence)
+    loss, gradient, metrics = loss_of(batch, [0.4, -0.2, -0.3, -0.3, 0.3], config)
+    first, second = math.exp(0.1), math.exp(-0.1)
+    assert loss == pytest.approx(-(first - 2 * second) / 2)
+    # d/dx of -s A / 2, where s = exp(mean x): -s A / (2 * length).
+    expected = [-first / 4] * 2 + [2 * second / 6] * 3
+    assert gradient.tolist() == pytest.approx(expected)
+    assert metrics["train/clip_share"].value == 0
+
+
+def test_a_clipped_sequence_has_no_gradient_at_all():
+    batch = make_batch([2, 1], [1.0, 1.0])
+    config = LossConfig(ratio_level=RatioLevel.sequence, clip_high=0.2)
+    # Mean log ratio 0.3, ratio 1.35, though its second token alone is below 1.
+    loss, gradient, metrics = loss_of(batch, [1.0, -0.4, 0.0], config)
+    assert loss == pytest.approx(-(1.2 + 1.2 + 1) / 3)
+    assert gradient.tolist() == pytest.approx([0, 0, -1 / 3])
+    assert metrics["train/clip_share"].value == pytest.approx(2 / 3)
+
+
+def test_cispo_bounds_the_weight_of_a_token_and_keeps_its_gradient():
+    batch = make_batch([4], [1.0], policy=[-1.0] * 4)
+    now = [-1 + math.log(r) for r in (3.0, 0.1, 1.1, 1.0)]
+    bounded = LossConfig(objective=Objective.cispo, clip_low=0.5, clip_high=0.28)
+    _, gradient, metrics = loss_of(batch, now, bounded)
+    assert gradient.tolist() == pytest.approx([-w / 4 for w in (1.28, 0.5, 1.1, 1.0)])
+    assert metrics["train/clip_share"].value == 0.5
+    open_below = LossConfig(objective=Objective.cispo, clip_low=None, clip_high=0.28)
+    _, gradient, _ = loss_of(batch, now, open_below)
+    assert gradient.tolist() == pytest.approx([-w / 4 for w in (1.28, 0.1, 1.1, 1.0)])
+
+
+def test_reinforce_ignores_the_ratio_and_counts_no_clips():
+    batch = make_batch([2], [2.0], policy=[-1.0, -1.0])
+    loss, gradient, metrics = loss_of(
+        batch, [-3.0, -0.5], LossConfig(objective=Objective.reinforce)
+    )
+    assert loss == pytest.approx(2 * 3.5 / 2)
+    assert gradient.tolist() == [-1, -1]
+    assert "train/clip_share" not in metrics
+
+
+def test_without_bounds_the_surrogate_is_the_plain_ratio():
+    batch = make_batch([2], [1.0])
+    config = LossConfig(clip_low=None, clip_high=None)
+    loss, gradient, metrics = loss_of(batch, [math.log(5), math.log(0.1)], config)
+    assert loss == pytest.approx(-5.1 / 2)
+    assert gradient.tolist() == pytest.approx([-2.5, -0.05])
+    assert metrics["train/clip_share"].value == 0
+
+
+def test_beyond_the_dual_clip_a_token_has_no_gradient_and_is_counted():
+    batch = make_batch([1, 1], [-1.0, 1.0])
+    _, gradient, metrics = loss_of(batch, [math.log(10), 0.0], LossConfig(dual_clip=3.0))
+    assert gradient.tolist() == [0, -0.5]
+    assert metrics["train/clip_share"].value == 0.5
+
+
+def test_each_token_can_have_its_own_advantage():
+    batch = make_batch([2, 2], [9.0, 9.0], mask=[True, True, True, False])
+    batch.tokens[keys.ADVANTAGES] = torch.tensor([1.0, 2.0, -4.0, float("nan")])
+    loss, gradient, _ = loss_of(batch, [0.0] * 4)
+    assert loss == pytest.approx((-1 - 2 + 4) / 3)
+    assert gradient.tolist() == pytest.approx([-1 / 3, -2 / 3, 4 / 3, 0])
+
+
+@pytest.mark.parametrize("normalization", list(Normalization))
+def test_the_entropy_bonus_has_the_mean_and_the_weights_of_the_policy_term(normalization):
+    config = LossConfig(
+        entropy_coef=0.5, normalization=normalization, constant_tokens=4, importance_cap=1.5
+    )
+    gap = [math.log(2), 0.0, math.log(0.5)]  # of which the first weight is cut to 1.5
+    batch = make_batch([2, 1], [0.0, 0.0], policy=gap, generation=[0.0] * 3)
+    entropies = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    loss, metrics = apply_loss(
+        ClippedPGLoss(config), torch.tensor(gap), entropies, batch, denominators_of(batch)
+    )
+    (gradient,) = torch.autograd.grad(loss, entropies)
+    shares = {"token": [1 / 3] * 3, "sequence": [0.25, 0.25, 0.5], "constant": [1 / 8] * 3}
+    expected = [-0.5 * w * s for w, s in zip((1.5, 1, 0.5), shares[normalization], strict=True)]
+    assert gradient.tolist() == pytest.approx(expected)
+    assert loss.item() == pytest.approx(
+        sum(g * h for g, h in zip(expected, (1, 2, 3), strict=True))
+    )
+    assert metrics["train/entropy"].value == 2
+    assert metrics["train/policy_loss"].value == 0
+
+
+def test_only_a_loss_that_needs_entropies_is_given_them():
+    batch = make_batch([1], [1.0])
+    seen = []
+
+    def loss(logprobs, batch, denominators):
+        seen.append(keys.ENTROPIES in batch.tokens)
+        return logprobs.sum(), {}
+
+    apply_loss(loss, torch.zeros(1), torch.zeros(1), batch, denominators_of(batch))
+    loss.needs_entropy = True
+    apply_loss(loss, torch.zeros(1), torch.zeros(1), batch, denominators_of(batch))
+    assert seen == [False, True]
+    assert keys.ENTROPIES not in batch.tokens  # which would keep the graph of every micro-batch
+
+
 # Supervised fine-tuning.
 
 
@@ -265,7 +420,9 @@ def test_preference_loss_of_one_pair_by_hand():
     # Log ratios: chosen (-1 + 2) + (-1 + 1.5) = 1.5, rejected -2 + 1.5 = -0.5; margin 2.
     batch = make_batch([3, 2], [0.0, 0.0], reference=[9.0, -2.0, -1.5, 9.0, -1.5])
     batch.tokens[keys.LOSS_MASK] = torch.tensor([False, True, True, False, True])
-    loss, gradient, metrics = apply(PreferenceLoss(0.1), batch, [0.0, -1.0, -1.0, 0.0, -2.0])
+    loss, gradient, metrics = apply(
+        PreferenceLoss(DPOLossConfig(beta=0.1)), batch, [0.0, -1.0, -1.0, 0.0, -2.0]
+    )
     assert loss == pytest.approx(0.598139, abs=1e-6)
     slope = 0.1 / (1 + math.exp(0.2))  # beta * sigmoid(-beta * margin)
     assert gradient.tolist() == pytest.approx([0, -slope, -slope, 0, slope])
@@ -277,6 +434,8 @@ def test_preference_loss_of_one_pair_by_hand():
             "train/reward_margin": 0.2,
             "train/chosen_reward": 0.15,
             "train/rejected_reward": -0.05,
+            "train/chosen_logprob": -2,
+            "train/rejected_logprob": -2,
         }
     )
 
@@ -285,7 +444,7 @@ def test_preference_loss_and_metrics_are_means_over_pairs_not_tokens():
     # Margins 2 and -2, of rows of unequal length.
     batch = make_batch([1, 1, 4, 1], [0.0] * 4, reference=[0.0] * 7)
     logprobs = [1.0, -1.0, -0.5, -0.5, -0.5, -0.5, 0.0]
-    loss, _, metrics = apply(PreferenceLoss(0.1), batch, logprobs)
+    loss, _, metrics = apply(PreferenceLoss(DPOLossConfig(beta=0.1)), batch, logprobs)
     assert loss == pytest.approx((0.598139 + 0.798139) / 2, abs=1e-6)
     assert metrics["train/accuracy"].value == 0.5
     assert metrics["train/accuracy"].weight == 2
@@ -296,7 +455,7 @@ def test_a_masked_pair_counts_nowhere():
     sample = [False, False, True, True]
     batch = make_batch([1] * 4, [0.0] * 4, reference=[float("nan")] * 2 + [0.0] * 2, sample=sample)
     logprobs = [float("nan"), 0.0, 1.0, -1.0]
-    loss, gradient, metrics = apply(PreferenceLoss(0.1), batch, logprobs)
+    loss, gradient, metrics = apply(PreferenceLoss(DPOLossConfig(beta=0.1)), batch, logprobs)
     assert loss == pytest.approx(0.598139, abs=1e-6)
     assert gradient[:2].tolist() == [0, 0]
     assert metrics["train/accuracy"].value == metrics["train/accuracy"].weight == 1
@@ -305,32 +464,102 @@ def test_a_masked_pair_counts_nowhere():
 def test_half_a_pair_is_refused():
     batch = make_batch([1, 1], [0.0] * 2, reference=[0.0] * 2, sample=[True, False])
     with pytest.raises(AssertionError, match="only one row of a pair"):
-        apply(PreferenceLoss(0.1), batch, [0.0, 0.0])
+        apply(PreferenceLoss(DPOLossConfig(beta=0.1)), batch, [0.0, 0.0])
     with pytest.raises(AssertionError, match="1 rows do not make pairs"):
-        apply(PreferenceLoss(0.1), batch.select([0]), [0.0])
+        apply(PreferenceLoss(DPOLossConfig(beta=0.1)), batch.select([0]), [0.0])
+
+
+# Rules of the configuration.
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage", "message"),
+    [
+        ({"clip_low": 1.5}, {}, "loss.clip_low=1.5 must be in [0, 1]"),
+        ({"clip_high": -0.1}, {}, "loss.clip_high=-0.1 must be at least 0"),
+        ({"dual_clip": 1.0}, {}, "loss.dual_clip=1 must be a finite number above 1"),
+        ({"entropy_coef": -1.0}, {}, "loss.entropy_coef=-1.0 must be at least 0"),
+        ({"importance_floor": 3.0, "importance": MASK}, {}, "must be below loss.importance_cap=2"),
+        (
+            {"normalization": Normalization.constant, "constant_tokens": 0},
+            {},
+            "loss.constant_tokens=0 must be at least 1",
+        ),
+        ({"constant_tokens": 9}, {}, "only loss.normalization=constant divides by it"),
+        ({"kl_in": KLPlace.reward}, {}, "loss.kl_coef is 0"),
+        ({"kl_estimator": KLEstimator.k1}, {}, "loss.kl_coef is 0"),
+        ({"importance": NONE, "importance_cap": 3.0}, {}, "loss.importance=none corrects nothing"),
+        ({"importance_floor": 0.1}, {}, "only loss.importance=mask has a lower bound"),
+        *(
+            ({"objective": Objective.reinforce, **change}, {}, "loss.objective=reinforce has no")
+            for change in (
+                {"clip_low": None},
+                {"clip_high": 0.3},
+                {"ratio_level": RatioLevel.sequence},
+            )
+        ),
+        ({"objective": Objective.cispo, "dual_clip": 3.0}, {}, "only loss.objective=clip has it"),
+        ({}, {"overlong_penalty": 0.5}, "advantage.overlong_buffer_tokens is 0"),
+        ({}, {"overlong_buffer_tokens": 65}, "must be at most generation.max_new_tokens=64"),
+        (
+            {},
+            {"overlong_buffer_tokens": 8, "overlong_penalty": 0.0},
+            "advantage.overlong_penalty=0.0 must be a finite number above 0",
+        ),
+    ],
+)
+def test_what_cannot_work_or_would_do_nothing_is_refused(loss, advantage, message):
+    config = GRPORunConfig(loss=LossConfig(**loss), advantage=AdvantageConfig(**advantage))
+    with pytest.raises(UserError) as error:
+        check_loss(config)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"clip_low": None, "clip_high": None},
+        {"clip_low": None, "clip_high": 4.0, "objective": Objective.cispo},
+        {"dual_clip": 3.0, "ratio_level": RatioLevel.sequence},
+        {"objective": Objective.reinforce, "importance": MASK, "importance_floor": 0.5},
+        {"normalization": Normalization.constant},
+        {"kl_coef": 0.1, "kl_in": KLPlace.reward, "kl_estimator": KLEstimator.k1},
+    ],
+    ids=str,
+)
+def test_combinations_that_work_are_let_through(loss):
+    check_loss(GRPORunConfig(loss=LossConfig(**loss)))
 
 
 # What holds for every loss.
 
 POLICY_GRADIENT = {
     f"policy_{normalization}_{estimator}": ClippedPGLoss(
-        LossConfig(kl_coef=0.1, kl_estimator=estimator, normalization=normalization)
+        LossConfig(
+            kl_coef=0.1, kl_estimator=estimator, normalization=normalization, constant_tokens=7
+        )
     )
     for normalization in Normalization
     for estimator in KLEstimator
 }
 # Weights of ``random_batch`` lie on both sides of these bounds, and one row is above the limit.
 CORRECTED = {
-    f"policy_{importance}_{level}": ClippedPGLoss(
+    f"{objective}_{ratio_level}_{importance}_{level}": ClippedPGLoss(
         LossConfig(
+            objective=objective,
+            ratio_level=ratio_level,
+            dual_clip=1.3,
             importance=importance,
             importance_level=level,
             importance_cap=1.1,
             importance_floor=0.0 if importance is TRUNCATE else 0.7,
+            entropy_coef=0.1,
             kl_coef=0.1,
         ),
         mask_rows_above=0.35,
     )
+    for objective in Objective
+    for ratio_level in RatioLevel
     for importance in (TRUNCATE, MASK)
     for level in ImportanceLevel
 }
@@ -339,7 +568,7 @@ LOSSES = (
     | CORRECTED
     | {
         "cross_entropy": CrossEntropyLoss(),
-        "preference": PreferenceLoss(0.1),
+        "preference": PreferenceLoss(DPOLossConfig(beta=0.1)),
     }
 )
 ROWS_PER_UNIT = {"preference": 2}
@@ -361,6 +590,7 @@ def random_batch(sample):
         mask=[i % 5 != 0 for i in range(n)],
         sample=sample,
     )
+    batch.tokens[keys.ENTROPIES] = torch.rand(n)
     return batch, torch.tensor(draw())
 
 
@@ -417,7 +647,7 @@ def test_what_stands_at_other_tokens_cannot_leak_in(name):
     batch, logprobs = random_batch([True, True, True, True])
     clean = apply(LOSSES[name], batch, logprobs.tolist())
     other = ~batch.tokens[keys.LOSS_MASK]
-    for column in (keys.POLICY_LOGPROBS, keys.GENERATION_LOGPROBS, keys.REFERENCE_LOGPROBS):
+    for column in batch.tokens.keys() - {keys.LOSS_MASK}:
         batch.tokens[column][other] = float("nan")
     logprobs[other] = float("nan")
     dirty = apply(LOSSES[name], batch, logprobs.tolist())

@@ -3,13 +3,11 @@
 import copy
 import itertools
 import math
-import socket
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +29,7 @@ from nemo_like.policy.gradients import (
 )
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.optim import lr_factor, make_optimizers, make_schedulers
+from tests.process_pool import ProcessPool
 
 TOLERANCE = 1e-5
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9}
@@ -145,7 +144,8 @@ def with_gradient(model, values):
     return {"weight": weight}
 
 
-def measure_on_two(rank):
+def measure_on_two():
+    rank = dist.get_rank()
     model = fully_shard(nn.Linear(1, 2, bias=False))
     clipped = {}
     for limit in (None, 1.0, 10.0):
@@ -172,7 +172,7 @@ def measure_on_two(rank):
     }
 
 
-def measure_on_four(rank):
+def measure_on_four():
     layouts = ("hybrid", "tensor parallel")
     return {
         "gradient gaps": {name: gaps_of_norm_and_clipped_gradients(name) for name in layouts},
@@ -182,30 +182,23 @@ def measure_on_four(rank):
     }
 
 
-def run_rank(rank, port, world_size, measure, folder):
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    torch.save(measure(rank), folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def results_of_ranks(world_size, measure, folder):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(run_rank, args=(port, world_size, measure, folder), nprocs=world_size)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+@pytest.fixture(scope="module")
+def small_pool():
+    """Processes without transformers, unlike those of ``pool``."""
+    # An optimizer's first step imports torch._dynamo, which takes seconds.
+    pool = ProcessPool(4, preload=(__name__, "torch._dynamo"))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return results_of_ranks(2, measure_on_two, tmp_path_factory.mktemp("two"))
+def two_ranks(small_pool):
+    return small_pool.run(2, f"{__name__}:measure_on_two")
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    return results_of_ranks(4, measure_on_four, tmp_path_factory.mktemp("four"))
+def four_ranks(small_pool):
+    return small_pool.run(4, f"{__name__}:measure_on_four")
 
 
 def test_every_rank_sees_the_norm_of_all_shards_and_clips_by_it(two_ranks):

@@ -4,30 +4,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.choices import Compression, DataParallel, Dtype, OptimizerKind, Schedule
+from nemo_like.config.choices import Compression, Dtype, OptimizerKind, Schedule
 from nemo_like.config.policy_schema import (
-    DDPConfig,
     DebugConfig,
     LossScaleConfig,
     OptimizerConfig,
     ParallelConfig,
 )
-from tests.engine_cases import schedule
+from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap, schedule
 from tests.layouts import LAYOUTS
-
-TOLERANCE = 1e-5
-CASES = "tests.engine_cases"
-
-
-def ddp(**changes):
-    return {
-        "parallel": ParallelConfig(data_parallel=DataParallel.ddp, ddp=DDPConfig(**changes)),
-        "micro_batch_tokens": 40,
-    }
-
-
-def largest_gap(a, b):
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 @pytest.fixture(scope="module")

@@ -13,23 +13,18 @@ from transformers import AutoModelForCausalLM
 from nemo_like.config.choices import (
     Checkpointing,
     Compression,
-    DataParallel,
     Dtype,
     OptimizerKind,
     Schedule,
 )
 from nemo_like.config.policy_schema import (
-    DDPConfig,
     DebugConfig,
     LossScaleConfig,
     OptimizerConfig,
-    ParallelConfig,
 )
-from tests.engine_cases import schedule
+from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap, schedule
 from tests.layouts import LAYOUTS, layout
 
-TOLERANCE = 1e-5
-CASES = "tests.engine_cases"
 LR = 3e-4
 BOTH = (False, True)
 LARGER = 1 + 2.0**-10  # an eighth of the distance between two numbers of bfloat16, or a quarter
@@ -38,18 +33,6 @@ DESCENT = {
     "optimizer": OptimizerConfig(kind=OptimizerKind.sgd, lr=0.1, momentum=0.0),
     "max_grad_norm": None,
 }
-
-
-def ddp(**changes):
-    return {
-        "parallel": ParallelConfig(data_parallel=DataParallel.ddp, ddp=DDPConfig(**changes)),
-        "micro_batch_tokens": 40,
-    }
-
-
-def largest_gap(a, b):
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def flat(parameters):

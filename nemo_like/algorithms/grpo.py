@@ -1,16 +1,27 @@
-"""Group Relative Policy Optimization (arXiv:2402.03300), with RLOO's baseline by default.
+"""Group Relative Policy Optimization (arXiv:2402.03300) and its relatives, by their parameters.
 
 For each prompt a group of completions is sampled and graded; a completion's advantage is its reward
-less its siblings' mean; the clipped policy-gradient loss moves the policy, one optimizer step for
-each batch. That step is on-policy, so that its own forward pass gives the policy's logprobs and no
-pass is made for them (``grpo.reuse_logprobs``). Left out here: several optimizer steps on one
-batch, and asynchronous rollouts.
+less a baseline; the policy-gradient loss moves the policy. ``configs/recipes`` has the settings of
+GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``advantages.py`` and
+``losses/policy_gradient.py`` name the equations). By default a batch takes one optimizer step,
+which is on-policy, so that its own forward pass gives the policy's logprobs and no pass is made for
+them. Left out here: asynchronous rollouts, token-level rewards.
 """
 
 import logging
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
-from nemo_like.advantages import group_advantages, zero_variance_share
+import torch
+from torch import Tensor
+
+from nemo_like.advantages import (
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+    zero_variance_share,
+)
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
     NUM_CHECKED_STEPS,
@@ -23,12 +34,12 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.setup import Setup, find_model, prepare, start
 from nemo_like.batch import keys
-from nemo_like.config.choices import MismatchAction
+from nemo_like.config.choices import KLPlace, MismatchAction
 from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.run_schema import GRPORunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.policy_gradient import ClippedPGLoss
-from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +50,14 @@ def run_grpo(config: GRPORunConfig) -> None:
     with Run(config, "grpo") as run, ExitStack() as stack:
         with run.start_phase("data"):
             prepared = prepare(config, model_path)
-        setup = start(config, run, prepared, stack)
+        setup = start(
+            config,
+            run,
+            prepared,
+            stack,
+            num_updates_per_step=config.grpo.num_updates,
+            with_reference=config.loss.kl_coef > 0,
+        )
         train(config, setup, run)
         if config.checkpoint.export:
             setup.policy.export(str(run.dir / "final"))
@@ -52,27 +70,24 @@ def run_grpo(config: GRPORunConfig) -> None:
 
 def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
     """The loop."""
-    policy, rollouts = setup.policy, setup.rollouts
-    reuse = config.grpo.reuse_logprobs
-    masks = config.mismatch.action is MismatchAction.mask
-    loss = ClippedPGLoss(config.loss, max_mean_gap(config) if masks else None)
+    policy, rollouts, grpo = setup.policy, setup.rollouts, config.grpo
+    kl = config.loss.kl_estimator if _kl_in(config, KLPlace.reward) else None
+    reuse = grpo.reuse_logprobs and grpo.num_updates == 1 and kl is None
+    loss = make_loss(config)
     if reuse:
         logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
     for step in run.steps(
-        config.grpo.max_steps,
+        grpo.max_steps,
         {"policy": policy},
         setup.loader,
         rollouts if has_validation(config) else None,
         config.validation.every_steps,
     ):
         setup.meter.pop()  # what a validation before this step came to
-        batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
-        batch.rows[keys.ADVANTAGES] = group_advantages(
-            batch.rows[keys.REWARDS],
-            batch.rows[keys.PROMPT_IDS],
-            batch.rows[keys.SAMPLE_MASK],
-            config.advantage,
-        )
+        if grpo.dynamic_sampling:
+            batch, metrics = rollouts.next_batch(step, signal, grpo.max_sampling_rounds)
+        else:
+            batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
         check_versions(batch, policy.weight_version)
         num_made = step - run.first_step
         if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
@@ -80,15 +95,74 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
         check = gap_check(config, num_made)
         if not reuse or config.loss.kl_coef > 0:
             with run.span("logprobs"):
-                metrics |= policy.logprobs(batch, with_policy=not reuse)
+                metrics |= policy.logprobs(batch, with_policy=not reuse, kl=kl)
         if not reuse:
             check(metrics)
+        metrics |= batch_metrics(batch)
+        add_advantages(batch, config)
         with run.span("train"):
-            metrics |= policy.train(batch, loss, on_policy=reuse, check=check if reuse else None)
-        if config.run.self_check and num_made == 1 and "train/max_log_ratio" in metrics:
-            check_ratios(metrics, config.policy.dtype)
+            updates = [
+                policy.train(one, loss, on_policy=reuse, check=check if reuse else None)
+                for one in mini_batches(batch, config, step)
+            ]
+        if config.run.self_check and num_made == 1 and "train/max_log_ratio" in updates[0]:
+            check_ratios(updates[0], config.policy.dtype)
+        metrics |= mean_of_steps(updates)
         warn_of_gap(config, metrics)
-        run.log(metrics | batch_metrics(batch) | setup.driver_metrics())
+        run.log(metrics | setup.driver_metrics())
+
+
+def make_loss(config: GRPORunConfig) -> ClippedPGLoss:
+    """The loss, with everything that other sections decide filled in."""
+    most = config.loss.constant_tokens or config.generation.max_new_tokens
+    masks = config.mismatch.action is MismatchAction.mask
+    return ClippedPGLoss(
+        replace(config.loss, constant_tokens=most), max_mean_gap(config) if masks else None
+    )
+
+
+def signal(batch: RemoteBatch) -> Tensor:
+    """Bool [B]: rows of groups whose raw rewards differ."""
+    rows = batch.rows
+    return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
+
+
+def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
+    """Row column ``advantages``, from rewards with what the configuration adds to them.
+
+    A truncated completion that is not to train counts in its group all the same.
+    """
+    rows, advantage = batch.rows, config.advantage
+    rewards = rows[keys.REWARDS].double()
+    if advantage.overlong_buffer_tokens:
+        rewards = rewards + overlong_penalty(
+            rows[keys.NUM_LOSS_TOKENS],
+            config.generation.max_new_tokens,
+            advantage.overlong_buffer_tokens,
+            advantage.overlong_penalty,
+        )
+    if _kl_in(config, KLPlace.reward):
+        rewards = rewards - config.loss.kl_coef * rows[keys.REFERENCE_KL]
+    rows[keys.ADVANTAGES] = group_advantages(
+        rewards, rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK], advantage
+    )
+    if config.grpo.mask_truncated:
+        rows[keys.SAMPLE_MASK] = rows[keys.SAMPLE_MASK] & ~rows[keys.TRUNCATED]
+
+
+def mini_batches(batch: RemoteBatch, config: GRPORunConfig, step: int) -> Iterator[RemoteBatch]:
+    """The batch of each optimizer step: whole groups, dealt anew in each pass."""
+    grpo = config.grpo
+    if grpo.num_updates == 1:
+        yield batch
+        return
+    generator = torch.Generator().manual_seed(config.run.seed * 1_000_003 + step)
+    prompts = batch.rows[keys.PROMPT_IDS]
+    groups = prompts.unique()
+    for _ in range(grpo.num_epochs_per_batch):
+        order = groups[torch.randperm(len(groups), generator=generator)]
+        for part in order.tensor_split(grpo.num_mini_batches):
+            yield batch.select(torch.isin(prompts, part).nonzero(as_tuple=True)[0])
 
 
 def batch_metrics(batch: RemoteBatch) -> Metrics:
@@ -96,7 +170,14 @@ def batch_metrics(batch: RemoteBatch) -> Metrics:
     rows = batch.rows
     trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]
     share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
-    return {
+    metrics: Metrics = {
         "train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum),
         "rollout/zero_variance_share": Metric(share),
     }
+    if keys.REFERENCE_KL in rows:
+        metrics["rollout/reference_kl"] = Metric(rows[keys.REFERENCE_KL].mean().item())
+    return metrics
+
+
+def _kl_in(config: GRPORunConfig, place: KLPlace) -> bool:
+    return config.loss.kl_coef > 0 and config.loss.kl_in is place

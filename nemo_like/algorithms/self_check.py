@@ -10,7 +10,7 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.config.choices import Dtype, MismatchAction
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import RolloutRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metrics
@@ -77,7 +77,7 @@ class GapCheck:
                 )
 
 
-def gap_check(config: GRPORunConfig, num_made: int) -> GapCheck:
+def gap_check(config: RolloutRunConfig, num_made: int) -> GapCheck:
     """What the ``num_made``-th step of an execution must pass before its optimizer step."""
     limits: list[GapLimit] = []
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
@@ -97,13 +97,13 @@ def gap_check(config: GRPORunConfig, num_made: int) -> GapCheck:
     return GapCheck(tuple(limits))
 
 
-def max_mean_gap(config: GRPORunConfig) -> float:
+def max_mean_gap(config: RolloutRunConfig) -> float:
     """The configured limit, or that of the number format."""
     limit = config.mismatch.max_mean_abs
     return MAX_MEAN_GAP[config.policy.dtype] if limit is None else limit
 
 
-def warn_of_gap(config: GRPORunConfig, metrics: Metrics) -> None:
+def warn_of_gap(config: RolloutRunConfig, metrics: Metrics) -> None:
     """Say so if a step's gap is above the limit."""
     gap, limit = metrics.get("mismatch/mean_abs"), max_mean_gap(config)
     if gap is not None and not gap.value <= limit:

@@ -17,9 +17,16 @@ from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import kv_bytes_per_sequence, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import GRPORunConfig, TrainingRunConfig
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
-from nemo_like.data.datasets import Row, check_lengths, fingerprint, load_rows, without_overlap
+from nemo_like.data.datasets import (
+    VALIDATION_SEED_OFFSET,
+    Row,
+    check_lengths,
+    fingerprint,
+    load_rows,
+    without_overlap,
+)
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
@@ -38,8 +45,6 @@ from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
 
 logger = logging.getLogger(__name__)
 
-# Held-out reasoning_gym rows come from another seed than any training run is likely to use.
-_VALIDATION_SEED_OFFSET = 1_000_003
 # Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
 # policy trains, and where the policy trains beside them.
 _GPU_SHARE_SEPARATE = 0.85
@@ -85,7 +90,7 @@ def find_model(config: TrainingRunConfig) -> str:
     return str(folder)
 
 
-def prepare(config: GRPORunConfig, model_path: str) -> Prepared:
+def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
     """Read the data, check every prompt's length; raises UserError."""
     chat = ChatTokenizer(model_path)
     context = context_length(model_path)
@@ -101,7 +106,7 @@ def prepare(config: GRPORunConfig, model_path: str) -> Prepared:
     validation_rows: list[Row] = []
     if has_validation(config):
         key, source = "data.validation", data.validation or data.train
-        held_out = seed + _VALIDATION_SEED_OFFSET
+        held_out = seed + VALIDATION_SEED_OFFSET
         validation_rows = load_rows(source, data, data.num_validation_rows, held_out, key)
         train_rows = without_overlap(train_rows, validation_rows)
     longest = 0
@@ -126,7 +131,15 @@ def prepare(config: GRPORunConfig, model_path: str) -> Prepared:
     )
 
 
-def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack) -> Setup:
+def start(
+    config: RolloutRunConfig,
+    run: Run,
+    prepared: Prepared,
+    stack: ExitStack,
+    *,
+    num_updates_per_step: int = 1,
+    with_reference: bool = False,
+) -> Setup:
     """Reserve the cluster and bring up policy and engines, in parallel; ``stack`` ends them."""
     with run.start_phase("ray"):
         stack.callback(connect())
@@ -140,8 +153,8 @@ def start(config: GRPORunConfig, run: Run, prepared: Prepared, stack: ExitStack)
         cluster,
         model_path=prepared.model_path,
         temperature=config.generation.temperature,
-        max_steps=config.grpo.max_steps,
-        with_reference=config.loss.kl_coef > 0,
+        max_steps=config.max_steps * num_updates_per_step,
+        with_reference=with_reference,
         log_dir=log_dir,
         meter=meter,
     )
@@ -188,7 +201,7 @@ def _check_folders(policy: Policy, generation: Generation[Any], paths: list[str]
 
 
 def _start_workers(
-    config: GRPORunConfig,
+    config: RolloutRunConfig,
     policy: Policy,
     generation: Generation[RolloutWorker],
     setup: RolloutSetup,
@@ -227,7 +240,7 @@ def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, k
 
 
 def _rollout_setup(
-    config: GRPORunConfig, run: Run, prepared: Prepared, plan: ResourcePlan
+    config: RolloutRunConfig, run: Run, prepared: Prepared, plan: ResourcePlan
 ) -> RolloutSetup:
     return RolloutSetup(
         backend=config.generation.backend,
@@ -239,11 +252,13 @@ def _rollout_setup(
     )
 
 
-def _engine_config(config: GRPORunConfig, prepared: Prepared, plan: ResourcePlan) -> EngineConfig:
+def _engine_config(
+    config: RolloutRunConfig, prepared: Prepared, plan: ResourcePlan
+) -> EngineConfig:
     """One replica's engine, as large as a step's completions need."""
     generation = config.generation
-    prompts = math.ceil(config.grpo.num_prompts_per_step / len(plan.generation))
-    most = min(_MOST_SEQUENCES, prompts * config.grpo.num_generations_per_prompt)
+    prompts = math.ceil(config.loop.num_prompts_per_step / len(plan.generation))
+    most = min(_MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     on_shared_gpus = plan.uses_gpus and plan.colocated
     sleep = generation.sleep and on_shared_gpus and generation.backend is Backend.vllm
     share = _GPU_SHARE_SEPARATE

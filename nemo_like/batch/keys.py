@@ -35,6 +35,8 @@ trained tokens only. Written by the training engine, for losses that ask for it.
 ADVANTAGES = "advantages"
 """float32, one for all trained tokens of a row; as a token column, one for each (GAE). Written by
 the algorithm."""
+REFERENCE_KL = "reference_kl"
+"""float64, estimate of KL(policy || reference) over the row's tokens. Written by the policy."""
 SAMPLE_MASK = "sample_mask"
 """bool, True for rows that train. Written by rollout (failed rewards are False)."""
 REWARDS = "rewards"

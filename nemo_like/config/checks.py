@@ -57,10 +57,10 @@ def check(config: TrainingRunConfig) -> None:
         case DPORunConfig():
             _check_passes(config, "dpo", "num_pairs_per_step")
             check_effects(config, _DPO_EFFECTS)
-            check_dpo_loss(config)
+            check_dpo_loss(config.loss)
         case RewardModelRunConfig():
             _check_passes(config, "reward_model", "num_pairs_per_step")
-            check_reward_model_loss(config)
+            check_reward_model_loss(config.loss)
             _check_value_layout(config)
         case _:
             raise AssertionError(type(config))

@@ -63,10 +63,9 @@ def check_policy(config: TrainingRunConfig) -> None:
     num_ranks = len(plan.policy)
     parallel = resolve_mesh_shape(config.policy, num_ranks)
     # From here on the layout is written in one way, whichever the user chose.
-    policy = replace(config.policy, parallel=parallel, mesh_shape=None)
-    config = replace(config, policy=policy)
+    config = replace(config, policy=replace(config.policy, parallel=parallel, mesh_shape=None))
     _check_ddp(config)
-    sizes = parallel_sizes(policy, num_ranks)
+    sizes = parallel_sizes(config.policy, num_ranks)
     _check_axes(config, sizes, plan)
     check_effects(config, _EFFECTS)
     check_effects(config, _rank_effects(sizes))

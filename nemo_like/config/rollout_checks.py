@@ -1,6 +1,6 @@
 """Rules of runs that sample completions: batch sizes, engines, validation."""
 
-from nemo_like.config.choices import Backend
+from nemo_like.config.choices import Backend, Baseline
 from nemo_like.config.file_checks import REASONING_GYM
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.plan import plan_run, refit_transport
@@ -34,15 +34,17 @@ _RANGES = Ranges(
 
 _GRPO_RANGES = Ranges(
     at_least={
-        "grpo.max_steps": 1,
-        "grpo.num_prompts_per_step": 1,
-        "grpo.num_generations_per_prompt": 2,
+        "grpo.num_epochs_per_batch": 1,
+        "grpo.num_mini_batches": 1,
+        "grpo.max_sampling_rounds": 2,
     },
 )
 
 
 def check_rollouts(config: RolloutRunConfig) -> None:
     """Raise UserError for the first rule that ``config`` breaks."""
+    names = ("max_steps", "num_prompts_per_step", "num_generations_per_prompt")
+    check_ranges(config, Ranges(at_least={f"{config.section}.{name}": 1 for name in names}))
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
     _check_sizes(config)
@@ -51,13 +53,22 @@ def check_rollouts(config: RolloutRunConfig) -> None:
 def check_grpo(config: GRPORunConfig) -> None:
     """Raise UserError for the first rule of GRPO that ``config`` breaks."""
     check_ranges(config, _GRPO_RANGES)
-    check_loss(config)
-    num_replicas = len(plan_run(config).generation)
-    if config.grpo.num_prompts_per_step < num_replicas:
+    check_effects(config, _GRPO_EFFECTS)
+    grpo = config.grpo
+    if grpo.num_generations_per_prompt < 2 and (
+        config.advantage.baseline is not Baseline.none or grpo.dynamic_sampling
+    ):
         raise UserError(
-            f"grpo.num_prompts_per_step={config.grpo.num_prompts_per_step} leaves some of the "
-            f"{num_replicas} generation replicas without work; use at least {num_replicas}."
+            f"grpo.num_generations_per_prompt={grpo.num_generations_per_prompt} must be at least 2 "
+            f"(a group of one has no baseline and no signal); raise it, or set "
+            "advantage.baseline=none and grpo.dynamic_sampling=false."
         )
+    if grpo.num_mini_batches > grpo.num_prompts_per_step:
+        raise UserError(
+            f"grpo.num_mini_batches={grpo.num_mini_batches} is more than the "
+            f"{grpo.num_prompts_per_step} groups of grpo.num_prompts_per_step; use at most that."
+        )
+    check_loss(config)
 
 
 def check_averaging(config: RolloutRunConfig) -> None:
@@ -75,6 +86,19 @@ def has_validation(config: RolloutRunConfig) -> bool:
     rows = config.data.validation is not None or config.data.train == REASONING_GYM
     return rows and config.validation.every_steps > 0
 
+
+_GRPO_EFFECTS = (
+    Effect(
+        keys=("grpo.max_sampling_rounds",),
+        applies=lambda c: c.grpo.dynamic_sampling,
+        why_not="grpo.dynamic_sampling is off; set it too",
+    ),
+    Effect(
+        keys=("grpo.reuse_logprobs",),
+        applies=lambda c: c.grpo.num_updates == 1,
+        why_not="a batch takes several optimizer steps, which need logprobs from before them",
+    ),
+)
 
 _EFFECTS = (
     Effect(
@@ -134,4 +158,11 @@ def _check_sizes(config: RolloutRunConfig) -> None:
             f"generation.max_new_tokens={config.generation.max_new_tokens}; use at least {least}, "
             "plus the length of your prompts."
         )
-    refit_transport(config.refit, plan_run(config))
+    plan = plan_run(config)
+    refit_transport(config.refit, plan)
+    prompts, num_replicas = config.loop.num_prompts_per_step, len(plan.generation)
+    if prompts < num_replicas:
+        raise UserError(
+            f"{config.section}.num_prompts_per_step={prompts} leaves some of the "
+            f"{num_replicas} generation replicas without work; use at least {num_replicas}."
+        )

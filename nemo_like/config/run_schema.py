@@ -44,6 +44,18 @@ class TrainingRunConfig:
 
 
 @dataclass(kw_only=True)
+class RolloutLoopConfig:
+    """How much is sampled for one step, and for how many steps."""
+
+    max_steps: int = 40
+    """Steps of the whole run, resumed parts included: each samples a batch and trains on it."""
+    num_prompts_per_step: int = 16
+    """Distinct prompts sampled for one step."""
+    num_generations_per_prompt: int = 8
+    """Completions of each prompt."""
+
+
+@dataclass(kw_only=True)
 class RolloutRunConfig(TrainingRunConfig):
     """Sections of runs that sample completions."""
 
@@ -54,20 +66,46 @@ class RolloutRunConfig(TrainingRunConfig):
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
+    @property
+    def loop(self) -> RolloutLoopConfig:
+        """The algorithm's own section."""
+        loop = getattr(self, self.section)
+        assert isinstance(loop, RolloutLoopConfig)
+        return loop
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.loop.max_steps
+
 
 @dataclass(kw_only=True)
-class GRPOConfig:
-    """The loop: how much is sampled for one optimizer step, and for how many steps."""
+class GRPOConfig(RolloutLoopConfig):
+    """The loop of GRPO and its relatives."""
 
-    max_steps: int = 40
-    """Optimizer steps of the whole run, resumed parts included."""
-    num_prompts_per_step: int = 16
-    """Distinct prompts sampled for one step."""
     num_generations_per_prompt: int = 8
-    """Completions of each prompt: the group that its baseline is taken over, >= 2."""
+    """Completions of each prompt: the group that its baseline is taken over."""
+    num_epochs_per_batch: int = 1
+    """Passes over a step's completions."""
+    num_mini_batches: int = 1
+    """Optimizer steps of a pass; groups are dealt to them anew in each."""
     reuse_logprobs: bool = True
-    """A batch takes one optimizer step, so the logprobs of that step's own forward pass are the
-    policy's before it. False: compute them in a pass of their own, and check that ratios are 1."""
+    """Where a batch takes one optimizer step and KL is not in the reward, the logprobs of that
+    step's own forward pass are the policy's before it. False: compute them in a pass of their own,
+    and check that ratios are 1."""
+    dynamic_sampling: bool = False
+    """Leave out groups whose raw rewards are all equal, and sample others in their place (DAPO,
+    arXiv:2503.14476 section 3.2)."""
+    max_sampling_rounds: int = 4
+    """Most times that prompts are sampled for one step (dynamic_sampling)."""
+    mask_truncated: bool = False
+    """Completions that were cut off do not train, but count in their group (overlong filter of
+    DAPO, section 3.4)."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of one step."""
+        return self.num_epochs_per_batch * self.num_mini_batches
 
 
 @dataclass(kw_only=True)
@@ -79,11 +117,6 @@ class GRPORunConfig(RolloutRunConfig):
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-
-    @property
-    def max_steps(self) -> int:
-        """See ``grpo.max_steps``."""
-        return self.grpo.max_steps
 
 
 @dataclass(kw_only=True)

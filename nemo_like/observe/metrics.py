@@ -43,6 +43,19 @@ class Metric:
 Metrics = dict[str, Metric]
 
 
+def mean_of_steps(steps: Sequence[Metrics]) -> Metrics:
+    """Metrics of several optimizer steps in one record: means, also of sums; greatest maxima."""
+    if len(steps) == 1:
+        return steps[0]
+    names = {name: metric.reduce for step in steps for name, metric in step.items()}
+    combined: Metrics = {}
+    for name, reduce in names.items():
+        found = [step[name].value for step in steps if name in step]
+        value = max(found) if reduce is Reduce.max else sum(found) / len(found)
+        combined[name] = Metric(value, reduce=reduce)
+    return combined
+
+
 def merge(parts: Sequence[Metrics]) -> Metrics:
     """Combine the metrics of all parts of a step; up to rounding, any grouping gives the same.
 

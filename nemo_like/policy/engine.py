@@ -68,7 +68,8 @@ class TrainEngine:
             context_group=self.mesh.group("cp"),
         )
         self.diagnostics = Diagnostics(config.debug, self.mesh, device, setup.log_dir)
-        self.stages, partial = self._load()
+        parts = (setup.model_path, config, self.mesh, device)
+        self.stages, partial = load_stages(*parts, setup.output)
         self.parameters: dict[str, nn.Parameter] = {
             hf_name(name): parameter
             for stage in self.stages
@@ -79,7 +80,7 @@ class TrainEngine:
         self._shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
         self.reference: list[LogprobModel] = []
         if setup.with_reference:
-            self.reference, _ = self._load()
+            self.reference, _ = load_stages(*parts)
             for stage in self.reference:
                 stage.requires_grad_(False)
         self._ddp = wrap_ddp(self.stages[0], self.mesh) if self.mesh.ddp else None
@@ -190,12 +191,7 @@ class TrainEngine:
 
     @property
     def _drifting(self) -> bool:
-        """Local SGD: replicas differ between two averages."""
-        return self.mesh.ddp and self.mesh.parallel.ddp.average_every_steps > 1
-
-    def _load(self) -> tuple[list[LogprobModel], set[str]]:
-        setup = self.setup
-        return load_stages(setup.model_path, self.config, self.mesh, self.device, setup.output)
+        return self.mesh.ddp and self.mesh.parallel.ddp.average_every_steps > 1  # local SGD
 
     def backward(
         self,
@@ -291,10 +287,9 @@ class TrainEngine:
         with_entropy: bool = False,
     ) -> Call:
         """One forward pass over a micro-batch."""
+        every_token = self.setup.output is Output.values
         return Call(
-            inputs=model_inputs(
-                batch, self._layout, shape, every_token=self.setup.output is Output.values
-            ),
+            inputs=model_inputs(batch, self._layout, shape, every_token=every_token),
             temperature=temperature,
             with_entropy=with_entropy,
         )

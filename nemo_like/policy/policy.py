@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Callable
 
+import torch
+
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
-from nemo_like.config.choices import Batching, Output
+from nemo_like.config.choices import Batching, KLEstimator, Output
 from nemo_like.config.layout import parallel_sizes, resolve_mesh_shape
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.schema import ClusterConfig
@@ -75,17 +77,28 @@ class Policy:
         group.call(PolicyWorker.start, self._setup, address, port)
         group.call(PolicyWorker.warm_up)
 
-    def logprobs(self, batch: RemoteBatch, *, with_policy: bool = True) -> Metrics:
-        """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference."""
+    def logprobs(
+        self, batch: RemoteBatch, *, with_policy: bool = True, kl: KLEstimator | None = None
+    ) -> Metrics:
+        """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference.
+
+        ``kl``: also row column ``reference_kl``, the sum of this estimate over a row's tokens.
+        """
         plan = self._plan(batch)
         results = self.group.scatter(
-            PolicyWorker.logprobs, self._shards(batch, plan), with_policy, last="pp"
+            PolicyWorker.logprobs, self._shards(batch, plan), with_policy, kl, last="pp"
         )
         rows_of = [plan.rows(rank) for rank in range(len(results))]
-        refs = [ref for ref, _ in results if ref is not None]
+        refs = [ref for ref, _, _ in results if ref is not None]
         assert len(refs) == len(results), "ranks that answer must be the group's leaders"
         batch.add_columns(refs, rows_of)
-        return merge([metrics for _, metrics in results])
+        if kl is not None:
+            found = torch.zeros(len(batch), dtype=torch.float64)
+            for rows, (_, _, of_rows) in zip(rows_of, results, strict=True):
+                assert of_rows is not None
+                found[rows] = of_rows
+            batch.rows[keys.REFERENCE_KL] = found
+        return merge([metrics for _, metrics, _ in results])
 
     def score(self, batch: RemoteBatch, column: str) -> None:
         """Add what the model gives for each token as token column ``column``, without gradient.

@@ -11,14 +11,16 @@ import ray
 import torch
 import torch.distributed as dist
 from ray import ObjectRef
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Output, Transport
+from nemo_like.config.choices import KLEstimator, Output, Transport
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker, WorkerContext
+from nemo_like.losses.kl import kl_of_rows
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
@@ -157,11 +159,14 @@ class PolicyWorker(Worker):
         if self._config.compile:
             warm_up(self._engine)
 
-    def logprobs(self, shard: Shard, with_policy: bool) -> tuple[ObjectRef | None, Metrics]:
+    def logprobs(
+        self, shard: Shard, with_policy: bool, kl: KLEstimator | None
+    ) -> tuple[ObjectRef | None, Metrics, Tensor | None]:
         """Logprobs of the policy (``with_policy``) and of the reference, if there is one.
 
         Returns a reference to their columns (from ranks that answer; None from others); metrics
-        compare the policy's with the generation logprobs; collective.
+        that compare the policy's with the generation logprobs; and the estimate ``kl`` of each
+        row's KL between the two, if it is asked for; collective.
         """
         micro_batches = shard.micro_batches(self._device)
         columns = self._engine.logprobs(micro_batches, shard.temperature, with_policy=with_policy)
@@ -177,14 +182,19 @@ class PolicyWorker(Worker):
             sums.all_reduce()
             metrics |= sums.metrics()
         if not self._engine.mesh.answers:
-            return None, {}
+            return None, {}, None
         names = {"policy": keys.POLICY_LOGPROBS, "reference": keys.REFERENCE_LOGPROBS}
         tokens = {
             names[name]: torch.cat(parts).cpu() if parts else torch.zeros(0)
             for name, parts in columns.items()
             if name in names
         }
-        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens)), metrics
+        of_rows = None
+        if kl is not None:
+            parts = zip(columns["policy"], columns["reference"], real, strict=True)
+            of_rows = torch.cat([kl_of_rows(*part, kl).cpu() for part in parts])
+        ref = ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
+        return ref, metrics, of_rows
 
     def train(self, work: TrainShard) -> Metrics:
         """One optimizer step over all ranks' shards; collective."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from nemo_like.batch import keys
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import RolloutRunConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -29,7 +30,7 @@ class SyncRolloutSource:
 
     def __init__(
         self,
-        config: GRPORunConfig,
+        config: RolloutRunConfig,
         *,
         generation: Generation[RolloutWorker],
         sync: WeightSync,
@@ -47,31 +48,43 @@ class SyncRolloutSource:
         self._span = span
         self._refit_metrics: Metrics = {}
 
-    def next_batch(self, step: int) -> tuple[RemoteBatch, Metrics]:
+    def next_batch(
+        self,
+        step: int,
+        keep: Callable[[RemoteBatch], Tensor] | None = None,
+        max_rounds: int = 1,
+    ) -> tuple[RemoteBatch, Metrics]:
         """Completions of the next prompts, graded. Refits first if generation is stale.
 
-        Raises RunError if grading failed for every completion of the step.
+        ``keep`` gives bool [B], equal within a group: others are left out, and prompts are sampled
+        in their place until there are enough, or ``max_rounds`` times. Raises RunError if grading
+        failed for every completion of a round.
         """
         self.refit()
-        grpo, config = self._config.grpo, self._config.generation
+        loop, config = self._config.loop, self._config.generation
         sampling = SamplingParams(
             temperature=config.temperature,
             max_new_tokens=config.max_new_tokens,
             stop=tuple(config.stop),
             stop_token_ids=self._stop_token_ids,
         )
-        rows = self._loader.next_rows(grpo.num_prompts_per_step)
+        rounds: list[_Round] = []
+        missing, num_prompts = loop.num_prompts_per_step, 0
         with self._span("rollout"):
-            results = self._rollout("train", step, rows, grpo.num_generations_per_prompt, sampling)
+            while missing > 0 and len(rounds) < max_rounds:
+                # Fewer prompts than replicas would leave some without work.
+                count = max(missing, self._generation.group.world_size)
+                rows = self._loader.next_rows(count)
+                results = self._rollout(
+                    "train", step, rows, loop.num_generations_per_prompt, sampling, num_prompts
+                )
+                rounds.append(_Round(results, keep))
+                self._check_grades(rounds[-1].batch.rows[keys.SAMPLE_MASK], results, f"step {step}")
+                num_prompts += count
+                missing -= rounds[-1].num_kept
             self.sync.give_to_policy()
-        batch = RemoteBatch.from_chunks(
-            [result.tokens for result in results],
-            [result.lengths for result in results],
-            [result.rows for result in results],
-        )
-        self._check_grades(batch.rows[keys.SAMPLE_MASK], results, f"step {step}")
         refit, self._refit_metrics = self._refit_metrics, {}
-        return batch, refit | _batch_metrics("rollout", batch.rows, results)
+        return _join(rounds, loop.num_prompts_per_step, refit)
 
     def validate(self, step: int) -> Metrics:
         """Grade completions of all validation prompts; every one of them counts.
@@ -110,14 +123,23 @@ class SyncRolloutSource:
         return self._refit_metrics
 
     def _rollout(
-        self, phase: str, step: int, rows: Sequence[Row], group_size: int, sampling: SamplingParams
+        self,
+        phase: str,
+        step: int,
+        rows: Sequence[Row],
+        group_size: int,
+        sampling: SamplingParams,
+        first_prompt: int = 0,
     ) -> list[RolloutResult]:
-        """Deal whole groups to replicas in turn. Rows come back by replica, with their ids."""
+        """Deal whole groups to replicas in turn. Rows come back by replica, with their ids.
+
+        ``first_prompt``: number of the first row among all that were sampled for the step.
+        """
         seed_step = step if phase == "train" else 0
         num_recorded = self._config.logging.trajectories_per_step if phase == "train" else 0
         num_replicas = self._generation.group.world_size
         tasks: list[list[RolloutTask]] = [[] for _ in range(num_replicas)]
-        for prompt, row in enumerate(rows):
+        for prompt, row in enumerate(rows, start=first_prompt):
             replica = prompt % num_replicas
             for index in range(group_size):
                 tasks[replica].append(
@@ -165,6 +187,57 @@ class SyncRolloutSource:
             count,
             message,
         )
+
+
+class _Round:
+    """Completions of some prompts, and which of their groups are kept."""
+
+    def __init__(
+        self,
+        results: list[RolloutResult],
+        keep: Callable[[RemoteBatch], Tensor] | None,
+    ) -> None:
+        self.results = results
+        self.batch = RemoteBatch.from_chunks(
+            [result.tokens for result in results],
+            [result.lengths for result in results],
+            [result.rows for result in results],
+        )
+        kept = keep(self.batch) if keep else torch.ones(len(self.batch), dtype=torch.bool)
+        self.kept = kept.nonzero(as_tuple=True)[0]
+        self.num_kept = len(self.batch.rows[keys.PROMPT_IDS][self.kept].unique())
+
+
+def _join(
+    rounds: Sequence[_Round], num_prompts: int, refit: Metrics
+) -> tuple[RemoteBatch, Metrics]:
+    """The first ``num_prompts`` groups that were kept, and metrics of all that were sampled.
+
+    If none was, the last round stands for itself: it trains on nothing and shows why.
+    """
+    sampled = RemoteBatch.concatenate([one.batch for one in rounds])
+    results = [result for one in rounds for result in one.results]
+    metrics = refit | _batch_metrics("rollout", sampled.rows, results)
+    if len(rounds) == 1 and len(rounds[0].kept) == len(sampled):
+        return sampled, metrics
+    metrics["rollout/num_rounds"] = Metric(len(rounds))
+    num_sampled = len(sampled.rows[keys.PROMPT_IDS].unique())
+    num_kept = sum(one.num_kept for one in rounds)
+    metrics["rollout/kept_share"] = Metric(num_kept / num_sampled, weight=num_sampled)
+    if num_kept < num_prompts:
+        logger.warning(
+            "Only %d of the %d groups of this step have a signal, after %d rounds of sampling "
+            "(grpo.max_sampling_rounds).",
+            num_kept,
+            num_prompts,
+            len(rounds),
+        )
+    if num_kept == 0:
+        return rounds[-1].batch, metrics
+    batch = RemoteBatch.concatenate([one.batch.select(one.kept) for one in rounds])
+    chosen = batch.rows[keys.PROMPT_IDS].unique()[:num_prompts]
+    first = torch.isin(batch.rows[keys.PROMPT_IDS], chosen)
+    return batch.select(first.nonzero(as_tuple=True)[0]), metrics
 
 
 def _batch_metrics(

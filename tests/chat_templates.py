@@ -1,0 +1,113 @@
+"""Tokenizers with the chat templates of several model families, and what they make of rows."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+from nemo_like.data.chat import ChatTokenizer
+
+QWEN = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n"
+    "{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+STRIPS_THINK = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PHI3 = (  # closes the whole conversation with an end token of its own
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_WITH_NEWLINES = (  # as TRL's for Qwen2.5: the newlines before and after are in the markers
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ '\n' + m.content }}<|im_end|>\n{% endgeneration %}{% else %}"
+    "{{ '\n' + m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINK_IN_PROMPT = (  # asks with an open <think> that it does not write before a given answer
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+END = {LLAMA3: "<|eot_id|>", PHI3: "<|end|>"}
+"""What ends a turn, where it is not ``<|im_end|>``."""
+
+TURNS = [
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "the first\nanswer"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "and 2"},
+]
+
+
+def build_chat(
+    folder: Path, template: str, *, prepend_bos: bool = False, all_ends: bool = True
+) -> ChatTokenizer:
+    """A byte-level tokenizer in which two newlines are one token, as in Qwen's and Llama's.
+
+    ``prepend_bos``: plain text gets a BOS; ``all_ends``: the generation config has the template's
+    end token, which is not the tokenizer's end-of-sequence token for Llama 3 and Phi 3.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<|pad|>", "<|begin|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|end|>"]
+    specials += ["<|start_header_id|>", "<|end_header_id|>", "<|user|>", "<|assistant|>"]
+    newline = "\u010a"  # as byte-level tokenizers write it
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet, newline * 2])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(newline, newline)]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if prepend_bos:
+        tokenizer.post_processor = TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[("<|begin|>", vocabulary["<|begin|>"])]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|begin|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=specials[2:],
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    ends = [vocabulary["<|im_end|>"]]
+    if all_ends:
+        ends.append(vocabulary[END.get(template, "<|im_end|>")])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return ChatTokenizer(str(folder))
+
+
+def tokenizer_of(folder: Path | str):
+    """The plain tokenizer of a folder, to compare with."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def trained_texts(tokenizer, ids, mask) -> list[str]:
+    """Text of each run of trained tokens."""
+    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1]))
+    return [tokenizer.decode([int(one) for one, _ in pairs]) for trains, pairs in runs if trains]
+
+
+def write_rows(path: Path, *rows) -> str:
+    """A .jsonl file."""
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)

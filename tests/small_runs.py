@@ -1,0 +1,38 @@
+"""Runs that are small enough for tests, in this process and with the ``hf`` engine."""
+
+import json
+from pathlib import Path
+
+from nemo_like.algorithms.grpo import run_grpo
+from nemo_like.config.load import compose_config
+
+ROOT = Path(__file__).parent.parent
+SMALL = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "generation.max_new_tokens=32",
+    "data.num_train_rows=40",
+    "data.num_validation_rows=8",
+    "logging.tensorboard=false",
+)
+
+
+SMALL_ON_A_FILE = tuple(one for one in SMALL if "rows" not in one)
+"""The file has as many rows as it has."""
+
+
+def small_config(folder, *overrides, small=SMALL):
+    """What ``run`` runs with; overrides win."""
+    always = ("generation.backend=hf", "cluster.call_timeout_s=120", f"run.dir={folder}")
+    return compose_config(ROOT / "configs", "grpo", [*small, *always, *overrides])
+
+
+def run(folder, *overrides, small=SMALL):
+    """Run to the end; returns the records of metrics.jsonl by step."""
+    run_grpo(small_config(folder, *overrides, small=small))
+    return records(folder)
+
+
+def records(folder):
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines)}

@@ -1,0 +1,472 @@
+"""Supervised fine-tuning's rows: exactly what the assistant wrote trains, and nothing is lost."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_like.config.data_schema import OverlongRows, SFTDataConfig, TrainOn
+from nemo_like.data import conversations
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.datasets import without_overlap
+from nemo_like.environments.reasoning_gym_reward import reward
+from nemo_like.errors import UserError
+from nemo_like.models.resolve import resolve_model
+from tests.chat_templates import (
+    END,
+    LLAMA3,
+    MARKED,
+    MARKED_WITH_NEWLINES,
+    PHI3,
+    QWEN,
+    STRIPS_THINK,
+    THINK_IN_PROMPT,
+    TURNS,
+    build_chat,
+    tokenizer_of,
+    trained_texts,
+    write_rows,
+)
+
+THINKING = [dict(TURNS[0]), {"role": "assistant", "content": "<think>hm</think>yes"}, *TURNS[2:]]
+
+
+def load(chat, source, with_validation=False, micro_batch_tokens=9999, context=9999, **config):
+    return conversations.load(
+        SFTDataConfig(train=str(source), **config),
+        chat,
+        micro_batch_tokens=micro_batch_tokens,
+        context=context,
+        seed=0,
+        with_validation=with_validation,
+    )
+
+
+def rows_of(batch):
+    """``(ids, mask)`` of each row."""
+    lengths = batch.lengths.tolist()
+    columns = [batch.tokens[name].split(lengths) for name in ("input_ids", "loss_mask")]
+    return [(ids.tolist(), mask.tolist()) for ids, mask in zip(*columns, strict=True)]
+
+
+# Where the assistant's tokens are.
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA3, PHI3, MARKED, MARKED_WITH_NEWLINES])
+def test_an_answer_trains_from_its_first_token_to_its_end_token(tmp_path, template):
+    chat, end = build_chat(tmp_path, template), END.get(template, "<|im_end|>")
+    tokenizer = tokenizer_of(tmp_path)
+    ids, mask = chat.render_conversation(TURNS)
+    assert ids == tokenizer.apply_chat_template(TURNS, tokenize=True, return_dict=False)
+    assert trained_texts(tokenizer, ids, mask) == [f"the first\nanswer{end}", f"and 2{end}"]
+    first = mask.index(True)
+    assert ids[:first] == chat.render(TURNS[:1])
+
+
+def test_turns_before_a_message_can_be_left_out(tmp_path):
+    chat = build_chat(tmp_path, MARKED)
+    ids, mask = chat.render_conversation(TURNS, from_message=2)
+    assert trained_texts(tokenizer_of(tmp_path), ids, mask) == ["and 2<|im_end|>"]
+
+
+def test_the_embedded_models_own_template_agrees_with_its_markers():
+    folder = resolve_model("embedded")
+    ids, mask = ChatTokenizer(str(folder)).render_conversation(TURNS)
+    tokenizer = tokenizer_of(folder)
+    marked = tokenizer.apply_chat_template(
+        TURNS, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids == marked["input_ids"]
+    assert mask == [bool(one) for one in marked["assistant_masks"]]
+
+
+def test_a_default_system_text_is_rendered_once(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    ids, _ = chat.render_conversation(TURNS)
+    assert tokenizer_of(tmp_path).decode(ids).count("You are helpful.") == 1
+
+
+def test_a_template_that_rewrites_earlier_turns_trains_the_last_one_or_is_refused(tmp_path):
+    chat = build_chat(tmp_path, STRIPS_THINK)
+    path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, {"messages": THINKING})
+    with pytest.raises(UserError, match=r"line 2: .*message 1 in another way .*last_assistant"):
+        load(chat, path)
+    batch, _ = load(chat, path, train_on=TrainOn.last_assistant)
+    for ids, mask in rows_of(batch):
+        assert trained_texts(tokenizer_of(tmp_path), ids, mask) == ["and 2<|im_end|>"]
+
+
+def test_markers_tell_what_cannot_be_derived(tmp_path):
+    marked = STRIPS_THINK.replace(
+        "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content.split('</think>')[-1] }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}",
+    )
+    chat = build_chat(tmp_path, marked)
+    ids, mask = chat.render_conversation(THINKING)
+    assert trained_texts(tokenizer_of(tmp_path), ids, mask) == ["yes<|im_end|>", "and 2<|im_end|>"]
+
+
+def test_a_template_that_gives_no_way_to_the_answers_is_refused_with_the_row(tmp_path):
+    chat = build_chat(tmp_path, THINK_IN_PROMPT)
+    path = write_rows(tmp_path / "r.jsonl", {"prompt": "a", "completion": "b"})
+    with pytest.raises(UserError, match=rf"data\.train={path}, line 1: .*generation %}} markers"):
+        load(chat, path)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "no end token"),
+        (
+            "{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}",
+            "leaves out the text",
+        ),
+        ("{{ raise_exception('roles must alternate') }}", "template fails: roles must alternate"),
+    ],
+)
+def test_a_template_that_cannot_serve_is_refused_with_the_row(tmp_path, template, message):
+    asks = "{% if add_generation_prompt %}assistant{% endif %}"
+    chat = build_chat(tmp_path, template + asks)
+    path = write_rows(tmp_path / "r.jsonl", {"prompt": "a", "completion": "b"})
+    with pytest.raises(UserError, match=f"line 1: .*{message}"):
+        load(chat, path)
+
+
+def test_an_end_token_that_sampling_does_not_know_is_trained_and_named_once(tmp_path, caplog):
+    chat = build_chat(tmp_path, LLAMA3, all_ends=False)
+    for _ in range(2):
+        ids, mask = chat.render_conversation(TURNS)
+    assert trained_texts(tokenizer_of(tmp_path), ids, mask)[-1] == "and 2<|eot_id|>"
+    assert caplog.text.count("ends answers with <|eot_id|>") == 1
+
+
+def test_an_answer_that_begins_with_a_newline_is_tokenised_as_it_would_be_sampled(tmp_path):
+    """Tokenised whole, the header's newline and the answer's are one token that no engine sees."""
+    chat = build_chat(tmp_path, QWEN)
+    turns = [TURNS[0], {"role": "assistant", "content": "\nhi"}]
+    ids, mask = chat.render_conversation(turns)
+    first = mask.index(True)
+    assert ids[:first] == chat.render(turns[:1])
+    tokenizer = tokenizer_of(tmp_path)
+    assert trained_texts(tokenizer, ids, mask) == ["\nhi<|im_end|>"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False)
+
+
+def test_special_tokens_in_an_answer_do_not_end_it(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    turns = [TURNS[0], {"role": "assistant", "content": "a<|im_end|>b"}, *TURNS[2:]]
+    ids, mask = chat.render_conversation(turns)
+    expected = ["a<|im_end|>b<|im_end|>", "and 2<|im_end|>"]
+    assert trained_texts(tokenizer_of(tmp_path), ids, mask) == expected
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """``(chat, its plain tokenizer, end of a turn)`` of several families."""
+    built = {"embedded": (folder := resolve_model("embedded"), ChatTokenizer(str(folder)))}
+    for name, template in {"qwen": QWEN, "marked": MARKED, "phi": PHI3}.items():
+        folder = tmp_path_factory.mktemp(name)
+        built[name] = (folder, build_chat(folder, template))
+    ends = {"phi": "<|end|>"}
+    return [
+        (chat, tokenizer_of(folder), ends.get(name, "<|im_end|>"))
+        for name, (folder, chat) in built.items()
+    ]
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4))
+def test_trained_tokens_are_the_answers_and_their_ends(chats, texts):
+    roles = ("user", "assistant")
+    turns = [
+        {"role": role, "content": text}
+        for pair in texts
+        for role, text in zip(roles, pair, strict=True)
+    ]
+    for chat, tokenizer, end in chats:
+        ids, mask = chat.render_conversation(turns)
+        assert trained_texts(tokenizer, ids, mask) == [f"{answer}{end}" for _, answer in texts]
+        assert ids[: mask.index(True)] == chat.render(turns[:1])
+
+
+# Rows.
+
+
+def test_every_form_of_a_row_gives_the_same_tokens(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    user, assistant = TURNS[:2]
+    path = write_rows(
+        tmp_path / "r.jsonl",
+        {"messages": [user, assistant]},
+        {"prompt": user["content"], "completion": assistant["content"]},
+        {"prompt": [user], "completion": assistant["content"], "source": "kept by nobody"},
+        {"prompt": [user], "completion": [assistant]},
+    )
+    batch, held_out = load(chat, path)
+    assert held_out is None
+    first, *others = rows_of(batch)
+    assert others == [first] * 3
+    ids, mask = chat.render_conversation([user, assistant])
+    assert first == (ids[:-1], mask[:-1])  # without the newline after the end token
+    assert batch.rows["num_loss_tokens"].tolist() == [sum(mask)] * 4
+    assert batch.rows["sample_mask"].all()
+
+
+def test_a_completion_trains_without_the_answers_in_its_prompt(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    path = write_rows(
+        tmp_path / "r.jsonl",
+        {"prompt": TURNS[:3], "completion": "and 2"},
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+    )
+    tokenizer = tokenizer_of(tmp_path)
+    one, both = (trained_texts(tokenizer, *row) for row in rows_of(load(chat, path)[0]))
+    assert one == ["and 2<|im_end|>"]
+    assert both == ["the first\nanswer<|im_end|>", "and 2<|im_end|>"]
+
+
+def test_all_trains_every_token_but_the_first(tmp_path):
+    chat = build_chat(tmp_path, LLAMA3)
+    path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, {"text": "plain"})
+    for ids, mask in rows_of(load(chat, path, train_on=TrainOn.all)[0]):
+        assert mask == [False] + [True] * (len(ids) - 1)
+
+
+def test_rows_have_one_beginning_and_text_one_end(tmp_path):
+    """The template writes a BOS and the tokenizer would put another before it."""
+    chat = build_chat(tmp_path, LLAMA3, prepend_bos=True)
+    tokenizer = tokenizer_of(tmp_path)
+    bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    path = write_rows(
+        tmp_path / "r.jsonl",
+        {"messages": TURNS},
+        {"text": "plain"},
+        {"text": "<|begin|>plain<|im_end|>"},
+    )
+    conversation, text, with_tokens = rows_of(load(chat, path)[0])
+    assert conversation[0].count(bos) == 1
+    assert chat.render(TURNS[:1]).count(bos) == 1
+    assert text == with_tokens
+    assert text[0] == [bos, *tokenizer("plain", add_special_tokens=False)["input_ids"], end]
+    assert text[1] == [False] + [True] * 6
+
+
+def test_a_system_prompt_is_put_before_conversations_that_have_none(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    own = [{"role": "system", "content": "mine"}, *TURNS[:2]]
+    path = write_rows(
+        tmp_path / "r.jsonl",
+        {"messages": TURNS},
+        {"messages": own},
+        {"prompt": "x", "completion": "y"},
+    )
+    batch, _ = load(chat, path, system_prompt="be brief")
+    texts = [tokenizer_of(tmp_path).decode(ids) for ids, _ in rows_of(batch)]
+    assert ["be brief" in text for text in texts] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "x", "answer": "y"}, "a row needs 'messages', .* it has question, answer"),
+        ({"prompt": "x"}, "a row needs 'messages'"),
+        ({"messages": TURNS, "text": "x"}, "only one of these forms; it has messages, text"),
+        ({"messages": TURNS[:3]}, "ends with one of the assistant"),
+        ({"messages": TURNS[1:2]}, "at least two"),
+        ({"messages": [{"role": "user"}, TURNS[1]]}, "'role', 'content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}, TURNS[1]]}, "'content'"),
+        ({"messages": TURNS[1:]}, "the conversation begins with the assistant"),
+        ({"prompt": TURNS[:2], "completion": "x"}, "'prompt' must be text"),
+        ({"prompt": "x", "completion": 5}, "'completion' must be text"),
+        ({"prompt": "x", "completion": TURNS[2:]}, "begins and ends with one of the assistant"),
+        ({"text": ""}, "at least one character"),
+        ({"text": 5}, "'text' must be text"),
+        ({"messages": TURNS, "tools": [{}]}, "'tools' is not supported"),
+    ],
+)
+def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
+    chat = build_chat(tmp_path, QWEN)
+    path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, row)
+    with pytest.raises(UserError, match=rf"^data\.train={path}, line 2: .*{message}"):
+        load(chat, path)
+
+
+def test_files_without_rows_are_refused(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="has no rows"):
+        load(chat, tmp_path / "empty.jsonl")
+    with pytest.raises(UserError, match="no such file"):
+        load(chat, tmp_path / "missing.jsonl")
+
+
+# Length.
+
+
+def lengths_of(chat, row):
+    """``(tokens before the answer, tokens of the row)``."""
+    prompt = {"role": "user", "content": row["prompt"]}
+    answer = {"role": "assistant", "content": row["completion"]}
+    _, mask = chat.render_conversation([prompt, answer])
+    return mask.index(True), mask.index(True) + sum(mask)
+
+
+def test_a_row_that_fits_exactly_is_never_cut(tmp_path, caplog):
+    chat = build_chat(tmp_path, QWEN)
+    row = {"prompt": "abc", "completion": "defg"}
+    path = write_rows(tmp_path / "r.jsonl", row)
+    _, length = lengths_of(chat, row)
+    for overlong in OverlongRows:
+        for limits in ({"context": length}, {"micro_batch_tokens": length}, {"max_length": length}):
+            batch, _ = load(chat, path, overlong=overlong, **limits)
+            assert batch.lengths.tolist() == [length]
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limits", "key"),
+    [
+        ({"context": 30}, "the model's context"),
+        ({"micro_batch_tokens": 30}, r"policy\.micro_batch_tokens"),
+        ({"max_length": 30}, r"data\.max_length"),
+    ],
+)
+def test_an_overlong_row_is_refused_with_its_line_and_the_limits_name(tmp_path, limits, key):
+    chat = build_chat(tmp_path, MARKED)
+    row = {"prompt": "a", "completion": "b" * 50}
+    _, length = lengths_of(chat, row)
+    path = write_rows(tmp_path / "r.jsonl", row)
+    with pytest.raises(
+        UserError, match=rf"line 1: the row has {length} tokens, and {key} allows 30"
+    ):
+        load(chat, path, **limits)
+
+
+def test_a_limit_above_what_the_model_holds_is_refused(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS})
+    with pytest.raises(
+        UserError, match=r"data\.max_length=65 is above the 64 tokens that the model"
+    ):
+        load(chat, path, max_length=65, context=64)
+
+
+def test_overlong_rows_are_dropped_and_counted(tmp_path, caplog):
+    chat = build_chat(tmp_path, MARKED)
+    short = {"prompt": "a", "completion": "b"}
+    path = write_rows(tmp_path / "r.jsonl", {"prompt": "a", "completion": "b" * 99}, short)
+    _, length = lengths_of(chat, short)
+    batch, _ = load(chat, path, max_length=length, overlong=OverlongRows.drop)
+    assert batch.lengths.tolist() == [length]
+    assert f"data.train: dropped 1 of 2 rows as longer than {length} tokens" in caplog.text
+    with pytest.raises(UserError, match="none of 2 rows is left: 2 longer than 9"):
+        load(chat, path, max_length=9, overlong=OverlongRows.drop)
+
+
+def test_the_kept_part_of_a_cut_answer_trains_and_a_row_without_any_is_dropped(tmp_path, caplog):
+    chat = build_chat(tmp_path, MARKED)
+    rows = [
+        {"prompt": "a", "completion": "bcdefgh"},  # cut within the answer
+        {"prompt": "a" * 9, "completion": "b"},  # nothing of the answer is left
+        {"prompt": "a", "completion": "b"},  # fits
+    ]
+    before, _ = lengths_of(chat, rows[0])
+    path = write_rows(tmp_path / "r.jsonl", *rows)
+    batch, _ = load(chat, path, max_length=before + 3, overlong=OverlongRows.truncate)
+    cut, whole = rows_of(batch)
+    tokenizer = tokenizer_of(tmp_path)
+    assert trained_texts(tokenizer, *cut) == ["bcd"]
+    assert trained_texts(tokenizer, *whole) == ["b<|im_end|>"]
+    assert batch.rows["num_loss_tokens"].tolist() == [3, 2]
+    assert "cut 1 of 3 rows" in caplog.text
+    assert "dropped 1 of 3 rows as without a token to train" in caplog.text
+
+
+# Data sets.
+
+
+def test_validation_rows_are_no_training_rows(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    path = write_rows(
+        tmp_path / "train.jsonl",
+        *({"prompt": f"{i}?", "completion": "train"} for i in range(4)),
+        {"text": "a text"},
+    )
+    held_out = write_rows(
+        tmp_path / "held_out.jsonl",
+        {"messages": [{"role": "user", "content": "2?"}, TURNS[1]]},
+        {"text": "a text"},
+    )
+    train, validation = load(chat, path, validation=held_out, with_validation=True)
+    tokenizer = tokenizer_of(tmp_path)
+    texts = [tokenizer.decode(ids) for ids, _ in rows_of(train)]
+    assert [text.split("user\n")[1][0] for text in texts] == ["0", "1", "3"]
+    assert len(validation) == 2
+    train, validation = load(chat, path, validation=held_out, with_validation=False)
+    assert (len(train), validation) == (5, None)
+
+
+def test_conversations_overlap_where_all_but_the_last_answer_is_the_same():
+    def row(*messages):
+        return conversations.Conversation(where="", messages=messages)
+
+    other_start = row(TURNS[0], {"role": "assistant", "content": "else"}, *TURNS[2:])
+    other_answer = row(*TURNS[:3], {"role": "assistant", "content": "else"})
+    assert without_overlap([row(*TURNS), other_start, other_answer], [row(*TURNS)]) == [other_start]
+
+
+def test_the_default_is_questions_with_answers_that_earn_full_marks():
+    chat = ChatTokenizer(str(resolve_model("embedded")))
+    config = SFTDataConfig(num_train_rows=20, num_validation_rows=5)
+    rows = conversations.read(config, "reasoning_gym", 20, 3, "data.train")
+    assert rows == conversations.read(config, "reasoning_gym", 20, 3, "data.train")
+    question, answer = (message["content"] for message in rows[0].messages)
+    digits = question.split(":")[1].rstrip("= ")
+    assert answer == f"<answer>{eval(digits)}</answer>"  # sums of five one-digit numbers
+    graded = reward(question, answer, task="chain_sum", answer=str(eval(digits)), metadata={})
+    assert graded == {"reward": 1.0, "accuracy": 1.0}
+    train, validation = load(
+        chat, "reasoning_gym", with_validation=True, num_train_rows=20, num_validation_rows=5
+    )
+    assert (len(train), len(validation)) == (20, 5)
+    assert (train.rows["num_loss_tokens"] > 0).all()
+
+
+def test_a_task_without_a_single_right_answer_is_refused_by_name():
+    config = SFTDataConfig(tasks={"propositional_logic": None})
+    with pytest.raises(UserError, match=r"data\.tasks\.propositional_logic has no single right"):
+        conversations.read(config, "reasoning_gym", 5, 0, "data.train")
+
+
+def test_tokens_of_many_rows_are_those_of_each_row_alone(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    path = write_rows(
+        tmp_path / "r.jsonl",
+        *({"prompt": f"{i} + {i} =", "completion": str(2 * i)} for i in range(500)),
+    )
+    rows = rows_of(load(chat, path)[0])
+    for i in (0, 7, 499):
+        turns = [
+            {"role": "user", "content": f"{i} + {i} ="},
+            {"role": "assistant", "content": str(2 * i)},
+        ]
+        ids, mask = chat.render_conversation(turns)
+        assert rows[i] == (ids[:-1], mask[:-1])
+
+
+def test_use_changes_nothing_about_the_tokenizer(tmp_path):
+    chat = build_chat(tmp_path / "before", LLAMA3, prepend_bos=True)
+    load(chat, write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, {"text": "x"}))
+    chat._tokenizer.save_pretrained(tmp_path / "after")
+    before, after = (tokenizer_of(tmp_path / name) for name in ("before", "after"))
+    assert after.chat_template == before.chat_template
+    assert after.special_tokens_map == before.special_tokens_map
+    assert json.loads(after.backend_tokenizer.to_str()) == json.loads(
+        before.backend_tokenizer.to_str()
+    )

@@ -1,0 +1,21 @@
+"""What a fork of a warm process does to be a command that a user typed."""
+
+import os
+import runpy
+import sys
+
+
+def run_script(
+    script: str, arguments: list[str], folder: str, env: dict[str, str], output: str
+) -> None:
+    """``python script arguments`` in ``folder``, with both streams in the file ``output``."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(script)  # noqa: PTH120
+    runpy.run_path(script, run_name="__main__")
