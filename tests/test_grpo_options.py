@@ -1,0 +1,149 @@
+"""What GRPO's relatives add to its loop: which groups train, on what rewards, in which updates."""
+
+from itertools import chain
+
+import pytest
+import torch
+
+from nemo_like.algorithms.grpo import add_advantages, make_loss, mini_batches, signal
+from nemo_like.batch import keys
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps
+from nemo_like.rollout.sources import _join
+from tests.small_runs import run, small_config
+
+
+def batch_of(rewards, groups, **columns):
+    count = len(rewards)
+    rows = {
+        keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
+        keys.PROMPT_IDS: torch.tensor(groups),
+        keys.SAMPLE_MASK: torch.ones(count, dtype=torch.bool),
+        keys.NUM_LOSS_TOKENS: torch.full((count,), 8),
+        keys.TRUNCATED: torch.zeros(count, dtype=torch.bool),
+    }
+    rows |= {name: torch.tensor(column) for name, column in columns.items()}
+    return RemoteBatch(lengths=torch.full((count,), 10), rows=rows)
+
+
+def config_of(*overrides):
+    return small_config("never-made", *overrides)
+
+
+def advantages(batch, *overrides):
+    base = ("advantage.baseline=mean", "advantage.scale=none", *overrides)
+    add_advantages(batch, config_of(*base))
+    return batch.rows[keys.ADVANTAGES].tolist()
+
+
+def test_the_overlong_penalty_is_added_to_rewards_before_the_baseline():
+    # 32 tokens at most, the last 16 of them penalised: 24 tokens cost (32 - 16 - 24) / 16 = -0.5.
+    batch = batch_of([1, 1], [0, 0], **{keys.NUM_LOSS_TOKENS: [24, 8]})
+    assert advantages(batch, "advantage.overlong_buffer_tokens=16") == [-0.25, 0.25]
+
+
+def test_kl_in_the_reward_is_subtracted_before_the_baseline():
+    batch = batch_of([1, 1], [0, 0], **{keys.REFERENCE_KL: [2.0, 1.0]})
+    inside = ("loss.kl_coef=0.1", "loss.kl_in=reward", "loss.kl_estimator=k1")
+    assert advantages(batch, *inside) == pytest.approx([-0.05, 0.05])
+
+
+def test_a_masked_truncated_completion_counts_in_its_group_and_does_not_train():
+    batch = batch_of([1, 0], [0, 0], **{keys.TRUNCATED: [False, True]})
+    assert advantages(batch, "grpo.mask_truncated=true") == [0.5, -0.5]
+    assert batch.rows[keys.SAMPLE_MASK].tolist() == [True, False]
+
+
+def test_a_group_has_a_signal_by_its_raw_rewards():
+    # Answers that are all wrong stay without one, however long they are (field report E05).
+    batch = batch_of([0, 0, 1, 0], [0, 0, 1, 1], **{keys.NUM_LOSS_TOKENS: [32, 8, 8, 8]})
+    advantages(batch, "advantage.overlong_buffer_tokens=16")
+    assert signal(batch).tolist() == [False, False, True, True]
+
+
+def test_each_pass_deals_whole_groups_to_mini_batches_anew():
+    batch = batch_of([0.0] * 12, [i // 2 for i in range(12)])
+    config = config_of("grpo.num_mini_batches=3", "grpo.num_epochs_per_batch=2")
+    parts = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 1)]
+    assert [len(part) for part in parts] == [4] * 6
+    for first in (0, 3):
+        assert sorted(chain(*parts[first : first + 3])) == [i // 2 for i in range(12)]
+    assert parts[:3] != parts[3:]
+    again = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 1)]
+    assert again == parts
+
+
+class Sampled:
+    """A round of sampling, as ``_join`` sees it."""
+
+    def __init__(self, first, kept):
+        groups = [first, first, first + 1, first + 1]
+        self.batch = batch_of([1, 0, 1, 0], groups)
+        self.kept = torch.tensor([i for i, group in enumerate(groups) if group in kept])
+        self.num_kept = len(kept)
+        self.results = []
+
+
+def joined(rounds, num_prompts):
+    for one in rounds:
+        one.batch.rows[keys.NUM_LOSS_TOKENS] = torch.full((4,), 8)
+    batch, metrics = _join(rounds, num_prompts, {})
+    return batch.rows[keys.PROMPT_IDS].tolist(), metrics
+
+
+def test_groups_without_a_signal_are_replaced_by_those_of_later_rounds(caplog):
+    found, metrics = joined([Sampled(0, {1}), Sampled(2, {2, 3})], 2)
+    assert found == [1, 1, 2, 2]  # the third one is to spare
+    assert metrics["rollout/kept_share"].value == 0.75
+    assert metrics["rollout/num_rounds"].value == 2
+    found, _ = joined([Sampled(0, {1}), Sampled(2, set())], 2)
+    assert found == [1, 1]
+    assert "Only 1 of the 2 groups" in caplog.text
+
+
+def test_without_any_signal_the_last_round_stands_for_itself():
+    found, metrics = joined([Sampled(0, set()), Sampled(2, set())], 2)
+    assert found == [2, 2, 3, 3]
+    assert metrics["rollout/kept_share"].value == 0
+
+
+def test_metrics_of_several_updates_are_one_record():
+    first = {"loss": Metric(1.0, reduce=Reduce.sum), "norm": Metric(3.0, reduce=Reduce.max)}
+    second = {"loss": Metric(2.0, reduce=Reduce.sum), "norm": Metric(2.0, reduce=Reduce.max)}
+    found = mean_of_steps([first, second])
+    assert (found["loss"].value, found["norm"].value) == (1.5, 3.0)
+    assert mean_of_steps([first]) == first
+
+
+def test_the_constant_divisor_is_the_longest_completion_unless_it_is_given():
+    assert make_loss(config_of("loss.normalization=constant")).config.constant_tokens == 32
+    given = config_of("loss.normalization=constant", "loss.constant_tokens=7")
+    assert make_loss(given).config.constant_tokens == 7
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_several_updates_a_batch_move_the_ratio_and_are_counted(tmp_path):
+    steps = run(
+        tmp_path,
+        "grpo.max_steps=2",
+        "grpo.num_mini_batches=2",
+        "grpo.num_epochs_per_batch=2",
+        "grpo.dynamic_sampling=true",
+        "loss.kl_coef=0.01",
+        "loss.kl_in=reward",
+        "loss.kl_estimator=k1",
+        "loss.entropy_coef=0.001",
+        "validation.every_steps=0",
+        "checkpoint.every_steps=1",
+    )
+    assert steps[2]["train/max_log_ratio"] > 1e-4
+    assert steps[1]["rollout/reference_kl"] == pytest.approx(0, abs=1e-4)
+    assert steps[2]["rollout/reference_kl"] != 0
+    resumed = run(
+        tmp_path,
+        "grpo.max_steps=3",
+        "grpo.num_mini_batches=2",
+        "validation.every_steps=0",
+        "run.resume=true",
+    )
+    assert list(resumed) == [1, 2, 3]  # sampled with the weights of eight updates, not of two
