@@ -15,7 +15,8 @@ from nemo_like.config.memory import PhaseMemory, predict_memory
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.rules import value_of
+from nemo_like.config.run_schema import RolloutRunConfig, SFTRunConfig, TrainingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 
@@ -67,11 +68,12 @@ def _run(arguments: Sequence[str]) -> None:
     name = options.config_name or (names[0] if names else "grpo")
     overrides = [word for word in words if word not in names]
     config = load(compose_raw(folder, name, overrides, options.config_dir))
-    for line in plan_lines(config, resolve_model(config.policy.model)):
-        sys.stdout.write(f"{line}\n")
+    lines = plan_lines(config, resolve_model(config.policy.model))
+    # At once, so that a reader that leaves early (head) has all it takes in its pipe.
+    sys.stdout.write("\n".join([*lines, ""]))
 
 
-def plan_lines(config: GRPORunConfig, model_folder: Path) -> Iterator[str]:
+def plan_lines(config: TrainingRunConfig, model_folder: Path) -> Iterator[str]:
     """The whole report on a checked configuration, line by line.
 
     Raises UserError, before the first line, if the model cannot be cut as configured.
@@ -93,11 +95,12 @@ def plan_lines(config: GRPORunConfig, model_folder: Path) -> Iterator[str]:
     yield from _memory(config, shape, sizes)
 
 
-def _summary(config: GRPORunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
+def _summary(config: TrainingRunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
     kind = "GPU" if plan.uses_gpus else "CPU worker"
-    roles = (
-        "policy and generation share all bundles" if plan.colocated else "policy, then generation"
-    )
+    roles = "the policy has all"
+    if plan.generation:
+        shared = "policy and generation share all bundles"
+        roles = shared if plan.colocated else "policy, then generation"
     data_parallel = resolve_mesh_shape(config.policy, sizes.num_ranks).data_parallel
     yield (
         f"Cluster     {len(plan.bundles_per_node)} node(s) x {plan.bundles_per_node[0]} {kind}(s), "
@@ -105,10 +108,11 @@ def _summary(config: GRPORunConfig, plan: ResourcePlan, sizes: ParallelSizes) ->
     )
     grid = " x ".join(f"{axis} {getattr(sizes, axis)}" for axis in sizes.coordinates(0))
     yield f"Policy      {sizes.num_ranks} rank(s) = {grid} ({data_parallel})"
-    yield (
-        f"Generation  {len(plan.generation)} replica(s) of {len(plan.generation[0])} worker(s) "
-        f"({config.generation.backend})"
-    )
+    if isinstance(config, RolloutRunConfig):
+        yield (
+            f"Generation  {len(plan.generation)} replica(s) of {len(plan.generation[0])} worker(s) "
+            f"({config.generation.backend})"
+        )
 
 
 def _places(plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
@@ -141,14 +145,16 @@ def _abbreviated(count: int) -> list[int]:
     return [*range(_MOST_ROWS - _LAST_ROWS), *range(count - _LAST_ROWS, count)]
 
 
-def _batch(config: GRPORunConfig, sizes: ParallelSizes) -> Iterator[str]:
-    grpo, policy = config.grpo, config.policy
-    rows = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    per_rank = math.ceil(rows / sizes.dp)
+def _batch(config: TrainingRunConfig, sizes: ParallelSizes) -> Iterator[str]:
+    policy, rows = config.policy, config.rows_per_step
+    what = ""
+    if isinstance(config, RolloutRunConfig):
+        loop = config.loop
+        what = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} "
+        what += "completions = "
     yield (
-        f"Batch       {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} "
-        f"completions = {rows} rows a step; {sizes.dp} data-parallel rank(s) get at most about "
-        f"{per_rank} rows each"
+        f"Batch       {what}{rows} rows a step; {sizes.dp} data-parallel rank(s) get at most about "
+        f"{math.ceil(rows / sizes.dp)} rows each"
     )
     bound = f"policy.micro_batch_tokens={policy.micro_batch_tokens}"
     if policy.micro_batch_size is not None:
@@ -156,19 +162,34 @@ def _batch(config: GRPORunConfig, sizes: ParallelSizes) -> Iterator[str]:
     layout = "padded" if policy.batching is Batching.padded else "packed"
     yield (
         f"            {bound}: about {_micro_batches(config, sizes)} micro-batch(es) a rank, "
-        f"{layout}, if rows have {config.generation.max_new_tokens} new tokens; prompts add to it"
+        f"{layout}, if rows have {_row_tokens(config)}"
     )
 
 
-def _micro_batches(config: GRPORunConfig, sizes: ParallelSizes) -> int:
-    """Micro-batches of one rank if every completion is as long as it may be, without prompts."""
-    grpo, policy = config.grpo, config.policy
-    rows = math.ceil(grpo.num_prompts_per_step * grpo.num_generations_per_prompt / sizes.dp)
-    fitting = policy.micro_batch_tokens // config.generation.max_new_tokens
+def _micro_batches(config: TrainingRunConfig, sizes: ParallelSizes) -> int:
+    """Micro-batches of one rank if every row is as long as it may be, without prompts."""
+    policy = config.policy
+    fitting = policy.micro_batch_tokens // _longest(config)
+    rows = math.ceil(config.rows_per_step / sizes.dp)
     return math.ceil(rows / min(fitting, policy.micro_batch_size or fitting))
 
 
-def _memory(config: GRPORunConfig, shape: ModelShape, sizes: ParallelSizes) -> Iterator[str]:
+def _longest(config: TrainingRunConfig) -> int:
+    """Most tokens of a row, without its prompt where that is not known."""
+    if isinstance(config, RolloutRunConfig):
+        return config.generation.max_new_tokens
+    per_micro_batch = 1 if isinstance(config, SFTRunConfig) else 2
+    longest: int | None = value_of(config, "data.max_length")
+    return longest or config.policy.micro_batch_tokens // per_micro_batch
+
+
+def _row_tokens(config: TrainingRunConfig) -> str:
+    if isinstance(config, RolloutRunConfig):
+        return f"{_longest(config)} new tokens; prompts add to it"
+    return f"{_longest(config)} tokens; shorter ones share micro-batches"
+
+
+def _memory(config: TrainingRunConfig, shape: ModelShape, sizes: ParallelSizes) -> Iterator[str]:
     gpu = config.cluster.gpus_per_node > 0
     yield (
         f"Memory      of a policy rank on its {'GPU' if gpu else 'host'}, GiB, predicted for full "
@@ -183,7 +204,7 @@ def _memory(config: GRPORunConfig, shape: ModelShape, sizes: ParallelSizes) -> I
             sizes.num_ranks,
             pipeline_rank=pipeline_rank,
             num_micro_batches=_micro_batches(config, sizes),
-            with_reference=config.loss.kl_coef > 0,
+            with_reference=config.keeps_reference,
         )
         yield ""
         if sizes.pp > 1:

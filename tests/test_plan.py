@@ -630,3 +630,20 @@ def test_planning_imports_neither_torch_nor_ray():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("grpo", "16 prompts x 8 completions = 128 rows"),
+        ("sft", "32 rows"),
+        ("dpo", "64 rows"),
+        ("rm", "64 rows"),
+    ],
+)
+def test_every_algorithm_has_a_plan(name, rows, capsys):
+    main(["plan", name, "cluster.cpu_workers_per_node=2"])
+    text = capsys.readouterr().out
+    assert f"{rows} a step; 2 data-parallel rank(s) get at most" in text
+    assert ("Generation" in text) == (name == "grpo")
+    assert "peak:" in text

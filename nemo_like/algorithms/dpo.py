@@ -25,7 +25,7 @@ _ROWS_PER_CALL = 1024
 def run_dpo(config: DPORunConfig) -> None:
     """Everything from a configuration to a trained model in ``run.dir``."""
     model_path = find_model(config)
-    live = not (config.dpo.precompute_reference or config.loss.reference_free)
+    live = config.keeps_reference
     with Run(config, "dpo") as run, ExitStack() as stack:
         with run.start_phase("data"):
             rows = prepare(

@@ -56,7 +56,7 @@ def run_grpo(config: GRPORunConfig) -> None:
             prepared,
             stack,
             num_updates_per_step=config.grpo.num_updates,
-            with_reference=config.loss.kl_coef > 0,
+            with_reference=config.keeps_reference,
         )
         train(config, setup, run)
         if config.checkpoint.export:

@@ -39,8 +39,18 @@ class TrainingRunConfig:
 
     @property
     def max_steps(self) -> int | None:
-        """Optimizer steps of the whole run; None: as many as the data has."""
+        """Steps of the whole run; None: as many as the data has."""
         raise NotImplementedError
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one step trains on."""
+        raise NotImplementedError
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a frozen copy of the model stays beside it."""
+        return False
 
 
 @dataclass(kw_only=True)
@@ -77,6 +87,11 @@ class RolloutRunConfig(TrainingRunConfig):
     def max_steps(self) -> int:
         """Steps of the whole run."""
         return self.loop.max_steps
+
+    @property
+    def rows_per_step(self) -> int:
+        """Completions of a step."""
+        return self.loop.num_prompts_per_step * self.loop.num_generations_per_prompt
 
 
 @dataclass(kw_only=True)
@@ -118,6 +133,11 @@ class GRPORunConfig(RolloutRunConfig):
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
 
+    @property
+    def keeps_reference(self) -> bool:
+        """For the KL term, wherever it stands."""
+        return self.loss.kl_coef > 0
+
 
 @dataclass(kw_only=True)
 class PassesConfig:
@@ -154,6 +174,11 @@ class SFTRunConfig(TrainingRunConfig):
         """See ``sft.max_steps``."""
         return self.sft.max_steps
 
+    @property
+    def rows_per_step(self) -> int:
+        """Conversations of a step."""
+        return self.sft.num_rows_per_step
+
 
 @dataclass(kw_only=True)
 class DPOConfig(PassesConfig):
@@ -182,6 +207,16 @@ class DPORunConfig(TrainingRunConfig):
         """See ``dpo.max_steps``."""
         return self.dpo.max_steps
 
+    @property
+    def rows_per_step(self) -> int:
+        """Both completions of a step's pairs."""
+        return 2 * self.dpo.num_pairs_per_step
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Only where each step scores its own rows."""
+        return not (self.dpo.precompute_reference or self.loss.reference_free)
+
 
 @dataclass(kw_only=True)
 class RewardModelConfig(PassesConfig):
@@ -206,6 +241,11 @@ class RewardModelRunConfig(TrainingRunConfig):
     def max_steps(self) -> int | None:
         """See ``reward_model.max_steps``."""
         return self.reward_model.max_steps
+
+    @property
+    def rows_per_step(self) -> int:
+        """Both completions of a step's pairs."""
+        return 2 * self.reward_model.num_pairs_per_step
 
 
 SCHEMAS: dict[str, type[TrainingRunConfig]] = {
