@@ -39,6 +39,7 @@ from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
+from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, TrainEngine
 
 PEAK_FLOPS = 989e12
@@ -154,7 +155,7 @@ def measure(
     seconds: dict[str, list[float]] = {"logprobs": [], "train": []}
     for step in range(args.steps + 2):
         begin = clock(device)
-        columns = engine.logprobs(batches, 1.0)
+        columns = scoring.logprobs(engine, batches, 1.0)
         seconds["logprobs"].append(clock(device) - begin)
         record.setdefault("logprobs_peak_gib", peak(device))  # before there is optimizer state
         if step == 0:

@@ -87,6 +87,9 @@ def plan_lines(config: TrainingRunConfig, model_folder: Path) -> Iterator[str]:
     yield ""
     yield from _batch(config, sizes)
     yield ""
+    if config.policy.lora.rank:
+        yield "Memory is not predicted for adapters (policy.lora)."
+        return
     try:
         shape = read_model_shape(model_folder)
     except UserError as error:

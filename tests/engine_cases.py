@@ -23,6 +23,7 @@ from nemo_like.config.policy_schema import (
 )
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import values
+from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, TrainEngine
 from nemo_like.policy.shards import local_part
 from nemo_like.policy.stages import bins_for_pipeline
@@ -79,7 +80,7 @@ def step(engine: TrainEngine, advantage: float = 0.0) -> dict[str, float]:
     )
     bins = plan.bins[engine.mesh.coordinate("dp")]
     shares = [rows.select(one) if one else None for one in bins]
-    engine.logprobs(shares, TEMPERATURE)  # as between two steps of a run
+    scoring.logprobs(engine, shares, TEMPERATURE)  # as between two steps of a run
     loss = make_loss("policy_gradient" if advantage else "sft")
     metrics = values(engine.train(shares, loss, denominators(rows), TEMPERATURE))
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -193,7 +194,7 @@ def logprobs(model_path: str, config: dict[str, Any], temperature: float) -> tor
     engine = make_engine(model_path, config)
     rows = make_rows(preference=False)
     share = range(engine.mesh.coordinate("dp"), len(LENGTHS), engine.mesh.sizes.dp)
-    columns = engine.logprobs([rows.select(list(share))], temperature)
+    columns = scoring.logprobs(engine, [rows.select(list(share))], temperature)
     return torch.cat(columns["policy"]) if engine.mesh.answers else torch.zeros(0)
 
 

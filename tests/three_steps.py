@@ -18,6 +18,7 @@ from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.preference import PreferenceLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
+from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, TrainEngine
 from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.state import full_tensors
@@ -124,7 +125,7 @@ def with_logprobs(
     kept: dict[int, torch.Tensor],
 ) -> None:
     """Add the columns that a rollout's training starts with; the driver would bring them round."""
-    columns = engine.logprobs(shares, TEMPERATURE)
+    columns = scoring.logprobs(engine, shares, TEMPERATURE)
     source = [columns["policy"], columns["reference"]]
     pp = engine.mesh.group("pp")
     if pp is not None:

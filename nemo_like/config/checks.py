@@ -7,6 +7,7 @@ names key, value, rule and remedy. Those of ``policy`` are in ``policy_checks.py
 
 from nemo_like.config.choices import WandbMode
 from nemo_like.config.file_checks import check_files
+from nemo_like.config.lora_checks import check_lora
 from nemo_like.config.policy_checks import check_policy
 from nemo_like.config.preference_checks import check_dpo_loss, check_reward_model_loss
 from nemo_like.config.rollout_checks import check_averaging, check_grpo, check_rollouts
@@ -66,6 +67,7 @@ def check(config: TrainingRunConfig) -> None:
             raise AssertionError(type(config))
     _check_metric(config)
     check_policy(config)
+    check_lora(config)
     if isinstance(config, RolloutRunConfig):
         check_averaging(config)
     check_files(config)

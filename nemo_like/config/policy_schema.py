@@ -142,6 +142,20 @@ class DebugConfig:
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685): the model is frozen, and small matrices beside its own
+    train."""
+
+    rank: int = 0
+    """Rank of the adapters. 0: none, the whole model trains."""
+    alpha: float = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=list)
+    """Linear layers that get one, by the last part of their name (``q_proj``). Empty: all but the
+    output head."""
+
+
+@dataclass(kw_only=True)
 class PolicyConfig:
     """The model that is trained."""
 
@@ -163,6 +177,7 @@ class PolicyConfig:
     attention: Attention = Attention.sdpa
     """Implementation for padded rows; packed rows have their own. ``flash_attention_2`` needs its
     package, a GPU and bfloat16."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     max_grad_norm: float | None = 1.0

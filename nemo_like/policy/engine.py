@@ -8,6 +8,7 @@ a pipeline hold parts of one model; whole parameters that they share are kept eq
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,18 @@ from nemo_like.losses.protocol import Denominators, Loss, apply_loss, needs_entr
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.policy.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.diagnostics import Diagnostics
-from nemo_like.policy.gradients import clip_gradients, explain_non_finite, gradient_norm
+from nemo_like.policy.gradients import (
+    clip_gradients,
+    explain_non_finite,
+    forget_gradients,
+    gradient_norm,
+)
 from nemo_like.policy.inputs import InputLayout, InputShape, empty_batch, model_inputs
-from nemo_like.policy.loading import hf_name, load_stages
+from nemo_like.policy.loading import load_stages
 from nemo_like.policy.loss_scale import LossScale, any_bad_loss
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import Call, Calls, LogprobModel
+from nemo_like.policy.names import hf_name
 from nemo_like.policy.optim import make_optimizers, make_schedulers, move_state
 from nemo_like.policy.pipeline import Pipeline
 from nemo_like.policy.shared_parameters import SharedParameters
@@ -68,60 +75,32 @@ class TrainEngine:
             context_group=self.mesh.group("cp"),
         )
         self.diagnostics = Diagnostics(config.debug, self.mesh, device, setup.log_dir)
-        parts = (setup.model_path, config, self.mesh, device)
-        self.stages, partial = load_stages(*parts, setup.output)
+        where = (setup.model_path, config, self.mesh, device)
+        self.stages, partial = load_stages(*where, setup.output)
         self.parameters: dict[str, nn.Parameter] = {
             hf_name(name): parameter
             for stage in self.stages
             for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
         }
         """This rank's shards by their Hugging Face names. Taken now: between a forward pass and a
         reshard, FSDP2 shows whole parameters under the same names."""
         self._shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
         self.reference: list[LogprobModel] = []
-        if setup.with_reference:
-            self.reference, _ = load_stages(*parts)
+        if setup.with_reference and not config.lora.rank:  # else it is the model without adapters
+            self.reference, _ = load_stages(*where)
             for stage in self.reference:
                 stage.requires_grad_(False)
         self._ddp = wrap_ddp(self.stages[0], self.mesh) if self.mesh.ddp else None
         self.optimizers = [
             make_optimizers(stage.named_parameters(), config.optimizer) for stage in self.stages
         ]
-        every = [optimizer for of_stage in self.optimizers for optimizer in of_stage]
-        self.schedulers = make_schedulers(every, config.scheduler, setup.max_steps)
+        self.schedulers = make_schedulers(
+            chain(*self.optimizers), config.scheduler, setup.max_steps
+        )
         self.loss_scale = LossScale(config.loss_scale) if config.dtype is Dtype.float16 else None
         self.num_steps = 0
         """Optimizer steps taken."""
-
-    def logprobs(
-        self, micro_batches: MicroBatches, temperature: float, *, with_policy: bool = True
-    ) -> dict[str, list[Tensor]]:
-        """Logprobs [N] of each micro-batch by ``policy`` and, if there is one, ``reference``.
-
-        Also ``entropy`` [N] of the policy's distributions. Only ranks that answer for the driver
-        (``mesh.answers``) have them; the lists are empty elsewhere.
-        """
-        batches = [each or empty_batch(self.device) for each in micro_batches]
-        shape = self.common_shape(batches)
-        calls = [self.call(batch, temperature, shape) for batch in batches]
-        columns: dict[str, list[Tensor]] = {}
-
-        def keep(name: str, outputs: list[Tensor], row: int) -> None:
-            columns[name] = [
-                output[row][: each.num_tokens]
-                for output, each in zip(outputs, micro_batches, strict=bool(outputs))
-                if each is not None
-            ]
-
-        with self.diagnostics.phase("logprobs"), torch.no_grad(), self.precision():
-            if with_policy:
-                wide = [replace(call, with_entropy=True) for call in calls]
-                outputs = self.score(self.stages, wide, shape)
-                keep("policy", outputs, 0)
-                keep("entropy", outputs, 1)
-            if self.reference:
-                keep("reference", self.score(self.reference, calls, shape), 0)
-        return columns
 
     def train(
         self,
@@ -173,7 +152,7 @@ class TrainEngine:
             clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
             with self.diagnostics.phase("optimizer"):
                 self._optimizer_step()
-        self.zero_gradients()
+        forget_gradients(self.parameters)
         if not self._drifting:
             self.diagnostics.check_parameters(parameters)
         metrics |= self.diagnostics.pop()
@@ -241,8 +220,7 @@ class TrainEngine:
                 value_of(output, i).backward()  # autocast would round inside the head's gradient
 
     def _optimizer_step(self) -> None:
-        every = [optimizer for of_stage in self.optimizers for optimizer in of_stage]
-        for optimizer in every:
+        for optimizer in chain(*self.optimizers):
             if self.config.offload is Offload.optimizer:
                 move_state(optimizer, self.device)
             optimizer.step()
@@ -253,11 +231,6 @@ class TrainEngine:
         self.num_steps += 1
         if self._drifting and self.num_steps % self.mesh.parallel.ddp.average_every_steps == 0:
             self.synchronize()
-
-    def zero_gradients(self) -> None:
-        """Forget what was accumulated."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
 
     def score(
         self, stages: list[LogprobModel], calls: Sequence[Call], shape: InputShape | None

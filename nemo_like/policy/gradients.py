@@ -23,6 +23,12 @@ _NUM_NAMED = 3
 _Axes = tuple[tuple[DeviceMesh, int], ...]
 
 
+def forget_gradients(named_parameters: Mapping[str, Parameter]) -> None:
+    """After a step, or what only looked like one."""
+    for parameter in named_parameters.values():
+        parameter.grad = None
+
+
 @torch.no_grad()
 def gradient_norm(
     named_parameters: Mapping[str, Parameter],

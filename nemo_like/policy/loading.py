@@ -28,8 +28,10 @@ from nemo_like.config.layout import num_stages
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
+from nemo_like.policy.lora import add_adapters, initialize_adapters, is_adapter
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
+from nemo_like.policy.names import hf_name
 from nemo_like.policy.parallelize import shard_model, wrap_layers
 from nemo_like.policy.shards import local_part
 from nemo_like.policy.stages import keep_stage, stages_of_rank
@@ -37,9 +39,7 @@ from nemo_like.policy.tensor_parallel import apply_tensor_parallel
 
 logger = logging.getLogger(__name__)
 
-# What wrappers put into parameter names.
 _SCORE = "score.weight"
-_WRAPPERS = ("causal_lm.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def load_stages(
@@ -80,19 +80,9 @@ def load_stages(
         home = torch.device("cpu") if config.offload is Offload.all else device
         _materialize(model, home, device)
         _load_weights(model, path)
+        initialize_adapters(model)
         stages.append(model)
     return stages, partial
-
-
-def hf_name(name: str) -> str:
-    """The Hugging Face name of a parameter of a wrapped model.
-
-    >>> hf_name("causal_lm.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
-    'model.layers.0.mlp.up_proj.weight'
-    """
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _empty_model(path: str, config: PolicyConfig, output: Output) -> PreTrainedModel:
@@ -101,6 +91,8 @@ def _empty_model(path: str, config: PolicyConfig, output: Output) -> PreTrainedM
     kind, settings = model_class(path, output)
     with init_empty_weights(include_buffers=False):
         model = kind.from_config(settings, dtype=torch.float32, attn_implementation=attention)
+        if config.lora.rank:
+            add_adapters(model, config.lora)
     model.tie_weights()
     return model
 
@@ -147,7 +139,8 @@ def _load_weights(model: LogprobModel, path: str) -> None:
     wanted: dict[str, Tensor] = {}
     # keep_vars=False: DTensors without their parameters, which is what a reader fills in place.
     for name, tensor in model.state_dict().items():
-        wanted[hf_name(name)] = tensor
+        if not is_adapter(name):
+            wanted[hf_name(name)] = tensor
     stored = _stored_names(Path(path))
     tied = tied_names(model)
     state = {tied.get(name, name): tensor for name, tensor in wanted.items()}
@@ -165,10 +158,12 @@ def _load_weights(model: LogprobModel, path: str) -> None:
     )
     whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     full: dict[str, Any] = whole.state_dict()
+    own = [name for name, _ in model.causal_lm.named_parameters()]
+    own += [name for name, _ in model.causal_lm.named_buffers()]
     set_model_state_dict(
         model.causal_lm,
-        {name: full[name] for name in wanted},
-        options=StateDictOptions(full_state_dict=True),
+        {name: full[hf_name(name)] for name in own if hf_name(name) in wanted},
+        options=StateDictOptions(full_state_dict=True, strict=False),
     )
 
 

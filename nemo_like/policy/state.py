@@ -3,7 +3,8 @@
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from torch.optim import Optimizer
 
 from nemo_like.config.choices import Output
 from nemo_like.policy.engine import TrainEngine
-from nemo_like.policy.loading import hf_name, model_class, tied_names
+from nemo_like.policy.loading import model_class, tied_names
+from nemo_like.policy.lora import Adapter, adapters_of, is_adapter, write_adapter
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
+from nemo_like.policy.names import hf_name
 from nemo_like.weights.manifest import expected_tensors
 
-# By parameter name, whatever groups the optimizer keeps them in.
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
 
 
@@ -41,19 +42,28 @@ def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str,
     """
     engine.synchronize()
     state: dict[str, Tensor] = {}
+    adapters: dict[str, Adapter] = {}
     for stage in engine.stages:
         ties = tied_names(stage) if stage.is_first else {}
         for name, tensor in stage.state_dict().items():
             if hf_name(name) not in ties:
                 state[hf_name(name)] = tensor
+        adapters |= adapters_of(stage, state)
     pp = engine.mesh.group("pp")
     owners = _owners(list(state), pp)
     if engine.setup.output is Output.values:  # one stage, which has all of them
-        expected = {name: (tuple(t.shape), _stored(t, dtype)) for name, t in state.items()}
+        expected = {
+            name: (tuple(tensor.shape), _stored(tensor, dtype))
+            for name, tensor in state.items()
+            if not is_adapter(name)
+        }
     else:
         expected = expected_tensors(engine.setup.model_path, dtype)
     for name, (shape, stored) in expected.items():
-        if name in state:
+        if name in adapters:
+            gather = partial(_whole, dtype=torch.float32, device=engine.device)
+            whole = adapters[name].merged(gather(state[name].detach()), gather).to(stored)
+        elif name in state:
             whole = _whole(state[name].detach(), stored, engine.device)
         else:
             whole = torch.empty(shape, dtype=stored, device=engine.device)
@@ -106,7 +116,7 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
             state.optimizers,
             model_state_dict={k: loaded["model"][state.stored(k)] for k in state.model},
             optim_state_dict={k: loaded["optimizer"][state.stored(k)] for k in state.optimizer},
-            options=_OPTIONS,
+            options=replace(_options(engine), strict=engine.config.lora.rank == 0),
         )
     engine.num_steps = loaded["num_steps"]
     if engine.loss_scale is not None:
@@ -135,11 +145,19 @@ def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
         if write:
             # A gathered tensor may be a view of a padded buffer, which safetensors would refuse.
             state[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+    adapters = {
+        hf_name(name): _whole(tensor.detach(), torch.float32, engine.device).cpu().contiguous()
+        for stage in engine.stages
+        for name, tensor in stage.state_dict().items()
+        if is_adapter(name)
+    }
     if not write:
         return
     aside = target.with_name(f".{target.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+    if adapters:
+        write_adapter(aside / "adapter", adapters, engine.config.lora, engine.config.model)
     dtype = next(t.dtype for t in state.values() if t.is_floating_point())
     config = json.loads((aside / "config.json").read_text())
     config.pop("torch_dtype", None)
@@ -172,10 +190,18 @@ class _StageState:
         return name
 
 
+def _options(engine: TrainEngine) -> StateDictOptions:
+    """Optimizer state by parameter name, whatever groups the optimizer keeps it in; of a model with
+    adapters, these alone."""
+    return StateDictOptions(
+        flatten_optimizer_state_dict=True, ignore_frozen_params=engine.config.lora.rank > 0
+    )
+
+
 def _stage_states(engine: TrainEngine) -> list[_StageState]:
     states = []
     for stage, optimizers in zip(engine.stages, engine.optimizers, strict=True):
-        model, optimizer = get_state_dict(stage, optimizers, options=_OPTIONS)
+        model, optimizer = get_state_dict(stage, optimizers, options=_options(engine))
         states.append(
             _StageState(stage=stage, optimizers=optimizers, model=model, optimizer=optimizer)
         )

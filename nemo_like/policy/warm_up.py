@@ -6,6 +6,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy.engine import TrainEngine
+from nemo_like.policy.gradients import forget_gradients
 from nemo_like.policy.inputs import made_up_rows
 
 # Equal and unequal lengths, for which attention has a kernel each; torch.compile takes a size for
@@ -19,7 +20,7 @@ def warm_up(engine: TrainEngine) -> None:
         return  # All passes through a pipeline have one shape, which is the step's own.
     rows = [made_up_rows(lengths, engine.device) for lengths in _ROWS]
     engine.backward(rows, _no_loss, Denominators(tokens=1.0, sequences=1.0), 1.0, None)
-    engine.zero_gradients()
+    forget_gradients(engine.parameters)
 
 
 def _no_loss(

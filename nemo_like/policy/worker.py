@@ -24,9 +24,9 @@ from nemo_like.losses.kl import kl_of_rows
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
+from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, MicroBatches, TrainEngine
 from nemo_like.policy.probe import check_architecture
-from nemo_like.policy.scoring import evaluate, scores
 from nemo_like.policy.state import (
     export_folder,
     full_tensors,
@@ -169,7 +169,9 @@ class PolicyWorker(Worker):
         row's KL between the two, if it is asked for; collective.
         """
         micro_batches = shard.micro_batches(self._device)
-        columns = self._engine.logprobs(micro_batches, shard.temperature, with_policy=with_policy)
+        columns = scoring.logprobs(
+            self._engine, micro_batches, shard.temperature, with_policy=with_policy
+        )
         metrics = self._engine.diagnostics.pop()
         real = [each for each in micro_batches if each is not None]
         if with_policy:
@@ -211,7 +213,7 @@ class PolicyWorker(Worker):
     def evaluate(self, work: TrainShard) -> Metrics:
         """The loss's metrics of a shard; collective."""
         shard = work.shard
-        return evaluate(
+        return scoring.evaluate(
             self._engine,
             shard.micro_batches(self._device),
             work.loss,
@@ -224,7 +226,7 @@ class PolicyWorker(Worker):
 
         None from ranks that do not answer; collective.
         """
-        parts = scores(self._engine, shard.micro_batches(self._device), shard.temperature)
+        parts = scoring.scores(self._engine, shard.micro_batches(self._device), shard.temperature)
         if not self._engine.mesh.answers:
             return None
         tokens = {column: torch.cat(parts).cpu() if parts else torch.zeros(0)}

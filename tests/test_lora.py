@@ -1,0 +1,126 @@
+"""Adapters: training begins with the model itself, in any layout, and what leaves is merged."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, ParallelConfig
+from nemo_like.errors import UserError
+from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap
+from tests.small_runs import run, small_config
+
+LORA = {"lora": LoraConfig(rank=4, alpha=8), "optimizer": OptimizerConfig(lr=1e-2, eps=1e-6)}
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool, four_layers):
+    """Metrics of three steps on one rank, and the merged parameters before and after."""
+    before = pool.run(1, f"{CASES}:train", four_layers(), LORA, 0)[0][1]
+    metrics, after = pool.run(1, f"{CASES}:train", four_layers(), LORA, 3)[0]
+    return before, metrics, after
+
+
+def test_training_begins_with_the_model_itself_and_moves_all_matrices_but_the_head(
+    one_rank, four_layers
+):
+    before, metrics, after = one_rank
+    plain = AutoModelForCausalLM.from_pretrained(four_layers(), dtype=torch.float32).state_dict()
+    assert all(torch.equal(before[name], plain[name]) for name in before)
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved == {name for name in after if "_proj." in name}
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (2, {}),
+        (2, {"parallel": ParallelConfig(context_parallel_size=2)}),
+        (2, ddp()),
+        (1, {"micro_batch_size": 1}),
+    ],
+    ids=["fsdp", "cp", "ddp", "one-row"],
+)
+def test_every_layout_takes_the_same_steps(ranks, config, pool, four_layers, one_rank):
+    _, expected, after = one_rank
+    metrics, parameters = pool.run(ranks, f"{CASES}:train", four_layers(), LORA | config, 3)[0]
+    for ours, theirs in zip(metrics, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=TOLERANCE)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], abs=TOLERANCE)
+    assert largest_gap(parameters, after) < TOLERANCE
+
+
+def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(
+    pool, four_layers, tmp_path
+):
+    expected = pool.run(2, f"{CASES}:save_then_go_on", four_layers(), LORA, str(tmp_path))[0]
+    actual = pool.run(1, f"{CASES}:load_and_go_on", four_layers(), LORA, str(tmp_path))[0]
+    assert largest_gap(actual[1], expected[1]) < TOLERANCE
+    stored = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    matrices = [name for name in stored if name.startswith("model.")]
+    assert matrices
+    assert all("lora_" in name for name in matrices)
+
+
+def test_a_target_that_matches_no_layer_is_refused(pool, four_layers):
+    config = LORA | {"lora": LoraConfig(rank=4, targets=["q_prj"])}
+    with pytest.raises(AssertionError, match=r"q_prj is no linear layer .*down_proj, gate_proj"):
+        pool.run(1, f"{CASES}:train", four_layers(), config, 0)
+
+
+def test_only_the_targets_train(pool, four_layers, one_rank):
+    config = LORA | {"lora": replace(LORA["lora"], targets=["q_proj", "v_proj"])}
+    _, after = pool.run(1, f"{CASES}:train", four_layers(), config, 1)[0]
+    moved = {name for name in after if not torch.equal(after[name], one_rank[0][name])}
+    assert moved == {name for name in after if "q_proj." in name or "v_proj." in name}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.lora.alpha=8"], "policy.lora.alpha=8.0 would have no effect: policy.lora.rank"),
+        (["policy.lora.rank=-1"], "policy.lora.rank=-1 must be at least 0"),
+        (
+            ["policy.lora.rank=4", "policy.parallel.tensor_parallel_size=2"],
+            "tensor_parallel_size=2 does not go with policy.lora",
+        ),
+        (["policy.lora.rank=4", "policy.optimizer.kind=muon"], "muon orthogonalises"),
+    ],
+)
+def test_what_adapters_do_not_go_with_is_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        small_config("never-made", *overrides, "cluster.cpu_workers_per_node=2")
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_run_refits_merged_weights_and_exports_both_forms(tmp_path):
+    peft = pytest.importorskip("peft")
+    steps = run(
+        tmp_path,
+        "policy.lora.rank=4",
+        "policy.optimizer.lr=1e-3",
+        "loss.kl_coef=0.01",
+        "grpo.max_steps=3",
+        "validation.every_steps=0",
+    )
+    # The engine samples with what the trainer computes, and the reference is the model without
+    # adapters: the KL to it is 0 before the first step alone.
+    assert all(steps[step]["mismatch/max_abs"] < 1e-5 for step in steps)
+    assert steps[1]["train/kl"] == 0
+    assert steps[3]["train/kl"] > 0
+    final = tmp_path / "final"
+    merged = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
+    settings = json.loads((final / "adapter" / "adapter_config.json").read_text())
+    assert settings["r"] == 4
+    from nemo_like.models.resolve import resolve_model
+
+    base = AutoModelForCausalLM.from_pretrained(resolve_model("embedded"), dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, final / "adapter")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        gap = (merged(ids).logits - adapted(ids).logits).abs().max()
+    assert gap < 1e-4
