@@ -13,7 +13,7 @@ test: install
 	$(BIN)/python -m pytest
 
 test-fast: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -k "not command_line and not engines and not grpo and not invariance"
 
 lint: install
 	$(BIN)/ruff check .
