@@ -90,8 +90,7 @@ class Checkpoints:
         if not steps:
             return None
         path = self.folder / f"step_{steps[-1]}"
-        _verify(path)
-        return path, _read_state(path)
+        return path, open_checkpoint(path)
 
     def _prune(self) -> None:
         """Keep the last ``keep_last`` and the best; one without a metric counts as the worst."""
@@ -106,6 +105,15 @@ class Checkpoints:
     def _metric(self, step: int) -> float:
         metric = _read_state(self.folder / f"step_{step}").metric
         return -math.inf if metric is None or math.isnan(metric) else metric
+
+
+def open_checkpoint(path: Path) -> DriverState:
+    """The state of the checkpoint in ``path``, checked byte for byte.
+
+    Raises UserError naming the damaged file if it is not what was saved.
+    """
+    _verify(path)
+    return _read_state(path)
 
 
 def _remove(path: Path) -> None:

@@ -21,15 +21,15 @@ SMALL_ON_A_FILE = tuple(one for one in SMALL if "rows" not in one)
 """The file has as many rows as it has."""
 
 
-def small_config(folder, *overrides, small=SMALL):
+def small_config(folder, *overrides, small=SMALL, name="grpo"):
     """What ``run`` runs with; overrides win."""
     always = ("generation.backend=hf", "cluster.call_timeout_s=120", f"run.dir={folder}")
-    return compose_config(ROOT / "configs", "grpo", [*small, *always, *overrides])
+    return compose_config(ROOT / "configs", name, [*small, *always, *overrides])
 
 
-def run(folder, *overrides, small=SMALL):
+def run(folder, *overrides, small=SMALL, name="grpo"):
     """Run to the end; returns the records of metrics.jsonl by step."""
-    run_grpo(small_config(folder, *overrides, small=small))
+    run_grpo(small_config(folder, *overrides, small=small, name=name))
     return records(folder)
 
 

@@ -88,7 +88,7 @@ def test_a_number_as_gold_is_read_like_text():
 
 def test_a_box_in_the_prompt_is_not_an_answer():
     result = reward(r"Put the answer in \boxed{}. Is it \boxed{4}?", "Dunno", answer="4")
-    assert result == {"reward": 0.0, "accuracy": 0.0, "answered": 0.0}
+    assert result == {"reward": 0.0, "accuracy": 0.0, "answered": 0.0, "answer": None}
 
 
 @pytest.mark.parametrize(

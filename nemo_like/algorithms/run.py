@@ -148,6 +148,14 @@ class Run:
             if self._is_due(step, self.config.checkpoint.every_steps):
                 self._save(step, models, loader)
 
+    def rounds(self, count: int) -> Iterator[int]:
+        """Numbers of the steps of a run that trains nothing, from 1; logs between them."""
+        self._max_steps = self._progress.max_steps = count
+        for step in range(1, count + 1):
+            with self.spans.span("step"):
+                yield step
+            self._finish_step(step, self._step_metrics)
+
     def log(self, metrics: Metrics) -> None:
         """Hand over the metrics of the step in progress."""
         self._step_metrics = metrics

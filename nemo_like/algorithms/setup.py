@@ -112,7 +112,7 @@ def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
     longest = 0
     checked: dict[str, list[Row]] = {}
     for key, rows in (("data.train", train_rows), ("data.validation", validation_rows)):
-        _check_fields(rows, reward.required_fields, config.environment.reward, key)
+        check_fields(rows, reward.required_fields, config.environment.reward, key)
         checked[key], most = check_lengths(
             rows, chat, config.policy.micro_batch_tokens, context, most_new, data, key
         )
@@ -227,7 +227,7 @@ def _start_workers(
             raise
 
 
-def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
+def check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
     """Refuse rows that the reward function could not be called with."""
     for row in rows:
         for name in required:

@@ -6,6 +6,7 @@ names key, value, rule and remedy. Those of ``policy`` are in ``policy_checks.py
 """
 
 from nemo_like.config.choices import WandbMode
+from nemo_like.config.eval_checks import check_eval
 from nemo_like.config.file_checks import check_files
 from nemo_like.config.lora_checks import check_lora
 from nemo_like.config.policy_checks import check_policy
@@ -14,6 +15,7 @@ from nemo_like.config.rollout_checks import check_averaging, check_grpo, check_r
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.run_schema import (
     DPORunConfig,
+    EvalRunConfig,
     GRPORunConfig,
     RewardModelRunConfig,
     RolloutRunConfig,
@@ -53,6 +55,8 @@ def check(config: TrainingRunConfig) -> None:
     match config:
         case GRPORunConfig():
             check_grpo(config)
+        case EvalRunConfig():
+            check_eval(config)
         case SFTRunConfig():
             _check_passes(config, "sft", "num_rows_per_step")
         case DPORunConfig():

@@ -8,7 +8,9 @@ import json
 import os
 from pathlib import Path
 
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+import yaml
+
+from nemo_like.config.run_schema import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_like.errors import UserError
 
 REASONING_GYM = "reasoning_gym"
@@ -18,11 +20,44 @@ BUILT_IN_REWARDS = (REASONING_GYM, "math")
 
 def check_files(config: TrainingRunConfig) -> None:
     """Raise UserError for the first file or folder that cannot serve."""
-    _check_model(config.policy.model)
+    model = config.policy.model
+    if is_checkpoint(model):
+        if not isinstance(config, EvalRunConfig):
+            raise UserError(
+                f"policy.model={model} is a checkpoint, not a model; give the folder final/ of its "
+                "run, or continue that run with run.resume=true."
+            )
+        model = model_of_checkpoint(model)
+    _check_model(model)
     if isinstance(config, RolloutRunConfig):
         _check_data(config)
         _check_reward(config.environment.reward)
     _check_run_dir(config)
+
+
+def is_checkpoint(model: str) -> bool:
+    """Whether ``policy.model`` is a checkpoint, ``<run.dir>/checkpoints/step_<n>``."""
+    return (Path(model).expanduser() / "driver.json").is_file()
+
+
+def model_of_checkpoint(folder: str) -> str:
+    """The model of the run that wrote a checkpoint; UserError if it cannot be told or sampled."""
+    path = Path(folder).expanduser().resolve().parent.parent / "config.yaml"
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        model = settings["policy"]["model"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(
+            f"policy.model={folder} is a checkpoint, and {path}, which names its model, cannot be "
+            f"read ({type(error).__name__}); leave checkpoints in their run's folder, or give its "
+            "folder final/."
+        ) from error
+    if "reward_model" in settings:
+        raise UserError(
+            f"policy.model={folder} is a checkpoint of a reward model, which samples nothing; give "
+            "one of a language model."
+        )
+    return str(model)
 
 
 def _check_model(model: str) -> None:
@@ -34,6 +69,11 @@ def _check_model(model: str) -> None:
         raise UserError(
             f"policy.model={model}: no such folder; give {' or '.join(BUILT_IN_MODELS)}, a folder "
             "in Hugging Face format, or a hub name (organisation/model)."
+        )
+    if (path / "checkpoints").is_dir():
+        raise UserError(
+            f"policy.model={model} is the folder of a run; give its final/, or to evaluate one of "
+            "its checkpoints/step_<n>."
         )
     if not (path / "config.json").is_file():
         raise UserError(f"policy.model={model}: the folder has no config.json; it is not a model.")

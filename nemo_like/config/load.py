@@ -85,10 +85,11 @@ def schema_of(folders: Sequence[Path], config_name: str) -> type[TrainingRunConf
     path = _find_yaml(folders, config_name)
     found = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
     names = found.get("defaults", ()) if isinstance(found, dict) else ()
-    for name in names or ():
-        if isinstance(name, str) and name in SCHEMAS:
+    for entry in names or ():
+        name = str(entry).removeprefix("/")
+        if name in SCHEMAS:
             return SCHEMAS[name]
-        if isinstance(name, str) and _find_yaml(folders, name) not in (None, path):
+        if _find_yaml(folders, name) not in (None, path):
             return schema_of(folders, name)
     return SCHEMAS["grpo_schema"]
 

@@ -5,7 +5,7 @@ from nemo_like.config.file_checks import REASONING_GYM
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.plan import plan_run, refit_transport
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import GRPORunConfig, RolloutRunConfig
+from nemo_like.config.run_schema import EvalRunConfig, GRPORunConfig, RolloutRunConfig
 from nemo_like.errors import UserError
 
 _RANGES = Ranges(
@@ -43,10 +43,14 @@ _GRPO_RANGES = Ranges(
 
 def check_rollouts(config: RolloutRunConfig) -> None:
     """Raise UserError for the first rule that ``config`` breaks."""
-    names = ("max_steps", "num_prompts_per_step", "num_generations_per_prompt")
+    names = ["num_prompts_per_step", "num_generations_per_prompt"]
+    if not isinstance(config, EvalRunConfig):
+        names.append("max_steps")
     check_ranges(config, Ranges(at_least={f"{config.section}.{name}": 1 for name in names}))
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
+    if not isinstance(config, EvalRunConfig):
+        _check_micro_batches(config)
     _check_sizes(config)
 
 
@@ -150,7 +154,7 @@ _EFFECTS = (
 )
 
 
-def _check_sizes(config: RolloutRunConfig) -> None:
+def _check_micro_batches(config: RolloutRunConfig) -> None:
     tokens, least = config.policy.micro_batch_tokens, config.generation.max_new_tokens + 1
     if tokens < least:
         raise UserError(
@@ -158,6 +162,9 @@ def _check_sizes(config: RolloutRunConfig) -> None:
             f"generation.max_new_tokens={config.generation.max_new_tokens}; use at least {least}, "
             "plus the length of your prompts."
         )
+
+
+def _check_sizes(config: RolloutRunConfig) -> None:
     plan = plan_run(config)
     refit_transport(config.refit, plan)
     prompts, num_replicas = config.loop.num_prompts_per_step, len(plan.generation)

@@ -108,11 +108,9 @@ class EnvironmentConfig:
 
 
 @dataclass(kw_only=True)
-class ValidationConfig:
-    """Measuring on held-out prompts: training rows with the same prompt are left out."""
+class SamplingConfig:
+    """How completions are sampled that measure a model and do not train it."""
 
-    every_steps: int = 5
-    """Steps between validations; one is made before the first and after the last step. 0: never."""
     num_generations_per_prompt: int = 1
     """Completions of each validation prompt; all of them count."""
     temperature: float = 1.0
@@ -123,3 +121,11 @@ class ValidationConfig:
     """Most likely tokens to sample from. 0: all."""
     max_new_tokens: int | None = None
     """Most tokens of one completion. None: ``generation.max_new_tokens``."""
+
+
+@dataclass(kw_only=True)
+class ValidationConfig(SamplingConfig):
+    """Measuring on held-out prompts: training rows with the same prompt are left out."""
+
+    every_steps: int = 5
+    """Steps between validations; one is made before the first and after the last step. 0: never."""

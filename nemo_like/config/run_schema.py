@@ -13,6 +13,7 @@ from nemo_like.config.rollout_schema import (
     GenerationConfig,
     MismatchConfig,
     RefitConfig,
+    SamplingConfig,
     ValidationConfig,
 )
 from nemo_like.config.schema import (
@@ -248,10 +249,53 @@ class RewardModelRunConfig(TrainingRunConfig):
         return 2 * self.reward_model.num_pairs_per_step
 
 
+@dataclass(kw_only=True)
+class EvalConfig(SamplingConfig):
+    """What an evaluation samples, and what it makes of it."""
+
+    num_prompts_per_step: int = 64
+    """Prompts sampled at one time."""
+    pass_at: list[int] = field(default_factory=list)
+    """Values of k for pass@k: the chance that at least one of k completions of a prompt passes,
+    without bias (arXiv:2107.03374 Eq. 1). At most ``num_generations_per_prompt``. (pass@1 is the
+    accuracy, which is always given.)"""
+    pass_reward: float = 1.0
+    """Least reward of a completion that passes."""
+    majority_at: list[int] = field(default_factory=list)
+    """Values of k for maj@k: the chance that the most frequent answer of k completions of a prompt
+    passes, ties drawn by lot (arXiv:2203.11171). Answers are equal as text; completions without one
+    have no vote. Needs a reward that reports ``answer``, as ``reasoning_gym`` and ``math`` do."""
+    category_field: str | None = None
+    """Field of the rows by which results are also given apart, such as reasoning_gym's ``task``."""
+
+
+@dataclass(kw_only=True)
+class EvalRunConfig(RolloutRunConfig):
+    """Everything that ``examples/run_eval.py`` can be told.
+
+    ``policy.model`` may also be a checkpoint of a run, ``<run.dir>/checkpoints/step_<n>``. Rows are
+    those that a training run with the same ``data`` and ``run.seed`` validates on.
+    """
+
+    section = "eval"
+
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def loop(self) -> RolloutLoopConfig:
+        """One step of sampling, which sizes the engines."""
+        return RolloutLoopConfig(
+            max_steps=1,
+            num_prompts_per_step=self.eval.num_prompts_per_step,
+            num_generations_per_prompt=self.eval.num_generations_per_prompt,
+        )
+
+
 SCHEMAS: dict[str, type[TrainingRunConfig]] = {
     "grpo_schema": GRPORunConfig,
     "sft_schema": SFTRunConfig,
     "dpo_schema": DPORunConfig,
     "rm_schema": RewardModelRunConfig,
+    "eval_schema": EvalRunConfig,
 }
 """By the name that a YAML file's ``defaults`` begin with."""

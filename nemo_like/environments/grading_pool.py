@@ -145,7 +145,7 @@ class _GradingProcess:
             if not self._connection.poll(self._timeout_s):
                 self._replace()
                 return Grade(reward=None, error=f"took longer than {self._timeout_s:g} s")
-            reward, metrics, error = self._connection.recv()
+            reward, metrics, error, answer = self._connection.recv()
         except (EOFError, OSError):
             how = "was shut down" if self._closed else self._how_it_ended()
             self._replace()
@@ -153,7 +153,7 @@ class _GradingProcess:
         except UserError as error:  # the replacement could not import what the first one could
             self._replace()
             return Grade(reward=None, error=str(error))
-        return Grade(reward=reward, metrics=metrics, error=error)
+        return Grade(reward=reward, metrics=metrics, error=error, answer=answer)
 
     def close(self) -> None:
         """Kill the process and its group for good; a thread that waits for it sees it end."""

@@ -2,7 +2,7 @@
 
 One process grades one row at a time in its main thread, where libraries may set signal alarms. It
 talks to its pool over one socket: first a word on the import (None, or why it failed), then for
-each pickled row one pickled ``(reward, metrics, error)`` of plain numbers and text.
+each pickled row one pickled ``Verdict`` of plain numbers and text.
 """
 
 import asyncio
@@ -35,7 +35,8 @@ PARENT_POLL_S = 1.0
 # works while native code holds the interpreter lock.
 SELF_DESTRUCT_GRACE_S = 5.0
 
-Verdict = tuple[float | None, dict[str, float], str | None]
+Verdict = tuple[float | None, dict[str, float], str | None, str | None]
+"""Reward, metrics, error and answer of ``Grade``."""
 
 
 def main(argv: list[str]) -> None:
@@ -76,7 +77,7 @@ def grade_row(function: RewardFunction, row: bytes) -> Verdict:
             result = asyncio.run(_awaited(result))
         return to_verdict(result)
     except BaseException as error:  # one row's grading: sys.exit() in it must not end the process
-        return None, {}, _failure(function, error)
+        return None, {}, _failure(function, error), None
 
 
 async def _awaited(result: Any) -> Any:
@@ -94,20 +95,26 @@ def _failure(function: RewardFunction, error: BaseException) -> str:
 def to_verdict(result: Any) -> Verdict:
     """Read what a reward function returned: a number, None, or a dict with ``reward`` and metrics.
 
-    Beside ``reward`` a dict holds numbers, which become metrics. A ``reward`` of None means that
-    the row cannot be graded; then ``error`` may be a text that says why.
+    Beside ``reward`` a dict holds numbers, which become metrics, and perhaps ``answer``: what the
+    completion answered, or None if it stated none. A ``reward`` of None means that the row cannot
+    be graded; then ``error`` may be a text that says why.
     """
     if result is None:
-        return None, {}, "returned None"
+        return None, {}, "returned None", None
     if not isinstance(result, Mapping):
-        return _number("the reward", result), {}, None
+        return _number("the reward", result), {}, None, None
     if "reward" not in result:
         raise UserError(f"returned a dict without 'reward' (it has {sorted(map(str, result))}).")
     rest = {str(key): value for key, value in result.items() if key != "reward"}
     if result["reward"] is None:
-        return None, {}, str(rest.get("error", "returned a reward of None"))
+        return None, {}, str(rest.get("error", "returned a reward of None")), None
     reward = _number("the reward", result["reward"])
-    return reward, {key: _number(f"metric {key!r}", value) for key, value in rest.items()}, None
+    answer = None
+    if "answer" in rest:
+        stated = rest.pop("answer")
+        answer = "" if stated is None else str(stated)
+    metrics = {key: _number(f"metric {key!r}", value) for key, value in rest.items()}
+    return reward, metrics, None, answer
 
 
 def _number(what: str, value: Any) -> float:

@@ -41,7 +41,8 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
     if not is_right and not gradable(gold):
         return {"reward": None, "error": f"the row's answer cannot be read: {gold[:100]!r}"}
     right = float(is_right)
-    return {"reward": right, "accuracy": right, "answered": float(given is not None)}
+    answered = float(given is not None)
+    return {"reward": right, "accuracy": right, "answered": answered, "answer": given}
 
 
 def verify(response: str, gold: str) -> bool:

@@ -16,6 +16,9 @@ class Grade:
     reward: float | None
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    answer: str | None = None
+    """What the completion answered, by which equal answers are told; empty if it stated none. None
+    if the environment does not say."""
 
 
 class Environment(Protocol):

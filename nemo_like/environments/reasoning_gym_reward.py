@@ -33,7 +33,7 @@ def reward(
     metadata: Mapping[str, Any],
     parameters: Mapping[str, Any] | None = None,
     **fields: Any,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Score the completion's last ``<answer>…</answer>`` with the verifier of ``task``.
 
     The score may be partial credit, as the task defines it; ``accuracy`` counts full marks only.
@@ -41,11 +41,11 @@ def reward(
     """
     given = extract_answer(completion)
     if given is None:
-        return {"reward": 0.0, "accuracy": 0.0}
+        return {"reward": 0.0, "accuracy": 0.0, "answer": None}
     verifier = _verifier(task, json.dumps(parameters or {}, sort_keys=True))
     entry = {"question": prompt, "answer": answer, "metadata": unpack(metadata)}
     score = float(verifier.score_answer(given, entry))
-    return {"reward": score, "accuracy": float(score >= 1)}
+    return {"reward": score, "accuracy": float(score >= 1), "answer": given}
 
 
 def extract_answer(completion: str) -> str | None:

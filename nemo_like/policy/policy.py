@@ -159,6 +159,11 @@ class Policy:
         self.group.call(PolicyWorker.load, folder)
         self.weight_version = weight_version
 
+    def load_weights(self, folder: str, weight_version: int) -> None:
+        """Restore the model alone of what ``save`` wrote, for a policy that will not train."""
+        self.group.call(PolicyWorker.load_weights, folder)
+        self.weight_version = weight_version
+
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder."""
         self.group.call(PolicyWorker.export, folder)

@@ -16,7 +16,9 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -134,6 +136,16 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
         scheduler._last_lr = lrs
 
 
+def load_weights(folder: Path, engine: TrainEngine) -> None:
+    """The model of a checkpoint without its optimizer, whatever that was; see above."""
+    parts = [(stage, get_model_state_dict(stage, options=_OPTIONS)) for stage in engine.stages]
+    model = {_stored_name(stage, name): part[name] for stage, part in parts for name in part}
+    dcp_load.load({"model": model}, checkpoint_id=str(folder))
+    for stage, part in parts:
+        weights = {name: model[_stored_name(stage, name)] for name in part}
+        set_model_state_dict(stage, weights, options=_OPTIONS)
+
+
 def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
     """Write a Hugging Face folder: new weights, and all else as in the model's own; collective.
 
@@ -185,9 +197,13 @@ class _StageState:
 
     def stored(self, name: str) -> str:
         """The name in a checkpoint: a tied head, on whatever stage, goes by its embedding's."""
-        for head, embedding in tied_names(self.stage).items():
-            name = name.replace(head, embedding)
-        return name
+        return _stored_name(self.stage, name)
+
+
+def _stored_name(stage: LogprobModel, name: str) -> str:
+    for head, embedding in tied_names(stage).items():
+        name = name.replace(head, embedding)
+    return name
 
 
 def _options(engine: TrainEngine) -> StateDictOptions:

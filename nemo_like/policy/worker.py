@@ -31,6 +31,7 @@ from nemo_like.policy.state import (
     export_folder,
     full_tensors,
     load_checkpoint,
+    load_weights,
     save_checkpoint,
 )
 from nemo_like.policy.warm_up import warm_up
@@ -277,6 +278,10 @@ class PolicyWorker(Worker):
     def load(self, folder: str) -> None:
         """Restore what ``save`` wrote; collective."""
         load_checkpoint(Path(folder), self._engine)
+
+    def load_weights(self, folder: str) -> None:
+        """Restore the model alone of what ``save`` wrote; collective."""
+        load_weights(Path(folder), self._engine)
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder; collective."""

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.environments.protocol import Environment, Grade
-from nemo_like.generation.protocol import Completion, Engine, GenerationRequest, SamplingParams
+from nemo_like.generation.protocol import (
+    Completion,
+    Engine,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,34 @@ class Trajectory:
     text: str
     """Completion without special tokens: what was graded."""
     grade: Grade
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A trajectory as text, for a driver that asks for it; without its tokens."""
+
+    prompt: int
+    """Position of the prompt among all that are sampled."""
+    index: int
+    """Position in the group."""
+    text: str
+    grade: Grade
+    num_tokens: int
+    """Sampled tokens, the stop token included."""
+    truncated: bool
+
+
+def as_sample(trajectory: Trajectory) -> Sample:
+    """See ``Sample``."""
+    completion = trajectory.completion
+    return Sample(
+        prompt=trajectory.task.prompt,
+        index=trajectory.task.index,
+        text=trajectory.text,
+        grade=trajectory.grade,
+        num_tokens=len(completion.token_ids),
+        truncated=completion.finish_reason is FinishReason.length,
+    )
 
 
 async def run_task(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.batch import keys
+from nemo_like.config.rollout_schema import SamplingConfig
 from nemo_like.config.run_schema import RolloutRunConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import PromptLoader
@@ -18,7 +19,7 @@ from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.refit.weight_sync import WeightSync
-from nemo_like.rollout.rollout import RolloutTask
+from nemo_like.rollout.rollout import RolloutTask, Sample
 from nemo_like.rollout.seeds import completion_seed
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
 
@@ -93,27 +94,41 @@ class SyncRolloutSource:
         """
         self.refit()
         config = self._config.validation
-        sampling = SamplingParams(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_new_tokens=config.max_new_tokens or self._config.generation.max_new_tokens,
-            stop=tuple(self._config.generation.stop),
-            stop_token_ids=self._stop_token_ids,
-        )
         with self._span("validation"):
             results = self._rollout(
                 "validation",
                 step,
                 self._validation_rows,
                 config.num_generations_per_prompt,
-                sampling,
+                self._sampling(config),
             )
-        rows = {
-            name: torch.cat([result.rows[name] for result in results]) for name in results[0].rows
-        }
+        rows = _rows_of(results)
         self._check_grades(rows[keys.SAMPLE_MASK], results, f"validation at step {step}")
         return _batch_metrics("validation", rows, results)
+
+    def sample(
+        self, step: int, rows: Sequence[Row], first_prompt: int, config: SamplingConfig
+    ) -> tuple[list[Sample], Metrics]:
+        """Graded completions of ``rows``, by prompt and index; seeds are those of a validation.
+
+        ``first_prompt``: number of the first row among all that are sampled.
+        """
+        self.refit()
+        with self._span("rollout"):
+            results = self._rollout(
+                "validation",
+                step,
+                rows,
+                config.num_generations_per_prompt,
+                self._sampling(config),
+                first_prompt,
+                with_samples=True,
+            )
+        columns = _rows_of(results)
+        self._check_grades(columns[keys.SAMPLE_MASK], results, f"step {step}")
+        samples = [sample for result in results for sample in result.samples]
+        samples.sort(key=lambda sample: (sample.prompt, sample.index))
+        return samples, _batch_metrics("rollout", columns, results)
 
     def refit(self) -> Metrics:
         """Bring generation to the policy's weight version; what that took, if it was behind."""
@@ -121,6 +136,17 @@ class SyncRolloutSource:
             with self._span("refit"):
                 self._refit_metrics = self.sync.give_to_generation()
         return self._refit_metrics
+
+    def _sampling(self, config: SamplingConfig) -> SamplingParams:
+        generation = self._config.generation
+        return SamplingParams(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_new_tokens=config.max_new_tokens or generation.max_new_tokens,
+            stop=tuple(generation.stop),
+            stop_token_ids=self._stop_token_ids,
+        )
 
     def _rollout(
         self,
@@ -130,6 +156,8 @@ class SyncRolloutSource:
         group_size: int,
         sampling: SamplingParams,
         first_prompt: int = 0,
+        *,
+        with_samples: bool = False,
     ) -> list[RolloutResult]:
         """Deal whole groups to replicas in turn. Rows come back by replica, with their ids.
 
@@ -158,7 +186,9 @@ class SyncRolloutSource:
                     )
                 )
         requests = [
-            RolloutRequest(step=step, tasks=tuple(of_replica), sampling=sampling)
+            RolloutRequest(
+                step=step, tasks=tuple(of_replica), sampling=sampling, with_samples=with_samples
+            )
             for of_replica in tasks
         ]
         results = self._generation.group.scatter(RolloutWorker.rollout, requests)
@@ -187,6 +217,10 @@ class SyncRolloutSource:
             count,
             message,
         )
+
+
+def _rows_of(results: Sequence[RolloutResult]) -> dict[str, Tensor]:
+    return {name: torch.cat([result.rows[name] for result in results]) for name in results[0].rows}
 
 
 class _Round:

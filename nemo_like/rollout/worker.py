@@ -18,7 +18,7 @@ from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.trajectories import TrajectoryRow, TrajectoryWriter
 from nemo_like.rollout.collate import collate_rows, collate_tokens
-from nemo_like.rollout.rollout import RolloutTask, Trajectory, run_task
+from nemo_like.rollout.rollout import RolloutTask, Sample, Trajectory, as_sample, run_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class RolloutRequest:
     step: int
     tasks: tuple[RolloutTask, ...]
     sampling: SamplingParams
+    with_samples: bool = False
+    """Whether the driver wants to read the completions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class RolloutResult:
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
     """Grading failures by message; only the most frequent ones."""
+    samples: tuple[Sample, ...] = ()
+    """The completions as text, if they were asked for."""
 
 
 _MAX_ERRORS = 3
@@ -104,6 +108,7 @@ class RolloutWorker(GenerationWorker):
             rows=collate_rows(trajectories),
             metrics=merge([_metrics(t) for t in trajectories]),
             errors=dict(errors.most_common(_MAX_ERRORS)),
+            samples=tuple(map(as_sample, trajectories)) if request.with_samples else (),
         )
 
     async def shutdown_engine(self) -> None:

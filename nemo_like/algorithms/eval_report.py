@@ -1,0 +1,156 @@
+"""From graded samples to the numbers of ``eval.json`` and a table to read."""
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from nemo_like.algorithms.eval_statistics import (
+    majority_at,
+    mean_of_prompts,
+    pass_at,
+)
+from nemo_like.config.run_schema import EvalRunConfig
+from nemo_like.data.datasets import Row
+from nemo_like.errors import UserError
+from nemo_like.rollout.rollout import Sample
+
+logger = logging.getLogger(__name__)
+
+Graded = list[tuple[float, str | None]]
+"""Reward and answer of each completion of one prompt whose grading did not fail."""
+
+
+class Measured:
+    """All samples of an evaluation so far. Completions whose grading failed are only counted."""
+
+    def __init__(self, config: EvalRunConfig, rows: Sequence[Row]) -> None:
+        self._config, self._rows = config, rows
+        self._graded: list[Graded] = [[] for _ in rows]
+        self._lengths: list[int] = []
+        self._num_truncated = 0
+
+    def add(self, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+        """Take samples in; yields the record of each for ``samples.jsonl``."""
+        for sample in samples:
+            row, grade = self._rows[sample.prompt], sample.grade
+            self._lengths.append(sample.num_tokens)
+            self._num_truncated += sample.truncated
+            if grade.reward is not None:
+                self._graded[sample.prompt].append((grade.reward, grade.answer))
+            yield {
+                "row": row.index,
+                "index": sample.index,
+                "category": self._category(row),
+                "prompt": row.prompt,
+                "completion": sample.text,
+                "reward": grade.reward,
+                "answer": grade.answer,
+                "metrics": grade.metrics,
+                "error": grade.error,
+                "num_tokens": sample.num_tokens,
+                "truncated": sample.truncated,
+            }
+
+    def report(self) -> dict[str, Any]:
+        """All numbers. Raises UserError for maj@k without answers."""
+        config = self._config
+        self._check_answers()
+        everything = [group for group in self._graded if group]
+        categories: dict[str, list[Graded]] = {}
+        for row, group in zip(self._rows, self._graded, strict=True):
+            if config.eval.category_field is not None and group:
+                categories.setdefault(str(self._category(row)), []).append(group)
+        num_graded = sum(map(len, everything))
+        return {
+            "model": config.policy.model,
+            "seed": config.run.seed,
+            "num_prompts": len(self._rows),
+            "num_completions": len(self._lengths),
+            "num_failed": len(self._lengths) - num_graded,
+            **self._numbers(everything),
+            "categories": {name: self._numbers(categories[name]) for name in sorted(categories)},
+            "completion_tokens": {
+                "mean": math.fsum(self._lengths) / len(self._lengths),
+                "median": statistics.median(self._lengths),
+                "min": min(self._lengths),
+                "max": max(self._lengths),
+            },
+            "truncated_share": self._num_truncated / len(self._lengths),
+            "eval": asdict(config.eval),
+        }
+
+    def _numbers(self, groups: Sequence[Graded]) -> dict[str, Any]:
+        passes = self._config.eval.pass_reward
+        votes = [[(answer or "", reward >= passes) for reward, answer in group] for group in groups]
+        right = [[float(passed) for _, passed in group] for group in votes]
+
+        def mean_at(k: int, of_group: Callable[[list[tuple[str, bool]]], Fraction]) -> Any:
+            """Over prompts with k graded completions; None if there is none."""
+            found = [[float(of_group(group))] for group in votes if len(group) >= k]
+            return asdict(mean_of_prompts(found)) if found else None
+
+        return {
+            "reward": asdict(mean_of_prompts([[r for r, _ in group] for group in groups])),
+            "accuracy": asdict(mean_of_prompts(right)),
+            "pass_at": {
+                str(k): mean_at(
+                    k, lambda group, k=k: pass_at(len(group), sum(p for _, p in group), k)
+                )
+                for k in self._config.eval.pass_at
+            },
+            "majority_at": {
+                str(k): mean_at(k, lambda group, k=k: majority_at(group, k))
+                for k in self._config.eval.majority_at
+            },
+        }
+
+    def _category(self, row: Row) -> Any:
+        field = self._config.eval.category_field
+        return None if field is None else row.fields[field]
+
+    def _check_answers(self) -> None:
+        asked = self._config.eval.majority_at
+        if asked and all(answer is None for group in self._graded for _, answer in group):
+            raise UserError(
+                f"eval.majority_at={asked} needs answers to vote on, and environment.reward="
+                f"{self._config.environment.reward} reports none; let it return a dict with "
+                "'reward' and 'answer', or set eval.majority_at=[] (samples.jsonl is complete)."
+            )
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Write ``eval.json``, and a table to the log."""
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    logger.info("%s", table(report))
+
+
+def table(report: dict[str, Any]) -> str:
+    """Estimates by line, categories below the whole."""
+    lines = [f"{report['model']}, {report['num_completions']} completions:"]
+    parts = {"all": report} | report["categories"]
+    for category, numbers in parts.items():
+        rows = {"reward": numbers["reward"], "accuracy": numbers["accuracy"]}
+        rows |= {f"pass@{k}": one for k, one in numbers["pass_at"].items()}
+        rows |= {f"maj@{k}": one for k, one in numbers["majority_at"].items()}
+        lines += [_line(f"{category} {name}", one) for name, one in rows.items()]
+    tokens = report["completion_tokens"]
+    lines.append(
+        f"tokens: mean {tokens['mean']:.1f}, median {tokens['median']:g}, max {tokens['max']}; "
+        f"truncated {report['truncated_share']:.1%}; grading failed on {report['num_failed']}"
+    )
+    return "\n".join(lines)
+
+
+def _line(name: str, estimate: dict[str, Any] | None) -> str:
+    if estimate is None:
+        return f"{name:<40}{'-':>8}  (no prompt has as many graded completions)"
+    interval = ""
+    if estimate["low"] is not None:
+        interval = f"  95 % in [{estimate['low']:.4f}, {estimate['high']:.4f}]"
+    return f"{name:<40}{estimate['mean']:>8.4f}{interval}  ({estimate['num_prompts']} prompts)"

@@ -1,0 +1,83 @@
+"""Rules of evaluations: what they measure, and what of a training run means nothing to them."""
+
+from nemo_like.config.file_checks import REASONING_GYM
+from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
+from nemo_like.config.run_schema import EvalRunConfig
+from nemo_like.errors import UserError
+
+_RANGES = Ranges(
+    at_least={"eval.temperature": 0, "eval.top_k": 0, "eval.max_new_tokens": 1},
+    above_zero=("eval.top_p",),
+    at_most={"eval.top_p": 1},
+)
+
+
+def check_eval(config: EvalRunConfig) -> None:
+    """Raise UserError for the first rule that ``config`` breaks."""
+    check_ranges(config, _RANGES)
+    check_effects(config, _EFFECTS)
+    count = config.eval.num_generations_per_prompt
+    if config.eval.temperature == 0 and count > 1:
+        raise UserError(
+            f"eval.num_generations_per_prompt={count} with eval.temperature=0 would sample the "
+            "same completion again; set it to 1, or eval.temperature above 0."
+        )
+    for name in ("pass_at", "majority_at"):
+        for k in getattr(config.eval, name):
+            if not 1 <= k <= count:
+                raise UserError(
+                    f"eval.{name}={getattr(config.eval, name)}: {k} must be between 1 and "
+                    f"eval.num_generations_per_prompt={count}; raise that, or leave {k} out."
+                )
+
+
+_EFFECTS = (
+    Effect(
+        keys=(
+            "run.resume",
+            "run.self_check",
+            "policy.float32_head",
+            "policy.tf32",
+            "policy.loss_scale",
+            "policy.attention",
+            "policy.optimizer",
+            "policy.scheduler",
+            "policy.max_grad_norm",
+            "policy.batching",
+            "policy.micro_batch_tokens",
+            "policy.micro_batch_size",
+            "policy.logprob_chunk_tokens",
+            "policy.compile",
+            "policy.activation_checkpointing",
+            "policy.activation_offload",
+            "policy.debug",
+            "checkpoint",
+            "mismatch",
+            "data.train",
+            "data.num_train_rows",
+            "data.shuffle",
+        ),
+        applies=lambda _: False,
+        why_not="an evaluation trains nothing",
+    ),
+    Effect(
+        keys=("generation.temperature", "validation"),
+        applies=lambda _: False,
+        why_not="the section eval says how an evaluation samples",
+    ),
+    Effect(
+        keys=("logging.trajectories_per_step",),
+        applies=lambda _: False,
+        why_not="samples.jsonl has every completion",
+    ),
+    Effect(
+        keys=("data.tasks",),
+        applies=lambda c: c.data.validation in (None, REASONING_GYM),
+        why_not="data.validation is a file",
+    ),
+    Effect(
+        keys=("eval.top_p", "eval.top_k"),
+        applies=lambda c: c.eval.temperature > 0,
+        why_not="eval.temperature=0 is greedy",
+    ),
+)

@@ -1,0 +1,256 @@
+"""Evaluation: estimators by hand, checkpoints of any kind, and the same numbers on any layout."""
+
+import json
+import math
+import shutil
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+
+from nemo_like.algorithms.eval_report import Measured, table
+from nemo_like.algorithms.eval_statistics import majority_at, mean_of_prompts, pass_at
+from nemo_like.algorithms.evaluation import run_eval
+from nemo_like.config.load import compose_config
+from nemo_like.config.run_schema import EvalRunConfig
+from nemo_like.data.datasets import Row
+from nemo_like.environments.protocol import Grade
+from nemo_like.errors import UserError
+from nemo_like.rollout.rollout import Sample
+from tests.small_runs import ROOT
+
+SMALL = ("generation.backend=hf", "generation.max_new_tokens=32", "data.num_validation_rows=8")
+
+
+def evaluate(folder, *overrides, small=SMALL):
+    """Run to the end; returns eval.json and the samples."""
+    config = compose_config(ROOT / "configs", "eval", [*small, f"run.dir={folder}", *overrides])
+    run_eval(config)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    return json.loads((folder / "eval.json").read_text()), samples
+
+
+def refusal(*overrides):
+    with pytest.raises(UserError) as error:
+        compose_config(ROOT / "configs", "eval", overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (4, 1, 2, 0.5),
+        (8, 3, 4, 0.928571),
+        (5, 0, 5, 0),
+        (5, 1, 5, 1),
+        (4, 3, 2, 1),
+        (4, 1, 1, 0.25),
+    ],
+)
+def test_pass_at_k_is_that_of_its_paper(n, c, k, expected):
+    assert float(pass_at(n, c, k)) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6, 7])
+def test_majority_at_k_is_its_mean_over_all_subsets(k):
+    """Three answers, a tie between two of them, one completion without an answer."""
+    votes = [("4", True)] * 2 + [("5", False)] * 2 + [("04", True), ("", False), ("7", False)]
+    total, subsets = Fraction(0), list(combinations(votes, k))
+    for subset in subsets:
+        answers = [answer for answer, _ in subset if answer]
+        most = max((answers.count(answer) for answer in answers), default=0)
+        winners = [dict(votes)[answer] for answer in set(answers) if answers.count(answer) == most]
+        total += Fraction(sum(winners), max(1, len(winners)))
+    assert majority_at(votes, k) == total / len(subsets)
+
+
+def test_majority_by_hand():
+    votes = [("4", True), ("4", True), ("5", False)]
+    assert majority_at(votes, 1) == Fraction(2, 3)
+    assert majority_at(votes, 2) == Fraction(2, 3)  # (4,4) wins; (4,5) is drawn by lot, twice
+    assert majority_at(votes, 3) == 1
+    assert majority_at([("", False), ("", False)], 2) == 0
+    assert majority_at([("4", True), ("4", False)], 2) == Fraction(1, 2)
+
+
+def test_majority_of_many_completions_takes_no_time():
+    votes = [(str(i % 40), i % 40 == 0) for i in range(80)]
+    assert 0 < majority_at(votes, 40) < 1
+
+
+def test_the_interval_is_over_prompts():
+    """Means 0, 1/2 and 1: deviation 1/2, standard error 1/2 / sqrt(3)."""
+    found = mean_of_prompts([[0, 0], [0, 1], [1, 1]])
+    assert found.mean == 0.5
+    assert found.high - found.mean == pytest.approx(1.959964 * 0.5 / math.sqrt(3), abs=1e-6)
+    assert found.mean - found.low == pytest.approx(found.high - found.mean)
+    more = mean_of_prompts([[0, 0] * 50, [0, 1] * 50, [1, 1] * 50])
+    assert more == found, "copies of completions add no certainty"
+    assert mean_of_prompts([[0, 1]]).low is None
+
+
+def sample(prompt, index, reward, answer="", num_tokens=3, truncated=False):
+    grade = Grade(reward=reward, answer=answer, error=None if reward is not None else "no")
+    return Sample(
+        prompt=prompt,
+        index=index,
+        text="t",
+        grade=grade,
+        num_tokens=num_tokens,
+        truncated=truncated,
+    )
+
+
+def measured(**changes):
+    config = EvalRunConfig()
+    config.eval.num_generations_per_prompt = 2
+    for name, value in changes.items():
+        setattr(config.eval, name, value)
+    rows = [
+        Row(index=i, messages=({"role": "user", "content": "q"},), fields={"kind": kind})
+        for i, kind in enumerate("aab")
+    ]
+    return Measured(config, rows)
+
+
+def test_a_failed_grade_is_left_out_and_counted():
+    """Prompt 0: 1, 0; prompt 1: 0.5 and a failure; prompt 2: two failures."""
+    found = measured(pass_at=[1, 2], category_field="kind")
+    records = list(
+        found.add(
+            [
+                sample(0, 0, 1.0),
+                sample(0, 1, 0.0, num_tokens=9, truncated=True),
+                sample(1, 0, 0.5),
+                sample(1, 1, None),
+                sample(2, 0, None),
+                sample(2, 1, None),
+            ]
+        )
+    )
+    report = found.report()
+    assert [record["reward"] for record in records] == [1.0, 0.0, 0.5, None, None, None]
+    assert (report["num_prompts"], report["num_completions"], report["num_failed"]) == (3, 6, 3)
+    assert report["reward"]["mean"] == 0.5
+    assert report["reward"]["num_prompts"] == 2
+    assert report["accuracy"]["mean"] == 0.25
+    assert report["pass_at"]["1"] == report["accuracy"]
+    assert report["pass_at"]["2"]["mean"] == 1.0
+    assert report["pass_at"]["2"]["num_prompts"] == 1, "the other has one graded completion"
+    assert list(report["categories"]) == ["a"], "all of b failed"
+    assert report["categories"]["a"]["reward"]["mean"] == 0.5
+    assert report["completion_tokens"] == {"mean": 4.0, "median": 3.0, "min": 3, "max": 9}
+    assert report["truncated_share"] == 1 / 6
+    assert "all pass@2" in table(report)
+    assert "grading failed on 3" in table(report)
+
+
+def test_a_majority_needs_answers():
+    found = measured(majority_at=[2])
+    list(found.add([sample(0, 0, 1.0, answer=None), sample(0, 1, 1.0, answer=None)]))
+    with pytest.raises(UserError, match=r"eval.majority_at=\[2\] needs answers .*'answer'"):
+        found.report()
+    list(found.add([sample(1, 0, 1.0, answer="3"), sample(1, 1, 1.0, answer="3")]))
+    assert found.report()["majority_at"]["2"]["mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["eval.pass_at=[2]"], "eval.pass_at=[2]: 2 must be between 1 and"),
+        (["eval.majority_at=[0]"], "eval.majority_at=[0]: 0 must be between 1 and"),
+        (
+            ["eval.temperature=0", "eval.num_generations_per_prompt=2"],
+            "would sample the same completion again",
+        ),
+        (["eval.temperature=0", "eval.top_k=5"], "eval.temperature=0 is greedy"),
+        (["policy.optimizer.lr=1.0"], "an evaluation trains nothing"),
+        (["mismatch.max_mean_abs=1"], "an evaluation trains nothing"),
+        (["validation.every_steps=1"], "the section eval says how"),
+        (["generation.temperature=0.5"], "the section eval says how"),
+        (["data.train=rows.jsonl"], "an evaluation trains nothing"),
+        (["eval.num_prompts_per_step=0"], "eval.num_prompts_per_step=0 must be at least 1"),
+        (["policy.model=/no/such"], "no such folder"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused(overrides, message):
+    assert message in refusal(*overrides)
+
+
+@pytest.fixture(scope="module")
+def exported(straight, tmp_path_factory):
+    """An evaluation of a finished run's final/."""
+    return evaluate(tmp_path_factory.mktemp("eval"), f"policy.model={straight / 'final'}")
+
+
+def test_an_evaluation_repeats_the_validation_of_training(straight, exported):
+    """Same rows, seeds, temperature, prompts and reward: the same completions."""
+    report, samples = exported
+    summary = json.loads((straight / "summary.json").read_text())
+    assert report["reward"]["mean"] == pytest.approx(summary["val_reward_end"], abs=1e-12)
+    assert report["accuracy"]["mean"] == pytest.approx(summary["val_accuracy_end"], abs=1e-12)
+    assert len(samples) == 8
+    assert all(one["prompt"] and one["completion"] for one in samples)
+
+
+def test_a_checkpoint_is_evaluated_as_it_is(straight, exported, tmp_path):
+    """Two workers, batches of three: neither a layout nor a batch changes a completion."""
+    checkpoint = straight / "checkpoints" / "step_6"
+    report, samples = evaluate(
+        tmp_path,
+        f"policy.model={checkpoint}",
+        "cluster.cpu_workers_per_node=2",
+        "eval.num_prompts_per_step=3",
+        "eval.category_field=task",
+    )
+    for one in samples:
+        assert one.pop("category") == "chain_sum"
+    assert samples == [{k: v for k, v in one.items() if k != "category"} for one in exported[1]]
+    assert report["reward"] == exported[0]["reward"]
+    assert report["categories"]["chain_sum"]["reward"] == report["reward"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_another_checkpoint_gives_other_completions(exported, tmp_path, local_ray):
+    _, samples = evaluate(tmp_path, "eval.num_generations_per_prompt=2")
+    assert [one["index"] for one in samples] == [0, 1] * 8
+    assert [one["completion"] for one in samples[::2]] != [one["completion"] for one in exported[1]]
+
+
+def test_a_checkpoint_out_of_place_or_damaged_says_so(straight, tmp_path, local_ray):
+    alone = shutil.copytree(straight / "checkpoints" / "step_6", tmp_path / "x" / "y" / "step_6")
+    assert "which names its model, cannot be read" in refusal(f"policy.model={alone}")
+    assert "give its final/" in refusal(f"policy.model={straight}")
+    (tmp_path / "x" / "config.yaml").write_text("reward_model: {}\npolicy: {model: embedded}\n")
+    assert "a checkpoint of a reward model" in refusal(f"policy.model={alone}")
+    (tmp_path / "x" / "config.yaml").write_text("policy: {model: embedded}\n")
+    (alone / "policy" / ".metadata").write_bytes(b"")
+    with pytest.raises(UserError, match=r"is damaged: policy/.metadata has changed"):
+        evaluate(tmp_path / "run", f"policy.model={alone}")
+    with pytest.raises(UserError, match="is a checkpoint, not a model; give the folder final/"):
+        compose_config(ROOT / "configs", "grpo", [f"policy.model={alone}"])
+
+
+def test_rows_of_a_file_are_graded_by_their_reward_function(tmp_path, local_ray):
+    rows = [{"prompt": "1+1=", "answer": "2", "kind": k} for k in ("a", "b", "b")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompt, completion, kind, **fields):\n"
+        "    return {'reward': 1.0 if kind == 'a' else 0.5, 'answer': kind}\n"
+    )
+    options = [
+        f"data.validation={tmp_path / 'rows.jsonl'}",
+        f"environment.reward={tmp_path / 'mine.py'}:reward",
+        "eval.num_generations_per_prompt=2",
+        "eval.majority_at=[2]",
+    ]
+    report, samples = evaluate(
+        tmp_path / "run", *options, "eval.category_field=kind", small=SMALL[:2]
+    )
+    assert report["reward"]["mean"] == pytest.approx(2 / 3)
+    assert report["majority_at"]["2"]["mean"] == pytest.approx(1 / 3)
+    assert report["categories"]["b"]["reward"]["mean"] == 0.5
+    assert [one["answer"] for one in samples] == ["a", "a", "b", "b", "b", "b"]
+    with pytest.raises(UserError, match=r"row 0 of data.validation has no such field .*answer"):
+        evaluate(tmp_path / "other", *options, "eval.category_field=sort", small=SMALL[:2])
