@@ -1,7 +1,6 @@
 """Checkpoints are complete or absent, the right ones are kept, and damage is named."""
 
 import json
-from pathlib import Path
 
 import pytest
 
