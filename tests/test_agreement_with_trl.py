@@ -23,8 +23,9 @@ from nemo_like.config.loss_schema import LossConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss, importance_weights
 from nemo_like.losses.protocol import Denominators, apply_loss, needs_entropy
 from nemo_like.policy.attention import PACKED
+from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.inputs import InputLayout, model_inputs
-from nemo_like.policy.model import Call, Calls, HeadSettings, LogprobModel
+from nemo_like.policy.model import HeadSettings, LogprobModel
 
 trl = pytest.importorskip("trl", reason="the peer that is compared with is not installed")
 datasets = pytest.importorskip("datasets", reason="TRL's trainers need it")
@@ -138,7 +139,7 @@ class Sides:
             batch.tokens[keys.ADVANTAGES] = token_advantages
         model = self.model()
         logprobs, entropies = self.forward(model, entropy_trains=needs_entropy(loss))
-        value, _ = apply_loss(loss, logprobs, entropies, batch, self.whole)
+        value, _ = apply_loss(loss, torch.stack([logprobs, entropies]), batch, self.whole)
         return value.item(), gradients_of(value, model)
 
     def theirs(self, *, on_policy=False, importance_sampling_ratio=None, **config):

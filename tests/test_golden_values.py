@@ -168,7 +168,7 @@ def loss(
         at = torch.isin(batch.row_of_token, torch.tensor(part)).nonzero()[:, 0]
         x = torch.tensor(logprobs)[at].requires_grad_()
         entropy = torch.tensor(entropies or [0.0] * n)[at]
-        value, numbers = apply_loss(function, x, entropy, batch.select(part), whole)
+        value, numbers = apply_loss(function, torch.stack([x, entropy]), batch.select(part), whole)
         (gradient[at],) = torch.autograd.grad(value, x)
         total += value.item()
         metrics.append(numbers)

@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemo_like.policy.logprobs import Head, token_logprobs
+from nemo_like.policy.head import Head
+from nemo_like.policy.logprobs import token_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 7, 8, 17
 FLOAT32_BYTES = 4

@@ -354,7 +354,10 @@ def test_the_entropy_bonus_has_the_mean_and_the_weights_of_the_policy_term(norma
     batch = make_batch([2, 1], [0.0, 0.0], policy=gap, generation=[0.0] * 3)
     entropies = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     loss, metrics = apply_loss(
-        ClippedPGLoss(config), torch.tensor(gap), entropies, batch, denominators_of(batch)
+        ClippedPGLoss(config),
+        torch.stack([torch.tensor(gap), entropies]),
+        batch,
+        denominators_of(batch),
     )
     (gradient,) = torch.autograd.grad(loss, entropies)
     shares = {"token": [1 / 3] * 3, "sequence": [0.25, 0.25, 0.5], "constant": [1 / 8] * 3}
@@ -375,9 +378,9 @@ def test_only_a_loss_that_needs_entropies_is_given_them():
         seen.append(keys.ENTROPIES in batch.tokens)
         return logprobs.sum(), {}
 
-    apply_loss(loss, torch.zeros(1), torch.zeros(1), batch, denominators_of(batch))
+    apply_loss(loss, torch.zeros(2, 1), batch, denominators_of(batch))
     loss.needs_entropy = True
-    apply_loss(loss, torch.zeros(1), torch.zeros(1), batch, denominators_of(batch))
+    apply_loss(loss, torch.zeros(2, 1), batch, denominators_of(batch))
     assert seen == [False, True]
     assert keys.ENTROPIES not in batch.tokens  # which would keep the graph of every micro-batch
 

@@ -72,6 +72,7 @@ class Setup:
     rollouts: SyncRolloutSource
     loader: PromptLoader[Row]
     meter: DriverMeter
+    cluster: VirtualCluster
 
     def driver_metrics(self) -> Metrics:
         """What passed through the driver since the last call."""
@@ -186,7 +187,9 @@ def start(
         stop_token_ids=prepared.eos_token_ids,
         span=run.span,
     )
-    return Setup(policy=policy, rollouts=rollouts, loader=prepared.loader, meter=meter)
+    return Setup(
+        policy=policy, rollouts=rollouts, loader=prepared.loader, meter=meter, cluster=cluster
+    )
 
 
 def _check_folders(policy: Policy, generation: Generation[Any], paths: list[str]) -> None:

@@ -51,6 +51,7 @@ class TextSetup:
     held_out: RemoteBatch | None
     rows: TextRows
     meter: DriverMeter
+    cluster: VirtualCluster
 
     def next_batch(self) -> RemoteBatch:
         """The rows of the next step."""
@@ -147,6 +148,7 @@ def start(
     *,
     model_path: str,
     output: Output = Output.logprobs,
+    temperature: float = 1.0,
     with_reference: bool = False,
 ) -> TextSetup:
     """Reserve the cluster, bring up the model, put the rows into the store; ``stack`` ends them."""
@@ -163,6 +165,7 @@ def start(
         max_steps=rows.max_steps,
         log_dir=str(run.dir / "logs"),
         output=output,
+        temperature=temperature,
         with_reference=with_reference,
         meter=meter,
     )
@@ -176,6 +179,7 @@ def start(
         held_out=None if held_out is None else RemoteBatch.put(held_out, _ROWS_PER_CHUNK),
         rows=rows,
         meter=meter,
+        cluster=cluster,
     )
 
 

@@ -23,7 +23,7 @@ RETURNS = "returns"
 algorithm."""
 TEACHER_IDS = "teacher_ids"
 """int64 [N, K], the teacher's K most likely tokens in place of this one; all of the vocabulary if K
-is its size. Written by the teacher."""
+is its size; 0 where the token does not train. Written by the teacher."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 """float32 [N, K], the teacher's logprobs of these, at the temperature of the student's. Written by
 the teacher."""

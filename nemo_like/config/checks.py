@@ -6,6 +6,10 @@ names key, value, rule and remedy. Those of ``policy`` are in ``policy_checks.py
 """
 
 from nemo_like.config.choices import WandbMode
+from nemo_like.config.distillation_checks import (
+    check_distillation,
+    check_sampled_distillation,
+)
 from nemo_like.config.eval_checks import check_eval
 from nemo_like.config.file_checks import check_files
 from nemo_like.config.lora_checks import check_lora
@@ -14,9 +18,11 @@ from nemo_like.config.preference_checks import check_dpo_loss, check_reward_mode
 from nemo_like.config.rollout_checks import check_averaging, check_grpo, check_rollouts
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.run_schema import (
+    DistillationRunConfig,
     DPORunConfig,
     EvalRunConfig,
     GRPORunConfig,
+    OffPolicyDistillationRunConfig,
     RewardModelRunConfig,
     RolloutRunConfig,
     SFTRunConfig,
@@ -67,6 +73,13 @@ def check(config: TrainingRunConfig) -> None:
             _check_passes(config, "reward_model", "num_pairs_per_step")
             check_reward_model_loss(config.loss)
             _check_value_layout(config)
+        case DistillationRunConfig():
+            check_distillation(config)
+            check_sampled_distillation(config)
+        case OffPolicyDistillationRunConfig():
+            _check_passes(config, "distillation", "num_rows_per_step")
+            check_ranges(config, Ranges(above_zero=("distillation.temperature",)))
+            check_distillation(config)
         case _:
             raise AssertionError(type(config))
     _check_metric(config)

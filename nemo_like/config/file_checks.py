@@ -28,7 +28,7 @@ def check_files(config: TrainingRunConfig) -> None:
                 "run, or continue that run with run.resume=true."
             )
         model = model_of_checkpoint(model)
-    _check_model(model)
+    check_model("policy.model", model)
     if isinstance(config, RolloutRunConfig):
         _check_data(config)
         _check_reward(config.environment.reward)
@@ -60,32 +60,32 @@ def model_of_checkpoint(folder: str) -> str:
     return str(model)
 
 
-def _check_model(model: str) -> None:
+def check_model(key: str, model: str) -> None:
     """A folder must look like a model with a chat template; names are looked up later."""
     path = Path(model).expanduser()
     if model in BUILT_IN_MODELS or (not path.exists() and _could_be_hub_name(model)):
         return
     if not path.is_dir():
         raise UserError(
-            f"policy.model={model}: no such folder; give {' or '.join(BUILT_IN_MODELS)}, a folder "
+            f"{key}={model}: no such folder; give {' or '.join(BUILT_IN_MODELS)}, a folder "
             "in Hugging Face format, or a hub name (organisation/model)."
         )
     if (path / "checkpoints").is_dir():
         raise UserError(
-            f"policy.model={model} is the folder of a run; give its final/, or to evaluate one of "
+            f"{key}={model} is the folder of a run; give its final/, or to evaluate one of "
             "its checkpoints/step_<n>."
         )
     if not (path / "config.json").is_file():
-        raise UserError(f"policy.model={model}: the folder has no config.json; it is not a model.")
+        raise UserError(f"{key}={model}: the folder has no config.json; it is not a model.")
     settings = path / "tokenizer_config.json"
     if not settings.is_file():
-        raise UserError(f"policy.model={model}: the folder has no tokenizer_config.json.")
+        raise UserError(f"{key}={model}: the folder has no tokenizer_config.json.")
     templates = [path / "chat_template.jinja", path / "chat_template.json"]
     if not any(one.is_file() for one in templates) and not json.loads(settings.read_text()).get(
         "chat_template"
     ):
         raise UserError(
-            f"policy.model={model}: its tokenizer has no chat template; add chat_template.jinja to "
+            f"{key}={model}: its tokenizer has no chat template; add chat_template.jinja to "
             "the folder, or use an instruct model."
         )
 

@@ -6,7 +6,11 @@ from typing import ClassVar
 from nemo_like.config.data_schema import PreferenceDataConfig, SFTDataConfig
 from nemo_like.config.loss_schema import AdvantageConfig, LossConfig
 from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.preference_schema import DPOLossConfig, RewardModelLossConfig
+from nemo_like.config.preference_schema import (
+    DistillationLossConfig,
+    DPOLossConfig,
+    RewardModelLossConfig,
+)
 from nemo_like.config.rollout_schema import (
     DataConfig,
     EnvironmentConfig,
@@ -291,11 +295,74 @@ class EvalRunConfig(RolloutRunConfig):
         )
 
 
+@dataclass(kw_only=True)
+class TeacherConfig:
+    """The frozen model whose next-token distributions the student imitates.
+
+    It is laid out as the policy is, with its dtype, on the same bundles.
+    """
+
+    model: str | None = None
+    """Like ``policy.model``, and required; its vocabulary must be the student's."""
+    top_k: int | None = 64
+    """Most likely tokens of each distribution that are compared (``loss.tail`` says what happens to
+    the others). None: the whole vocabulary. A trained token takes 12 bytes for each of them."""
+
+
+@dataclass(kw_only=True)
+class DistillationConfig(RolloutLoopConfig):
+    """The loop of on-policy distillation: the student samples what the teacher is asked about."""
+
+    num_generations_per_prompt: int = 4
+    """Completions of each prompt."""
+
+
+@dataclass(kw_only=True)
+class DistillationRunConfig(RolloutRunConfig):
+    """Everything that ``examples/run_distillation.py`` can be told."""
+
+    section = "distillation"
+
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+
+
+@dataclass(kw_only=True)
+class OffPolicyDistillationConfig(PassesConfig):
+    """The loop of off-policy distillation: the teacher is asked about given conversations."""
+
+    num_rows_per_step: int = 32
+    """Conversations of one optimizer step."""
+    temperature: float = 1.0
+    """Of both models' distributions, > 0."""
+
+
+@dataclass(kw_only=True)
+class OffPolicyDistillationRunConfig(TrainingRunConfig):
+    """Everything that ``examples/run_off_policy_distillation.py`` can be told."""
+
+    section = "distillation"
+
+    distillation: OffPolicyDistillationConfig = field(default_factory=OffPolicyDistillationConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    validation: HeldOutConfig = field(default_factory=HeldOutConfig)
+
+    @property
+    def max_steps(self) -> int | None:
+        """See ``distillation.max_steps``."""
+        return self.distillation.max_steps
+
+
 SCHEMAS: dict[str, type[TrainingRunConfig]] = {
     "grpo_schema": GRPORunConfig,
     "sft_schema": SFTRunConfig,
     "dpo_schema": DPORunConfig,
     "rm_schema": RewardModelRunConfig,
     "eval_schema": EvalRunConfig,
+    "distillation_schema": DistillationRunConfig,
+    "off_policy_distillation_schema": OffPolicyDistillationRunConfig,
 }
 """By the name that a YAML file's ``defaults`` begin with."""

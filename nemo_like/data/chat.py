@@ -58,6 +58,10 @@ class ChatTokenizer:
         self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
         self._warned_of_end: set[int] = set()
 
+    def token_ids(self) -> dict[str, int]:
+        """The id of every token."""
+        return dict(self._tokenizer.get_vocab())
+
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation up to where the assistant answers.
 

@@ -6,6 +6,7 @@ of the teacher.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class DistillationLoss:
     """
 
     config: DistillationLossConfig
+    ids_column: ClassVar[str] = keys.TEACHER_IDS
 
     def __call__(
         self, logprobs_at: Tensor, batch: TensorBatch, denominators: Denominators

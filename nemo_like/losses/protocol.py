@@ -27,7 +27,8 @@ class Loss(Protocol):
     """Called once per micro-batch; the sum over micro-batches and ranks is the loss of the step.
 
     A loss with an attribute ``needs_entropy`` that is True finds the token column
-    ``keys.ENTROPIES`` in its batch; see ``apply_loss``.
+    ``keys.ENTROPIES`` in its batch. One with an attribute ``ids_column``, the name of a token
+    column of vocabulary ids [N, K], is given logprobs [N, K] of these in place of each token's own.
     """
 
     def __call__(
@@ -43,10 +44,20 @@ def needs_entropy(loss: Loss) -> bool:
     return getattr(loss, "needs_entropy", False)
 
 
+def ids_column(loss: Loss) -> str | None:
+    """The token column of ids whose logprobs ``loss`` is to be given; None: those of each token."""
+    return getattr(loss, "ids_column", None)
+
+
 def apply_loss(
-    loss: Loss, logprobs: Tensor, entropies: Tensor, batch: TensorBatch, denominators: Denominators
+    loss: Loss, output: Tensor, batch: TensorBatch, denominators: Denominators
 ) -> tuple[Tensor, Metrics]:
-    """``loss`` of one micro-batch, with ``entropies`` [N] as a column if it needs them."""
+    """``loss`` of one micro-batch, given what it needs of a model's output.
+
+    ``output`` [2 or 2 + K, N]: logprobs, entropies, and the logprobs of K ids.
+    """
+    if ids_column(loss):
+        return loss(output[2:].t(), batch, denominators)
     if needs_entropy(loss):
-        batch = replace(batch, tokens=batch.tokens | {keys.ENTROPIES: entropies})
-    return loss(logprobs, batch, denominators)
+        batch = replace(batch, tokens=batch.tokens | {keys.ENTROPIES: output[1]})
+    return loss(output[0], batch, denominators)

@@ -7,7 +7,7 @@ a pipeline hold parts of one model; whole parameters that they share are kept eq
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -18,8 +18,9 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Dtype, Offload, Output
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.losses.mismatch import MismatchSums
-from nemo_like.losses.protocol import Denominators, Loss, apply_loss, needs_entropy
+from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
+from nemo_like.policy.calls import Call, Calls, MicroBatches, calls_for_loss
 from nemo_like.policy.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.diagnostics import Diagnostics
 from nemo_like.policy.gradients import (
@@ -32,14 +33,11 @@ from nemo_like.policy.inputs import InputLayout, InputShape, empty_batch, model_
 from nemo_like.policy.loading import load_stages
 from nemo_like.policy.loss_scale import LossScale, any_bad_loss
 from nemo_like.policy.mesh import PolicyMesh
-from nemo_like.policy.model import Call, Calls, LogprobModel
+from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.names import hf_name
 from nemo_like.policy.optim import make_optimizers, make_schedulers, move_state
 from nemo_like.policy.pipeline import Pipeline
 from nemo_like.policy.shared_parameters import SharedParameters
-
-MicroBatches = Sequence[TensorBatch | None]
-"""None stands for a micro-batch that only other data-parallel ranks have."""
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
 
@@ -53,6 +51,8 @@ class EngineSetup:
     max_steps: int
     with_reference: bool = False
     output: Output = Output.logprobs
+    trains: bool = True
+    """False: no gradient and no optimizer, for models that are only asked."""
     log_dir: str = "."
     """Folder of hang reports."""
 
@@ -89,11 +89,12 @@ class TrainEngine:
         self.reference: list[LogprobModel] = []
         if setup.with_reference and not config.lora.rank:  # else it is the model without adapters
             self.reference, _ = load_stages(*where)
-            for stage in self.reference:
-                stage.requires_grad_(False)
-        self._ddp = wrap_ddp(self.stages[0], self.mesh) if self.mesh.ddp else None
+        for stage in self.reference if setup.trains else self.stages:
+            stage.requires_grad_(False)
+        self._ddp = wrap_ddp(self.stages[0], self.mesh) if self.mesh.ddp and setup.trains else None
         self.optimizers = [
-            make_optimizers(stage.named_parameters(), config.optimizer) for stage in self.stages
+            make_optimizers(stage.named_parameters(), config.optimizer)
+            for stage in (self.stages if setup.trains else ())
         ]
         self.schedulers = make_schedulers(
             chain(*self.optimizers), config.scheduler, setup.max_steps
@@ -181,11 +182,8 @@ class TrainEngine:
         sums: MismatchSums | None,
     ) -> list[Metrics]:
         """Accumulate the gradient, and ``sums``; the metrics of each real micro-batch."""
-        batches = [each or empty_batch(self.device) for each in micro_batches]
-        shape = self.common_shape(batches)
-        calls = [self.call(batch, temperature, shape, sums is not None) for batch in batches]
-        if needs_entropy(loss):
-            calls = [replace(call, entropy_trains=True) for call in calls]
+        calls, shape = self.calls(micro_batches, temperature, with_entropy=sums is not None)
+        calls = calls_for_loss(loss, calls, micro_batches)
         parts: list[Metrics] = []
 
         def value_of(output: Tensor, i: int) -> Tensor:
@@ -195,7 +193,7 @@ class TrainEngine:
             rows = output[:, : micro_batch.num_tokens]
             if sums is not None and self.mesh.answers:
                 sums.add(rows[0].detach(), rows[1], micro_batch)
-            value, metrics = apply_loss(loss, rows[0], rows[1], micro_batch, denominators)
+            value, metrics = apply_loss(loss, rows, micro_batch, denominators)
             parts.append(metrics)
             return value * self._loss_factor()
 
@@ -252,22 +250,24 @@ class TrainEngine:
         assert group is not None
         return Pipeline(stages, self.mesh.parallel, group, self.device, self.dtype)
 
-    def call(
-        self,
-        batch: TensorBatch,
-        temperature: float,
-        shape: InputShape | None,
-        with_entropy: bool = False,
-    ) -> Call:
-        """One forward pass over a micro-batch."""
+    def calls(
+        self, micro_batches: MicroBatches, temperature: float, *, with_entropy: bool = False
+    ) -> tuple[list[Call], InputShape | None]:
+        """One forward pass for each micro-batch, and the shape that all have in a pipeline."""
+        batches = [each or empty_batch(self.device) for each in micro_batches]
+        shape = self._common_shape(batches)
         every_token = self.setup.output is Output.values
-        return Call(
-            inputs=model_inputs(batch, self._layout, shape, every_token=every_token),
-            temperature=temperature,
-            with_entropy=with_entropy,
-        )
+        calls = [
+            Call(
+                inputs=model_inputs(batch, self._layout, shape, every_token=every_token),
+                temperature=temperature,
+                with_entropy=with_entropy,
+            )
+            for batch in batches
+        ]
+        return calls, shape
 
-    def common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
+    def _common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
         """Stages of a pipeline exchange tensors of one shape; elsewhere each batch has its own."""
         if self.mesh.sizes.pp == 1:
             return None

@@ -10,7 +10,7 @@ Over ranks that hold slices of the vocabulary (Megatron-LM, arXiv:1909.08053, se
 and sums of [M] travel, and the gradient of ``hidden``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,27 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-_HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """An output head: logits = cap(scale * (hidden @ weight.T + bias))."""
-
-    weight: Tensor
-    """[V, H], plain local tensor."""
-    bias: Tensor | None = None
-    """[V]."""
-    scale: float = 1.0
-    """What the architecture multiplies logits by (Cohere; 1 / divisor for Granite)."""
-    softcap: float | None = None
-    """tanh(logits / softcap) * softcap (Gemma 2)."""
-    float32: bool = False
-    """Multiply in float32, in the backward pass too."""
-    first_token_id: int = 0
-    """Vocabulary id of the first row of ``weight``."""
-    group: dist.ProcessGroup | None = None
-    """Ranks that hold the other slices, of any sizes above 0. None: ``weight`` is the whole."""
+from nemo_like.policy.head import Head, HeadCall, Transform, add_product_, multiply
 
 
 def token_logprobs(
@@ -69,15 +49,10 @@ def token_logprobs(
     With ``head.group`` all its ranks call this with the same ``hidden`` and ``token_ids`` and go on
     in the same way: each gets the whole gradient of ``hidden`` and that of its own slice.
     """
-    call = _Call(
-        transform=_Transform(
-            rate=head.scale / temperature,
-            limit=None if head.softcap is None else head.softcap / temperature,
-        ),
-        float32=head.float32,
-        first_token_id=head.first_token_id,
-        group=head.group,
-        chunk_tokens=chunk_tokens,
+    call = _Call.of(
+        head,
+        temperature,
+        chunk_tokens,
         with_entropy=with_entropy or entropy_trains,
         entropy_trains=entropy_trains,
         compile=compile,
@@ -87,70 +62,11 @@ def token_logprobs(
     )
 
 
-@dataclass(frozen=True)
-class _Transform:
-    """From the product x of hidden states and weight (and bias) to logits / temperature:
-
-    z = rate * x, or limit * tanh(rate * x / limit).
-    """
-
-    rate: float
-    limit: float | None
-
-    def apply_(self, products: Tensor, bias: Tensor | None) -> Tensor:
-        """In place, but for compiled code, which would write each step's result to its input.
-
-        There the copy costs nothing: it is fused with what follows.
-        """
-        if torch.compiler.is_compiling():
-            products = products.clone()
-        if bias is not None:
-            products.add_(bias)
-        if self.limit is not None:
-            return products.mul_(self.rate / self.limit).tanh_().mul_(self.limit)
-        return products if self.rate == 1 else products.mul_(self.rate)
-
-    def bend_(self, logits: Tensor) -> Tensor:
-        """In place: the slope where the transform gave ``logits``, as a share of ``rate``."""
-        if self.limit is None:
-            return logits.fill_(1)
-        return logits.square_().mul_(-1 / self.limit**2).add_(1)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Call:
-    """Arguments that are not tensors; tensors reach the backward pass through autograd only."""
-
-    transform: _Transform
-    float32: bool
-    first_token_id: int
-    group: dist.ProcessGroup | None
-    chunk_tokens: int
+class _Call(HeadCall):
     with_entropy: bool
     entropy_trains: bool
     compile: bool
-
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
-        for start in range(0, num_tokens, self.chunk_tokens):
-            yield slice(start, start + self.chunk_tokens)
-
-    def factor_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
-        """What the head's factors are cast to.
-
-        Only a GPU has 16-bit products with a float32 result; elsewhere the logits would be rounded.
-        """
-        half = hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in _HALF
-        return hidden.dtype if half and not self.float32 else torch.float32
-
-    def own_rows(self, token_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
-        """The row of ``weight`` of each token, and which tokens have one here (None: all).
-
-        Without a group nothing is clamped, so that an id out of range is an error of the gather.
-        """
-        rows = token_ids - self.first_token_id
-        if self.group is None:
-            return rows, None
-        return rows.clamp(0, num_rows - 1), (rows >= 0) & (rows < num_rows)
 
     def fused(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return _compiled(function) if self.compile else function
@@ -172,7 +88,7 @@ class _TokenLogprobs(Function):
         summarize = call.fused(_summarize)
         sums = hidden.new_empty(3 + call.with_entropy, len(hidden), dtype=torch.float32)
         for rows in call.chunks(len(hidden)):
-            products = _multiply(hidden[rows].to(dtype), columns)
+            products = multiply(hidden[rows].to(dtype), columns)
             sums[:, rows] = summarize(products, bias, ids[rows], call.transform, call.with_entropy)
         if here is not None:
             _merge_(sums, here, call.group)
@@ -215,7 +131,7 @@ class _TokenLogprobs(Function):
         for rows in call.chunks(len(hidden)):
             chunk = hidden[rows].to(dtype)
             d_products = differentiate(
-                _multiply(chunk, factor.t()),
+                multiply(chunk, factor.t()),
                 bias,
                 normalizer[rows],
                 pull[rows],
@@ -225,9 +141,9 @@ class _TokenLogprobs(Function):
             )
             _set_(d_products, ids[rows], at_target[rows], None if here is None else here[rows])
             if d_hidden is not None:
-                d_hidden[rows] = _multiply(d_products, factor)
+                d_hidden[rows] = multiply(d_products, factor)
             if d_weight is not None:
-                _add_product_(d_weight, d_products.t(), chunk)
+                add_product_(d_weight, d_products.t(), chunk)
             if d_bias is not None:
                 d_bias += d_products.sum(0, dtype=torch.float32)
             del d_products  # before the next chunk's product exists
@@ -238,7 +154,7 @@ class _TokenLogprobs(Function):
 
 
 def _summarize(
-    products: Tensor, bias: Tensor | None, ids: Tensor, transform: _Transform, with_entropy: bool
+    products: Tensor, bias: Tensor | None, ids: Tensor, transform: Transform, with_entropy: bool
 ) -> Tensor:
     """[C, V] -> [3 or 4, C]: max z, sum e, z_t, sum e * (z - max z), with e = exp(z - max z)."""
     logits = transform.apply_(products, bias)
@@ -271,7 +187,7 @@ def _differentiate(
     normalizer: Tensor,
     pull: Tensor,
     spread: Tensor | None,
-    transform: _Transform,
+    transform: Transform,
     dtype: torch.dtype,
 ) -> Tensor:
     """-p * (pull + spread * log p) * bend [C, V]: the gradient by ``products``.
@@ -296,19 +212,6 @@ def _differentiate(
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``function`` fused, once for chunks of all lengths; importing the compiler takes seconds."""
     return torch.compile(function, dynamic=True)
-
-
-def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32."""
-    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b without a second tensor of that size."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    else:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def _set_(matrix: Tensor, columns: Tensor, values: Tensor, where: Tensor | None) -> None:

@@ -3,7 +3,6 @@
 Legend: ``N`` tokens of the micro-batch, ``M`` wanted ones, ``H`` hidden width.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nemo_like.policy.calls import Call, Calls
+from nemo_like.policy.distributions import logprobs_at, top_logprobs
 from nemo_like.policy.exchange import join_parts
-from nemo_like.policy.inputs import ModelInputs
-from nemo_like.policy.logprobs import Head, token_logprobs
+from nemo_like.policy.head import Head
+from nemo_like.policy.logprobs import token_logprobs
 from nemo_like.policy.shards import local_part
 
 # The head is applied here in chunks, so what a model does to its logits after it is applied too.
@@ -32,35 +33,6 @@ class HeadSettings:
     """Multiply in float32."""
     compile: bool = False
     """Fuse what follows the matrix product."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One forward pass; opaque to the wrappers (FSDP, pipeline stages) that it travels through."""
-
-    inputs: ModelInputs
-    temperature: float
-    with_entropy: bool = False
-    entropy_trains: bool = False
-    """Whether the entropy has a gradient, for a loss that needs it."""
-
-
-class Calls:
-    """What each stage's forward passes work on, in order: schedules keep that order per stage.
-
-    It travels as an opaque keyword argument. (The schedules themselves can only split tensors into
-    equal parts, and our micro-batches are not.)
-    """
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls
-        self._next: dict[int, int] = {}
-
-    def next_for(self, module: nn.Module) -> Call:
-        """The call of this module's next forward pass."""
-        i = self._next.get(id(module), 0)
-        self._next[id(module)] = i + 1
-        return self._calls[i]
 
 
 class LogprobModel(nn.Module):
@@ -89,10 +61,11 @@ class LogprobModel(nn.Module):
         """Ranks that hold the other rows of the output head."""
 
     def forward(self, hidden: Tensor | None, calls: Calls) -> Tensor:
-        """Hidden states [.., H] of the last layer here; from the last stage, float32 [2, N]:
+        """Hidden states [.., H] of the last layer here; from the last stage, float32 [R, N]:
 
-        logprobs and entropies (zeros unless asked for), 0 where none is wanted. ``hidden`` comes
-        from the stage before; the first ignores it.
+        logprobs and entropies (zeros unless asked for), then the logprobs of ``call.ids`` if there
+        are any; or, with ``call.top_k``, K logprobs and K ids (exact in float32 below 2^24). 0
+        where none is wanted. ``hidden`` comes from the stage before; the first ignores it.
         """
         call = calls.next_for(self)
         inputs = call.inputs
@@ -105,13 +78,14 @@ class LogprobModel(nn.Module):
         if not self.is_last:
             return hidden
         wanted = self._wanted(hidden, call)
-        out = wanted.new_zeros(2, inputs.num_outputs).index_copy(1, inputs.targets, wanted)
+        out = wanted.new_zeros(len(wanted), inputs.num_outputs)
+        out = out.index_copy(1, inputs.targets, wanted)
         if inputs.context_group is not None:
             out = join_parts(out, inputs.context_group)
         return out
 
     def _wanted(self, hidden: Tensor, call: Call) -> Tensor:
-        """Float32 [2, M] from hidden states [.., H]: what is put at the targets."""
+        """Float32 [R, M] from hidden states [.., H]: what is put at the targets."""
         inputs = call.inputs
         device = hidden.device.type
         if self.settings.float32:
@@ -119,10 +93,13 @@ class LogprobModel(nn.Module):
         elif torch.is_autocast_enabled(device):
             hidden = hidden.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):  # it does not look into our own gradient
+            at, head = hidden.flatten(0, 1)[inputs.predictors], self._head(hidden.dtype)
+            if call.top_k or call.ids is not None:
+                return self._several(at, head, call)
             logprobs, entropy = token_logprobs(
-                hidden.flatten(0, 1)[inputs.predictors],
+                at,
                 inputs.target_ids,
-                self._head(hidden.dtype),
+                head,
                 temperature=call.temperature,
                 chunk_tokens=self.settings.chunk_tokens,
                 with_entropy=call.with_entropy,
@@ -130,6 +107,18 @@ class LogprobModel(nn.Module):
                 compile=self.settings.compile,
             )
         return torch.stack([logprobs, logprobs.detach() * 0 if entropy is None else entropy])
+
+    def _several(self, at: Tensor, head: Head, call: Call) -> Tensor:
+        """Float32 [2 K or 2 + K, M]: of the most likely tokens, or of each token and given ids."""
+        chunks = {"temperature": call.temperature, "chunk_tokens": self.settings.chunk_tokens}
+        if call.top_k:
+            logprobs, ids = top_logprobs(at, head, call.top_k, **chunks)
+            return torch.cat([logprobs.t(), ids.t().to(logprobs.dtype)])
+        assert call.ids is not None
+        ids = torch.cat([call.inputs.target_ids[:, None], call.ids], dim=1)
+        logprobs, entropy = logprobs_at(at, ids, head, with_entropy=call.with_entropy, **chunks)
+        own, others = logprobs[:, :1].t(), logprobs[:, 1:].t()
+        return torch.cat([own, own.detach() * 0 if entropy is None else entropy[None], others])
 
     def _head(self, dtype: torch.dtype) -> Head:
         module = self.causal_lm.get_output_embeddings()

@@ -13,7 +13,8 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 from nemo_like.config.choices import PipelineSchedule
 from nemo_like.config.layout import num_stages
 from nemo_like.config.policy_schema import ParallelConfig
-from nemo_like.policy.model import Call, Calls, LogprobModel
+from nemo_like.policy.calls import Call, Calls
+from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.stages import stages_of_rank
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {

@@ -1,9 +1,10 @@
 """The driver's handle of a trainable model: sends references out, gets numbers back."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from ray import ObjectRef
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
@@ -39,10 +40,14 @@ class Policy:
         temperature: float = 1.0,
         with_reference: bool = False,
         output: Output = Output.logprobs,
+        trains: bool = True,
         role: str = "policy",
         meter: DriverMeter | None = None,
     ) -> None:
-        """``temperature``: of logprobs. ``role`` names the ranks in errors and logs."""
+        """``temperature``: of logprobs. ``trains`` False: a frozen model, without an optimizer.
+
+        ``role`` names the ranks in errors and logs.
+        """
         self.config = config
         self.temperature = temperature
         self.weight_version = 0
@@ -56,6 +61,7 @@ class Policy:
             max_steps=max_steps,
             with_reference=with_reference,
             output=output,
+            trains=trains,
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
             timeout_s=cluster_config.call_timeout_s,
         )
@@ -89,9 +95,7 @@ class Policy:
             PolicyWorker.logprobs, self._shards(batch, plan), with_policy, kl, last="pp"
         )
         rows_of = [plan.rows(rank) for rank in range(len(results))]
-        refs = [ref for ref, _, _ in results if ref is not None]
-        assert len(refs) == len(results), "ranks that answer must be the group's leaders"
-        batch.add_columns(refs, rows_of)
+        _add(batch, plan, [ref for ref, _, _ in results])
         if kl is not None:
             found = torch.zeros(len(batch), dtype=torch.float64)
             for rows, (_, _, of_rows) in zip(rows_of, results, strict=True):
@@ -106,12 +110,18 @@ class Policy:
         Logprobs of tokens that train, 0 elsewhere; or values of all tokens.
         """
         plan = self._plan(batch)
-        results = self.group.scatter(
-            PolicyWorker.score, self._shards(batch, plan), column, last="pp"
-        )
-        refs = [ref for ref in results if ref is not None]
-        assert len(refs) == len(results), "ranks that answer must be the group's leaders"
-        batch.add_columns(refs, [plan.rows(rank) for rank in range(len(results))])
+        shards = self._shards(batch, plan)
+        _add(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
+
+    def top_logprobs(self, batch: RemoteBatch, k: int) -> None:
+        """Add token columns ``teacher_ids`` and ``teacher_logprobs`` of the ``k`` likeliest tokens.
+
+        They are in falling order; if the vocabulary has no more than ``k``, all are, in order of
+        id. Zeros where no token trains.
+        """
+        plan = self._plan(batch)
+        shards = self._shards(batch, plan)
+        _add(batch, plan, self.group.scatter(PolicyWorker.top_logprobs, shards, k, last="pp"))
 
     def train(
         self,
@@ -217,3 +227,10 @@ class Policy:
             )
             for rank, bins in enumerate(plan.bins)
         ]
+
+
+def _add(batch: RemoteBatch, plan: MicroBatchPlan, found: Sequence[ObjectRef | None]) -> None:
+    """Add the columns that each data-parallel rank has put into the store for its rows."""
+    refs = [ref for ref in found if ref is not None]
+    assert len(refs) == len(found), "ranks that answer must be the group's leaders"
+    batch.add_columns(refs, [plan.rows(rank) for rank in range(len(refs))])

@@ -13,8 +13,9 @@ from nemo_like.config.choices import Attention, Batching
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
+from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.inputs import InputLayout, model_inputs
-from nemo_like.policy.model import Call, Calls, HeadSettings, LogprobModel
+from nemo_like.policy.model import HeadSettings, LogprobModel
 
 logger = logging.getLogger(__name__)
 

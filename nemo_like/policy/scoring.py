@@ -1,4 +1,10 @@
-"""What a trained model says of rows, without a step: logprobs, values, a loss's metrics."""
+"""What a model says of rows, without a step: logprobs, values, a loss's metrics, its best tokens.
+
+Legend: ``N`` tokens of a micro-batch, ``K`` most likely tokens in place of each.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -6,8 +12,8 @@ from torch import Tensor
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.observe.metrics import Metrics, merge
-from nemo_like.policy.engine import MicroBatches, TrainEngine
-from nemo_like.policy.inputs import empty_batch
+from nemo_like.policy.calls import Call, MicroBatches, calls_for_loss
+from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.lora import adapters_off
 from nemo_like.policy.model import LogprobModel
 
@@ -27,7 +33,7 @@ def logprobs(
     columns: dict[str, list[Tensor]] = {}
     with engine.diagnostics.phase("logprobs"):
         if with_policy:
-            outputs = _outputs(engine, micro_batches, temperature, with_entropy=True)
+            outputs = _outputs(engine, micro_batches, temperature, _with_entropy)
             columns["policy"] = [output[0] for output, _ in outputs]
             columns["entropy"] = [output[1] for output, _ in outputs]
         if engine.setup.with_reference:
@@ -46,14 +52,13 @@ def evaluate(
     temperature: float,
 ) -> Metrics:
     """The metrics of ``loss`` on this rank's micro-batches; none on ranks that do not answer."""
+
+    def ask(calls: Sequence[Call]) -> list[Call]:
+        return calls_for_loss(loss, calls, micro_batches)
+
     with engine.diagnostics.phase("evaluate"):
-        outputs = _outputs(engine, micro_batches, temperature)
-    return merge(
-        [
-            apply_loss(loss, output[0], output[1], batch, denominators)[1]
-            for output, batch in outputs
-        ]
-    )
+        outputs = _outputs(engine, micro_batches, temperature, ask)
+    return merge([apply_loss(loss, output, batch, denominators)[1] for output, batch in outputs])
 
 
 def scores(engine: TrainEngine, micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
@@ -62,20 +67,40 @@ def scores(engine: TrainEngine, micro_batches: MicroBatches, temperature: float)
         return [output[0] for output, _ in _outputs(engine, micro_batches, temperature)]
 
 
+def best_tokens(
+    engine: TrainEngine, micro_batches: MicroBatches, temperature: float, k: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Ids int64 [N, K] and logprobs [N, K] of each micro-batch; none on ranks that do not answer.
+
+    Of the ``k`` most likely tokens, in falling order; all tokens in order of id if there are fewer.
+    Zeros where no token trains.
+    """
+
+    def ask(calls: Sequence[Call]) -> list[Call]:
+        return [replace(call, top_k=k) for call in calls]
+
+    with engine.diagnostics.phase("best_tokens"):
+        outputs = _outputs(engine, micro_batches, temperature, ask)
+    halves = [output.t().chunk(2, dim=1) for output, _ in outputs]
+    return [(ids.to(torch.int64), logprobs) for logprobs, ids in halves]
+
+
+def _with_entropy(calls: Sequence[Call]) -> list[Call]:
+    return [replace(call, with_entropy=True) for call in calls]
+
+
 def _outputs(
     engine: TrainEngine,
     micro_batches: MicroBatches,
     temperature: float,
+    ask: Callable[[Sequence[Call]], list[Call]] = list,
     *,
     stages: list[LogprobModel] | None = None,
-    with_entropy: bool = False,
 ) -> list[tuple[Tensor, TensorBatch]]:
-    """What the model gives, [2, N], for each real micro-batch."""
-    batches = [each or empty_batch(engine.device) for each in micro_batches]
-    shape = engine.common_shape(batches)
-    calls = [engine.call(batch, temperature, shape, with_entropy) for batch in batches]
+    """What the model gives, [R, N], for each real micro-batch; ``ask`` says what is wanted."""
+    calls, shape = engine.calls(micro_batches, temperature)
     with torch.no_grad(), engine.precision():
-        outputs = engine.score(stages or engine.stages, calls, shape)
+        outputs = engine.score(stages or engine.stages, ask(calls), shape)
     return [
         (output[:, : batch.num_tokens], batch)
         for output, batch in zip(outputs, micro_batches, strict=bool(outputs))

@@ -118,7 +118,7 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
             state.optimizers,
             model_state_dict={k: loaded["model"][state.stored(k)] for k in state.model},
             optim_state_dict={k: loaded["optimizer"][state.stored(k)] for k in state.optimizer},
-            options=replace(_options(engine), strict=engine.config.lora.rank == 0),
+            options=_strict_if_whole(engine),
         )
     engine.num_steps = loaded["num_steps"]
     if engine.loss_scale is not None:
@@ -138,12 +138,14 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
 
 def load_weights(folder: Path, engine: TrainEngine) -> None:
     """The model of a checkpoint without its optimizer, whatever that was; see above."""
-    parts = [(stage, get_model_state_dict(stage, options=_OPTIONS)) for stage in engine.stages]
+    parts = [
+        (stage, get_model_state_dict(stage, options=_options(engine))) for stage in engine.stages
+    ]
     model = {_stored_name(stage, name): part[name] for stage, part in parts for name in part}
     dcp_load.load({"model": model}, checkpoint_id=str(folder))
     for stage, part in parts:
         weights = {name: model[_stored_name(stage, name)] for name in part}
-        set_model_state_dict(stage, weights, options=_OPTIONS)
+        set_model_state_dict(stage, weights, options=_strict_if_whole(engine))
 
 
 def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
@@ -212,6 +214,10 @@ def _options(engine: TrainEngine) -> StateDictOptions:
     return StateDictOptions(
         flatten_optimizer_state_dict=True, ignore_frozen_params=engine.config.lora.rank > 0
     )
+
+
+def _strict_if_whole(engine: TrainEngine) -> StateDictOptions:
+    return replace(_options(engine), strict=engine.config.lora.rank == 0)
 
 
 def _stage_states(engine: TrainEngine) -> list[_StageState]:

@@ -52,6 +52,7 @@ class PolicySetup:
     max_steps: int
     with_reference: bool
     output: Output
+    trains: bool
     num_threads: int
     timeout_s: float
 
@@ -150,6 +151,7 @@ class PolicyWorker(Worker):
                 max_steps=setup.max_steps,
                 with_reference=setup.with_reference,
                 output=setup.output,
+                trains=setup.trains,
                 log_dir=self.context.log_dir,
             ),
             self._device,
@@ -157,7 +159,7 @@ class PolicyWorker(Worker):
 
     def warm_up(self) -> None:
         """Compile before the first step, if anything is compiled; collective."""
-        if self._config.compile:
+        if self._config.compile and self._setup.trains:
             warm_up(self._engine)
 
     def logprobs(
@@ -231,6 +233,20 @@ class PolicyWorker(Worker):
         if not self._engine.mesh.answers:
             return None
         tokens = {column: torch.cat(parts).cpu() if parts else torch.zeros(0)}
+        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
+
+    def top_logprobs(self, shard: Shard, k: int) -> ObjectRef | None:
+        """A reference to token columns ``teacher_ids`` and ``teacher_logprobs``; see ``score``."""
+        micro_batches = shard.micro_batches(self._device)
+        parts = scoring.best_tokens(self._engine, micro_batches, shard.temperature, k)
+        if not self._engine.mesh.answers:
+            return None
+        none = (torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k))
+        ids, logprobs = zip(*(parts or [none]), strict=True)
+        tokens = {
+            keys.TEACHER_IDS: torch.cat(ids).cpu(),
+            keys.TEACHER_LOGPROBS: torch.cat(logprobs).cpu(),
+        }
         return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
 
     def open_sender(self, transport: Transport, plan: SenderPlan) -> SenderAddress:

@@ -1,0 +1,207 @@
+"""Distillation: a student imitates a teacher's next-token distributions.
+
+On-policy (arXiv:2306.13649 with lambda = 1): the student samples completions, the teacher says what
+it would have given in place of each token, and the loss is the divergence of the two distributions
+there; no gradient goes through the sampling. Rewards are only logged. Off-policy
+(arXiv:1503.02531): the same on given conversations. Both models' distributions are at the
+temperature of sampling (off-policy: ``distillation.temperature``), and of each the teacher's
+``teacher.top_k`` most likely tokens are compared (``losses/distillation.py``). Left out here:
+mixtures of given and sampled texts, completions that the teacher samples, and teachers with another
+vocabulary.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from nemo_like.algorithms import setup as on_policy
+from nemo_like.algorithms import text_rows
+from nemo_like.algorithms.run import Run
+from nemo_like.algorithms.self_check import (
+    NUM_CHECKED_STEPS,
+    check_seeds,
+    check_versions,
+    gap_check,
+    warn_of_gap,
+)
+from nemo_like.batch import keys
+from nemo_like.config.model_checks import check_model_fits
+from nemo_like.config.model_shape import number, read_settings
+from nemo_like.config.plan import plan_run
+from nemo_like.config.rollout_checks import has_validation
+from nemo_like.config.run_schema import DistillationRunConfig, OffPolicyDistillationRunConfig
+from nemo_like.data import conversations
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.errors import UserError
+from nemo_like.losses.distillation import DistillationLoss
+from nemo_like.models.resolve import resolve_model
+from nemo_like.observe.metrics import Metric, Reduce
+from nemo_like.policy.policy import Policy
+
+AnyConfig = DistillationRunConfig | OffPolicyDistillationRunConfig
+
+# Rows that the teacher is asked about in one call: all of a data set may not fit a device.
+_ROWS_PER_CALL = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """The frozen model, and how much of its distributions is compared."""
+
+    model: Policy
+    top_k: int
+
+    def answer(self, batch: RemoteBatch) -> RemoteBatch:
+        """``batch`` with token columns ``teacher_ids`` and ``teacher_logprobs``."""
+        parts = text_rows.in_parts(batch, _ROWS_PER_CALL)
+        for part in parts:
+            self.model.top_logprobs(part, self.top_k)
+        return RemoteBatch.concatenate(parts)
+
+
+def run_distillation(config: DistillationRunConfig) -> None:
+    """Everything from a configuration to a trained model in ``run.dir``: on-policy."""
+    model_path = on_policy.find_model(config)
+    teacher_path, top_k = find_teacher(config, model_path)
+    with Run(config, "distillation") as run, ExitStack() as stack:
+        with run.start_phase("data"):
+            prepared = on_policy.prepare(config, model_path)
+        setup = on_policy.start(config, run, prepared, stack)
+        model = start_teacher(config, run, stack, setup, teacher_path)
+        train_on_samples(config, setup, Teacher(model=model, top_k=top_k), run)
+        _finish(config, setup.policy, run)
+
+
+def run_off_policy_distillation(config: OffPolicyDistillationRunConfig) -> None:
+    """Everything from a configuration to a trained model in ``run.dir``: on given texts."""
+    model_path = on_policy.find_model(config)
+    teacher_path, top_k = find_teacher(config, model_path)
+    with Run(config, "distillation") as run, ExitStack() as stack:
+        with run.start_phase("data"):
+            rows = text_rows.prepare(
+                config,
+                config.distillation,
+                config.data,
+                conversations.load,
+                model_path,
+                units_per_step=config.distillation.num_rows_per_step,
+                rows_per_unit=1,
+                with_validation=config.validation.every_steps > 0,
+            )
+        temperature = config.distillation.temperature
+        setup = text_rows.start(
+            config, run, rows, stack, model_path=model_path, temperature=temperature
+        )
+        model = start_teacher(config, run, stack, setup, teacher_path)
+        run.restore({"policy": setup.policy}, rows.loader)
+        train_on_texts(config, setup, Teacher(model=model, top_k=top_k), run)
+        _finish(config, setup.policy, run)
+
+
+def train_on_samples(
+    config: DistillationRunConfig, setup: on_policy.Setup, teacher: Teacher, run: Run
+) -> None:
+    """The loop of on-policy distillation."""
+    policy, rollouts, loss = setup.policy, setup.rollouts, DistillationLoss(config.loss)
+    for step in run.steps(
+        config.max_steps,
+        {"policy": policy},
+        setup.loader,
+        rollouts if has_validation(config) else None,
+        config.validation.every_steps,
+    ):
+        setup.meter.pop()  # what a validation before this step came to
+        batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
+        check_versions(batch, policy.weight_version)
+        num_made = step - run.first_step
+        if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
+            check_seeds(batch)
+        with run.span("teacher"):
+            batch = teacher.answer(batch)
+        with run.span("train"):
+            check = gap_check(config, num_made)
+            metrics |= policy.train(batch, loss, on_policy=True, check=check)
+        trained = batch.rows[keys.NUM_LOSS_TOKENS][batch.rows[keys.SAMPLE_MASK]]
+        metrics["train/num_tokens"] = Metric(int(trained.sum()), reduce=Reduce.sum)
+        warn_of_gap(config, metrics)
+        run.log(metrics | setup.driver_metrics())
+
+
+def train_on_texts(
+    config: OffPolicyDistillationRunConfig, setup: text_rows.TextSetup, teacher: Teacher, run: Run
+) -> None:
+    """The loop of off-policy distillation."""
+    loss = DistillationLoss(config.loss)
+    if setup.held_out is not None:
+        with run.start_phase("teacher"):
+            setup = replace(setup, held_out=teacher.answer(setup.held_out))
+    for _ in run.steps(
+        setup.rows.max_steps,
+        {"policy": setup.policy},
+        setup.rows.loader,
+        text_rows.HeldOutLoss(setup, loss, run) if setup.held_out is not None else None,
+        config.validation.every_steps,
+    ):
+        with run.span("teacher"):
+            batch = teacher.answer(setup.next_batch())
+        with run.span("train"):
+            metrics = setup.policy.train(batch, loss)
+        run.log(metrics | setup.metrics(batch))
+
+
+def find_teacher(config: AnyConfig, student_path: str) -> tuple[str, int]:
+    """The teacher's folder, and how many tokens of its distributions are compared.
+
+    Raises UserError if there is no such model, if it can't be laid out as the policy is, or if its
+    vocabulary is not the student's.
+    """
+    assert config.teacher.model is not None
+    folder = resolve_model(config.teacher.model, "teacher.model")
+    check_model_fits(config.policy, len(plan_run(config).policy), folder)
+    student = resolve_model(student_path)
+    sizes = [number(read_settings(path), "vocab_size") for path in (folder, student)]
+    said = f"teacher.model={config.teacher.model} has another vocabulary than policy.model"
+    remedy = "their distributions cannot be compared; use a teacher of the student's family"
+    if sizes[0] != sizes[1]:
+        raise UserError(f"{said}: {sizes[0]} tokens, and not {sizes[1]}; {remedy}.")
+    theirs, ours = (ChatTokenizer(str(path)).token_ids() for path in (folder, student))
+    if different := sorted(token for token, _ in theirs.items() ^ ours.items()):
+        token = different[0]
+        raise UserError(
+            f"{said}: the token {token!r} has the id {theirs.get(token)} there, and "
+            f"{ours.get(token)} in the student's tokenizer; {remedy}."
+        )
+    vocabulary = sizes[0] or len(theirs)
+    return str(folder), min(config.teacher.top_k or vocabulary, vocabulary)
+
+
+def start_teacher(
+    config: AnyConfig,
+    run: Run,
+    stack: ExitStack,
+    setup: on_policy.Setup | text_rows.TextSetup,
+    model_path: str,
+) -> Policy:
+    """Bring the teacher up on the policy's bundles, laid out like it; ``stack`` ends it."""
+    model = Policy(
+        config.policy,
+        config.cluster,
+        setup.cluster,
+        model_path=model_path,
+        temperature=setup.policy.temperature,
+        max_steps=1,
+        trains=False,
+        role="teacher",
+        log_dir=str(run.dir / "logs"),
+        meter=setup.meter,
+    )
+    stack.callback(model.shutdown)
+    with run.start_phase("teacher"):
+        model.start()
+    return model
+
+
+def _finish(config: AnyConfig, policy: Policy, run: Run) -> None:
+    if config.checkpoint.export:
+        policy.export(str(run.dir / "final"))
+    run.finish(model=config.policy.model, teacher=config.teacher.model, seed=config.run.seed)

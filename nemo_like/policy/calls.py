@@ -1,0 +1,68 @@
+"""What is wanted of a model's forward passes.
+
+Legend: ``M`` wanted tokens of a micro-batch, ``K`` vocabulary ids for each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.losses.protocol import Loss, ids_column, needs_entropy
+from nemo_like.policy.inputs import ModelInputs
+
+MicroBatches = Sequence[TensorBatch | None]
+"""None stands for a micro-batch that only other data-parallel ranks have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One forward pass; opaque to the wrappers (FSDP, pipeline stages) that it travels through."""
+
+    inputs: ModelInputs
+    temperature: float
+    with_entropy: bool = False
+    entropy_trains: bool = False
+    """Whether the entropy has a gradient, for a loss that needs it."""
+    ids: Tensor | None = None
+    """int64 [M, K]: vocabulary ids whose logprobs are wanted beside the token's own."""
+    top_k: int = 0
+    """Above 0: that many of the most likely tokens are wanted, and nothing else."""
+
+
+class Calls:
+    """What each stage's forward passes work on, in order: schedules keep that order per stage.
+
+    It travels as an opaque keyword argument. (The schedules themselves can only split tensors into
+    equal parts, and our micro-batches are not.)
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._next: dict[int, int] = {}
+
+    def next_for(self, module: nn.Module) -> Call:
+        """The call of this module's next forward pass."""
+        i = self._next.get(id(module), 0)
+        self._next[id(module)] = i + 1
+        return self._calls[i]
+
+
+def calls_for_loss(loss: Loss, calls: Sequence[Call], micro_batches: MicroBatches) -> list[Call]:
+    """``calls`` with what ``loss`` asks for beside logprobs; see ``Loss``."""
+    if needs_entropy(loss):
+        calls = [replace(call, entropy_trains=True) for call in calls]
+    if column := ids_column(loss):
+        return [
+            replace(call, ids=_ids(call.inputs, batch, column))
+            for call, batch in zip(calls, micro_batches, strict=True)
+        ]
+    return list(calls)
+
+
+def _ids(inputs: ModelInputs, batch: TensorBatch | None, column: str) -> Tensor:
+    """Of an empty micro-batch any will do."""
+    if batch is None:
+        return inputs.target_ids[:, None]
+    return batch.tokens[column][inputs.targets]

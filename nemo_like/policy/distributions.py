@@ -1,0 +1,173 @@
+"""Several logprobs of each next-token distribution: at given ids, or of the most likely tokens.
+
+Legend: ``M`` wanted tokens, ``H`` hidden width, ``V`` rows of this rank's slice of the vocabulary,
+``K`` ids a token.
+
+With z = logits / temperature and p = softmax(z), the sum of g_k * logprob_k has the gradient
+sum_k g_k (onehot(id_k) - p) by z. Chunks, and ranks that hold slices of the vocabulary, are those
+of ``logprobs.py``; only maxima, sums and the K logprobs travel.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from nemo_like.policy.head import Head, HeadCall, add_product_, multiply
+
+
+def logprobs_at(
+    hidden: Tensor,
+    ids: Tensor,
+    head: Head,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(id | hidden) at ``temperature`` of K ids for each token, each of the whole vocabulary.
+
+    ``hidden`` [M, H], ``ids`` int64 [M, K] -> float32 [M, K] with gradient; an id may come twice.
+    Second: the entropies [M], without gradient, if they are wanted. Precision and ranks are as in
+    ``token_logprobs``.
+    """
+    call = _Call.of(head, temperature, chunk_tokens, with_entropy=with_entropy)
+    return _LogprobsAt.apply(  # pyright: ignore[reportReturnType]
+        hidden, head.weight, head.bias, ids, call
+    )
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden: Tensor, head: Head, k: int | None, *, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Logprobs float32 [M, K] of the ``k`` most likely tokens, and their ids int64 [M, K].
+
+    In falling order. ``k`` None, or above the size of the vocabulary: all of it, in order of id.
+    """
+    call = HeadCall.of(head, temperature, chunk_tokens)
+    columns = head.weight.to(call.factor_dtype(hidden, head.weight)).t()
+    found = [
+        _top_of_chunk(hidden[rows], columns, head, call, k) for rows in call.chunks(len(hidden))
+    ]
+    if not found:
+        found = [_top_of_chunk(hidden, columns, head, call, k)]
+    logprobs, ids = zip(*found, strict=True)
+    return torch.cat(logprobs), torch.cat(ids)
+
+
+def _top_of_chunk(
+    hidden: Tensor, columns: Tensor, head: Head, call: HeadCall, k: int | None
+) -> tuple[Tensor, Tensor]:
+    logits = _logits(hidden, columns, head.bias, call)
+    normalizer = _normalizer(logits, call)
+    own = logits.shape[1]
+    if k is None or k >= own:
+        best, ids = logits, torch.arange(own, device=logits.device).expand_as(logits)
+    else:
+        best, ids = logits.topk(k)
+    ids = ids + call.first_token_id
+    if call.group is not None:
+        best, ids = _gather(best, call.group), _gather(ids, call.group)
+        if k is not None and k < best.shape[1]:
+            best, at = best.topk(k)
+            ids = ids.gather(1, at)
+    return best - normalizer[:, None], ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call(HeadCall):
+    with_entropy: bool
+
+
+class _LogprobsAt(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, call: _Call
+    ) -> tuple[Tensor, Tensor | None]:
+        rows_of, here = call.own_rows(ids, len(weight))
+        columns = weight.to(call.factor_dtype(hidden, weight)).t()
+        logprobs = hidden.new_empty(ids.shape, dtype=torch.float32)
+        normalizer = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy = torch.empty_like(normalizer) if call.with_entropy else None
+        for rows in call.chunks(len(hidden)):
+            logits = _logits(hidden[rows], columns, bias, call)
+            normalizer[rows] = _normalizer(logits, call)
+            logprobs[rows] = logits.gather(1, rows_of[rows])
+            if entropy is not None:
+                logs = logits.sub_(normalizer[rows, None])
+                entropy[rows] = -(logs.exp() * logs).sum(-1)
+        if call.group is not None:
+            assert here is not None
+            logprobs.masked_fill_(~here, 0)
+            dist.all_reduce(logprobs, group=call.group)
+            if entropy is not None:
+                dist.all_reduce(entropy, group=call.group)
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        ctx.call = call
+        ctx.save_for_backward(hidden, weight, bias, ids, normalizer)
+        return logprobs.sub_(normalizer[:, None]), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        hidden, weight, bias, ids, normalizer = ctx.saved_tensors
+        rows_of, here = call.own_rows(ids, len(weight))
+        factor = weight.to(call.factor_dtype(hidden, weight))
+        pulls = gradients[0] * call.transform.rate
+        totals = pulls.sum(-1, keepdim=True)
+        if here is not None:
+            pulls = pulls.masked_fill(~here, 0)
+        inputs = (hidden, weight, bias)
+        d_hidden, d_weight, d_bias = sums = [
+            torch.zeros_like(x, dtype=torch.float32) if wanted else None
+            for x, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
+        ]
+        for rows in call.chunks(len(hidden)):
+            logits = _logits(hidden[rows], factor.t(), bias, call)
+            shares = (logits - normalizer[rows, None]).exp_().mul_(-totals[rows])
+            shares.scatter_add_(1, rows_of[rows], pulls[rows])
+            if call.transform.limit is not None:
+                shares.mul_(call.transform.bend_(logits))
+            d_products = shares.to(factor.dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = multiply(d_products, factor)
+            if d_weight is not None:
+                add_product_(d_weight, d_products.t(), hidden[rows].to(factor.dtype))
+            if d_bias is not None:
+                d_bias += d_products.sum(0, dtype=torch.float32)
+        if d_hidden is not None and call.group is not None:
+            dist.all_reduce(d_hidden, group=call.group)
+        cast = [None if d is None else d.to(x.dtype) for d, x in zip(sums, inputs, strict=True)]
+        return *cast, None, None
+
+
+def _logits(hidden: Tensor, columns: Tensor, bias: Tensor | None, call: HeadCall) -> Tensor:
+    """[C, V]: logits / temperature of this rank's slice."""
+    return call.transform.apply_(multiply(hidden.to(columns.dtype), columns), bias)
+
+
+def _normalizer(logits: Tensor, call: HeadCall) -> Tensor:
+    """[C]: logsumexp over the whole vocabulary."""
+    if call.group is None:
+        return logits.logsumexp(-1)
+    peak = logits.amax(-1)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=call.group)
+    total = (logits - peak[:, None]).exp_().sum(-1)
+    dist.all_reduce(total, group=call.group)
+    return peak + total.log()
+
+
+def _gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[C, k] of each rank, side by side."""
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine.contiguous(), group=group)
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,126 @@
+"""The output head: its weights, what a model does to its logits, and products in chunks.
+
+Legend: ``H`` hidden width, ``V`` rows of this rank's slice of the vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """An output head: logits = cap(scale * (hidden @ weight.T + bias))."""
+
+    weight: Tensor
+    """[V, H], plain local tensor."""
+    bias: Tensor | None = None
+    """[V]."""
+    scale: float = 1.0
+    """What the architecture multiplies logits by (Cohere; 1 / divisor for Granite)."""
+    softcap: float | None = None
+    """tanh(logits / softcap) * softcap (Gemma 2)."""
+    float32: bool = False
+    """Multiply in float32, in the backward pass too."""
+    first_token_id: int = 0
+    """Vocabulary id of the first row of ``weight``."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that hold the other slices, of any sizes above 0. None: ``weight`` is the whole."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """From the product x of hidden states and weight (and bias) to logits / temperature:
+
+    z = rate * x, or limit * tanh(rate * x / limit).
+    """
+
+    rate: float
+    limit: float | None
+
+    def apply_(self, products: Tensor, bias: Tensor | None) -> Tensor:
+        """In place, but for compiled code, which would write each step's result to its input.
+
+        There the copy costs nothing: it is fused with what follows.
+        """
+        if torch.compiler.is_compiling():
+            products = products.clone()
+        if bias is not None:
+            products.add_(bias)
+        if self.limit is not None:
+            return products.mul_(self.rate / self.limit).tanh_().mul_(self.limit)
+        return products if self.rate == 1 else products.mul_(self.rate)
+
+    def bend_(self, logits: Tensor) -> Tensor:
+        """In place: the slope where the transform gave ``logits``, as a share of ``rate``."""
+        if self.limit is None:
+            return logits.fill_(1)
+        return logits.square_().mul_(-1 / self.limit**2).add_(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCall:
+    """A head's settings without its tensors, which reach a backward pass through autograd only."""
+
+    transform: Transform
+    float32: bool
+    first_token_id: int
+    group: dist.ProcessGroup | None
+    chunk_tokens: int
+
+    @classmethod
+    def of(cls, head: Head, temperature: float, chunk_tokens: int, **options: bool) -> Self:
+        """``head`` at ``temperature``, ``chunk_tokens`` tokens at a time."""
+        return cls(
+            transform=Transform(
+                rate=head.scale / temperature,
+                limit=None if head.softcap is None else head.softcap / temperature,
+            ),
+            float32=head.float32,
+            first_token_id=head.first_token_id,
+            group=head.group,
+            chunk_tokens=chunk_tokens,
+            **options,
+        )
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """Slices of at most ``chunk_tokens``."""
+        for start in range(0, num_tokens, self.chunk_tokens):
+            yield slice(start, start + self.chunk_tokens)
+
+    def factor_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
+        """What the head's factors are cast to.
+
+        Only a GPU has 16-bit products with a float32 result; elsewhere the logits would be rounded.
+        """
+        half = hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in _HALF
+        return hidden.dtype if half and not self.float32 else torch.float32
+
+    def own_rows(self, token_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
+        """The row of ``weight`` of each token, and which tokens have one here (None: all).
+
+        Without a group nothing is clamped, so that an id out of range is an error of the gather.
+        """
+        rows = token_ids - self.first_token_id
+        if self.group is None:
+            return rows, None
+        return rows.clamp(0, num_rows - 1), (rows >= 0) & (rows < num_rows)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32."""
+    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b without a second tensor of that size."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
