@@ -18,34 +18,37 @@ BUILT_IN_REWARDS = (REASONING_GYM, "math")
 
 def check_files(config: TrainingRunConfig) -> None:
     """Raise UserError for the first file or folder that cannot serve."""
-    _check_model(config.policy.model)
+    check_model(config.policy.model, "policy.model")
     if isinstance(config, RolloutRunConfig):
         _check_data(config)
         _check_reward(config.environment.reward)
     _check_run_dir(config)
 
 
-def _check_model(model: str) -> None:
-    """A folder must look like a model with a chat template; names are looked up later."""
+def check_model(model: str, key: str) -> None:
+    """A folder must look like a model with a chat template; names are looked up later.
+
+    ``key`` is where the configuration has it. Raises UserError.
+    """
     path = Path(model).expanduser()
     if model in BUILT_IN_MODELS or (not path.exists() and _could_be_hub_name(model)):
         return
     if not path.is_dir():
         raise UserError(
-            f"policy.model={model}: no such folder; give {' or '.join(BUILT_IN_MODELS)}, a folder "
+            f"{key}={model}: no such folder; give {' or '.join(BUILT_IN_MODELS)}, a folder "
             "in Hugging Face format, or a hub name (organisation/model)."
         )
     if not (path / "config.json").is_file():
-        raise UserError(f"policy.model={model}: the folder has no config.json; it is not a model.")
+        raise UserError(f"{key}={model}: the folder has no config.json; it is not a model.")
     settings = path / "tokenizer_config.json"
     if not settings.is_file():
-        raise UserError(f"policy.model={model}: the folder has no tokenizer_config.json.")
+        raise UserError(f"{key}={model}: the folder has no tokenizer_config.json.")
     templates = [path / "chat_template.jinja", path / "chat_template.json"]
     if not any(one.is_file() for one in templates) and not json.loads(settings.read_text()).get(
         "chat_template"
     ):
         raise UserError(
-            f"policy.model={model}: its tokenizer has no chat template; add chat_template.jinja to "
+            f"{key}={model}: its tokenizer has no chat template; add chat_template.jinja to "
             "the folder, or use an instruct model."
         )
 

@@ -1,4 +1,4 @@
-"""From ``policy.model`` to a local folder in Hugging Face format."""
+"""From the name of a model to a local folder in Hugging Face format."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,8 @@ SMOLLM2 = "smollm2"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def resolve_model(name: str) -> Path:
-    """The folder of ``embedded``, ``smollm2``, a path, or a hub name.
+def resolve_model(name: str, key: str = "policy.model") -> Path:
+    """The folder of ``embedded``, ``smollm2``, a path, or a hub name; ``key`` is for errors.
 
     Raises UserError if there is no such model.
     """
@@ -24,14 +24,14 @@ def resolve_model(name: str) -> Path:
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser().resolve()
     if _HUB_NAME.fullmatch(name) and not name.startswith("."):
-        return _from_hub(name)
+        return _from_hub(name, key)
     raise UserError(
-        f"policy.model={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging "
+        f"{key}={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging "
         "Face format, or a hub name (organisation/model)."
     )
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -40,5 +40,5 @@ def _from_hub(name: str) -> Path:
     except Exception as error:  # the boundary of a network client with many kinds of failure
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"policy.model={name} is neither a folder here nor a model that the hub gives: {reason}"
+            f"{key}={name} is neither a folder here nor a model that the hub gives: {reason}"
         ) from error

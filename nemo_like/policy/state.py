@@ -48,7 +48,7 @@ def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str,
                 state[hf_name(name)] = tensor
     pp = engine.mesh.group("pp")
     owners = _owners(list(state), pp)
-    if engine.setup.output is Output.values:  # one stage, which has all of them
+    if engine.setup.output is not Output.logprobs:  # one stage, which has all of them
         expected = {name: (tuple(t.shape), _stored(t, dtype)) for name, t in state.items()}
     else:
         expected = expected_tensors(engine.setup.model_path, dtype)
@@ -144,7 +144,7 @@ def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
     config = json.loads((aside / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if engine.setup.output is Output.values:
+    if engine.setup.output is not Output.logprobs:
         _, settings = model_class(str(source), Output.values)
         config["architectures"] = settings.architectures
         config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}

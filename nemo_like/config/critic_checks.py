@@ -1,0 +1,33 @@
+"""Rules of PPO: its loop, the critic and what the critic learns."""
+
+from nemo_like.config.file_checks import check_model
+from nemo_like.config.optimizer_checks import check_optimizer, check_scheduler
+from nemo_like.config.policy_checks import check_scalar_head
+from nemo_like.config.preference_checks import check_value_loss
+from nemo_like.config.rollout_checks import check_updates
+from nemo_like.config.rules import Ranges, check_ranges
+from nemo_like.config.run_schema import PPORunConfig
+from nemo_like.errors import UserError
+
+_RANGES = Ranges(
+    at_least={"ppo.gamma": 0, "ppo.lam": 0, "ppo.num_critic_warmup_steps": 0},
+    at_most={"ppo.gamma": 1, "ppo.lam": 1},
+)
+
+
+def check_ppo(config: PPORunConfig) -> None:
+    """Raise UserError for the first rule of PPO that ``config`` breaks."""
+    check_ranges(config, _RANGES)
+    check_updates(config)
+    check_value_loss(config.value_loss)
+    check_optimizer(config, "critic")
+    check_scheduler(config, "critic", config.max_steps)
+    check_scalar_head(config)
+    if config.critic.model is not None:
+        check_model(config.critic.model, "critic.model")
+    warmup = config.ppo.num_critic_warmup_steps
+    if warmup >= config.max_steps:
+        raise UserError(
+            f"ppo.num_critic_warmup_steps={warmup} must be below ppo.max_steps={config.max_steps}, "
+            "or the policy never trains."
+        )
