@@ -2,10 +2,9 @@
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from ray import ObjectRef
 from torch import Tensor
 
 from nemo_like.batch import keys
@@ -131,9 +130,7 @@ class Policy:
         plan = self._plan(batch)
         rows_of = [plan.rows(rank) for rank in range(len(plan.bins))]
         shards = [batch.select(rows) for rows in rows_of]
-        results: list[tuple[ObjectRef, T] | None] = self.group.scatter(
-            PolicyWorker.derive, shards, make
-        )
+        results: list[Any] = self.group.scatter(PolicyWorker.derive, shards, make)
         found = [(*made, rows) for made, rows in zip(results, rows_of, strict=True) if made]
         batch.add_columns([ref for ref, _, _ in found], [rows for _, _, rows in found])
         return [summary for _, summary, _ in found]
