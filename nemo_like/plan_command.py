@@ -15,7 +15,7 @@ from nemo_like.config.memory import PhaseMemory, predict_memory
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import PolicyGradientRunConfig, PPORunConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 
@@ -71,7 +71,7 @@ def _run(arguments: Sequence[str]) -> None:
         sys.stdout.write(f"{line}\n")
 
 
-def plan_lines(config: GRPORunConfig, model_folder: Path) -> Iterator[str]:
+def plan_lines(config: PolicyGradientRunConfig, model_folder: Path) -> Iterator[str]:
     """The whole report on a checked configuration, line by line.
 
     Raises UserError, before the first line, if the model cannot be cut as configured.
@@ -93,7 +93,9 @@ def plan_lines(config: GRPORunConfig, model_folder: Path) -> Iterator[str]:
     yield from _memory(config, shape, sizes)
 
 
-def _summary(config: GRPORunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
+def _summary(
+    config: PolicyGradientRunConfig, plan: ResourcePlan, sizes: ParallelSizes
+) -> Iterator[str]:
     kind = "GPU" if plan.uses_gpus else "CPU worker"
     roles = (
         "policy and generation share all bundles" if plan.colocated else "policy, then generation"
@@ -141,12 +143,12 @@ def _abbreviated(count: int) -> list[int]:
     return [*range(_MOST_ROWS - _LAST_ROWS), *range(count - _LAST_ROWS, count)]
 
 
-def _batch(config: GRPORunConfig, sizes: ParallelSizes) -> Iterator[str]:
-    grpo, policy = config.grpo, config.policy
-    rows = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+def _batch(config: PolicyGradientRunConfig, sizes: ParallelSizes) -> Iterator[str]:
+    loop, policy = config.loop, config.policy
+    rows = loop.num_prompts_per_step * loop.num_generations_per_prompt
     per_rank = math.ceil(rows / sizes.dp)
     yield (
-        f"Batch       {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} "
+        f"Batch       {loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} "
         f"completions = {rows} rows a step; {sizes.dp} data-parallel rank(s) get at most about "
         f"{per_rank} rows each"
     )
@@ -160,15 +162,17 @@ def _batch(config: GRPORunConfig, sizes: ParallelSizes) -> Iterator[str]:
     )
 
 
-def _micro_batches(config: GRPORunConfig, sizes: ParallelSizes) -> int:
+def _micro_batches(config: PolicyGradientRunConfig, sizes: ParallelSizes) -> int:
     """Micro-batches of one rank if every completion is as long as it may be, without prompts."""
-    grpo, policy = config.grpo, config.policy
-    rows = math.ceil(grpo.num_prompts_per_step * grpo.num_generations_per_prompt / sizes.dp)
+    loop, policy = config.loop, config.policy
+    rows = math.ceil(loop.num_prompts_per_step * loop.num_generations_per_prompt / sizes.dp)
     fitting = policy.micro_batch_tokens // config.generation.max_new_tokens
     return math.ceil(rows / min(fitting, policy.micro_batch_size or fitting))
 
 
-def _memory(config: GRPORunConfig, shape: ModelShape, sizes: ParallelSizes) -> Iterator[str]:
+def _memory(
+    config: PolicyGradientRunConfig, shape: ModelShape, sizes: ParallelSizes
+) -> Iterator[str]:
     gpu = config.cluster.gpus_per_node > 0
     yield (
         f"Memory      of a policy rank on its {'GPU' if gpu else 'host'}, GiB, predicted for full "
@@ -176,6 +180,8 @@ def _memory(config: GRPORunConfig, shape: ModelShape, sizes: ParallelSizes) -> I
     )
     on_top = "CUDA's context, NCCL's buffers" if gpu else "The process itself"
     yield f"            {on_top}, fragmentation and a generation engine beside it come on top."
+    if isinstance(config, PPORunConfig):
+        yield f"            So does the critic, {config.critic_policy.model}, on the same bundles."
     for pipeline_rank in _abbreviated(sizes.pp):
         phases = predict_memory(
             shape,

@@ -227,6 +227,15 @@ def test_a_run_trains_the_critic_first_and_leaves_both_models(straight):
         assert (straight.folder / "checkpoints" / "step_4" / role).is_dir()
 
 
+def test_without_a_critic_it_is_reinforce_with_kl_in_each_tokens_reward(tmp_path):
+    """With gamma = lam = 1 the first token's advantage is reward - kl_coef * KL of the row."""
+    options = [one for one in FULL if "critic" not in one]
+    steps = run(tmp_path, "ppo.max_steps=1", *options, "critic.enabled=false", "ppo.lam=1")
+    assert steps[1]["train/grad_norm"] > 0
+    assert not [name for name in steps[1] if name.startswith("critic/")]
+    assert not (tmp_path / "final_critic").exists()
+
+
 def test_two_ranks_take_the_steps_of_one(tmp_path, straight):
     steps = run(tmp_path, "ppo.max_steps=2", *FULL, "cluster.cpu_workers_per_node=2")
     for step in (1, 2):
@@ -275,6 +284,11 @@ def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, str
         ("critic.scheduler.decay_steps=2", "only critic.scheduler.kind=wsd has it"),
         ("critic.model=./nowhere", "critic.model=./nowhere: no such folder"),
         ("loss.kl_in=reward", "loss.kl_coef is 0"),
+        ("critic.enabled=false", "ppo.lam=0.95 weighs values"),
+        (
+            "critic.enabled=false ppo.lam=1 critic.optimizer.lr=1e-3",
+            "critic.optimizer.lr=0.001 would have no effect: critic.enabled=false",
+        ),
         (
             "policy.parallel.tensor_parallel_size=2 cluster.cpu_workers_per_node=2",
             "policy.parallel.tensor_parallel_size=2 does not go with a scalar head; set it to 1",
@@ -308,3 +322,28 @@ def test_a_critic_that_reads_other_tokens_is_refused(tiny_model):
     with pytest.raises(UserError, match=r"critic\.model=.* has other tokens than .*=embedded"):
         find_critic(config, embedded)
     assert find_critic(config, tiny_model()).config.model == tiny_model()
+
+
+# Learning.
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ppo_learns_the_embedded_models_task_and_its_critic_to_tell_who_will_succeed(
+    local_ray, tmp_path, seed
+):
+    steps = run(
+        tmp_path,
+        f"run.seed={seed}",
+        "ppo.max_steps=8",
+        "ppo.num_prompts_per_step=64",
+        "ppo.num_generations_per_prompt=1",
+        "ppo.num_mini_batches=4",
+        "policy.optimizer.lr=3e-4",
+        "critic.optimizer.lr=1e-3",
+        "data.num_train_rows=400",
+        "checkpoint.export=false",
+    )
+    reward = [steps[step]["rollout/reward"] for step in range(1, 9)]
+    assert sum(reward[-3:]) / 3 > sum(reward[:3]) / 3 + 0.15, reward
+    explained = [steps[step]["critic/explained_variance"] for step in range(1, 9)]
+    assert sum(explained[-3:]) / 3 > 0.05, explained

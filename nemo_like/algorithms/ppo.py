@@ -5,7 +5,8 @@ still earn; generalized advantage estimation (arXiv:1506.02438) turns rewards an
 advantage a token; the clipped loss moves the policy, and half the squared error of its values the
 critic. A completion earns its reward at its last token and, with ``loss.kl_in=reward``, less at
 each token for its KL to the reference. Tokens and what is computed of them stay on the ranks; the
-driver sees the moments of all advantages, by which they are whitened. Left out here: critics on
+driver sees the moments of all advantages, by which they are whitened. ``critic.enabled=false`` is
+REINFORCE++ (arXiv:2501.03262). Left out here: critics on
 bundles of their own; tensor, context and pipeline parallelism, which the scalar head does not
 know; a value in place of the reward of completions that were cut off.
 """
@@ -57,21 +58,22 @@ def run_ppo(config: PPORunConfig) -> None:
             with_reference=config.loss.kl_coef > 0,
             critic=critic,
         )
-        assert setup.critic is not None
-        train(config, setup, setup.critic, run)
+        train(config, setup, run)
         if config.checkpoint.export:
             setup.policy.export(str(run.dir / "final"))
-            setup.critic.export(str(run.dir / "final_critic"))
+            if setup.critic is not None:
+                setup.critic.export(str(run.dir / "final_critic"))
         run.finish(
             generation_backend=config.generation.backend.value,
             model=config.policy.model,
-            critic=config.critic_policy.model,
             seed=config.run.seed,
         )
 
 
-def find_critic(config: PPORunConfig, model_path: str) -> CriticSetup:
+def find_critic(config: PPORunConfig, model_path: str) -> CriticSetup | None:
     """The critic's model and settings; UserError if it does not read the policy's tokens."""
+    if not config.critic.enabled:
+        return None
     folder = model_path
     if config.critic.model is not None:
         folder = str(resolve_model(config.critic.model, "critic.model"))
@@ -88,9 +90,9 @@ def find_critic(config: PPORunConfig, model_path: str) -> CriticSetup:
     )
 
 
-def train(config: PPORunConfig, setup: Setup, critic: Policy, run: Run) -> None:
+def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
     """The loop."""
-    policy, rollouts, ppo = setup.policy, setup.rollouts, config.ppo
+    policy, critic, rollouts, ppo = setup.policy, setup.critic, setup.rollouts, config.ppo
     kl = config.loss.kl_estimator if config.kl_in_reward else None
     reuse = config.reuses_logprobs
     loss, value_loss = make_loss(config), ValueLoss(config.value_loss)
@@ -113,13 +115,15 @@ def train(config: PPORunConfig, setup: Setup, critic: Policy, run: Run) -> None:
                 metrics |= policy.logprobs(batch, with_policy=not reuse, kl=kl)
             if not reuse:
                 check(metrics)
-        with run.span("values"):
-            critic.score(batch, keys.VALUES)
-            metrics |= add_advantages(batch, critic, config)
+        with run.span("advantages"):
+            if critic is not None:
+                critic.score(batch, keys.VALUES)
+            metrics |= add_advantages(batch, policy, config)
         metrics |= batch_metrics(batch)
         parts = list(mini_batches(batch, config, step))
-        with run.span("train_critic"):
-            metrics |= train_critic(critic, parts, value_loss, ppo.num_mini_batches)
+        if critic is not None:
+            with run.span("train_critic"):
+                metrics |= train_critic(critic, parts, value_loss, ppo.num_mini_batches)
         if step > ppo.num_critic_warmup_steps:
             with run.span("train"):
                 updates = [
@@ -133,7 +137,7 @@ def train(config: PPORunConfig, setup: Setup, critic: Policy, run: Run) -> None:
         run.log(metrics | setup.driver_metrics())
 
 
-def add_advantages(batch: RemoteBatch, critic: Policy, config: PPORunConfig) -> Metrics:
+def add_advantages(batch: RemoteBatch, policy: Policy, config: PPORunConfig) -> Metrics:
     """Token columns ``advantages`` and ``returns``; whitened over the tokens of all ranks."""
     ppo, loss = config.ppo, config.loss
     make = TokenAdvantages(
@@ -142,12 +146,12 @@ def add_advantages(batch: RemoteBatch, critic: Policy, config: PPORunConfig) -> 
         kl_coef=loss.kl_coef if config.kl_in_reward else 0.0,
         kl_estimator=loss.kl_estimator,
     )
-    moments = Moments.joined(critic.derive(batch, make))
+    moments = Moments.joined(policy.derive(batch, make))
     if ppo.whiten_advantages:
-        critic.derive(batch, WhitenedAdvantages(moments))
+        policy.derive(batch, WhitenedAdvantages(moments))
     return {
-        "critic/advantage_mean": Metric(moments.mean),
-        "critic/advantage_std": Metric(moments.deviation),
+        "train/advantage_mean": Metric(moments.mean),
+        "train/advantage_std": Metric(moments.deviation),
     }
 
 

@@ -173,6 +173,9 @@ class PPOConfig(UpdatesConfig):
 class CriticConfig:
     """The critic: a model with a scalar head that begins at 0. All else is as in ``policy``."""
 
+    enabled: bool = True
+    """False: there is none, and values are 0. With ``ppo.gamma=1`` and ``ppo.lam=1`` that is
+    REINFORCE++ (arXiv:2501.03262), whose KL is each token's (``loss.kl_in=reward``)."""
     model: str | None = None
     """As ``policy.model``, with the same tokens; a reward model's head is kept. None: the
     policy's."""

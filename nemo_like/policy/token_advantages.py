@@ -21,8 +21,9 @@ from nemo_like.losses.kl import kl_estimate
 class TokenAdvantages:
     """Columns ``advantages`` and ``returns`` by GAE; the moments of the rank's advantages.
 
-    A row's reward belongs to its last trained token. Each trained token's reward is less by its
-    own KL to the reference, where ``kl_coef`` is above 0 (arXiv:2203.02155 Eq. 2).
+    Without a column of values they are 0. A row's reward belongs to its last trained token. Each
+    trained token's reward is less by its own KL to the reference, where ``kl_coef`` is above 0
+    (arXiv:2203.02155 Eq. 2).
     """
 
     gamma: float
@@ -37,7 +38,7 @@ class TokenAdvantages:
         trained[at] = True
         advantages, returns = gae(
             self._rewards(batch, at, row),
-            batch.tokens[keys.VALUES],
+            batch.tokens.get(keys.VALUES, torch.zeros(batch.num_tokens)),
             trained,
             batch.lengths,
             self.gamma,
