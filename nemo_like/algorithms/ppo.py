@@ -11,7 +11,7 @@ bundles of their own; tensor, context and pipeline parallelism, which the scalar
 know; a value in place of the reward of completions that were cut off.
 """
 
-import logging
+import math
 from contextlib import ExitStack
 
 from nemo_like.advantages import Moments
@@ -37,8 +37,6 @@ from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, mean_of_steps, merge, values
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
-
-logger = logging.getLogger(__name__)
 
 
 def run_ppo(config: PPORunConfig) -> None:
@@ -110,11 +108,11 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
         if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
             check_seeds(batch)
         check = gap_check(config, num_made)
-        with run.span("logprobs"):
-            if not reuse or config.loss.kl_coef > 0:
+        if not reuse or config.loss.kl_coef > 0:
+            with run.span("logprobs"):
                 metrics |= policy.logprobs(batch, with_policy=not reuse, kl=kl)
-            if not reuse:
-                check(metrics)
+        if not reuse:
+            check(metrics)
         with run.span("advantages"):
             if critic is not None:
                 critic.score(batch, keys.VALUES)
@@ -170,7 +168,7 @@ def train_critic(
         for name, metric in mean_of_steps(updates).items()
     }
     first_pass = values(merge(updates[:num_mini_batches]))
-    if "train/return" in first_pass:
-        explained = explained_variance(first_pass)
-        metrics["critic/explained_variance"] = Metric(explained, weight=explained == explained)
+    explained = explained_variance(first_pass) if first_pass else math.nan
+    if not math.isnan(explained):  # returns that are all equal have no variance
+        metrics["critic/explained_variance"] = Metric(explained)
     return metrics
