@@ -7,6 +7,10 @@ failure into an advantage of -2000.
 Legend: ``B`` rows of the step, ``N`` tokens of all rows end to end, ``M`` trained ones among them.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -160,14 +164,65 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()
     [-0.7071067690849304, 0.7071067690849304, 9.0]
     """
-    chosen = x[mask].double()
-    if len(chosen) < 2:
-        return x
-    centred = chosen - chosen.mean()
-    deviation = (centred.square().sum() / (len(chosen) - 1)).sqrt()
-    if deviation > _RELATIVE_SPREAD * chosen.abs().max():
-        centred = centred / deviation
-    return x.masked_scatter(mask, centred.to(x.dtype))
+    chosen = x[mask]
+    return x.masked_scatter(mask, Moments.of(chosen).whiten(chosen))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """What ``whiten`` must know of numbers that may lie on several ranks.
+
+    >>> parts = [Moments.of(torch.tensor(part)) for part in ([1.0, 2.0], [], [6.0])]
+    >>> Moments.joined(parts) == Moments.of(torch.tensor([1.0, 2.0, 6.0]))
+    True
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of squared deviations from the mean."""
+    largest: float = 0.0
+    """Largest absolute value."""
+
+    @staticmethod
+    def of(x: Tensor) -> "Moments":
+        """Of all numbers in ``x``, any shape."""
+        if x.numel() == 0:
+            return Moments()
+        exact = x.double()
+        mean = exact.mean()
+        return Moments(
+            count=x.numel(),
+            mean=mean.item(),
+            squares=(exact - mean).square().sum().item(),
+            largest=exact.abs().max().item(),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence["Moments"]) -> "Moments":
+        """Of the numbers of all parts together."""
+        count = sum(part.count for part in parts)
+        if count == 0:
+            return Moments()
+        mean = math.fsum(part.count * part.mean for part in parts) / count
+        # Deviations from a part's mean, and those of the part's mean from that of all.
+        squares = math.fsum(part.squares + part.count * (part.mean - mean) ** 2 for part in parts)
+        largest = max(part.largest for part in parts)
+        return Moments(count=count, mean=mean, squares=squares, largest=largest)
+
+    @property
+    def deviation(self) -> float:
+        """Unbiased standard deviation; 0 of fewer than two."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """``x`` less the mean, over the deviation; see the function."""
+        if self.count < 2:
+            return x
+        centred = x.double() - self.mean
+        if self.deviation > _RELATIVE_SPREAD * self.largest:
+            centred = centred / self.deviation
+        return centred.to(x.dtype)
 
 
 def _grid(groups: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:

@@ -16,7 +16,12 @@ from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rules import value_of
-from nemo_like.config.run_schema import RolloutRunConfig, SFTRunConfig, TrainingRunConfig
+from nemo_like.config.run_schema import (
+    PPORunConfig,
+    RolloutRunConfig,
+    SFTRunConfig,
+    TrainingRunConfig,
+)
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 
@@ -200,6 +205,8 @@ def _memory(config: TrainingRunConfig, shape: ModelShape, sizes: ParallelSizes) 
     )
     on_top = "CUDA's context, NCCL's buffers" if gpu else "The process itself"
     yield f"            {on_top}, fragmentation and a generation engine beside it come on top."
+    if isinstance(config, PPORunConfig):
+        yield f"            So does the critic, {config.critic_policy.model}, on the same bundles."
     for pipeline_rank in _abbreviated(sizes.pp):
         phases = predict_memory(
             shape,

@@ -34,9 +34,9 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.setup import Setup, find_model, prepare, start
 from nemo_like.batch import keys
-from nemo_like.config.choices import KLPlace, MismatchAction
+from nemo_like.config.choices import MismatchAction
 from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig, PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
@@ -55,7 +55,7 @@ def run_grpo(config: GRPORunConfig) -> None:
             run,
             prepared,
             stack,
-            num_updates_per_step=config.grpo.num_updates,
+            max_updates=config.max_steps * config.grpo.num_updates,
             with_reference=config.keeps_reference,
         )
         train(config, setup, run)
@@ -71,14 +71,14 @@ def run_grpo(config: GRPORunConfig) -> None:
 def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
     """The loop."""
     policy, rollouts, grpo = setup.policy, setup.rollouts, config.grpo
-    kl = config.loss.kl_estimator if _kl_in(config, KLPlace.reward) else None
-    reuse = grpo.reuse_logprobs and grpo.num_updates == 1 and kl is None
+    kl = config.loss.kl_estimator if config.kl_in_reward else None
+    reuse = config.reuses_logprobs
     loss = make_loss(config)
     if reuse:
         logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
     for step in run.steps(
         grpo.max_steps,
-        {"policy": policy},
+        setup.models,
         setup.loader,
         rollouts if has_validation(config) else None,
         config.validation.every_steps,
@@ -98,7 +98,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
                 metrics |= policy.logprobs(batch, with_policy=not reuse, kl=kl)
         if not reuse:
             check(metrics)
-        metrics |= batch_metrics(batch)
+        metrics |= batch_metrics(batch) | group_metrics(batch)
         add_advantages(batch, config)
         with run.span("train"):
             updates = [
@@ -112,7 +112,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
         run.log(metrics | setup.driver_metrics())
 
 
-def make_loss(config: GRPORunConfig) -> ClippedPGLoss:
+def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:
     """The loss, with everything that other sections decide filled in."""
     most = config.loss.constant_tokens or config.generation.max_new_tokens
     masks = config.mismatch.action is MismatchAction.mask
@@ -141,7 +141,7 @@ def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
             advantage.overlong_buffer_tokens,
             advantage.overlong_penalty,
         )
-    if _kl_in(config, KLPlace.reward):
+    if config.kl_in_reward:
         rewards = rewards - config.loss.kl_coef * rows[keys.REFERENCE_KL]
     rows[keys.ADVANTAGES] = group_advantages(
         rewards, rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK], advantage
@@ -150,18 +150,20 @@ def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
         rows[keys.SAMPLE_MASK] = rows[keys.SAMPLE_MASK] & ~rows[keys.TRUNCATED]
 
 
-def mini_batches(batch: RemoteBatch, config: GRPORunConfig, step: int) -> Iterator[RemoteBatch]:
+def mini_batches(
+    batch: RemoteBatch, config: PolicyGradientRunConfig, step: int
+) -> Iterator[RemoteBatch]:
     """The batch of each optimizer step: whole groups, dealt anew in each pass."""
-    grpo = config.grpo
-    if grpo.num_updates == 1:
+    loop = config.loop
+    if loop.num_updates == 1:
         yield batch
         return
     generator = torch.Generator().manual_seed(config.run.seed * 1_000_003 + step)
     prompts = batch.rows[keys.PROMPT_IDS]
     groups = prompts.unique()
-    for _ in range(grpo.num_epochs_per_batch):
+    for _ in range(loop.num_epochs_per_batch):
         order = groups[torch.randperm(len(groups), generator=generator)]
-        for part in order.tensor_split(grpo.num_mini_batches):
+        for part in order.tensor_split(loop.num_mini_batches):
             yield batch.select(torch.isin(prompts, part).nonzero(as_tuple=True)[0])
 
 
@@ -169,15 +171,14 @@ def batch_metrics(batch: RemoteBatch) -> Metrics:
     """What the driver knows of a batch beside what its workers reported."""
     rows = batch.rows
     trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]
-    share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
-    metrics: Metrics = {
-        "train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum),
-        "rollout/zero_variance_share": Metric(share),
-    }
+    metrics: Metrics = {"train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum)}
     if keys.REFERENCE_KL in rows:
         metrics["rollout/reference_kl"] = Metric(rows[keys.REFERENCE_KL].mean().item())
     return metrics
 
 
-def _kl_in(config: GRPORunConfig, place: KLPlace) -> bool:
-    return config.loss.kl_coef > 0 and config.loss.kl_in is place
+def group_metrics(batch: RemoteBatch) -> Metrics:
+    """How many groups have no signal."""
+    rows = batch.rows
+    share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
+    return {"rollout/zero_variance_share": Metric(share)}

@@ -284,12 +284,12 @@ def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") ->
         if isinstance(value, dict) and isinstance(old.get(key), dict) and key != "tasks":
             _warn_changes(old[key], value, f"{name}.")
         elif value != old.get(key) and name not in ("run.resume", "run.dir"):
-            if name == "policy.model":
+            if name in ("policy.model", "critic.model"):
                 raise UserError(
-                    f"policy.model={value} is not the model of the run to continue, "
+                    f"{name}={value} is not the model of the run to continue, "
                     f"{old.get(key)}; use that one, or a new run.dir."
                 )
-            kept = name.startswith("policy.optimizer.")
+            kept = name.startswith(("policy.optimizer.", "critic.optimizer."))
             logger.warning(
                 "%s was %s and is now %s%s",
                 name,

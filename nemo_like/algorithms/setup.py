@@ -1,7 +1,6 @@
 """From a configuration to live parts: data first, then the cluster, then the workers on it."""
 
 import logging
-import math
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
@@ -9,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from nemo_like.algorithms.engine_size import engine_config
 from nemo_like.algorithms.run import Run
-from nemo_like.config.choices import Backend
+from nemo_like.config.choices import Output
 from nemo_like.config.model_checks import check_model_fits
-from nemo_like.config.model_shape import kv_bytes_per_sequence, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
+from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
@@ -35,7 +33,6 @@ from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.environments.rewards import absolute_reward, resolve_reward
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
-from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
@@ -44,13 +41,6 @@ from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
 
 logger = logging.getLogger(__name__)
-
-# Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
-# policy trains, and where the policy trains beside them.
-_GPU_SHARE_SEPARATE = 0.85
-_GPU_SHARE_SLEEPING = 0.6
-_GPU_SHARE_BESIDE = 0.3
-_MOST_SEQUENCES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +55,30 @@ class Prepared:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticSetup:
+    """A critic on the policy's bundles."""
+
+    config: PolicyConfig
+    model_path: str
+    max_updates: int
+    """Optimizer steps of the whole run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """Live parts of a run."""
 
     policy: Policy
+    critic: Policy | None
     rollouts: SyncRolloutSource
     loader: PromptLoader[Row]
     meter: DriverMeter
     cluster: VirtualCluster
+
+    @property
+    def models(self) -> dict[str, Policy]:
+        """All that trains, by role."""
+        return _by_role(self.policy, self.critic)
 
     def driver_metrics(self) -> Metrics:
         """What passed through the driver since the last call."""
@@ -138,10 +144,14 @@ def start(
     prepared: Prepared,
     stack: ExitStack,
     *,
-    num_updates_per_step: int = 1,
+    max_updates: int | None = None,
     with_reference: bool = False,
+    critic: CriticSetup | None = None,
 ) -> Setup:
-    """Reserve the cluster and bring up policy and engines, in parallel; ``stack`` ends them."""
+    """Reserve the cluster and bring up models and engines, in parallel; ``stack`` ends them.
+
+    ``max_updates``: optimizer steps of the policy in the whole run; None: one a step.
+    """
     with run.start_phase("ray"):
         stack.callback(connect())
         plan = plan_run(config)
@@ -154,29 +164,24 @@ def start(
         cluster,
         model_path=prepared.model_path,
         temperature=config.generation.temperature,
-        max_steps=config.max_steps * num_updates_per_step,
+        max_steps=max_updates or config.max_steps,
         with_reference=with_reference,
         log_dir=log_dir,
         meter=meter,
     )
-    stack.callback(policy.shutdown)
-    bundles = [[cluster.bundles[i] for i in replica] for replica in plan.generation]
-    group = WorkerGroup(
-        RolloutWorker,
-        "generation",
-        bundles,
-        timeout_s=config.cluster.call_timeout_s,
-        log_dir=log_dir,
-        meter=meter,
-    )
-    generation = Generation(group)
+    of_critic = _critic(config, cluster, critic, log_dir, meter)
+    models = _by_role(policy, of_critic)
+    for model in models.values():
+        stack.callback(model.shutdown)
+    generation = _generation(config, cluster, log_dir, meter)
     stack.callback(generation.shutdown)
     rollout_setup = _rollout_setup(config, run, prepared, plan)
     with run.start_phase("workers"):
-        group.submit(RolloutWorker.preload, config.generation.backend)
-        _check_folders(policy, generation, [str(run.dir / "config.yaml"), prepared.model_path])
-        _start_workers(config, policy, generation, rollout_setup, plan)
-    run.restore({"policy": policy}, prepared.loader)
+        generation.group.submit(RolloutWorker.preload, config.generation.backend)
+        folders = [str(run.dir / "config.yaml"), prepared.model_path]
+        _check_folders(policy, generation, folders + ([critic.model_path] if critic else []))
+        _start_workers(config, list(models.values()), generation, rollout_setup, plan)
+    run.restore(models, prepared.loader)
     sync = WeightSync(config.refit, policy, generation, plan, sleep=rollout_setup.engine.sleep)
     rollouts = SyncRolloutSource(
         config,
@@ -188,8 +193,53 @@ def start(
         span=run.span,
     )
     return Setup(
-        policy=policy, rollouts=rollouts, loader=prepared.loader, meter=meter, cluster=cluster
+        policy=policy,
+        critic=of_critic,
+        rollouts=rollouts,
+        loader=prepared.loader,
+        meter=meter,
+        cluster=cluster,
     )
+
+
+def _by_role(policy: Policy, critic: Policy | None) -> dict[str, Policy]:
+    return {"policy": policy} if critic is None else {"policy": policy, "critic": critic}
+
+
+def _critic(
+    config: RolloutRunConfig,
+    cluster: VirtualCluster,
+    critic: CriticSetup | None,
+    log_dir: str,
+    meter: DriverMeter,
+) -> Policy | None:
+    if critic is None:
+        return None
+    return Policy(
+        critic.config,
+        config.cluster,
+        cluster,
+        model_path=critic.model_path,
+        max_steps=critic.max_updates,
+        log_dir=log_dir,
+        output=Output.values_before,
+        role="critic",
+        meter=meter,
+    )
+
+
+def _generation(
+    config: RolloutRunConfig, cluster: VirtualCluster, log_dir: str, meter: DriverMeter
+) -> Generation[RolloutWorker]:
+    group = WorkerGroup(
+        RolloutWorker,
+        "generation",
+        [[cluster.bundles[i] for i in replica] for replica in cluster.plan.generation],
+        timeout_s=config.cluster.call_timeout_s,
+        log_dir=log_dir,
+        meter=meter,
+    )
+    return Generation(group)
 
 
 def _check_folders(policy: Policy, generation: Generation[Any], paths: list[str]) -> None:
@@ -205,27 +255,28 @@ def _check_folders(policy: Policy, generation: Generation[Any], paths: list[str]
 
 def _start_workers(
     config: RolloutRunConfig,
-    policy: Policy,
+    models: Sequence[Policy],
     generation: Generation[RolloutWorker],
     setup: RolloutSetup,
     plan: ResourcePlan,
 ) -> None:
-    """Bring both sides up at once; the first failure, or an interrupt, ends both.
+    """Bring all sides up at once; the first failure, or an interrupt, ends all.
 
-    An engine that measures how much of a shared GPU it may use waits for the policy: what becomes
+    An engine that measures how much of a shared GPU it may use waits for the models: what becomes
     used meanwhile, it would take for its own.
     """
     engines = generation.group.waiting(config.cluster.start_timeout_s)
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(len(models) + 1) as threads:
         try:
-            starts: list[Future[Any]] = [threads.submit(policy.start)]
+            starts: list[Future[Any]] = [threads.submit(model.start) for model in models]
             if plan.uses_gpus and plan.colocated and setup.engine.kv_cache_bytes is None:
                 wait(starts)
             starts.append(threads.submit(engines.call, RolloutWorker.start, setup))
             for one in as_completed(starts):
                 one.result()
         except BaseException:
-            policy.shutdown()
+            for model in models:
+                model.shutdown()
             generation.group.shutdown()
             raise
 
@@ -247,48 +298,9 @@ def _rollout_setup(
 ) -> RolloutSetup:
     return RolloutSetup(
         backend=config.generation.backend,
-        engine=_engine_config(config, prepared, plan),
+        engine=engine_config(config, prepared.model_path, prepared.max_model_len, plan),
         environment=replace(config.environment, reward=absolute_reward(config.environment.reward)),
         model_path=prepared.model_path,
         trajectories_path=str(Path(run.dir) / "trajectories.jsonl"),
         resumed_step=run.first_step,
-    )
-
-
-def _engine_config(
-    config: RolloutRunConfig, prepared: Prepared, plan: ResourcePlan
-) -> EngineConfig:
-    """One replica's engine, as large as a step's completions need."""
-    generation = config.generation
-    prompts = math.ceil(config.loop.num_prompts_per_step / len(plan.generation))
-    most = min(_MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
-    on_shared_gpus = plan.uses_gpus and plan.colocated
-    sleep = generation.sleep and on_shared_gpus and generation.backend is Backend.vllm
-    share = _GPU_SHARE_SEPARATE
-    if plan.colocated:
-        share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE
-    engine = EngineConfig(
-        model_path=prepared.model_path,
-        dtype=config.policy.dtype.value,
-        seed=config.run.seed,
-        max_model_len=prepared.max_model_len,
-        max_num_seqs=generation.engine_kwargs.get("max_num_seqs", most),
-        tensor_parallel_size=generation.tensor_parallel_size,
-        device="cuda" if plan.uses_gpus else "cpu",
-        gpu_memory_share=share / generation.num_engines_per_bundle,
-        sleep=sleep,
-        engine_kwargs=dict(generation.engine_kwargs),
-    )
-    if plan.uses_gpus and not plan.colocated and generation.num_engines_per_bundle == 1:
-        return engine
-    try:
-        shape = read_model_shape(Path(prepared.model_path))
-    except UserError:  # A model that the formulas do not cover: the engine has to measure.
-        return engine
-    size = getattr(torch, engine.dtype).itemsize
-    return replace(
-        engine,
-        weight_bytes=shape.num_parameters * size // engine.tensor_parallel_size,
-        kv_cache_bytes=engine.max_num_seqs
-        * kv_bytes_per_sequence(shape, engine.max_model_len, size, engine.tensor_parallel_size),
     )

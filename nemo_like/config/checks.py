@@ -6,6 +6,7 @@ names key, value, rule and remedy. Those of ``policy`` are in ``policy_checks.py
 """
 
 from nemo_like.config.choices import WandbMode
+from nemo_like.config.critic_checks import check_ppo
 from nemo_like.config.distillation_checks import (
     check_distillation,
     check_sampled_distillation,
@@ -13,7 +14,7 @@ from nemo_like.config.distillation_checks import (
 from nemo_like.config.eval_checks import check_eval
 from nemo_like.config.file_checks import check_files
 from nemo_like.config.lora_checks import check_lora
-from nemo_like.config.policy_checks import check_policy
+from nemo_like.config.policy_checks import check_policy, check_scalar_head
 from nemo_like.config.preference_checks import check_dpo_loss, check_reward_model_loss
 from nemo_like.config.rollout_checks import check_averaging, check_grpo, check_rollouts
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
@@ -23,6 +24,7 @@ from nemo_like.config.run_schema import (
     EvalRunConfig,
     GRPORunConfig,
     OffPolicyDistillationRunConfig,
+    PPORunConfig,
     RewardModelRunConfig,
     RolloutRunConfig,
     SFTRunConfig,
@@ -30,7 +32,7 @@ from nemo_like.config.run_schema import (
 )
 from nemo_like.errors import UserError
 
-_METRIC_AREAS = ("validation/", "rollout/", "train/", "mismatch/", "policy/")
+_METRIC_AREAS = ("validation/", "rollout/", "train/", "critic/", "mismatch/", "policy/")
 
 _RANGES = Ranges(
     at_least={
@@ -63,6 +65,8 @@ def check(config: TrainingRunConfig) -> None:
             check_grpo(config)
         case EvalRunConfig():
             check_eval(config)
+        case PPORunConfig():
+            check_ppo(config)
         case SFTRunConfig():
             _check_passes(config, "sft", "num_rows_per_step")
         case DPORunConfig():
@@ -72,7 +76,7 @@ def check(config: TrainingRunConfig) -> None:
         case RewardModelRunConfig():
             _check_passes(config, "reward_model", "num_pairs_per_step")
             check_reward_model_loss(config.loss)
-            _check_value_layout(config)
+            check_scalar_head(config)
         case DistillationRunConfig():
             check_distillation(config)
             check_sampled_distillation(config)
@@ -100,17 +104,6 @@ def _check_passes(config: TrainingRunConfig, section: str, size: str) -> None:
         why_not=f"{section}.max_steps decides how often rows are used; set it to null",
     )
     check_effects(config, [effects])
-
-
-def _check_value_layout(config: TrainingRunConfig) -> None:
-    """A scalar head stands beside layers that are split over data-parallel ranks only."""
-    parallel = config.policy.parallel
-    for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
-        if getattr(parallel, name) > 1:
-            raise UserError(
-                f"policy.parallel.{name}={getattr(parallel, name)} does not go with a scalar head; "
-                "set it to 1: ranks then share the rows."
-            )
 
 
 def _check_metric(config: TrainingRunConfig) -> None:

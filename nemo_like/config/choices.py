@@ -232,7 +232,12 @@ class TeacherTail(StrEnum):
 
 
 class Output(StrEnum):
-    """What a model gives for each token."""
+    """What a model gives for each token.
+
+    ``logprobs`` of tokens that train; ``values``: a scalar head's number where the token has been
+    read; ``values_before``: its number where the token was to be sampled, of tokens that train.
+    """
 
     logprobs = "logprobs"
     values = "values"
+    values_before = "values_before"

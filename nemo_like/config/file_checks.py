@@ -61,7 +61,10 @@ def model_of_checkpoint(folder: str) -> str:
 
 
 def check_model(key: str, model: str) -> None:
-    """A folder must look like a model with a chat template; names are looked up later."""
+    """A folder must look like a model with a chat template; names are looked up later.
+
+    ``key`` is where the configuration has it. Raises UserError.
+    """
     path = Path(model).expanduser()
     if model in BUILT_IN_MODELS or (not path.exists() and _could_be_hub_name(model)):
         return

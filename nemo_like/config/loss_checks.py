@@ -4,32 +4,39 @@ import math
 
 from nemo_like.config.choices import ImportanceCorrection, Normalization, Objective
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.run_schema import GRPORunConfig, PolicyGradientRunConfig
 from nemo_like.errors import UserError
 
 _RANGES = Ranges(
     at_least={
-        "advantage.overlong_buffer_tokens": 0,
         "loss.clip_high": 0,
         "loss.constant_tokens": 1,
         "loss.importance_floor": 0,
         "loss.entropy_coef": 0,
         "loss.kl_coef": 0,
     },
-    above_zero=("advantage.overlong_penalty", "loss.importance_cap"),
+    above_zero=("loss.importance_cap",),
+)
+
+_ADVANTAGE_RANGES = Ranges(
+    at_least={"advantage.overlong_buffer_tokens": 0},
+    above_zero=("advantage.overlong_penalty",),
 )
 
 
-def check_loss(config: GRPORunConfig) -> None:
+def check_loss(config: PolicyGradientRunConfig) -> None:
     """Raise UserError for the first rule of advantages or loss that ``config`` breaks."""
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
     _check_bounds(config)
     _check_importance(config)
-    _check_overlong(config)
+    if isinstance(config, GRPORunConfig):
+        check_ranges(config, _ADVANTAGE_RANGES)
+        check_effects(config, [_OVERLONG])
+        _check_overlong(config)
 
 
-def _check_bounds(config: GRPORunConfig) -> None:
+def _check_bounds(config: PolicyGradientRunConfig) -> None:
     low, dual = config.loss.clip_low, config.loss.dual_clip
     if low is not None and not 0 <= low <= 1:
         raise UserError(
@@ -43,7 +50,7 @@ def _check_bounds(config: GRPORunConfig) -> None:
         )
 
 
-def _check_importance(config: GRPORunConfig) -> None:
+def _check_importance(config: PolicyGradientRunConfig) -> None:
     floor, cap = config.loss.importance_floor, config.loss.importance_cap
     if floor >= cap:
         raise UserError(
@@ -61,12 +68,13 @@ def _check_overlong(config: GRPORunConfig) -> None:
         )
 
 
+_OVERLONG = Effect(
+    keys=("advantage.overlong_penalty",),
+    applies=lambda c: c.advantage.overlong_buffer_tokens > 0,
+    why_not="advantage.overlong_buffer_tokens is 0, so no completion is overlong",
+)
+
 _EFFECTS = (
-    Effect(
-        keys=("advantage.overlong_penalty",),
-        applies=lambda c: c.advantage.overlong_buffer_tokens > 0,
-        why_not="advantage.overlong_buffer_tokens is 0, so no completion is overlong",
-    ),
     Effect(
         keys=("loss.clip_low", "loss.clip_high", "loss.ratio_level"),
         applies=lambda c: c.loss.objective is not Objective.reinforce,

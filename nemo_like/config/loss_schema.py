@@ -86,4 +86,5 @@ class LossConfig:
     kl_in: KLPlace = KLPlace.loss
     """``loss``: a term of the loss, whose gradient is that of the KL for each estimator;
     ``reward``: a completion's KL, summed over its tokens, is subtracted from its reward before
-    advantages (arXiv:2203.02155 Eq. 2; only k1 has the gradient of the KL there)."""
+    advantages; in PPO each token's from the reward of that token (arXiv:2203.02155 Eq. 2; only k1
+    has the gradient of the KL there)."""

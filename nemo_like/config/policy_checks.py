@@ -11,11 +11,10 @@ from nemo_like.config.choices import (
     DataParallel,
     Dtype,
     Offload,
-    OptimizerKind,
     PipelineSchedule,
-    Schedule,
 )
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
+from nemo_like.config.optimizer_checks import check_optimizer, check_scheduler
 from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.run_schema import TrainingRunConfig
@@ -23,10 +22,6 @@ from nemo_like.errors import UserError
 
 _RANGES = Ranges(
     at_least={
-        "policy.optimizer.weight_decay": 0,
-        "policy.scheduler.warmup_steps": 0,
-        "policy.scheduler.decay_steps": 1,
-        "policy.scheduler.min_lr_ratio": 0,
         "policy.loss_scale.growth_steps": 1,
         "policy.parallel.replicate_size": 1,
         "policy.parallel.context_parallel_size": 1,
@@ -41,24 +36,19 @@ _RANGES = Ranges(
         "policy.logprob_chunk_tokens": 1,
     },
     above_zero=(
-        "policy.optimizer.lr",
-        "policy.optimizer.eps",
         "policy.loss_scale.initial",
         "policy.loss_scale.min",
         "policy.parallel.ddp.bucket_mib",
         "policy.max_grad_norm",
         "policy.debug.hang_report_s",
     ),
-    at_most={"policy.scheduler.min_lr_ratio": 1},
-    below_one=("policy.optimizer.beta1", "policy.optimizer.beta2", "policy.optimizer.momentum"),
 )
-
-_ADAM = (OptimizerKind.adamw, OptimizerKind.adamw8bit, OptimizerKind.muon)
 
 
 def check_policy(config: TrainingRunConfig) -> None:
     """Raise UserError for the first rule of ``policy`` that ``config`` breaks."""
     check_ranges(config, _RANGES)
+    check_optimizer(config, "policy")
     plan = plan_run(config)
     num_ranks = len(plan.policy)
     parallel = resolve_mesh_shape(config.policy, num_ranks)
@@ -72,6 +62,20 @@ def check_policy(config: TrainingRunConfig) -> None:
     _check_precision(config)
     if config.max_steps is not None:
         check_schedule(config, config.max_steps)
+
+
+def check_scalar_head(config: TrainingRunConfig) -> None:
+    """Raise UserError unless layers are split over data-parallel ranks only.
+
+    A scalar head knows no other ranks.
+    """
+    parallel = resolve_mesh_shape(config.policy, len(plan_run(config).policy))
+    for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise UserError(
+                f"policy.parallel.{name}={getattr(parallel, name)} does not go with a scalar head; "
+                "set it to 1: ranks then share the rows."
+            )
 
 
 def _check_ddp(config: TrainingRunConfig) -> None:
@@ -157,35 +161,16 @@ def _check_precision(config: TrainingRunConfig) -> None:
             "policy.attention=flash_attention_2 needs a GPU, 16 bits and its package: set "
             "cluster.gpus_per_node, policy.dtype=bfloat16, pip install flash-attn; or use sdpa."
         )
-    if (
-        policy.optimizer.kind is OptimizerKind.adamw8bit
-        and importlib.util.find_spec("torchao") is None
-    ):
-        raise UserError(
-            "policy.optimizer.kind=adamw8bit needs the package torchao, which is not installed; "
-            "pip install torchao, or use adamw."
-        )
 
 
 def check_schedule(config: TrainingRunConfig, max_steps: int) -> None:
     """Everything that begins or ends at a step must do so within the run's ``max_steps``."""
-    scheduler, key = config.policy.scheduler, f"{config.section}.max_steps"
-    warmup, decay = scheduler.warmup_steps, scheduler.decay_steps
-    if warmup >= max_steps:
-        raise UserError(
-            f"policy.scheduler.warmup_steps={warmup} must be below "
-            f"{key}={max_steps}, or the peak is never reached."
-        )
-    if scheduler.kind is Schedule.wsd and warmup + decay > max_steps:
-        raise UserError(
-            f"policy.scheduler.decay_steps={decay} and warmup_steps={warmup} together must be at "
-            f"most {key}={max_steps}; lower them."
-        )
+    check_scheduler(config, "policy", max_steps)
     ddp = config.policy.parallel.ddp
     if ddp.compression is Compression.powersgd and ddp.powersgd_start_step >= max_steps:
         raise UserError(
             f"policy.parallel.ddp.powersgd_start_step={ddp.powersgd_start_step} must be below "
-            f"{key}={max_steps}, or PowerSGD never begins; lower it."
+            f"{config.section}.max_steps={max_steps}, or PowerSGD never begins; lower it."
         )
     if ddp.compression is Compression.bf16 and not config.cluster.gpus_per_node:
         raise UserError(
@@ -201,32 +186,6 @@ def check_schedule(config: TrainingRunConfig, max_steps: int) -> None:
 
 
 _EFFECTS = (
-    Effect(
-        keys=("policy.optimizer.beta1", "policy.optimizer.beta2", "policy.optimizer.eps"),
-        applies=lambda c: c.policy.optimizer.kind in _ADAM,
-        why_not="only policy.optimizer.kind=adamw, adamw8bit and muon have it",
-    ),
-    Effect(
-        keys=("policy.optimizer.momentum",),
-        applies=lambda c: c.policy.optimizer.kind in (OptimizerKind.sgd, OptimizerKind.muon),
-        why_not="only policy.optimizer.kind=sgd and muon have it; adamw has beta1",
-    ),
-    Effect(
-        keys=("policy.optimizer.decay",),
-        applies=lambda c: c.policy.optimizer.weight_decay > 0,
-        why_not="policy.optimizer.weight_decay is 0; set it too",
-    ),
-    Effect(
-        keys=("policy.scheduler.min_lr_ratio",),
-        applies=lambda c: c.policy.scheduler.kind is not Schedule.constant,
-        why_not="a constant schedule has no minimum; set policy.scheduler.kind to linear, cosine "
-        "or wsd",
-    ),
-    Effect(
-        keys=("policy.scheduler.decay_steps",),
-        applies=lambda c: c.policy.scheduler.kind is Schedule.wsd,
-        why_not="only policy.scheduler.kind=wsd has it",
-    ),
     Effect(
         keys=("policy.loss_scale",),
         applies=lambda c: c.policy.dtype is Dtype.float16,

@@ -5,7 +5,12 @@ from nemo_like.config.file_checks import REASONING_GYM
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.plan import plan_run, refit_transport
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import EvalRunConfig, GRPORunConfig, RolloutRunConfig
+from nemo_like.config.run_schema import (
+    EvalRunConfig,
+    GRPORunConfig,
+    PolicyGradientRunConfig,
+    RolloutRunConfig,
+)
 from nemo_like.errors import UserError
 
 _RANGES = Ranges(
@@ -32,13 +37,7 @@ _RANGES = Ranges(
     at_most={"validation.top_p": 1},
 )
 
-_GRPO_RANGES = Ranges(
-    at_least={
-        "grpo.num_epochs_per_batch": 1,
-        "grpo.num_mini_batches": 1,
-        "grpo.max_sampling_rounds": 2,
-    },
-)
+_GRPO_RANGES = Ranges(at_least={"grpo.max_sampling_rounds": 2})
 
 
 def check_rollouts(config: RolloutRunConfig) -> None:
@@ -67,10 +66,25 @@ def check_grpo(config: GRPORunConfig) -> None:
             f"(a group of one has no baseline and no signal); raise it, or set "
             "advantage.baseline=none and grpo.dynamic_sampling=false."
         )
-    if grpo.num_mini_batches > grpo.num_prompts_per_step:
+    check_updates(config)
+
+
+def check_updates(config: PolicyGradientRunConfig) -> None:
+    """Raise UserError for the first rule of mini-batches or their loss that ``config`` breaks."""
+    section, loop = config.section, config.loop
+    names = ("num_epochs_per_batch", "num_mini_batches")
+    check_ranges(config, Ranges(at_least={f"{section}.{name}": 1 for name in names}))
+    reuse = Effect(
+        keys=(f"{section}.reuse_logprobs",),
+        applies=lambda _: loop.num_updates == 1,
+        why_not="a batch takes several optimizer steps, which need logprobs from before them",
+    )
+    check_effects(config, [reuse])
+    if loop.num_mini_batches > loop.num_prompts_per_step:
         raise UserError(
-            f"grpo.num_mini_batches={grpo.num_mini_batches} is more than the "
-            f"{grpo.num_prompts_per_step} groups of grpo.num_prompts_per_step; use at most that."
+            f"{section}.num_mini_batches={loop.num_mini_batches} is more than the "
+            f"{loop.num_prompts_per_step} groups of {section}.num_prompts_per_step; use at most "
+            "that."
         )
     check_loss(config)
 
@@ -96,11 +110,6 @@ _GRPO_EFFECTS = (
         keys=("grpo.max_sampling_rounds",),
         applies=lambda c: c.grpo.dynamic_sampling,
         why_not="grpo.dynamic_sampling is off; set it too",
-    ),
-    Effect(
-        keys=("grpo.reuse_logprobs",),
-        applies=lambda c: c.grpo.num_updates == 1,
-        why_not="a batch takes several optimizer steps, which need logprobs from before them",
     ),
 )
 

@@ -1,15 +1,17 @@
 """One schema an algorithm: the sections that its script can be told; see ``schema``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from nemo_like.config.choices import KLPlace
 from nemo_like.config.data_schema import PreferenceDataConfig, SFTDataConfig
 from nemo_like.config.loss_schema import AdvantageConfig, LossConfig
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_like.config.preference_schema import (
     DistillationLossConfig,
     DPOLossConfig,
     RewardModelLossConfig,
+    ValueLossConfig,
 )
 from nemo_like.config.rollout_schema import (
     DataConfig,
@@ -100,11 +102,9 @@ class RolloutRunConfig(TrainingRunConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(RolloutLoopConfig):
-    """The loop of GRPO and its relatives."""
+class UpdatesConfig(RolloutLoopConfig):
+    """How many optimizer steps a step's completions take."""
 
-    num_generations_per_prompt: int = 8
-    """Completions of each prompt: the group that its baseline is taken over."""
     num_epochs_per_batch: int = 1
     """Passes over a step's completions."""
     num_mini_batches: int = 1
@@ -113,6 +113,43 @@ class GRPOConfig(RolloutLoopConfig):
     """Where a batch takes one optimizer step and KL is not in the reward, the logprobs of that
     step's own forward pass are the policy's before it. False: compute them in a pass of their own,
     and check that ratios are 1."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of one step."""
+        return self.num_epochs_per_batch * self.num_mini_batches
+
+
+@dataclass(kw_only=True)
+class PolicyGradientRunConfig(RolloutRunConfig):
+    """Sections of runs that make completions with high advantages more likely."""
+
+    loss: LossConfig = field(default_factory=LossConfig)
+
+    @property
+    def loop(self) -> UpdatesConfig:
+        """The algorithm's own section."""
+        loop = getattr(self, self.section)
+        assert isinstance(loop, UpdatesConfig)
+        return loop
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether rewards are less by a KL."""
+        return self.loss.kl_coef > 0 and self.loss.kl_in is KLPlace.reward
+
+    @property
+    def reuses_logprobs(self) -> bool:
+        """Whether a batch's only optimizer step gives the policy's logprobs."""
+        return self.loop.reuse_logprobs and self.loop.num_updates == 1 and not self.kl_in_reward
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(UpdatesConfig):
+    """The loop of GRPO and its relatives."""
+
+    num_generations_per_prompt: int = 8
+    """Completions of each prompt: the group that its baseline is taken over."""
     dynamic_sampling: bool = False
     """Leave out groups whose raw rewards are all equal, and sample others in their place (DAPO,
     arXiv:2503.14476 section 3.2)."""
@@ -122,21 +159,67 @@ class GRPOConfig(RolloutLoopConfig):
     """Completions that were cut off do not train, but count in their group (overlong filter of
     DAPO, section 3.4)."""
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps of one step."""
-        return self.num_epochs_per_batch * self.num_mini_batches
-
 
 @dataclass(kw_only=True)
-class GRPORunConfig(RolloutRunConfig):
+class GRPORunConfig(PolicyGradientRunConfig):
     """Everything that ``examples/run_grpo.py`` can be told."""
 
     section = "grpo"
 
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
+
+
+@dataclass(kw_only=True)
+class PPOConfig(UpdatesConfig):
+    """The loop of PPO, and its advantages."""
+
+    gamma: float = 1.0
+    """Discount of what comes one token later, in [0, 1]."""
+    lam: float = 0.95
+    """GAE's lambda (arXiv:1506.02438), in [0, 1]. 1: returns are sums of rewards, and values are
+    only a baseline; 0: each token's advantage is by the values of two tokens alone."""
+    whiten_advantages: bool = True
+    """Subtract the mean of all tokens' advantages of the step, and divide by their unbiased
+    standard deviation."""
+    num_critic_warmup_steps: int = 0
+    """First steps, in which only the critic trains."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The critic: a model with a scalar head that begins at 0. All else is as in ``policy``."""
+
+    enabled: bool = True
+    """False: there is none, and values are 0. With ``ppo.gamma=1`` and ``ppo.lam=1`` that is
+    REINFORCE++ (arXiv:2501.03262), whose KL is each token's (``loss.kl_in=reward``)."""
+    model: str | None = None
+    """As ``policy.model``, with the same tokens; a reward model's head is kept. None: the
+    policy's."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(kw_only=True)
+class PPORunConfig(PolicyGradientRunConfig):
+    """Everything that ``examples/run_ppo.py`` can be told."""
+
+    section = "ppo"
+
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    value_loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+
+    @property
+    def critic_policy(self) -> PolicyConfig:
+        """What ``policy`` would be if the critic were it."""
+        critic = self.critic
+        return replace(
+            self.policy,
+            model=critic.model or self.policy.model,
+            optimizer=critic.optimizer,
+            scheduler=critic.scheduler,
+        )
 
     @property
     def keeps_reference(self) -> bool:
@@ -358,6 +441,7 @@ class OffPolicyDistillationRunConfig(TrainingRunConfig):
 
 SCHEMAS: dict[str, type[TrainingRunConfig]] = {
     "grpo_schema": GRPORunConfig,
+    "ppo_schema": PPORunConfig,
     "sft_schema": SFTRunConfig,
     "dpo_schema": DPORunConfig,
     "rm_schema": RewardModelRunConfig,

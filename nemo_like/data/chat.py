@@ -116,6 +116,10 @@ class ChatTokenizer:
             ids.append(end)
         return ids
 
+    def has_tokens_of(self, other: "ChatTokenizer") -> bool:
+        """Whether each id stands for the same token in both."""
+        return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -51,7 +51,9 @@ class ValueLoss:
         }
         if self.config.clip is not None:
             before = batch.tokens[keys.VALUES][at]
-            clipped = before + (value - before).clamp(-self.config.clip, self.config.clip)
+            moved, clip = value - before, self.config.clip
+            # Where nothing is clipped it is the value itself, without another rounding.
+            clipped = torch.where(moved.abs() > clip, before + moved.clamp(-clip, clip), value)
             clipped_squared = (returns - clipped).square()
             means["train/clip_share"] = clipped_squared > squared
             squared = torch.maximum(squared, clipped_squared)

@@ -11,7 +11,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_model(name: str, key: str = "policy.model") -> Path:
-    """The folder of ``embedded``, ``smollm2``, a path, or a hub name.
+    """The folder of ``embedded``, ``smollm2``, a path, or a hub name; ``key`` is for errors.
 
     Raises UserError, which names ``key``, if there is no such model.
     """

@@ -59,7 +59,7 @@ def load_stages(
         causal_lm = _empty_model(path, config, output)
         if mesh.sizes.pp > 1:
             keep_stage(causal_lm, mesh.parallel, stage)
-        kind = ValueModel if output is Output.values else LogprobModel
+        kind = ValueModel if output is not Output.logprobs else LogprobModel
         model = kind(
             causal_lm,
             HeadSettings(

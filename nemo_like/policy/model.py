@@ -146,7 +146,10 @@ class LogprobModel(nn.Module):
 class ValueModel(LogprobModel):
     """A model with one number for each token in place of logprobs: ``score`` of its hidden state.
 
-    Entry t of the output is the value where the model has read token t and all before it.
+    Where inputs ask for every token (``Output.values``), entry t of the output is the value where
+    the model has read token t and all before it. Where they ask for predictions of trained tokens
+    (``Output.values_before``), it is the value where token t was to be predicted, which is that
+    after token t - 1; like logprobs it speaks of the token at t, and is 0 elsewhere.
     """
 
     def _wanted(self, hidden: Tensor, call: Call) -> Tensor:

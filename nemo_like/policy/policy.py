@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from ray import ObjectRef
+from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
+from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Batching, KLEstimator, Output
 from nemo_like.config.layout import parallel_sizes, resolve_mesh_shape
 from nemo_like.config.policy_schema import PolicyConfig
@@ -23,6 +26,8 @@ from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Policy:
@@ -107,7 +112,8 @@ class Policy:
     def score(self, batch: RemoteBatch, column: str) -> None:
         """Add what the model gives for each token as token column ``column``, without gradient.
 
-        Logprobs of tokens that train, 0 elsewhere; or values of all tokens.
+        Logprobs or values of tokens that train, 0 elsewhere; or values of all tokens. Which of
+        them is the model's ``Output``.
         """
         plan = self._plan(batch)
         shards = self._shards(batch, plan)
@@ -122,6 +128,22 @@ class Policy:
         plan = self._plan(batch)
         shards = self._shards(batch, plan)
         _add(batch, plan, self.group.scatter(PolicyWorker.top_logprobs, shards, k, last="pp"))
+
+    def derive(
+        self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
+    ) -> list[T]:
+        """Add the token columns that ``make`` gives for rows; what else it gives for each part.
+
+        ``make`` is called once with the rows of each data-parallel rank that has any. It travels
+        there: a function of a module, or an instance of a dataclass that can be called.
+        """
+        plan = self._plan(batch)
+        rows_of = [plan.rows(rank) for rank in range(len(plan.bins))]
+        shards = [batch.select(rows) for rows in rows_of]
+        results: list[Any] = self.group.scatter(PolicyWorker.derive, shards, make)
+        found = [(*made, rows) for made, rows in zip(results, rows_of, strict=True) if made]
+        batch.add_columns([ref for ref, _, _ in found], [rows for _, _, rows in found])
+        return [summary for _, summary, _ in found]
 
     def train(
         self,

@@ -53,7 +53,7 @@ def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str,
         adapters |= adapters_of(stage, state)
     pp = engine.mesh.group("pp")
     owners = _owners(list(state), pp)
-    if engine.setup.output is Output.values:  # one stage, which has all of them
+    if engine.setup.output is not Output.logprobs:  # one stage, which has all of them
         expected = {
             name: (tuple(tensor.shape), _stored(tensor, dtype))
             for name, tensor in state.items()
@@ -176,7 +176,7 @@ def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
     config = json.loads((aside / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if engine.setup.output is Output.values:
+    if engine.setup.output is not Output.logprobs:
         _, settings = model_class(str(source), Output.values)
         config["architectures"] = settings.architectures
         config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import ray
 import torch
@@ -41,6 +42,8 @@ from nemo_like.weights.ipc import IpcAddress, IpcSender
 from nemo_like.weights.manifest import expected_tensors
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +251,18 @@ class PolicyWorker(Worker):
             keys.TEACHER_LOGPROBS: torch.cat(logprobs).cpu(),
         }
         return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
+
+    def derive(
+        self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
+    ) -> tuple[ObjectRef, T] | None:
+        """A reference to the token columns that ``make`` gives for rows, and what else it gives.
+
+        None where there are no rows.
+        """
+        if not len(batch):
+            return None
+        columns, summary = make(batch.fetch())
+        return ray.put(TensorBatch(lengths=batch.lengths, tokens=columns)), summary
 
     def open_sender(self, transport: Transport, plan: SenderPlan) -> SenderAddress:
         """Plan the buckets and listen for engines; tells them where."""

@@ -1,0 +1,60 @@
+"""How large each engine is: as a step's completions need, within its share of a GPU."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nemo_like.config.choices import Backend
+from nemo_like.config.model_shape import kv_bytes_per_sequence, read_model_shape
+from nemo_like.config.plan import ResourcePlan
+from nemo_like.config.run_schema import RolloutRunConfig
+from nemo_like.errors import UserError
+from nemo_like.generation.protocol import EngineConfig
+
+# Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
+# policy trains, and where the policy trains beside them.
+_GPU_SHARE_SEPARATE = 0.85
+_GPU_SHARE_SLEEPING = 0.6
+_GPU_SHARE_BESIDE = 0.3
+_MOST_SEQUENCES = 1024
+
+
+def engine_config(
+    config: RolloutRunConfig, model_path: str, max_model_len: int, plan: ResourcePlan
+) -> EngineConfig:
+    """One replica's engine, as large as a step's completions need."""
+    generation = config.generation
+    prompts = math.ceil(config.loop.num_prompts_per_step / len(plan.generation))
+    most = min(_MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
+    on_shared_gpus = plan.uses_gpus and plan.colocated
+    sleep = generation.sleep and on_shared_gpus and generation.backend is Backend.vllm
+    share = _GPU_SHARE_SEPARATE
+    if plan.colocated:
+        share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE
+    engine = EngineConfig(
+        model_path=model_path,
+        dtype=config.policy.dtype.value,
+        seed=config.run.seed,
+        max_model_len=max_model_len,
+        max_num_seqs=generation.engine_kwargs.get("max_num_seqs", most),
+        tensor_parallel_size=generation.tensor_parallel_size,
+        device="cuda" if plan.uses_gpus else "cpu",
+        gpu_memory_share=share / generation.num_engines_per_bundle,
+        sleep=sleep,
+        engine_kwargs=dict(generation.engine_kwargs),
+    )
+    if plan.uses_gpus and not plan.colocated and generation.num_engines_per_bundle == 1:
+        return engine
+    try:
+        shape = read_model_shape(Path(model_path))
+    except UserError:  # A model that the formulas do not cover: the engine has to measure.
+        return engine
+    size = getattr(torch, engine.dtype).itemsize
+    return replace(
+        engine,
+        weight_bytes=shape.num_parameters * size // engine.tensor_parallel_size,
+        kv_cache_bytes=engine.max_num_seqs
+        * kv_bytes_per_sequence(shape, engine.max_model_len, size, engine.tensor_parallel_size),
+    )
