@@ -5,7 +5,7 @@ teacher.model=FOLDER [key=value ...]``; see --help.
 from pathlib import Path
 
 from nemo_like.cli import main
-from nemo_like.config.run_schema import DistillationRunConfig
+from nemo_like.config.sampling_run_schema import DistillationRunConfig
 
 
 def run(config: DistillationRunConfig) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_like.cli import main
-from nemo_like.config.run_schema import DPORunConfig
+from nemo_like.config.text_run_schema import DPORunConfig
 
 
 def run(config: DPORunConfig) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_like.cli import main
-from nemo_like.config.run_schema import EvalRunConfig
+from nemo_like.config.sampling_run_schema import EvalRunConfig
 
 
 def run(config: EvalRunConfig) -> None:

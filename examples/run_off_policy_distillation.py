@@ -5,7 +5,7 @@ teacher.model=FOLDER [key=value ...]``; see --help.
 from pathlib import Path
 
 from nemo_like.cli import main
-from nemo_like.config.run_schema import OffPolicyDistillationRunConfig
+from nemo_like.config.text_run_schema import OffPolicyDistillationRunConfig
 
 
 def run(config: OffPolicyDistillationRunConfig) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_like.cli import main
-from nemo_like.config.run_schema import PPORunConfig
+from nemo_like.config.sampling_run_schema import PPORunConfig
 
 
 def run(config: PPORunConfig) -> None:

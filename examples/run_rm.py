@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_like.cli import main
-from nemo_like.config.run_schema import RewardModelRunConfig
+from nemo_like.config.text_run_schema import RewardModelRunConfig
 
 
 def run(config: RewardModelRunConfig) -> None:

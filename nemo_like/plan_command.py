@@ -16,12 +16,9 @@ from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rules import value_of
-from nemo_like.config.run_schema import (
-    PPORunConfig,
-    RolloutRunConfig,
-    SFTRunConfig,
-    TrainingRunConfig,
-)
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.sampling_run_schema import PPORunConfig
+from nemo_like.config.text_run_schema import SFTRunConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 

@@ -9,7 +9,7 @@ import yaml
 from nemo_like.config.checks import check
 from nemo_like.config.load import all_keys, check_overrides, compose_config, compose_raw
 from nemo_like.config.plan import NodeResources, check_fits, plan_resources
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.sampling_run_schema import GRPORunConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.errors import UserError
 

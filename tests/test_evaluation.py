@@ -12,7 +12,7 @@ from nemo_like.algorithms.eval_report import Measured, table
 from nemo_like.algorithms.eval_statistics import majority_at, mean_of_prompts, pass_at
 from nemo_like.algorithms.evaluation import run_eval
 from nemo_like.config.load import compose_config
-from nemo_like.config.run_schema import EvalRunConfig
+from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.data.datasets import Row
 from nemo_like.environments.protocol import Grade
 from nemo_like.errors import UserError

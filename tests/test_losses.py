@@ -20,7 +20,7 @@ from nemo_like.config.choices import (
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.loss_schema import AdvantageConfig, LossConfig
 from nemo_like.config.preference_schema import DPOLossConfig
-from nemo_like.config.run_schema import GRPORunConfig
+from nemo_like.config.sampling_run_schema import GRPORunConfig
 from nemo_like.errors import UserError
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows

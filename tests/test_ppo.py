@@ -17,7 +17,7 @@ from nemo_like.config.choices import KLEstimator, Output
 from nemo_like.config.load import compose_config
 from nemo_like.config.plan import plan_resources
 from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.run_schema import PPORunConfig
+from nemo_like.config.sampling_run_schema import PPORunConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster

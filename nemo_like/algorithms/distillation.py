@@ -28,7 +28,8 @@ from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import number, read_settings
 from nemo_like.config.plan import plan_run
 from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import DistillationRunConfig, OffPolicyDistillationRunConfig
+from nemo_like.config.sampling_run_schema import DistillationRunConfig
+from nemo_like.config.text_run_schema import OffPolicyDistillationRunConfig
 from nemo_like.data import conversations
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch

@@ -13,7 +13,7 @@ from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.setup import find_model
 from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, in_parts, prepare, start
 from nemo_like.batch import keys
-from nemo_like.config.run_schema import DPORunConfig
+from nemo_like.config.text_run_schema import DPORunConfig
 from nemo_like.data import preferences
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.preference import PreferenceLoss

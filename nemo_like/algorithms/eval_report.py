@@ -15,7 +15,7 @@ from nemo_like.algorithms.eval_statistics import (
     mean_of_prompts,
     pass_at,
 )
-from nemo_like.config.run_schema import EvalRunConfig
+from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
 from nemo_like.rollout.rollout import Sample

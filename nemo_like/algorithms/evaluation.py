@@ -16,7 +16,7 @@ from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.setup import Prepared, check_fields, find_model, start
 from nemo_like.checkpoint import open_checkpoint
 from nemo_like.config.file_checks import REASONING_GYM, is_checkpoint, model_of_checkpoint
-from nemo_like.config.run_schema import EvalRunConfig
+from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
 from nemo_like.data.datasets import (
     VALIDATION_SEED_OFFSET,

@@ -36,7 +36,7 @@ from nemo_like.algorithms.setup import Setup, find_model, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.choices import MismatchAction
 from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import GRPORunConfig, PolicyGradientRunConfig
+from nemo_like.config.sampling_run_schema import GRPORunConfig, PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps

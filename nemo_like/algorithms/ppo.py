@@ -28,7 +28,7 @@ from nemo_like.algorithms.self_check import (
 from nemo_like.algorithms.setup import CriticSetup, Setup, find_model, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import PPORunConfig
+from nemo_like.config.sampling_run_schema import PPORunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError

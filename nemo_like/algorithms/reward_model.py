@@ -12,7 +12,7 @@ from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.setup import find_model
 from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, prepare, start
 from nemo_like.config.choices import Output
-from nemo_like.config.run_schema import RewardModelRunConfig
+from nemo_like.config.text_run_schema import RewardModelRunConfig
 from nemo_like.data import preferences
 from nemo_like.losses.reward_model import RewardModelLoss
 

@@ -18,17 +18,18 @@ from nemo_like.config.policy_checks import check_policy, check_scalar_head
 from nemo_like.config.preference_checks import check_dpo_loss, check_reward_model_loss
 from nemo_like.config.rollout_checks import check_averaging, check_grpo, check_rollouts
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import (
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.sampling_run_schema import (
     DistillationRunConfig,
-    DPORunConfig,
     EvalRunConfig,
     GRPORunConfig,
-    OffPolicyDistillationRunConfig,
     PPORunConfig,
+)
+from nemo_like.config.text_run_schema import (
+    DPORunConfig,
+    OffPolicyDistillationRunConfig,
     RewardModelRunConfig,
-    RolloutRunConfig,
     SFTRunConfig,
-    TrainingRunConfig,
 )
 from nemo_like.errors import UserError
 

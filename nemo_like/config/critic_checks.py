@@ -6,7 +6,7 @@ from nemo_like.config.policy_checks import check_scalar_head
 from nemo_like.config.preference_checks import check_value_loss
 from nemo_like.config.rollout_checks import check_updates
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import PPORunConfig
+from nemo_like.config.sampling_run_schema import PPORunConfig
 from nemo_like.errors import UserError
 
 _RANGES = Ranges(

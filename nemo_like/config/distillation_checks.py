@@ -6,7 +6,8 @@ from nemo_like.config.layout import resolve_mesh_shape
 from nemo_like.config.plan import plan_run
 from nemo_like.config.preference_checks import check_distillation_loss
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import DistillationRunConfig, OffPolicyDistillationRunConfig
+from nemo_like.config.sampling_run_schema import DistillationRunConfig
+from nemo_like.config.text_run_schema import OffPolicyDistillationRunConfig
 from nemo_like.errors import UserError
 
 _EFFECTS = (

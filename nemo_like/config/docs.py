@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
-from nemo_like.config.run_schema import SCHEMAS
+from nemo_like.config.schemas import SCHEMAS
 
 _HEADER = """# Configuration keys
 

@@ -2,7 +2,7 @@
 
 from nemo_like.config.file_checks import REASONING_GYM
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import EvalRunConfig
+from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.errors import UserError
 
 _RANGES = Ranges(

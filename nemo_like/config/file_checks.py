@@ -10,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from nemo_like.config.run_schema import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.errors import UserError
 
 REASONING_GYM = "reasoning_gym"

@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.config.checks import check
-from nemo_like.config.run_schema import SCHEMAS, TrainingRunConfig
+from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.config.schemas import SCHEMAS
 from nemo_like.config.yaml_traps import check_yaml
 from nemo_like.errors import UserError
 

@@ -4,7 +4,7 @@ import math
 
 from nemo_like.config.choices import ImportanceCorrection, Normalization, Objective
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import GRPORunConfig, PolicyGradientRunConfig
+from nemo_like.config.sampling_run_schema import GRPORunConfig, PolicyGradientRunConfig
 from nemo_like.errors import UserError
 
 _RANGES = Ranges(

@@ -201,3 +201,31 @@ class PolicyConfig:
     """Host memory holds ``optimizer`` state between steps, or ``all``: parameters, gradients and
     optimizer state, which is also where the optimizer runs (GPU)."""
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+@dataclass(kw_only=True)
+class TeacherConfig:
+    """The frozen model whose next-token distributions the student imitates.
+
+    It is laid out as the policy is, with its dtype, on the same bundles.
+    """
+
+    model: str | None = None
+    """Like ``policy.model``, and required; its vocabulary must be the student's."""
+    top_k: int | None = 64
+    """Most likely tokens of each distribution that are compared (``loss.tail`` says what happens to
+    the others). None: the whole vocabulary. A trained token takes 12 bytes for each of them."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The critic: a model with a scalar head that begins at 0. All else is as in ``policy``."""
+
+    enabled: bool = True
+    """False: there is none, and values are 0. With ``ppo.gamma=1`` and ``ppo.lam=1`` that is
+    REINFORCE++ (arXiv:2501.03262), whose KL is each token's (``loss.kl_in=reward``)."""
+    model: str | None = None
+    """As ``policy.model``, with the same tokens; a reward model's head is kept. None: the
+    policy's."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

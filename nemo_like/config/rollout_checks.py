@@ -5,11 +5,11 @@ from nemo_like.config.file_checks import REASONING_GYM
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.plan import plan_run, refit_transport
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import (
+from nemo_like.config.run_schema import RolloutRunConfig
+from nemo_like.config.sampling_run_schema import (
     EvalRunConfig,
     GRPORunConfig,
     PolicyGradientRunConfig,
-    RolloutRunConfig,
 )
 from nemo_like.errors import UserError
 
