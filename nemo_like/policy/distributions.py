@@ -43,37 +43,34 @@ def logprobs_at(
 
 @torch.no_grad()
 def top_logprobs(
-    hidden: Tensor, head: Head, k: int | None, *, temperature: float, chunk_tokens: int
+    hidden: Tensor, head: Head, k: int, *, temperature: float, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Logprobs float32 [M, K] of the ``k`` most likely tokens, and their ids int64 [M, K].
 
-    In falling order. ``k`` None, or above the size of the vocabulary: all of it, in order of id.
+    In falling order; if the vocabulary has no more than ``k``, all are, in order of id.
     """
     call = HeadCall.of(head, temperature, chunk_tokens)
     columns = head.weight.to(call.factor_dtype(hidden, head.weight)).t()
-    found = [
-        _top_of_chunk(hidden[rows], columns, head, call, k) for rows in call.chunks(len(hidden))
-    ]
-    if not found:
-        found = [_top_of_chunk(hidden, columns, head, call, k)]
+    chunks = list(call.chunks(len(hidden))) or [slice(0, 0)]
+    found = [_top_of_chunk(hidden[rows], columns, head, call, k) for rows in chunks]
     logprobs, ids = zip(*found, strict=True)
     return torch.cat(logprobs), torch.cat(ids)
 
 
 def _top_of_chunk(
-    hidden: Tensor, columns: Tensor, head: Head, call: HeadCall, k: int | None
+    hidden: Tensor, columns: Tensor, head: Head, call: HeadCall, k: int
 ) -> tuple[Tensor, Tensor]:
     logits = _logits(hidden, columns, head.bias, call)
     normalizer = _normalizer(logits, call)
     own = logits.shape[1]
-    if k is None or k >= own:
+    if k >= own:
         best, ids = logits, torch.arange(own, device=logits.device).expand_as(logits)
     else:
         best, ids = logits.topk(k)
     ids = ids + call.first_token_id
     if call.group is not None:
         best, ids = _gather(best, call.group), _gather(ids, call.group)
-        if k is not None and k < best.shape[1]:
+        if k < best.shape[1]:
             best, at = best.topk(k)
             ids = ids.gather(1, at)
     return best - normalizer[:, None], ids
