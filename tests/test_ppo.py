@@ -1,6 +1,7 @@
 """PPO: values and advantages of tokens against plain loops, whole small runs, learning."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,16 @@ def test_advantages_of_parts_are_those_of_a_loop_over_tokens_whitened_over_all(p
         shard.tokens |= WhitenedAdvantages(moments)(shard)[0]
     order = torch.tensor([row for part in parts for row in part]).argsort()
     assert_as_plain(TensorBatch.concatenate(shards).select(order))
+
+
+def test_without_values_a_rows_first_token_earns_its_reward_less_the_kl_of_all_its_tokens():
+    batch = make_batch()
+    columns, _ = replace(MAKE, gamma=1.0, lam=1.0)(batch)
+    kl = batch.tokens[keys.POLICY_LOGPROBS] - batch.tokens[keys.REFERENCE_LOGPROBS]
+    for start, row, reward, trains in zip(batch.starts, SAMPLED, REWARDS, TRAINS, strict=True):
+        at = start + torch.tensor(list(row))
+        expected = reward - KL_COEF * kl[at].sum() if trains else torch.tensor(0.0)
+        assert torch.allclose(columns[keys.ADVANTAGES][at[0]], expected, atol=1e-6)
 
 
 def test_moments_of_equal_numbers_do_not_blow_up_their_rounding():
@@ -227,7 +238,6 @@ def test_a_run_trains_the_critic_first_and_leaves_both_models(straight):
 
 
 def test_without_a_critic_it_is_reinforce_with_kl_in_each_tokens_reward(tmp_path):
-    """With gamma = lam = 1 the first token's advantage is reward - kl_coef * KL of the row."""
     options = [one for one in FULL if "critic" not in one]
     steps = run(tmp_path, "ppo.max_steps=1", *options, "critic.enabled=false", "ppo.lam=1")
     assert steps[1]["train/grad_norm"] > 0
@@ -345,4 +355,4 @@ def test_ppo_learns_the_embedded_models_task_and_its_critic_to_tell_who_will_suc
     reward = [steps[step]["rollout/reward"] for step in range(1, 9)]
     assert sum(reward[-3:]) / 3 > sum(reward[:3]) / 3 + 0.15, reward
     explained = [steps[step]["critic/explained_variance"] for step in range(1, 9)]
-    assert sum(explained[-3:]) / 3 > 0.05, explained
+    assert sum(explained[-3:]) / 3 > 0.2, explained
