@@ -52,6 +52,11 @@ class PolicyGradientRunConfig(RolloutRunConfig):
         """Whether a batch's only optimizer step gives the policy's logprobs."""
         return self.loop.reuse_logprobs and self.loop.num_updates == 1 and not self.kl_in_reward
 
+    @property
+    def keeps_reference(self) -> bool:
+        """For the KL term, wherever it stands."""
+        return self.loss.kl_coef > 0
+
 
 @dataclass(kw_only=True)
 class GRPOConfig(UpdatesConfig):
@@ -115,11 +120,6 @@ class PPORunConfig(PolicyGradientRunConfig):
             optimizer=critic.optimizer,
             scheduler=critic.scheduler,
         )
-
-    @property
-    def keeps_reference(self) -> bool:
-        """For the KL term, wherever it stands."""
-        return self.loss.kl_coef > 0
 
 
 @dataclass(kw_only=True)
