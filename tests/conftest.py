@@ -19,7 +19,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also the whole matrix of invariance")
+    parser.addoption("--full", action="store_true", help="also more seeds, recipes and invariances")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

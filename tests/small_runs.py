@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from nemo_like.algorithms.grpo import run_grpo
 from nemo_like.config.load import compose_config
 
 ROOT = Path(__file__).parent.parent
+SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2)))
+"""Three seeds for what has to learn; one of them without ``--full``."""
 SMALL = (
     "grpo.num_prompts_per_step=4",
     "grpo.num_generations_per_prompt=4",

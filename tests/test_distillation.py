@@ -17,7 +17,7 @@ from nemo_like.policy.distributions import logprobs_at, top_logprobs
 from nemo_like.policy.head import Head
 from tests.distillation_cases import CASES
 from tests.layouts import LAYOUTS
-from tests.small_runs import ROOT, records
+from tests.small_runs import ROOT, SEEDS, records
 
 TOKENS, WIDTH, VOCABULARY, K = 7, 8, 17, 5
 TEMPERATURE = 0.7
@@ -196,7 +196,7 @@ def off_policy(folder, *overrides):
     return records(folder)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_student_approaches_its_teacher_on_its_own_samples(seed, tmp_path, local_ray, student):
     """Every step's completions are new, so their divergence is held out."""
     steps = on_policy(
@@ -213,7 +213,7 @@ def test_a_student_approaches_its_teacher_on_its_own_samples(seed, tmp_path, loc
     assert 0 < steps[1]["train/teacher_mass"] <= 1 + 1e-5
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_student_approaches_its_teacher_on_given_texts(seed, tmp_path, local_ray, student):
     steps = off_policy(
         tmp_path,

@@ -26,7 +26,7 @@ from nemo_like.errors import UserError
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from tests.conftest import build_model
-from tests.small_runs import ROOT, SMALL, records
+from tests.small_runs import ROOT, SEEDS, SMALL, records
 
 NAN = float("nan")
 GAMMA, LAM, KL_COEF = 0.9, 0.7, 0.3
@@ -336,7 +336,7 @@ def test_a_critic_that_reads_other_tokens_is_refused(tiny_model):
 # Learning.
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ppo_learns_the_embedded_models_task_and_its_critic_to_tell_who_will_succeed(
     local_ray, tmp_path, seed
 ):

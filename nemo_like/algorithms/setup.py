@@ -150,7 +150,7 @@ def start(
 ) -> Setup:
     """Reserve the cluster and bring up models and engines, in parallel; ``stack`` ends them.
 
-    ``max_updates``: optimizer steps of the policy in the whole run; None: one a step.
+    ``max_updates``: the policy's optimizer steps in the whole run; None: one a step.
     """
     with run.start_phase("ray"):
         stack.callback(connect())
@@ -192,14 +192,11 @@ def start(
         stop_token_ids=prepared.eos_token_ids,
         span=run.span,
     )
+    loader = prepared.loader
     return Setup(
-        policy=policy,
-        critic=of_critic,
-        rollouts=rollouts,
-        loader=prepared.loader,
-        meter=meter,
+        policy=policy, critic=of_critic, rollouts=rollouts, loader=loader, meter=meter,
         cluster=cluster,
-    )
+    )  # fmt: skip
 
 
 def _by_role(policy: Policy, critic: Policy | None) -> dict[str, Policy]:

@@ -1,0 +1,120 @@
+"""SFT, DPO and reward models learn, continue after a stop, and give what they promise."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from nemo_like.algorithms.dpo import run_dpo
+from nemo_like.algorithms.reward_model import run_reward_model
+from nemo_like.algorithms.sft import run_sft
+from nemo_like.config.load import compose_config
+from tests.small_runs import ROOT, SEEDS, records
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+RUNS = {"sft": run_sft, "dpo": run_dpo, "rm": run_reward_model}
+GENERATED = ("data.num_train_rows=640", "data.num_validation_rows=128")
+SMALL = (
+    "logging.tensorboard=false",
+    "cluster.call_timeout_s=120",
+    "validation.every_steps=100",
+)
+
+
+def run(name, folder, *overrides):
+    config = compose_config(ROOT / "configs", name, [*SMALL, f"run.dir={folder}", *overrides])
+    RUNS[name](config)
+    return records(folder)
+
+
+def even_is_better(folder):
+    """Two files of pairs: of two answers to a sum the even one is chosen. No sum is in both."""
+    draw = random.Random(0)
+    sums = draw.sample([(a, b) for a in range(40) for b in range(40)], 704)
+    for name, part in (("train", sums[:640]), ("validation", sums[640:])):
+        rows = []
+        for a, b in part:
+            even = 2 * draw.randrange(5, 50)
+            odd = 2 * draw.randrange(5, 50) + 1
+            rows.append({"prompt": f"{a} + {b} =", "chosen": str(even), "rejected": str(odd)})
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return [f"data.{name}={folder}/{name}.jsonl" for name in ("train", "validation")]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sft_learns(seed, tmp_path):
+    steps = run("sft", tmp_path, f"run.seed={seed}", "sft.max_steps=20", *GENERATED)
+    assert steps[20]["validation/loss"] < 0.82 * steps[0]["validation/loss"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dpo_learns(seed, tmp_path):
+    files = even_is_better(tmp_path)
+    steps = run("dpo", tmp_path / "run", f"run.seed={seed}", "dpo.max_steps=20", *files)
+    assert steps[0]["validation/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert steps[20]["validation/accuracy"] > 0.9
+    assert steps[20]["validation/reward_margin"] > 0.5
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_reward_model_learns(seed, tmp_path):
+    files = even_is_better(tmp_path)
+    steps = run("rm", tmp_path / "run", f"run.seed={seed}", "reward_model.max_steps=40", *files)
+    assert steps[0]["validation/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert steps[40]["validation/accuracy"] > 0.9
+    assert steps[40]["validation/loss"] < 0.5
+
+
+NUMBERS = ("train/loss", "train/grad_norm", "validation/loss")
+
+
+def assert_same(actual, expected, tolerance=0.0):
+    assert actual.keys() == expected.keys()
+    for step, record in expected.items():
+        for name in NUMBERS:
+            if name in record:
+                close = pytest.approx(record[name], rel=tolerance, abs=tolerance)
+                assert actual[step][name] == close, (step, name)
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
+    options = ("checkpoint.every_steps=2", "data.num_train_rows=80", "sft.num_epochs=2")
+    straight = run("sft", tmp_path / "straight", *options)
+    assert list(straight) == list(range(7))  # 3 steps a pass, the last one of 16 rows
+    run("sft", tmp_path / "stopped", *options[:2], "sft.max_steps=4", "checkpoint.export=false")
+    resumed = run("sft", tmp_path / "stopped", *options, "run.resume=true")
+    assert_same({step: resumed[step] for step in straight}, straight)
+
+
+def test_two_ranks_and_a_live_reference_change_nothing(tmp_path):
+    options = ("dpo.max_steps=3", "loss.kind=ipo", "loss.sft_coef=0.1", "data.num_train_rows=96")
+    one = run("dpo", tmp_path / "one", *options)
+    two = run(
+        "dpo",
+        tmp_path / "two",
+        *options,
+        "cluster.cpu_workers_per_node=2",
+        "cluster.cpus_per_worker=0.5",
+        "dpo.precompute_reference=false",
+        "policy.micro_batch_tokens=256",
+    )
+    assert_same(two, one, tolerance=1e-5)
+
+
+def test_an_exported_reward_model_scores_alike_in_transformers(tmp_path):
+    options = ("reward_model.max_steps=3", "policy.optimizer.lr=1e-2", "data.num_train_rows=96")
+    run("rm", tmp_path, *options)
+    final = tmp_path / "final"
+    model = AutoModelForSequenceClassification.from_pretrained(final, dtype=torch.float32)
+    assert json.loads((final / "config.json").read_text())["architectures"] == [
+        type(model).__name__
+    ]
+    assert model.score.weight.abs().max() > 0
+    ids = AutoTokenizer.from_pretrained(final)("3 + 4", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state[0, -1]
+        score = model(ids).logits[0, 0]
+    assert score == pytest.approx((hidden @ model.score.weight[0]).item(), abs=1e-6)
