@@ -27,6 +27,7 @@ from nemo_like.batch import keys
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import number, read_settings
 from nemo_like.config.plan import plan_run
+from nemo_like.config.policy_schema import LoraConfig
 from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.sampling_run_schema import DistillationRunConfig
 from nemo_like.config.text_run_schema import OffPolicyDistillationRunConfig
@@ -185,7 +186,7 @@ def start_teacher(
 ) -> Policy:
     """Bring the teacher up on the policy's bundles, laid out like it; ``stack`` ends it."""
     model = Policy(
-        config.policy,
+        replace(config.policy, lora=LoraConfig()),  # nothing of it trains
         config.cluster,
         setup.cluster,
         model_path=model_path,

@@ -6,9 +6,9 @@ advantage a token; the clipped loss moves the policy, and half the squared error
 critic. A completion earns its reward at its last token and, with ``loss.kl_in=reward``, less at
 each token for its KL to the reference. Tokens and what is computed of them stay on the ranks; the
 driver sees the moments of all advantages, by which they are whitened. ``critic.enabled=false`` is
-REINFORCE++ (arXiv:2501.03262). Left out here: critics on
-bundles of their own; tensor, context and pipeline parallelism, which the scalar head does not
-know; a value in place of the reward of completions that were cut off.
+REINFORCE++ (arXiv:2501.03262). Left out here: critics on bundles of their own; tensor, context and
+pipeline parallelism, which the scalar head does not know; a value in place of the reward of
+completions that were cut off.
 """
 
 import math
