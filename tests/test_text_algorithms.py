@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from nemo_like.algorithms.dpo import run_dpo
 from nemo_like.algorithms.reward_model import run_reward_model
 from nemo_like.algorithms.sft import run_sft
 from nemo_like.config.load import compose_config
+from nemo_like.errors import UserError
 from tests.small_runs import ROOT, SEEDS, records
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -118,3 +120,31 @@ def test_an_exported_reward_model_scores_alike_in_transformers(tmp_path):
         hidden = model.model(ids).last_hidden_state[0, -1]
         score = model(ids).logits[0, 0]
     assert score == pytest.approx((hidden @ model.score.weight[0]).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("sft", ["data.validation=/no/such.jsonl"], "data.validation=/no/such.jsonl: no such file"),
+        ("sft", ["data.max_length=1"], "data.max_length=1 must be at least 2"),
+        ("sft", ["data.max_length=9000"], "data.max_length=9000 is above the 512 tokens"),
+        ("sft", ["sft.num_epochs=2", "sft.max_steps=3"], "sft.num_epochs=2 would have no effect"),
+        ("sft", ["cluster.num_generation_workers=1"], "this run samples no completions"),
+        ("dpo", ["dpo.num_pairs_per_step=0"], "dpo.num_pairs_per_step=0 must be at least 1"),
+        ("dpo", ["loss.beta=0"], "loss.beta=0.0 must be"),
+        (
+            "dpo",
+            ["loss.reference_free=true", "dpo.precompute_reference=false"],
+            "dpo.precompute_reference=false would have no effect",
+        ),
+        (
+            "rm",
+            ["cluster.cpu_workers_per_node=2", "policy.parallel.tensor_parallel_size=2"],
+            "tensor_parallel_size=2 does not go with a scalar head",
+        ),
+        ("rm", ["policy.scheduler.warmup_steps=200"], "warmup_steps=200 must be below"),
+    ],
+)
+def test_wrong_input_ends_with_one_sentence(name, overrides, message, tmp_path):
+    with pytest.raises(UserError, match=re.escape(message)):
+        run(name, tmp_path, *overrides)

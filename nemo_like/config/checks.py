@@ -12,7 +12,7 @@ from nemo_like.config.distillation_checks import (
     check_sampled_distillation,
 )
 from nemo_like.config.eval_checks import check_eval
-from nemo_like.config.file_checks import check_files
+from nemo_like.config.file_checks import REASONING_GYM, check_files
 from nemo_like.config.lora_checks import check_lora
 from nemo_like.config.policy_checks import check_policy, check_scalar_head
 from nemo_like.config.preference_checks import check_dpo_loss, check_reward_model_loss
@@ -96,9 +96,11 @@ def check(config: TrainingRunConfig) -> None:
 
 
 def _check_passes(config: TrainingRunConfig, section: str, size: str) -> None:
-    """Ranges of a run that goes through its rows."""
+    """Rules of a run that goes through its rows."""
     least = {f"{section}.{key}": 1 for key in ("num_epochs", "max_steps", size)}
-    check_ranges(config, Ranges(at_least=least | {"validation.every_steps": 0}))
+    check_ranges(config, Ranges(at_least=least))
+    check_ranges(config, _TEXT_RANGES)
+    check_effects(config, _TEXT_EFFECTS)
     effects = Effect(
         keys=(f"{section}.num_epochs",),
         applies=lambda _: config.max_steps is None,
@@ -136,6 +138,33 @@ _EFFECTS = (
         keys=("checkpoint.smaller_is_better",),
         applies=lambda c: c.checkpoint.metric is not None,
         why_not="checkpoint.metric is null, whose metric and direction are the algorithm's",
+    ),
+)
+
+_TEXT_RANGES = Ranges(
+    at_least={
+        "validation.every_steps": 0,
+        "data.num_train_rows": 1,
+        "data.num_validation_rows": 1,
+        "data.max_length": 2,
+    },
+)
+
+_TEXT_EFFECTS = (
+    Effect(
+        keys=("data.tasks", "data.num_validation_rows"),
+        applies=lambda c: REASONING_GYM in (c.data.train, c.data.validation),
+        why_not="neither data.train nor data.validation is reasoning_gym",
+    ),
+    Effect(
+        keys=("data.num_train_rows",),
+        applies=lambda c: c.data.train == REASONING_GYM,
+        why_not="data.train is a file, whose rows are all used",
+    ),
+    Effect(
+        keys=("validation.every_steps",),
+        applies=lambda c: c.data.validation is not None or c.data.train == REASONING_GYM,
+        why_not="there are no validation rows; set data.validation",
     ),
 )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from nemo_like.config.rules import value_of
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.errors import UserError
@@ -31,8 +32,10 @@ def check_files(config: TrainingRunConfig) -> None:
         model = model_of_checkpoint(model)
     check_model("policy.model", model)
     if isinstance(config, RolloutRunConfig):
-        _check_data(config)
+        _check_data(config.data.train, config.data.validation, config.environment.reward)
         _check_reward(config.environment.reward)
+    else:
+        _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
     _check_run_dir(config)
 
 
@@ -99,18 +102,18 @@ def _could_be_hub_name(model: str) -> bool:
     return len(parts) == 2 and all(parts) and not model.startswith((".", "/", "~"))
 
 
-def _check_data(config: RolloutRunConfig) -> None:
-    for key in ("data.train", "data.validation"):
-        source = getattr(config.data, key.removeprefix("data."))
+def _check_data(train: str, validation: str | None, reward: str | None = None) -> None:
+    """``reward``: what grades the rows, if anything does."""
+    for key, source in (("data.train", train), ("data.validation", validation)):
         if source is None or source == REASONING_GYM:
             continue
         if not Path(source).is_file():
             raise UserError(
-                f"{key}={source}: no such file; give a .jsonl file of prompts, or {REASONING_GYM}."
+                f"{key}={source}: no such file; give a .jsonl file, or {REASONING_GYM}."
             )
         if not Path(source).read_text(encoding="utf-8", errors="replace").strip():
             raise UserError(f"{key}={source} is empty; give a file with at least one row.")
-        if config.environment.reward == REASONING_GYM:
+        if reward == REASONING_GYM:
             raise UserError(
                 f"environment.reward={REASONING_GYM} grades reasoning_gym's own rows, and {key} is "
                 "a file; set environment.reward to math or to your file.py:function."
