@@ -430,7 +430,7 @@ def test_the_default_is_questions_with_answers_that_earn_full_marks():
     digits = question.split(":")[1].rstrip("= ")
     assert answer == f"<answer>{eval(digits)}</answer>"  # sums of five one-digit numbers
     graded = reward(question, answer, task="chain_sum", answer=str(eval(digits)), metadata={})
-    assert graded == {"reward": 1.0, "accuracy": 1.0}
+    assert (graded["reward"], graded["accuracy"]) == (1.0, 1.0)
     train, validation = load(
         chat, "reasoning_gym", with_validation=True, num_train_rows=20, num_validation_rows=5
     )
