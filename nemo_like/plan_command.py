@@ -18,7 +18,7 @@ from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rules import value_of
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import PPORunConfig
-from nemo_like.config.text_run_schema import SFTRunConfig
+from nemo_like.config.text_run_schema import TextRunConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 
@@ -183,9 +183,9 @@ def _longest(config: TrainingRunConfig) -> int:
     """Most tokens of a row, without its prompt where that is not known."""
     if isinstance(config, RolloutRunConfig):
         return config.generation.max_new_tokens
-    per_micro_batch = 1 if isinstance(config, SFTRunConfig) else 2
+    assert isinstance(config, TextRunConfig)
     longest: int | None = value_of(config, "data.max_length")
-    return longest or config.policy.micro_batch_tokens // per_micro_batch
+    return longest or config.policy.micro_batch_tokens // config.passes.rows_per_unit
 
 
 def _row_tokens(config: TrainingRunConfig) -> str:

@@ -639,10 +639,12 @@ def test_planning_imports_neither_torch_nor_ray():
         ("sft", "32 rows"),
         ("dpo", "64 rows"),
         ("rm", "64 rows"),
+        ("off_policy_distillation", "32 rows"),
     ],
 )
 def test_every_algorithm_has_a_plan(name, rows, capsys):
-    main(["plan", name, "cluster.cpu_workers_per_node=2"])
+    teacher = ["teacher.model=embedded"] if "distillation" in name else []
+    main(["plan", name, "cluster.cpu_workers_per_node=2", *teacher])
     text = capsys.readouterr().out
     assert f"{rows} a step; 2 data-parallel rank(s) get at most" in text
     assert ("Generation" in text) == (name == "grpo")

@@ -17,9 +17,7 @@ from nemo_like.algorithms import setup as on_policy
 from nemo_like.algorithms import text_rows
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
-    NUM_CHECKED_STEPS,
-    check_seeds,
-    check_versions,
+    check_sampled,
     gap_check,
     warn_of_gap,
 )
@@ -80,16 +78,7 @@ def run_off_policy_distillation(config: OffPolicyDistillationRunConfig) -> None:
     teacher_path, top_k = find_teacher(config, model_path)
     with Run(config, "distillation") as run, ExitStack() as stack:
         with run.start_phase("data"):
-            rows = text_rows.prepare(
-                config,
-                config.distillation,
-                config.data,
-                conversations.load,
-                model_path,
-                units_per_step=config.distillation.num_rows_per_step,
-                rows_per_unit=1,
-                with_validation=config.validation.every_steps > 0,
-            )
+            rows = text_rows.prepare(config, conversations.load, model_path)
         temperature = config.distillation.temperature
         setup = text_rows.start(
             config, run, rows, stack, model_path=model_path, temperature=temperature
@@ -114,10 +103,8 @@ def train_on_samples(
     ):
         setup.meter.pop()  # what a validation before this step came to
         batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
-        check_versions(batch, policy.weight_version)
         num_made = step - run.first_step
-        if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
-            check_seeds(batch)
+        check_sampled(config, batch, policy.weight_version, num_made)
         with run.span("teacher"):
             batch = teacher.answer(batch)
         with run.span("train"):

@@ -28,16 +28,7 @@ def run_dpo(config: DPORunConfig) -> None:
     live = config.keeps_reference
     with Run(config, "dpo") as run, ExitStack() as stack:
         with run.start_phase("data"):
-            rows = prepare(
-                config,
-                config.dpo,
-                config.data,
-                preferences.load,
-                model_path,
-                units_per_step=config.dpo.num_pairs_per_step,
-                rows_per_unit=2,
-                with_validation=config.validation.every_steps > 0,
-            )
+            rows = prepare(config, preferences.load, model_path)
         setup = start(config, run, rows, stack, model_path=model_path, with_reference=live)
         if not config.loss.reference_free:
             with run.start_phase("reference"):

@@ -24,10 +24,8 @@ from nemo_like.advantages import (
 )
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
-    NUM_CHECKED_STEPS,
     check_ratios,
-    check_seeds,
-    check_versions,
+    check_sampled,
     gap_check,
     max_mean_gap,
     warn_of_gap,
@@ -88,10 +86,8 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
             batch, metrics = rollouts.next_batch(step, signal, grpo.max_sampling_rounds)
         else:
             batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
-        check_versions(batch, policy.weight_version)
         num_made = step - run.first_step
-        if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
-            check_seeds(batch)
+        check_sampled(config, batch, policy.weight_version, num_made)
         check = gap_check(config, num_made)
         if not reuse or config.loss.kl_coef > 0:
             with run.span("logprobs"):

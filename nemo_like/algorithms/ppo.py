@@ -18,10 +18,8 @@ from nemo_like.advantages import Moments
 from nemo_like.algorithms.grpo import batch_metrics, make_loss, mini_batches
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
-    NUM_CHECKED_STEPS,
     check_ratios,
-    check_seeds,
-    check_versions,
+    check_sampled,
     gap_check,
     warn_of_gap,
 )
@@ -53,7 +51,7 @@ def run_ppo(config: PPORunConfig) -> None:
             prepared,
             stack,
             max_updates=(ppo.max_steps - ppo.num_critic_warmup_steps) * ppo.num_updates,
-            with_reference=config.loss.kl_coef > 0,
+            with_reference=config.keeps_reference,
             critic=critic,
         )
         train(config, setup, run)
@@ -103,10 +101,8 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
     ):
         setup.meter.pop()  # what a validation before this step came to
         batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
-        check_versions(batch, policy.weight_version)
         num_made = step - run.first_step
-        if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
-            check_seeds(batch)
+        check_sampled(config, batch, policy.weight_version, num_made)
         check = gap_check(config, num_made)
         if not reuse or config.loss.kl_coef > 0:
             with run.span("logprobs"):

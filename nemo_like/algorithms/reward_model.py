@@ -22,16 +22,7 @@ def run_reward_model(config: RewardModelRunConfig) -> None:
     model_path = find_model(config)
     with Run(config, "rm") as run, ExitStack() as stack:
         with run.start_phase("data"):
-            rows = prepare(
-                config,
-                config.reward_model,
-                config.data,
-                preferences.load,
-                model_path,
-                units_per_step=config.reward_model.num_pairs_per_step,
-                rows_per_unit=2,
-                with_validation=config.validation.every_steps > 0,
-            )
+            rows = prepare(config, preferences.load, model_path)
         setup = start(config, run, rows, stack, model_path=model_path, output=Output.values)
         run.restore({"policy": setup.policy}, rows.loader)
         train(config, setup, run)

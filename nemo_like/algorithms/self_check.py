@@ -31,6 +31,15 @@ MAX_LOG_RATIO = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.5, Dtype.float16: 0.5 / 
 NUM_CHECKED_STEPS = 3
 
 
+def check_sampled(
+    config: RolloutRunConfig, batch: RemoteBatch, weight_version: int, num_made: int
+) -> None:
+    """What every batch must be, and the first ``num_made`` of an execution also are."""
+    check_versions(batch, weight_version)
+    if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
+        check_seeds(batch)
+
+
 def check_versions(batch: RemoteBatch, weight_version: int) -> None:
     """Raise RunError if any completion was sampled with other weights than the policy's."""
     versions = set(batch.rows[keys.WEIGHT_VERSIONS].tolist())

@@ -21,16 +21,7 @@ def run_sft(config: SFTRunConfig) -> None:
     model_path = find_model(config)  # a wrong layout leaves no folder behind
     with Run(config, "sft") as run, ExitStack() as stack:
         with run.start_phase("data"):
-            rows = prepare(
-                config,
-                config.sft,
-                config.data,
-                conversations.load,
-                model_path,
-                units_per_step=config.sft.num_rows_per_step,
-                rows_per_unit=1,
-                with_validation=config.validation.every_steps > 0,
-            )
+            rows = prepare(config, conversations.load, model_path)
         setup = start(config, run, rows, stack, model_path=model_path)
         run.restore({"policy": setup.policy}, rows.loader)
         train(config, setup, run)

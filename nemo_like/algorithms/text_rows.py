@@ -2,9 +2,9 @@
 
 import hashlib
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,7 +14,8 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Output
 from nemo_like.config.plan import plan_run
 from nemo_like.config.policy_checks import check_schedule
-from nemo_like.config.run_schema import PassesConfig, TrainingRunConfig
+from nemo_like.config.rules import value_of
+from nemo_like.config.text_run_schema import TextRunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
 from nemo_like.data.loader import EpochLoader
 from nemo_like.distributed.driver_meter import DriverMeter
@@ -88,35 +89,29 @@ class HeldOutLoss:
 
 
 def prepare(
-    config: TrainingRunConfig,
-    passes: PassesConfig,
-    data: Any,
-    load: Any,
+    config: TextRunConfig,
+    load: Callable[..., tuple[TensorBatch, TensorBatch | None]],
     model_path: str,
-    *,
-    units_per_step: int,
-    rows_per_unit: int,
-    with_validation: bool,
 ) -> TextRows:
     """Read and tokenize all rows by ``load`` (of ``conversations`` or ``preferences``).
 
-    ``data`` is the run's ``data`` section. Raises UserError.
+    Raises UserError.
     """
+    passes = config.passes
     train, held_out = load(
-        data,
+        value_of(config, "data"),
         ChatTokenizer(model_path),
         micro_batch_tokens=config.policy.micro_batch_tokens,
         context=context_length(model_path),
         seed=config.run.seed,
-        with_validation=with_validation,
+        with_validation=config.validation.every_steps > 0,
     )
-    num_units = len(train) // rows_per_unit
     loader = EpochLoader(
-        range(num_units),
-        batch_size=units_per_step,
+        range(len(train) // passes.rows_per_unit),
+        batch_size=passes.units_per_step,
         num_epochs=passes.num_epochs if passes.max_steps is None else None,
         seed=config.run.seed,
-        shuffle=data.shuffle,
+        shuffle=value_of(config, "data.shuffle"),
         drop_last=passes.drop_last,
         fingerprint=_fingerprint(train),
     )
@@ -129,19 +124,19 @@ def prepare(
         tokens,
         train.num_tokens,
         max_steps,
-        units_per_step,
+        passes.units_per_step,
     )
     return TextRows(
         train=train,
         held_out=held_out,
         loader=loader,
-        rows_per_unit=rows_per_unit,
+        rows_per_unit=passes.rows_per_unit,
         max_steps=max_steps,
     )
 
 
 def start(
-    config: TrainingRunConfig,
+    config: TextRunConfig,
     run: Run,
     rows: TextRows,
     stack: ExitStack,

@@ -30,6 +30,7 @@ from nemo_like.config.text_run_schema import (
     OffPolicyDistillationRunConfig,
     RewardModelRunConfig,
     SFTRunConfig,
+    TextRunConfig,
 )
 from nemo_like.errors import UserError
 
@@ -59,8 +60,9 @@ def check(config: TrainingRunConfig) -> None:
     check_effects(config, _EFFECTS)
     if isinstance(config, RolloutRunConfig):
         check_rollouts(config)
-    else:
+    if isinstance(config, TextRunConfig):
         check_effects(config, _WITHOUT_ROLLOUTS)
+        _check_passes(config)
     match config:
         case GRPORunConfig():
             check_grpo(config)
@@ -69,20 +71,17 @@ def check(config: TrainingRunConfig) -> None:
         case PPORunConfig():
             check_ppo(config)
         case SFTRunConfig():
-            _check_passes(config, "sft", "num_rows_per_step")
+            pass
         case DPORunConfig():
-            _check_passes(config, "dpo", "num_pairs_per_step")
             check_effects(config, _DPO_EFFECTS)
             check_dpo_loss(config.loss)
         case RewardModelRunConfig():
-            _check_passes(config, "reward_model", "num_pairs_per_step")
             check_reward_model_loss(config.loss)
             check_scalar_head(config)
         case DistillationRunConfig():
             check_distillation(config)
             check_sampled_distillation(config)
         case OffPolicyDistillationRunConfig():
-            _check_passes(config, "distillation", "num_rows_per_step")
             check_ranges(config, Ranges(above_zero=("distillation.temperature",)))
             check_distillation(config)
         case _:
@@ -95,9 +94,11 @@ def check(config: TrainingRunConfig) -> None:
     check_files(config)
 
 
-def _check_passes(config: TrainingRunConfig, section: str, size: str) -> None:
+def _check_passes(config: TextRunConfig) -> None:
     """Rules of a run that goes through its rows."""
-    least = {f"{section}.{key}": 1 for key in ("num_epochs", "max_steps", size)}
+    section = config.section
+    names = ("num_epochs", "max_steps", config.passes.size_key)
+    least = {f"{section}.{name}": 1 for name in names}
     check_ranges(config, Ranges(at_least=least))
     check_ranges(config, _TEXT_RANGES)
     check_effects(config, _TEXT_EFFECTS)

@@ -83,15 +83,3 @@ class RolloutRunConfig(TrainingRunConfig):
     def rows_per_step(self) -> int:
         """Completions of a step."""
         return self.loop.num_prompts_per_step * self.loop.num_generations_per_prompt
-
-
-@dataclass(kw_only=True)
-class PassesConfig:
-    """How often the training rows are used."""
-
-    num_epochs: int = 1
-    """Passes over the training rows."""
-    max_steps: int | None = None
-    """Optimizer steps of the whole run, resumed parts included. None: those of ``num_epochs``."""
-    drop_last: bool = False
-    """Leave out a last step of a pass that has fewer rows than the others."""
