@@ -18,7 +18,8 @@ LAYERS = [
     {"policy", "generation"},
     {"rollout", "checkpoint", "refit"},
     {"algorithms"},
-    {"cli", "plan_command"},
+    {"cli"},
+    {"launch"},
 ]
 ONE_PLACE_ONLY = {
     "wandb": {"observe/wandb_sink.py"},

@@ -32,8 +32,8 @@ from nemo_like.config.policy_schema import (
     PolicyConfig,
 )
 from nemo_like.errors import UserError
+from nemo_like.launch.console import main
 from nemo_like.models.resolve import resolve_model
-from nemo_like.plan_command import main
 
 
 def policy(**sizes):
@@ -624,7 +624,7 @@ def test_wrong_words_end_with_one_sentence_and_code_2(words, message, capsys):
 
 def test_planning_imports_neither_torch_nor_ray():
     code = (
-        "import sys; from nemo_like.plan_command import main; main(['plan']);"
+        "import sys; from nemo_like.launch.console import main; main(['plan']);"
         "heavy = {'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys();"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -1,16 +1,12 @@
 """``nemo-like plan``: who sits where, how batches divide and what fits, without Ray or torch."""
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from nemo_like.cli import end_on_error
 from nemo_like.config.choices import Batching
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
-from nemo_like.config.load import compose_raw, load
 from nemo_like.config.memory import PhaseMemory, predict_memory
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
@@ -20,6 +16,7 @@ from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import PPORunConfig
 from nemo_like.config.text_run_schema import TextRunConfig
 from nemo_like.errors import UserError
+from nemo_like.launch.console import ConfigParser
 from nemo_like.models.resolve import resolve_model
 
 # Columns of the memory table, from what lasts to what comes and goes.
@@ -36,40 +33,13 @@ _PARTS = (
 # Rows of a table at most, and how many of its end are among them.
 _MOST_ROWS = 24
 _LAST_ROWS = 4
-_CONFIGS = Path(__file__).parent.parent / "configs"
 _USAGE = "nemo-like plan [config name] [key=value ...] [--config-name NAME] [--config-dir DIR]"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; use {_USAGE}.")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script; wrong input ends it with code 2 and one sentence."""
-    end_on_error(lambda: _run(sys.argv[1:] if arguments is None else arguments))
-
-
-def _run(arguments: Sequence[str]) -> None:
-    parser = _Parser(prog="nemo-like", usage=_USAGE, description=__doc__, allow_abbrev=False)
-    parser.add_argument("words", nargs="*", metavar="plan", help="configuration, or key=value")
-    parser.add_argument("--config-name", "-cn", help="YAML file without its ending (grpo)")
-    parser.add_argument("--config-dir", "-cd", type=Path, help="folder of your own YAML files")
-    parser.add_argument("--config-path", "-cp", type=Path, help="instead of the shipped configs")
-    options = parser.parse_intermixed_args(arguments)
-    command, *words = options.words or [""]
-    if command != "plan":
-        raise UserError(f"'{command}' is not a command of nemo-like; use {_USAGE}.")
-    # Words without "=" are no overrides, but Hydra's ~key deletes one.
-    names = [word for word in words if "=" not in word and not word.startswith("~")]
-    if len(names) + (options.config_name is not None) > 1:
-        raise UserError(f"{names[-1]} is one config name too many; use {_USAGE}.")
-    folder = options.config_path or _CONFIGS
-    if not folder.is_dir():
-        raise UserError(f"--config-path={folder} is no folder; give one with YAML files.")
-    name = options.config_name or (names[0] if names else "grpo")
-    overrides = [word for word in words if word not in names]
-    config = load(compose_raw(folder, name, overrides, options.config_dir))
+def run(arguments: Sequence[str]) -> None:
+    """Print the plan of the configuration that ``arguments`` give; raises UserError."""
+    parser = ConfigParser("plan", _USAGE, __doc__)
+    config = parser.load(parser.parse_intermixed_args(arguments))
     lines = plan_lines(config, resolve_model(config.policy.model))
     # At once, so that a reader that leaves early (head) has all it takes in its pipe.
     sys.stdout.write("\n".join([*lines, ""]))
