@@ -24,7 +24,9 @@ LAYERS = [
 ONE_PLACE_ONLY = {
     "wandb": {"observe/wandb_sink.py"},
     # The engine on our side, and what runs inside its own processes.
-    "vllm": {f"generation/vllm_{part}.py" for part in ("engine", "scheduler", "worker")},
+    "vllm": {
+        f"generation/vllm_{part}.py" for part in ("engine", "processes", "scheduler", "worker")
+    },
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
@@ -32,6 +34,7 @@ MAY_READ_ENVIRONMENT = {
     "distributed/worker.py",
     "environments/grading_pool.py",
     "generation/vllm_engine.py",
+    "generation/vllm_processes.py",
     "generation/vllm_settings.py",
     "models/smollm2.py",
 }

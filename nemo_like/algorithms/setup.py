@@ -177,7 +177,9 @@ def start(
     stack.callback(generation.shutdown)
     rollout_setup = _rollout_setup(config, run, prepared, plan)
     with run.start_phase("workers"):
-        generation.group.submit(RolloutWorker.preload, config.generation.backend)
+        generation.group.submit(
+            RolloutWorker.preload, config.generation.backend, rollout_setup.engine
+        )
         folders = [str(run.dir / "config.yaml"), prepared.model_path]
         _check_folders(policy, generation, folders + ([critic.model_path] if critic else []))
         _start_workers(config, list(models.values()), generation, rollout_setup, plan)

@@ -1,8 +1,8 @@
 """vLLM behind the ``Engine`` protocol, for CPU and GPU.
 
 Every check of vLLM's version and every work-around for it is here or in the other ``vllm_…`` files:
-``vllm_settings`` (what it is started with), ``vllm_worker`` and ``vllm_scheduler`` (what runs in
-its own processes). Nothing else imports it.
+``vllm_settings`` (what it is started with), ``vllm_processes`` (how its processes start),
+``vllm_worker`` and ``vllm_scheduler`` (what runs in them). Nothing else imports it.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from nemo_like.errors import RunError, UserError
+from nemo_like.generation import vllm_processes  # noqa: F401 (how engines start their processes)
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
@@ -34,7 +35,11 @@ from nemo_like.generation.protocol import (
     Link,
     SamplingParams,
 )
-from nemo_like.generation.vllm_settings import engine_args, start_environment
+from nemo_like.generation.vllm_settings import (
+    engine_args,
+    start_environment,
+    start_fork_server,
+)
 from nemo_like.weights.buckets import Bucket, announced_tensors
 from nemo_like.weights.manifest import check_tensors, check_version, expected_tensors
 
@@ -71,13 +76,11 @@ class VLLMEngine:
                 f"The engine was to run on {self._config.device}, but the installed vLLM is built "
                 f"for {current_platform.device_type}; install the other one, or use backend=hf."
             )
-        others = {child.pid for child in multiprocessing.active_children()}
         # A start takes seconds; in a thread it leaves the event loop of a Ray actor responsive.
         self._llm = await asyncio.to_thread(_launch, self._config)
-        for child in multiprocessing.active_children():
-            if child.pid not in others:
-                core = psutil.Process(child.pid)
-                self._processes += [core, *core.children(recursive=True)]
+        core, *_ = multiprocessing.active_children()
+        # Ranks of their own are forks of the same server as the engine's first process.
+        self._processes = psutil.Process(core.pid).parents()[0].children(recursive=True)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; RunError with vLLM's reason if the request or the engine fails."""
@@ -216,7 +219,8 @@ def _launch(config: EngineConfig) -> AsyncLLM:
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     memory = current_platform.get_device_total_memory() if config.device != "cpu" else 0
     args = engine_args(config, known, memory)
-    with start_environment(args, config.device):
+    start_fork_server(config)
+    with start_environment(config):
         # Our own process has imported vLLM already; its children read the variable themselves.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         try:

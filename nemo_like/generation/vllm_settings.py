@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from typing import Any
 
 from nemo_like.errors import UserError
@@ -140,14 +141,21 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
     }
 
 
+def start_fork_server(config: EngineConfig) -> None:
+    """Begin to import vLLM in the process that this engine's processes will be forks of."""
+    with start_environment(config):
+        forkserver.set_forkserver_preload(["nemo_like.generation.vllm_processes"])
+        forkserver.ensure_running()
+
+
 @contextmanager
-def start_environment(args: dict[str, Any], device: str) -> Iterator[None]:
+def start_environment(config: EngineConfig) -> Iterator[None]:
     """Set what vLLM's processes inherit, where the user has not; undo that, and vLLM's own, after.
 
     Left set, these variables would reach whatever else this process starts.
     """
     saved = dict(os.environ)
-    for name, value in _variables(args, device).items():
+    for name, value in _variables(config).items():
         os.environ.setdefault(name, value)
     try:
         yield
@@ -157,16 +165,16 @@ def start_environment(args: dict[str, Any], device: str) -> Iterator[None]:
         os.environ.update(saved)
 
 
-def _variables(args: dict[str, Any], device: str) -> dict[str, str]:
+def _variables(config: EngineConfig) -> dict[str, str]:
     variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # Forking a process that has threads (Ray's, torch's) can hang.
+        # Not of our process, which has threads (Ray's, torch's): see ``vllm_processes``.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if importlib.util.find_spec("flashinfer") is None:
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    if device != "cpu":
+    if config.device != "cpu":
         return variables
     cores = len(os.sched_getaffinity(0))
     variables |= {
@@ -178,9 +186,9 @@ def _variables(args: dict[str, Any], device: str) -> dict[str, str]:
         # By default every replica binds itself to the same cores, and several ranks need as many
         # NUMA nodes.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(max(1, cores // args["tensor_parallel_size"])),
+        "OMP_NUM_THREADS": str(max(1, cores // config.tensor_parallel_size)),
     }
-    if args["enforce_eager"]:
+    if config.engine_kwargs.get("enforce_eager", True):
         # vLLM compiles the embedding of several ranks in spite of ``enforce_eager`` (13 s).
         variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables

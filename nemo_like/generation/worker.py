@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from nemo_like.config.choices import Backend
 from nemo_like.distributed.worker import Worker
 from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, Link
+from nemo_like.generation.vllm_settings import start_fork_server
 from nemo_like.weights.buckets import Bucket
 
 
@@ -26,8 +27,10 @@ class GenerationWorker(Worker):
 
     _engine: Engine | None = None
 
-    async def preload(self, backend: Backend) -> None:
-        """Import what the engine needs, while other things start."""
+    async def preload(self, backend: Backend, config: EngineConfig) -> None:
+        """Import what the engine and its processes need, while other things start."""
+        if backend is Backend.vllm:
+            start_fork_server(config)
         await asyncio.to_thread(engine_class, backend)
 
     async def start_engine(self, backend: Backend, config: EngineConfig) -> None:
