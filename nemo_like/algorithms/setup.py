@@ -177,14 +177,13 @@ def start(
     stack.callback(generation.shutdown)
     rollout_setup = _rollout_setup(config, run, prepared, plan)
     with run.start_phase("workers"):
-        generation.group.submit(
-            RolloutWorker.preload, config.generation.backend, rollout_setup.engine
-        )
+        engine = rollout_setup.engine
+        generation.group.submit(RolloutWorker.preload, config.generation.backend, engine)
         folders = [str(run.dir / "config.yaml"), prepared.model_path]
         _check_folders(policy, generation, folders + ([critic.model_path] if critic else []))
         _start_workers(config, list(models.values()), generation, rollout_setup, plan)
     run.restore(models, prepared.loader)
-    sync = WeightSync(config.refit, policy, generation, plan, sleep=rollout_setup.engine.sleep)
+    sync = WeightSync(config.refit, policy, generation, plan, sleep=engine.sleep)
     rollouts = SyncRolloutSource(
         config,
         generation=generation,
