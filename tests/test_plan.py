@@ -22,17 +22,20 @@ from nemo_like.config.choices import (
     PipelineSchedule,
 )
 from nemo_like.config.layout import layer_range, parallel_sizes
+from nemo_like.config.load import compose_config
 from nemo_like.config.memory import GIB, predict_memory
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
+from nemo_like.config.plan import plan_run
 from nemo_like.config.policy_schema import (
     DDPConfig,
     OptimizerConfig,
     ParallelConfig,
     PolicyConfig,
 )
+from nemo_like.config.step_time import predict_step
 from nemo_like.errors import UserError
-from nemo_like.launch.console import main
+from nemo_like.launch.console import CONFIGS, main
 from nemo_like.models.resolve import resolve_model
 
 
@@ -511,6 +514,24 @@ def test_predicted_peaks_are_measured_ones(folder, record):
     assert peak == pytest.approx(record["train_peak_gib"], rel=limit)
 
 
+# Median seconds that benchmarks/grpo.py measured on one H200 for its workload "qwen1.5b".
+MEASURED_S = {"rollout": 2.27, "refit": 0.062, "train": 1.615}
+
+
+def test_predicted_seconds_of_a_step_are_near_measured_ones(folder):
+    overrides = (
+        "cluster.gpus_per_node=1",
+        "policy.dtype=bfloat16",
+        "policy.micro_batch_tokens=16384",
+        "generation.max_new_tokens=512",
+        "grpo.num_prompts_per_step=16",
+    )
+    config = compose_config(CONFIGS, "grpo", list(overrides))
+    phases = predict_step(config, read_model_shape(folder()), plan_run(config))
+    assert {phase.name: phase.seconds for phase in phases} == pytest.approx(MEASURED_S, rel=0.2)
+    assert phases[0].bound_by == "the engine's host process"
+
+
 # The command.
 
 
@@ -582,6 +603,17 @@ def test_the_plan_of_a_thousand_nodes_takes_less_than_a_second_and_is_short(caps
     assert len(found) < 50
     assert "(7976 bundles between the first and the last 4 are left out)" in found
     assert "999    7999    7999   0        249      7   0   3        7999" in "\n".join(found)
+
+
+def test_the_plan_names_the_bottleneck_of_a_gpu_run_and_none_of_a_cpu_run(capsys):
+    gpu = lines(
+        capsys,
+        "cluster.gpus_per_node=8",
+        "generation.max_new_tokens=2000",
+        "policy.micro_batch_tokens=16384",
+    )
+    assert gpu[-1].startswith("bottleneck: rollout, 9")
+    assert not any(line.startswith("bottleneck") for line in lines(capsys))
 
 
 def test_a_config_of_the_users_own_is_planned(tmp_path, capsys):

@@ -14,6 +14,7 @@ from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rules import value_of
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import PPORunConfig
+from nemo_like.config.step_time import predict_step
 from nemo_like.config.text_run_schema import TextRunConfig
 from nemo_like.errors import UserError
 from nemo_like.launch.console import ConfigParser
@@ -68,6 +69,9 @@ def plan_lines(config: TrainingRunConfig, model_folder: Path) -> Iterator[str]:
         yield f"Memory is not predicted: {error}"
         return
     yield from _memory(config, shape, sizes)
+    if isinstance(config, RolloutRunConfig) and plan.uses_gpus:
+        yield ""
+        yield from _times(config, shape, plan)
 
 
 def _summary(config: TrainingRunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
@@ -209,6 +213,16 @@ def _phase_table(phases: Sequence[PhaseMemory]) -> Iterator[str]:
     yield from _table(["phase", *parts, "total", *(["on host"] if hosts else [])], rows)
     most = max(phases, key=lambda phase: phase.total)
     yield f"peak: {_gib(most.total)} GiB ({most.name})"
+
+
+def _times(config: RolloutRunConfig, shape: ModelShape, plan: ResourcePlan) -> Iterator[str]:
+    phases = predict_step(config, shape, plan)
+    total = sum(phase.seconds for phase in phases)
+    yield "Time        of a step on H100s, predicted for completions of full length, at least:"
+    rows = [[phase.name, f"{phase.seconds:.3g} s", phase.bound_by] for phase in phases]
+    yield from _table(["phase", "seconds", "bound by"], rows)
+    most = max(phases, key=lambda phase: phase.seconds)
+    yield f"bottleneck: {most.name}, {most.seconds / total:.0%} of {total:.3g} s ({most.bound_by})"
 
 
 def _gib(size: float) -> str:

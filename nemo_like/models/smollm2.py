@@ -57,6 +57,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # transformers 5.17 reads the first token of a turn as the end token from this file, 5.19 not.
+    tokenizer.eos_token = "<|im_end|>"
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)
     # A model loaded from GGUF refuses save_pretrained; the same weights in a fresh one do not.
