@@ -20,7 +20,7 @@ from nemo_like.config.choices import (
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.loss_schema import AdvantageConfig, LossConfig
 from nemo_like.config.preference_schema import DPOLossConfig
-from nemo_like.config.sampling_run_schema import GRPORunConfig
+from nemo_like.config.sampling_run_schema import GRPOConfig, GRPORunConfig
 from nemo_like.errors import UserError
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
@@ -475,6 +475,11 @@ def test_half_a_pair_is_refused():
 # Rules of the configuration.
 
 
+def several_updates(**sections):
+    """In the only step on a batch ratios are 1, and bounds of them have no effect."""
+    return GRPORunConfig(grpo=GRPOConfig(num_mini_batches=2), **sections)
+
+
 @pytest.mark.parametrize(
     ("loss", "advantage", "message"),
     [
@@ -512,7 +517,7 @@ def test_half_a_pair_is_refused():
     ],
 )
 def test_what_cannot_work_or_would_do_nothing_is_refused(loss, advantage, message):
-    config = GRPORunConfig(loss=LossConfig(**loss), advantage=AdvantageConfig(**advantage))
+    config = several_updates(loss=LossConfig(**loss), advantage=AdvantageConfig(**advantage))
     with pytest.raises(UserError) as error:
         check_loss(config)
     assert message in str(error.value)
@@ -531,7 +536,7 @@ def test_what_cannot_work_or_would_do_nothing_is_refused(loss, advantage, messag
     ids=str,
 )
 def test_combinations_that_work_are_let_through(loss):
-    check_loss(GRPORunConfig(loss=LossConfig(**loss)))
+    check_loss(several_updates(loss=LossConfig(**loss)))
 
 
 # What holds for every loss.

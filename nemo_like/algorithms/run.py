@@ -209,6 +209,9 @@ class Run:
     def _save(self, step: int, models: Mapping[str, Policy], loader: Loader) -> None:
         wall_s = self._totals["wall_s"] + time.monotonic() - self._start
         metric = self._step_values.get(self._metric)
+        if metric is None and self.config.checkpoint.metric is not None:
+            measured = ", ".join(sorted(self._step_values))
+            logger.warning("checkpoint.metric=%s is not measured, only %s.", self._metric, measured)
         if metric is not None and self._smaller_is_better:
             metric = -metric
         state = DriverState(
@@ -306,10 +309,8 @@ def _make_run_dir(config: TrainingRunConfig, name: str) -> Path:
             path.mkdir(parents=True, exist_ok=True)
             return path
         stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-        for suffix in (
-            "",
-            *(f"-{i}" for i in range(2, 100)),
-        ):  # jobs of one sweep may share a second
+        # Jobs of one sweep may share a second.
+        for suffix in ("", *(f"-{i}" for i in range(2, 100))):
             path = Path("runs", stem + suffix).resolve()
             if not path.exists():
                 path.mkdir(parents=True)

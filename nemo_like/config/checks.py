@@ -16,7 +16,12 @@ from nemo_like.config.file_checks import REASONING_GYM, check_files
 from nemo_like.config.lora_checks import check_lora
 from nemo_like.config.policy_checks import check_policy, check_scalar_head
 from nemo_like.config.preference_checks import check_dpo_loss, check_reward_model_loss
-from nemo_like.config.rollout_checks import check_averaging, check_grpo, check_rollouts
+from nemo_like.config.rollout_checks import (
+    check_averaging,
+    check_grpo,
+    check_rollouts,
+    has_validation,
+)
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import (
@@ -33,8 +38,6 @@ from nemo_like.config.text_run_schema import (
     TextRunConfig,
 )
 from nemo_like.errors import UserError
-
-_METRIC_AREAS = ("validation/", "rollout/", "train/", "critic/", "mismatch/", "policy/")
 
 _RANGES = Ranges(
     at_least={
@@ -78,6 +81,7 @@ def check(config: TrainingRunConfig) -> None:
         case RewardModelRunConfig():
             check_reward_model_loss(config.loss)
             check_scalar_head(config)
+            check_effects(config, [_NO_LOGITS])
         case DistillationRunConfig():
             check_distillation(config)
             check_sampled_distillation(config)
@@ -111,11 +115,18 @@ def _check_passes(config: TextRunConfig) -> None:
 
 
 def _check_metric(config: TrainingRunConfig) -> None:
-    metric = config.checkpoint.metric
-    if metric is not None and not metric.startswith(_METRIC_AREAS):
+    metric, areas, example = config.checkpoint.metric, ["train/"], "train/loss"
+    if isinstance(config, RolloutRunConfig):
+        areas += ["rollout/", "mismatch/", "policy/"]
+    if isinstance(config, PPORunConfig) and config.critic.enabled:
+        areas.append("critic/")
+    if has_validation(config):
+        areas.insert(0, "validation/")
+        example = "validation/reward" if isinstance(config, RolloutRunConfig) else "validation/loss"
+    if metric is not None and not metric.startswith(tuple(areas)):
         raise UserError(
             f"checkpoint.metric={metric} is not a metric of this run; it must "
-            f"start with one of {', '.join(_METRIC_AREAS)} (for example validation/reward)."
+            f"start with one of {', '.join(areas)} (for example {example})."
         )
 
 
@@ -153,9 +164,14 @@ _TEXT_RANGES = Ranges(
 
 _TEXT_EFFECTS = (
     Effect(
-        keys=("data.tasks", "data.num_validation_rows"),
+        keys=("data.tasks",),
         applies=lambda c: REASONING_GYM in (c.data.train, c.data.validation),
         why_not="neither data.train nor data.validation is reasoning_gym",
+    ),
+    Effect(
+        keys=("data.num_validation_rows",),
+        applies=lambda c: (c.data.validation or c.data.train) == REASONING_GYM,
+        why_not="validation rows do not come from reasoning_gym",
     ),
     Effect(
         keys=("data.num_train_rows",),
@@ -177,9 +193,15 @@ _DPO_EFFECTS = (
     ),
 )
 
+_NO_LOGITS = Effect(
+    keys=("policy.float32_head", "policy.logprob_chunk_tokens"),
+    applies=lambda _: False,
+    why_not="a reward model has no logits, and its head is always multiplied in float32",
+)
+
 _WITHOUT_ROLLOUTS = (
     Effect(
-        keys=("cluster.num_generation_workers", "logging.trajectories_per_step"),
+        keys=("cluster.num_generation_workers", "logging.trajectories_per_step", "run.self_check"),
         applies=lambda _: False,
         why_not="this run samples no completions",
     ),

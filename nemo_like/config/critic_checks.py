@@ -1,6 +1,7 @@
 """Rules of PPO: its loop, the critic and what the critic learns."""
 
 from nemo_like.config.file_checks import check_model
+from nemo_like.config.loss_checks import one_update
 from nemo_like.config.optimizer_checks import check_optimizer, check_scheduler
 from nemo_like.config.policy_checks import check_scalar_head
 from nemo_like.config.preference_checks import check_value_loss
@@ -23,6 +24,7 @@ def check_ppo(config: PPORunConfig) -> None:
         _check_without_critic(config)
         return
     check_value_loss(config.value_loss)
+    check_effects(config, [one_update(config, "value_loss.clip")])
     check_optimizer(config, "critic")
     check_scheduler(config, "critic", config.max_steps)
     check_scalar_head(config)

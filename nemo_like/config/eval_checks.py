@@ -1,6 +1,7 @@
 """Rules of evaluations: what they measure, and what of a training run means nothing to them."""
 
-from nemo_like.config.file_checks import REASONING_GYM
+from nemo_like.config.choices import Offload
+from nemo_like.config.file_checks import REASONING_GYM, is_checkpoint
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.errors import UserError
@@ -50,6 +51,11 @@ _EFFECTS = (
             "policy.compile",
             "policy.activation_checkpointing",
             "policy.activation_offload",
+            "policy.parallel.reshard_after_forward",
+            "policy.parallel.sequence_parallel",
+            "policy.parallel.pipeline_schedule",
+            "policy.parallel.pipeline_stages_per_rank",
+            "policy.parallel.ddp",
             "policy.debug",
             "checkpoint",
             "mismatch",
@@ -59,6 +65,21 @@ _EFFECTS = (
         ),
         applies=lambda _: False,
         why_not="an evaluation trains nothing",
+    ),
+    Effect(
+        keys=("policy.offload",),
+        applies=lambda c: c.policy.offload is not Offload.optimizer,
+        why_not="an evaluation has no optimizer state; all offloads the parameters",
+    ),
+    Effect(
+        keys=("policy.lora",),
+        applies=lambda c: is_checkpoint(c.policy.model),
+        why_not="policy.model is a whole model; only a run's checkpoint has adapters apart",
+    ),
+    Effect(
+        keys=("generation.max_new_tokens",),
+        applies=lambda c: c.eval.max_new_tokens is None,
+        why_not="eval.max_new_tokens is set too; leave one of them out",
     ),
     Effect(
         keys=("generation.temperature", "validation"),

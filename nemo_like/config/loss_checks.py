@@ -28,12 +28,25 @@ def check_loss(config: PolicyGradientRunConfig) -> None:
     """Raise UserError for the first rule of advantages or loss that ``config`` breaks."""
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
+    check_effects(config, [one_update(config, "loss.clip_low", "loss.clip_high", "loss.dual_clip")])
     _check_bounds(config)
     _check_importance(config)
     if isinstance(config, GRPORunConfig):
         check_ranges(config, _ADVANTAGE_RANGES)
-        check_effects(config, [_OVERLONG])
+        # (PPO's advantages differ from token to token, and a sequence's ratio mixes them.)
+        check_effects(config, [_OVERLONG, one_update(config, "loss.ratio_level")])
         _check_overlong(config)
+
+
+def one_update(config: PolicyGradientRunConfig, *keys: str) -> Effect:
+    """Bounds of what moves from one optimizer step on a batch to the next."""
+    section = config.section
+    return Effect(
+        keys=keys,
+        applies=lambda _: config.loop.num_updates > 1,
+        why_not="a batch takes one optimizer step, in which nothing has moved yet; raise "
+        f"{section}.num_mini_batches or {section}.num_epochs_per_batch too",
+    )
 
 
 def _check_bounds(config: PolicyGradientRunConfig) -> None:

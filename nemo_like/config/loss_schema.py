@@ -50,7 +50,8 @@ class LossConfig:
     """``token``: each token has its own r; ``sequence``: all tokens of a completion share the
     geometric mean of theirs (GSPO, arXiv:2507.18071 Eq. 5-7, with ``normalization=sequence``)."""
     clip_low: float | None = 0.2
-    """clip(r) is at least 1 - clip_low, in [0, 1]. None: no lower bound."""
+    """clip(r) is at least 1 - clip_low, in [0, 1]. None: no lower bound. (In the first optimizer
+    step on a batch r is 1, so bounds need several.)"""
     clip_high: float | None = 0.2
     """clip(r) is at most 1 + clip_high (larger than clip_low in DAPO, arXiv:2503.14476 Eq. 10).
     None: no upper bound."""

@@ -61,7 +61,7 @@ class ValueLossConfig:
 
     clip: float | None = 0.2
     """Largest change of a value in one step that still has a gradient towards the return. None:
-    values are not clipped."""
+    values are not clipped. (In the first optimizer step on a batch none has changed.)"""
 
 
 @dataclass(kw_only=True)

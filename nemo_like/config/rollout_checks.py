@@ -4,8 +4,8 @@ from nemo_like.config.choices import Backend, Baseline
 from nemo_like.config.file_checks import REASONING_GYM
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.plan import plan_run, refit_transport
-from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import RolloutRunConfig
+from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges, value_of
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import (
     EvalRunConfig,
     GRPORunConfig,
@@ -79,7 +79,12 @@ def check_updates(config: PolicyGradientRunConfig) -> None:
         applies=lambda _: loop.num_updates == 1,
         why_not="a batch takes several optimizer steps, which need logprobs from before them",
     )
-    check_effects(config, [reuse])
+    in_reward = Effect(
+        keys=(f"{section}.reuse_logprobs",),
+        applies=lambda c: not c.kl_in_reward,
+        why_not="loss.kl_in=reward needs logprobs from before the step anyway",
+    )
+    check_effects(config, [reuse, in_reward])
     if loop.num_mini_batches > loop.num_prompts_per_step:
         raise UserError(
             f"{section}.num_mini_batches={loop.num_mini_batches} is more than the "
@@ -99,10 +104,11 @@ def check_averaging(config: RolloutRunConfig) -> None:
         )
 
 
-def has_validation(config: RolloutRunConfig) -> bool:
+def has_validation(config: TrainingRunConfig) -> bool:
     """Whether the run validates at all."""
-    rows = config.data.validation is not None or config.data.train == REASONING_GYM
-    return rows and config.validation.every_steps > 0
+    validation, train = (value_of(config, f"data.{name}") for name in ("validation", "train"))
+    rows = validation is not None or train == REASONING_GYM
+    return rows and value_of(config, "validation.every_steps") > 0
 
 
 _GRPO_EFFECTS = (

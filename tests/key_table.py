@@ -1,0 +1,478 @@
+"""The table of ``test_every_key.py``: for each algorithm and key a changed value and its effect.
+
+In overrides ``{s}`` is the algorithm's own section; other names in braces are files of the test.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.key_probes import (
+    again,
+    critic_trained,
+    loop,
+    placed,
+    read,
+    reported,
+    sampled,
+    sent,
+    started,
+    taught,
+    trained,
+    validated,
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key's changed value; ``beside`` is set with and without it."""
+
+    change: str
+    beside: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The dotted key that changes."""
+        return self.change.partition("=")[0]
+
+
+@dataclass(frozen=True)
+class Seen(Entry):
+    """``by`` gives something else with the changed value; ``also`` is what that value asks for."""
+
+    by: Callable[[Any], Any] = loop
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused(Entry):
+    """The changed value is refused, and the sentence has ``why`` in it."""
+
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Proven(Entry):
+    """A test shows the effect, in a file that names the key."""
+
+    test: str = ""
+
+
+def seen(by: Callable[[Any], Any], *changes: str, beside: str = "") -> list[Entry]:
+    return [Seen(one, tuple(beside.split()), by) for one in changes]
+
+
+def refused(why: str, *changes: str, beside: str = "") -> list[Entry]:
+    return [Refused(one, tuple(beside.split()), why) for one in changes]
+
+
+def proven(test: str, *changes: str, beside: str = "") -> list[Entry]:
+    return [Proven(one, tuple(beside.split()), test) for one in changes]
+
+
+def optimizer(model: str, by: Callable[[Any], Any]) -> list[Entry]:
+    """Of a trained model: the policy, or the critic."""
+    of, shape = f"{model}.optimizer", f"{model}.scheduler"
+    return [
+        *seen(by, f"{of}.kind=sgd", f"{of}.lr=1e-3", f"{of}.beta1=0.5", f"{of}.beta2=0.9"),
+        *seen(by, f"{of}.eps=1e-3", f"{of}.weight_decay=0.1"),
+        *seen(by, f"{of}.momentum=0.5", beside=f"{of}.kind=sgd"),
+        *seen(by, f"{of}.decay=all", beside=f"{of}.weight_decay=0.1"),
+        *seen(by, f"{shape}.kind=linear", f"{shape}.warmup_steps=2"),
+        *seen(by, f"{shape}.decay_steps=2", beside=f"{shape}.kind=wsd {{s}}.max_steps=10"),
+        *seen(by, f"{shape}.min_lr_ratio=0.5", beside=f"{shape}.kind=linear"),
+    ]
+
+
+_RANKS = "cluster.cpu_workers_per_node=4"
+_GPU = "cluster.gpus_per_node=1"
+_DDP = f"{_RANKS} policy.parallel.data_parallel=ddp"
+_ENGINE, _STATE = "tests/test_training_engine.py::test_", "tests/test_training_state.py::test_"
+_HERE = "tests/test_every_key.py::test_"
+
+ANY_RUN = [
+    *proven(
+        "tests/test_command_line.py::"
+        "test_a_sweep_of_the_users_own_config_runs_every_job_in_a_folder_of_its_own",
+        "run.dir={folder}",
+    ),
+    *seen(read, "run.seed=1"),
+    *seen(placed, "cluster.num_nodes=2", f"{_GPU[:-1]}2", "cluster.cpu_workers_per_node=2"),
+    *seen(placed, "cluster.cpus_per_worker=2"),
+    *proven(
+        f"{_HERE}limits_of_waits_end_a_run", "cluster.start_timeout_s=5", "cluster.call_timeout_s=5"
+    ),
+    *proven(
+        "tests/test_observe.py::"
+        "test_output_that_is_no_terminal_gets_plain_lines_unless_live_is_asked_for",
+        "logging.console=live",
+    ),
+    *seen(loop, "logging.tensorboard=true"),
+    *proven(
+        "tests/test_observe.py::test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out",
+        "logging.wandb=offline",
+    ),
+    *proven(
+        f"{_HERE}weights_and_biases_have_the_project",
+        "logging.wandb_project=mine",
+        beside="logging.wandb=offline",
+    ),
+    *seen(placed, "policy.parallel.replicate_size=2", beside=_RANKS),
+    *seen(placed, "policy.mesh_shape=[[2,2],[replicate,fsdp]]", beside=_RANKS),
+]
+
+_KEPT = "checkpoint.keep_last=1"
+TRAINING = [
+    *ANY_RUN,
+    *seen(again, "run.resume=true", beside="run.dir={folder}"),
+    *seen(loop, "checkpoint.every_steps=2", "checkpoint.keep_last=1"),
+    *seen(loop, "checkpoint.keep_best=false", "checkpoint.metric=train/loss", beside=_KEPT),
+    *seen(
+        loop,
+        "checkpoint.smaller_is_better=true",
+        beside=f"{_KEPT} checkpoint.metric=train/loss",
+    ),
+    *proven(f"{_HERE}a_run_exports_its_models_unless_it_is_told_not_to", "checkpoint.export=false"),
+    *seen(trained, "policy.model={other}", "policy.dtype=bfloat16", "policy.compile=true"),
+    *seen(trained, "policy.tf32=true", beside=_GPU),
+    *seen(trained, "policy.loss_scale.initial=2", beside="policy.dtype=float16"),
+    *seen(
+        trained,
+        "policy.loss_scale.growth_steps=1",
+        beside="policy.dtype=float16 policy.loss_scale.initial=2",
+    ),
+    *proven(
+        "tests/test_optim.py::test_an_overflow_at_the_least_loss_scale_ends_the_run",
+        "policy.loss_scale.min=2",
+        beside="policy.dtype=float16",
+    ),
+    *seen(trained, "policy.parallel.data_parallel=ddp"),
+    *proven(
+        f"{_STATE}sharded_ranks_reduce_gradients_once_a_step_if_they_keep_parameters",
+        "policy.parallel.reshard_after_forward=false",
+    ),
+    *proven(
+        f"{_ENGINE}ddp_options_that_only_change_how_gradients_travel_change_no_number",
+        "policy.parallel.ddp.bucket_mib=1",
+        "policy.parallel.ddp.gradient_as_bucket_view=false",
+        "policy.parallel.ddp.find_unused_parameters=true",
+        beside=_DDP,
+    ),
+    *proven(
+        f"{_ENGINE}compressed_gradients_differ_a_little_and_still_train",
+        "policy.parallel.ddp.compression=fp16",
+        beside=_DDP,
+    ),
+    *proven(
+        f"{_ENGINE}compressed_gradients_differ_a_little_and_still_train",
+        "policy.parallel.ddp.powersgd_rank=1",
+        "policy.parallel.ddp.powersgd_start_step=2",
+        beside=f"{_DDP} policy.parallel.ddp.compression=powersgd {{s}}.max_steps=20",
+    ),
+    *seen(trained, "policy.attention=eager", beside="policy.batching=padded"),
+    *seen(trained, "policy.lora.rank=4"),
+    *seen(
+        trained, "policy.lora.alpha=4", "policy.lora.targets=[q_proj]", beside="policy.lora.rank=4"
+    ),
+    *optimizer("policy", trained),
+    *seen(trained, "policy.max_grad_norm=0.1", "policy.batching=padded"),
+    *seen(trained, "policy.micro_batch_tokens=40", "policy.micro_batch_size=1"),
+    *seen(trained, "policy.activation_checkpointing=full"),
+    *seen(trained, "policy.activation_offload=true", beside=_GPU),
+    *proven(
+        "tests/test_plan.py::test_what_is_offloaded_is_on_the_host",
+        "policy.offload=all",
+        beside=_GPU,
+    ),
+    *proven(
+        f"{_ENGINE}all_checks_pass_where_nothing_is_wrong_and_measure",
+        "policy.debug.check_replicas=true",
+        "policy.debug.check_gradients=true",
+        "policy.debug.check_data=true",
+        beside=_DDP,
+    ),
+    *seen(trained, "policy.debug.memory=true", "policy.debug.collectives=true"),
+    *seen(trained, "policy.debug.hang_report_s=100"),
+]
+
+LOGITS = seen(trained, "policy.logprob_chunk_tokens=8") + seen(
+    trained, "policy.float32_head=true", beside="policy.dtype=bfloat16"
+)
+CONTEXT_AND_TENSOR = [
+    *seen(
+        placed,
+        "policy.parallel.context_parallel_size=2",
+        "policy.parallel.tensor_parallel_size=2",
+        beside=_RANKS,
+    ),
+    *proven(
+        f"{_STATE}the_checks_find_one_copy_of_a_layers_norm_on_four_ranks",
+        "policy.parallel.sequence_parallel=true",
+        beside=f"{_RANKS} policy.parallel.tensor_parallel_size=2",
+    ),
+]
+PIPELINE = [
+    *seen(placed, "policy.parallel.pipeline_parallel_size=2", beside=_RANKS),
+    *seen(
+        placed,
+        "policy.parallel.pipeline_schedule=interleaved",
+        beside=f"{_RANKS} policy.parallel.pipeline_parallel_size=2",
+    ),
+    *seen(
+        placed,
+        "policy.parallel.pipeline_stages_per_rank=3",
+        beside=f"{_RANKS} policy.parallel.pipeline_parallel_size=2 "
+        "policy.parallel.pipeline_schedule=interleaved",
+    ),
+]
+NO_PIPELINE = [
+    *refused(
+        "does not go with",
+        "policy.parallel.pipeline_parallel_size=2",
+        beside=_RANKS,
+    ),
+    *refused("there is no pipeline", "policy.parallel.pipeline_schedule=gpipe"),
+    *refused("only a pipeline", "policy.parallel.pipeline_stages_per_rank=3"),
+]
+SCALAR_HEAD = [
+    *refused(
+        "does not go with a scalar head",
+        "policy.parallel.context_parallel_size=2",
+        "policy.parallel.tensor_parallel_size=2",
+        beside=_RANKS,
+    ),
+    *refused("set policy.parallel.tensor_parallel_size", "policy.parallel.sequence_parallel=true"),
+    *NO_PIPELINE,
+]
+
+_FILE = (
+    "data.num_train_rows=4000",
+    "validation.every_steps=5",
+    "data.num_validation_rows=256",
+    "environment.reward=math",
+)
+ENGINES = [
+    *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),
+    *seen(started, "generation.backend=hf", "generation.engine_kwargs={{max_num_seqs: 3}}"),
+    *seen(placed, "generation.tensor_parallel_size=2", beside="cluster.cpu_workers_per_node=2"),
+    *seen(placed, "generation.num_engines_per_bundle=2"),
+    *seen(started, "generation.sleep=false", beside=_GPU),
+    *seen(sent, "refit.transport=broadcast", "refit.bucket_mib=1"),
+    Seen("data.validation={prompts}", (), read, _FILE[2:]),
+    *seen(read, "data.tasks={{gcd: {{}}}}", "data.num_validation_rows=8", "data.system_prompt=Hi"),
+    *seen(started, "environment.reward=math", "environment.timeout_s=3"),
+    *seen(started, "environment.num_processes=2"),
+]
+ROLLOUTS = [
+    *TRAINING,
+    *ENGINES,
+    *seen(sampled, "logging.trajectories_per_step=2", "generation.temperature=0.5"),
+    *seen(sampled, "generation.max_new_tokens=20", "generation.stop=[x]"),
+    *seen(sampled, "generation.stop_token_ids=[5]"),
+    *seen(loop, "run.self_check=false", "mismatch.action=stop"),
+    *seen(loop, "mismatch.max_mean_abs=1e-5", beside="mismatch.action=stop"),
+    *refused("step moves weights", "policy.parallel.ddp.average_every_steps=2", beside=_DDP),
+    Seen("data.train={prompts}", (), read, _FILE),
+    *seen(read, "data.num_train_rows=30", "data.shuffle=false"),
+    Seen("data.overlong_prompts=drop", ("data.train={overlong_prompts}", *_FILE), read),
+    *seen(validated, "validation.num_generations_per_prompt=2", "validation.temperature=0.5"),
+    *seen(validated, "validation.top_p=0.5", "validation.top_k=5", "validation.max_new_tokens=9"),
+    *seen(loop, "validation.every_steps=2", "{s}.max_steps=5"),
+    *seen(sampled, "{s}.num_prompts_per_step=4", "{s}.num_generations_per_prompt=3"),
+]
+
+_TWO = "{s}.num_mini_batches=2"
+POLICY_GRADIENT = [
+    *ROLLOUTS,
+    *LOGITS,
+    *seen(loop, "{s}.num_epochs_per_batch=2", _TWO, "{s}.reuse_logprobs=false"),
+    *seen(loop, "loss.objective=reinforce"),
+    *seen(
+        loop,
+        "loss.ratio_level=sequence",
+        "loss.clip_low=0.1",
+        "loss.clip_high=0.1",
+        "loss.dual_clip=1.5",
+        beside=_TWO,
+    ),
+    *seen(loop, "loss.normalization=sequence"),
+    *seen(loop, "loss.constant_tokens=7", beside="loss.normalization=constant"),
+    *seen(loop, "loss.importance=none", "loss.importance_level=sequence"),
+    *seen(loop, "loss.importance_cap=1.2", "loss.entropy_coef=0.1", "loss.kl_coef=0.1"),
+    *seen(loop, "loss.importance_floor=0.8", beside="loss.importance=mask"),
+    *seen(loop, "loss.kl_estimator=k1", "loss.kl_in=reward", beside="loss.kl_coef=0.1"),
+]
+GRPO = [
+    *POLICY_GRADIENT,
+    *CONTEXT_AND_TENSOR,
+    *PIPELINE,
+    *seen(loop, "grpo.dynamic_sampling=true", "grpo.mask_truncated=true"),
+    *seen(loop, "grpo.max_sampling_rounds=3", beside="grpo.dynamic_sampling=true"),
+    *seen(loop, "advantage.baseline=mean", "advantage.scale=none"),
+    *seen(loop, "advantage.overlong_buffer_tokens=14"),
+    *seen(loop, "advantage.overlong_penalty=0.5", beside="advantage.overlong_buffer_tokens=14"),
+]
+PPO = [
+    *POLICY_GRADIENT,
+    *SCALAR_HEAD,
+    *seen(loop, "ppo.gamma=0.9", "ppo.lam=0.5", "ppo.whiten_advantages=false"),
+    *seen(loop, "ppo.num_critic_warmup_steps=1"),
+    *seen(loop, "critic.enabled=false", beside="ppo.lam=1"),
+    *seen(critic_trained, "critic.model={other}"),
+    *optimizer("critic", critic_trained),
+    *seen(loop, "value_loss.clip=0.01", beside=_TWO),
+]
+_TEACHER = [
+    *seen(taught, "teacher.model={other}"),
+    *seen(loop, "teacher.top_k=3", "loss.kind=reverse_kl", "loss.tail=ignore"),
+    *seen(loop, "loss.alpha=0.3", beside="loss.kind=jsd"),
+]
+DISTILLATION = [*ROLLOUTS, *LOGITS, *CONTEXT_AND_TENSOR, *NO_PIPELINE, *_TEACHER]
+
+_ONE_EPOCH = (
+    "data.num_train_rows=4000",
+    "validation.every_steps=20",
+    "data.num_validation_rows=256",
+)
+_NO_SAMPLES = ("cluster.num_generation_workers=1", "logging.trajectories_per_step=2")
+TEXTS = [
+    *TRAINING,
+    *refused("this run samples no completions", *_NO_SAMPLES, "run.self_check=false"),
+    *proven(
+        f"{_ENGINE}local_sgd_averages_every_so_many_steps_and_before_weights_leave",
+        "policy.parallel.ddp.average_every_steps=2",
+        beside=_DDP,
+    ),
+    *seen(loop, "validation.every_steps=2", "{s}.num_epochs=2", "{s}.max_steps=2"),
+    *seen(loop, "{s}.drop_last=true"),
+    *seen(read, "data.tasks={{gcd: {{}}}}", "data.num_train_rows=30", "data.num_validation_rows=8"),
+    *seen(read, "data.system_prompt=Hi", "data.shuffle=false"),
+    *seen(read, "data.max_length=38", beside="data.overlong=truncate"),
+    *seen(read, "data.overlong=drop", beside="data.max_length=38"),
+]
+ROWS = [
+    *TEXTS,
+    Seen("data.train={texts}", (), read, _ONE_EPOCH),
+    Seen("data.validation={texts}", (), read, _ONE_EPOCH[2:]),
+    *seen(loop, "{s}.num_rows_per_step=5"),
+    *seen(read, "data.train_on=all"),
+]
+PAIRS = [
+    *TEXTS,
+    Seen("data.train={pairs}", (), read, _ONE_EPOCH),
+    Seen("data.validation={pairs}", (), read, _ONE_EPOCH[2:]),
+    *seen(loop, "{s}.num_pairs_per_step=2"),
+    Seen("data.identical=drop", ("data.train={identical_pairs}", *_ONE_EPOCH), read),
+]
+SFT = [*ROWS, *LOGITS, *CONTEXT_AND_TENSOR, *PIPELINE]
+DPO = [
+    *PAIRS,
+    *LOGITS,
+    *CONTEXT_AND_TENSOR,
+    *PIPELINE,
+    *seen(loop, "dpo.precompute_reference=false", "loss.kind=ipo", "loss.beta=0.5"),
+    *seen(loop, "loss.length_normalized=true", "loss.reference_free=true"),
+    *seen(loop, "loss.target_margin=0.1", "loss.label_smoothing=0.1", "loss.sft_coef=0.1"),
+    *seen(loop, "loss.robust=true", beside="loss.label_smoothing=0.1"),
+]
+REWARD_MODEL = [
+    *PAIRS,
+    *SCALAR_HEAD,
+    *refused("no logits", "policy.logprob_chunk_tokens=8"),
+    *refused("no logits", "policy.float32_head=true", beside="policy.dtype=bfloat16"),
+    *seen(loop, "loss.center_coef=0.1", "loss.margin=0.5", "loss.label_smoothing=0.1"),
+]
+OFF_POLICY_DISTILLATION = [
+    *ROWS,
+    *LOGITS,
+    *CONTEXT_AND_TENSOR,
+    *NO_PIPELINE,
+    *_TEACHER,
+    *proven(
+        f"{_HERE}the_temperature_of_given_texts_reaches_both_models", "distillation.temperature=2"
+    ),
+]
+
+_NOTHING_TRAINS = (
+    "run.resume=true run.self_check=false policy.float32_head=true policy.tf32=true "
+    "policy.loss_scale.initial=2 policy.loss_scale.growth_steps=1 policy.loss_scale.min=2 "
+    "policy.parallel.reshard_after_forward=false policy.parallel.sequence_parallel=true "
+    "policy.parallel.pipeline_schedule=gpipe policy.parallel.pipeline_stages_per_rank=3 "
+    "policy.parallel.ddp.bucket_mib=1 policy.parallel.ddp.gradient_as_bucket_view=false "
+    "policy.parallel.ddp.compression=fp16 policy.parallel.ddp.powersgd_rank=1 "
+    "policy.parallel.ddp.powersgd_start_step=2 policy.parallel.ddp.find_unused_parameters=true "
+    "policy.parallel.ddp.average_every_steps=2 policy.attention=eager policy.optimizer.kind=sgd "
+    "policy.optimizer.lr=1 policy.optimizer.beta1=0.5 policy.optimizer.beta2=0.5 "
+    "policy.optimizer.eps=1 policy.optimizer.momentum=0.5 policy.optimizer.weight_decay=1 "
+    "policy.optimizer.decay=all policy.scheduler.kind=linear policy.scheduler.warmup_steps=1 "
+    "policy.scheduler.decay_steps=1 policy.scheduler.min_lr_ratio=0.5 policy.max_grad_norm=2 "
+    "policy.batching=padded policy.micro_batch_tokens=9000 policy.micro_batch_size=1 "
+    "policy.logprob_chunk_tokens=8 policy.compile=true policy.activation_checkpointing=full "
+    "policy.activation_offload=true policy.debug.check_replicas=true "
+    "policy.debug.check_gradients=true policy.debug.check_data=true policy.debug.memory=true "
+    "policy.debug.collectives=true policy.debug.hang_report_s=100 checkpoint.every_steps=1 "
+    "checkpoint.keep_last=1 checkpoint.keep_best=false checkpoint.metric=train/loss "
+    "checkpoint.export=false mismatch.action=stop "
+    "mismatch.max_mean_abs=1 data.num_train_rows=30 data.shuffle=false"
+)
+EVAL = [
+    *ANY_RUN,
+    *ENGINES,
+    *CONTEXT_AND_TENSOR[:2],
+    *PIPELINE[:1],
+    *refused("an evaluation trains nothing", *_NOTHING_TRAINS.split()),
+    Refused("data.train={prompts}", _FILE[2:], "an evaluation trains nothing"),
+    *refused("checkpoint.metric is null", "checkpoint.smaller_is_better=true"),
+    *seen(placed, "policy.parallel.data_parallel=ddp", beside=_RANKS),
+    *proven(
+        "tests/test_evaluation.py::test_another_checkpoint_gives_other_completions",
+        "policy.model={other}",
+    ),
+    *seen(started, "policy.dtype=bfloat16"),
+    *refused("is a whole model", "policy.lora.rank=4", "policy.lora.alpha=4"),
+    *refused("is a whole model", "policy.lora.targets=[q_proj]"),
+    *refused("no optimizer state", "policy.offload=optimizer", beside=_GPU),
+    *refused("samples.jsonl has every", "logging.trajectories_per_step=2"),
+    *refused("the section eval says", "generation.temperature=0.5", "validation.every_steps=2"),
+    *refused("the section eval says", "validation.num_generations_per_prompt=2"),
+    *refused("the section eval says", "validation.temperature=0.5", "validation.top_p=0.5"),
+    *refused("the section eval says", "validation.top_k=5", "validation.max_new_tokens=9"),
+    *seen(validated, "generation.max_new_tokens=20", "generation.stop=[x]"),
+    *seen(validated, "generation.stop_token_ids=[5]", "eval.num_generations_per_prompt=3"),
+    *seen(validated, "eval.temperature=0.5", "eval.top_p=0.5", "eval.top_k=5"),
+    *seen(validated, "eval.num_prompts_per_step=2"),
+    Seen("eval.max_new_tokens=9", (), validated, ("generation.max_new_tokens=64",)),
+    Seen("data.overlong_prompts=drop", ("data.validation={overlong_prompts}", *_FILE[2:]), read),
+    *seen(reported, "eval.pass_at=[2]", "eval.majority_at=[2]", "eval.pass_reward=0.5"),
+    *seen(reported, "eval.category_field=task"),
+]
+
+_HELD_OUT = ("data.num_validation_rows=6", "logging.tensorboard=false")
+_SMALL = (*_HELD_OUT, "data.num_train_rows=24")
+_OFTEN = ("checkpoint.every_steps=1", "validation.every_steps=1")
+_SAMPLED = ("generation.max_new_tokens=16", "{s}.num_prompts_per_step=8")
+_LOOP = (*_SMALL, *_SAMPLED, *_OFTEN, "{s}.max_steps=4")
+_ROWS = (*_SMALL, *_OFTEN, "{s}.num_rows_per_step=6")
+_PAIRS = (*_SMALL, *_OFTEN, "{s}.num_pairs_per_step=3")
+_TAUGHT = ("teacher.model=embedded",)
+
+
+def by_key(*parts: Iterable[Entry]) -> dict[str, Entry]:
+    """Entries by key, which must differ."""
+    entries = [entry for part in parts for entry in part]
+    table = {entry.key: entry for entry in entries}
+    assert len(table) == len(entries), "a key has two entries"
+    return table
+
+
+TABLES: dict[str, tuple[list[Entry], tuple[str, ...]]] = {
+    "grpo": (GRPO, _LOOP),
+    "ppo": (PPO, _LOOP),
+    "sft": (SFT, _ROWS),
+    "dpo": (DPO, _PAIRS),
+    "rm": (REWARD_MODEL, _PAIRS),
+    "eval": (EVAL, (*_HELD_OUT, *_SAMPLED, "eval.num_generations_per_prompt=2")),
+    "distillation": (DISTILLATION, (*_LOOP, *_TAUGHT)),
+    "off_policy_distillation": (OFF_POLICY_DISTILLATION, (*_ROWS, *_TAUGHT)),
+}
+"""By the name of the schema: its entries, and what makes its runs small."""

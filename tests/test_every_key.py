@@ -1,0 +1,226 @@
+"""Every key of every algorithm has an effect or is refused: a walk over all that is documented.
+
+``key_table.py`` has for each key a changed value and what shows its effect: what the key's last
+reader makes of it (``key_probes.py``) differs, a refusal, or another test. A key without an entry
+fails.
+"""
+
+import ast
+import dataclasses
+import json
+from functools import cache
+
+import pytest
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from nemo_like.algorithms.distillation import run_off_policy_distillation
+from nemo_like.algorithms.sft import run_sft
+from nemo_like.config.load import load
+from nemo_like.config.schemas import SCHEMAS
+from nemo_like.errors import UserError, WaitTimeoutError
+from nemo_like.models.resolve import resolve_model
+from tests.key_loops import looped
+from tests.key_steps import alone
+from tests.key_table import TABLES, Proven, Refused, Seen, by_key
+from tests.small_runs import ROOT, records
+
+ALGORITHMS = list(TABLES)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What entries name in braces."""
+    folder = tmp_path_factory.mktemp("keys")
+
+    def write(name, *rows):
+        (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return str(folder / name)
+
+    prompts = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(8)]
+    texts = [{"prompt": f"{i} + 1 =", "completion": str(i + 1)} for i in range(8)]
+    pairs = [{"prompt": f"{i} + 1 =", "chosen": str(i + 1), "rejected": "no"} for i in range(8)]
+    other = folder / "other"
+    other.mkdir()
+    for path in resolve_model("embedded").iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    weights = load_file(other / "model.safetensors")
+    save_file({name: one * 1.1 for name, one in weights.items()}, other / "model.safetensors")
+    return {
+        "folder": str(folder / "run"),
+        "other": str(other),
+        "prompts": write("prompts.jsonl", *prompts),
+        "overlong_prompts": write("long.jsonl", *prompts, {"prompt": "1 " * 2000, "answer": "1"}),
+        "texts": write("texts.jsonl", *texts),
+        "pairs": write("pairs.jsonl", *pairs),
+        "identical_pairs": write("same.jsonl", *pairs, pairs[0] | {"rejected": "1"}),
+    }
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    with alone():
+        yield
+
+
+structured = cache(OmegaConf.structured)
+
+
+def config_of(algorithm, overrides, files):
+    schema = SCHEMAS[f"{algorithm}_schema"]
+    values = [one.format(s=schema.section, **files) for one in overrides]
+    return load(OmegaConf.merge(structured(schema), OmegaConf.from_dotlist(values)))
+
+
+def leaves(schema, prefix=""):
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(field.type):
+            yield from leaves(field.type, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def table_of(algorithm):
+    entries, small = TABLES[algorithm]
+    section = SCHEMAS[f"{algorithm}_schema"].section
+    return {key.replace("{s}", section): one for key, one in by_key(entries).items()}, small
+
+
+def observe(by, algorithm, overrides, files):
+    """What ``by`` finds; a refusal is an observation, too."""
+    try:
+        return by(config_of(algorithm, overrides, files))
+    except UserError as error:
+        return f"refused: {error}"
+
+
+def observe_twice(by, algorithm, overrides, files, known):
+    """Without a change: what differs then is no effect."""
+    if (by, overrides) not in known:
+        first, second = (observe(by, algorithm, overrides, files) for _ in range(2))
+        assert first == second, f"{by.__name__} is not the same twice"
+        known[by, overrides] = first
+    return known[by, overrides]
+
+
+def fault(entry, algorithm, small, files, known):
+    """What is wrong with an entry; None if its effect or refusal is there."""
+    before = (*small, *entry.beside)
+    match entry:
+        case Seen():
+            found = observe_twice(entry.by, algorithm, before, files, known)
+            changed = observe(entry.by, algorithm, (*before, *entry.also, entry.change), files)
+            if isinstance(changed, str) and changed.startswith("refused: "):
+                return changed
+            return f"{entry.by.__name__} sees no effect" if found == changed else None
+        case Refused():
+            try:
+                config_of(algorithm, (*before, entry.change), files)
+            except UserError as error:
+                return None if entry.why in str(error) else f"refused with: {error}"
+            return "is accepted"
+        case Proven():
+            config_of(algorithm, (*before, entry.change), files)
+            path, _, name = entry.test.partition("::")
+            source = (ROOT / path).read_text()
+            if f"def {name}(" not in source:
+                return f"there is no {entry.test}"
+            leaf = entry.key.rpartition(".")[2]
+            return None if leaf in source else f"{path} does not name {leaf}"
+    raise AssertionError(entry)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_documented_key_has_its_entry(algorithm):
+    table, _ = table_of(algorithm)
+    keys = set(leaves(SCHEMAS[f"{algorithm}_schema"]))
+    assert {*table} == keys
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert not [key for key in keys if f"| `{key}` |" not in page]
+
+
+def test_every_algorithm_has_its_table():
+    assert {f"{name}_schema" for name in TABLES} == {*SCHEMAS}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_key_has_an_effect_or_is_refused(algorithm, files, process_group):
+    table, small = table_of(algorithm)
+    known = {}
+    faults = {key: fault(entry, algorithm, small, files, known) for key, entry in table.items()}
+    assert not {key: one for key, one in faults.items() if one is not None}
+
+
+def test_a_key_that_nothing_reads_would_be_found(files, process_group):
+    entry = Seen("checkpoint.export=false")
+    assert fault(entry, "grpo", TABLES["grpo"][1], files, {}) == "loop sees no effect"
+    assert fault(Refused("run.seed=1"), "grpo", (), files, {}) == "is accepted"
+
+
+# What only whole runs, or the source, can show.
+
+TEXTS = (
+    "data.num_train_rows=16",
+    "data.num_validation_rows=4",
+    "logging.tensorboard=false",
+    "checkpoint.export=false",
+    "run.dir={folder}",
+)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_limits_of_waits_end_a_run(files, tmp_path):
+    def run(limit):
+        folder = {"folder": tmp_path / limit.partition("=")[0]}
+        run_sft(config_of("sft", (*TEXTS, "sft.max_steps=1", limit), files | folder))
+
+    with pytest.raises(WaitTimeoutError, match=r"0\.01 s"):
+        run("cluster.start_timeout_s=0.01")
+    with pytest.raises(WaitTimeoutError, match=r"0\.01 s"):
+        run("cluster.call_timeout_s=0.01")
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_the_temperature_of_given_texts_reaches_both_models(files, tmp_path):
+    """So high a one makes any two distributions equal; at one of 1 these are 0.1 nats apart."""
+    hot = ("distillation.max_steps=1", "teacher.model={other}", "distillation.temperature=1e4")
+    run_off_policy_distillation(
+        config_of("off_policy_distillation", (*TEXTS, *hot), files | {"folder": tmp_path})
+    )
+    assert 0 <= records(tmp_path)[0]["validation/loss"] < 1e-5
+    assert not (tmp_path / "final").exists()
+
+
+def test_a_run_exports_its_models_unless_it_is_told_not_to():
+    """Every ``….export(…)`` of an algorithm is under ``if config.checkpoint.export``."""
+    exporting = set()
+    for path in (ROOT / "nemo_like" / "algorithms").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        exports = [node for node in ast.walk(tree) if is_export(node)]
+        guarded = [
+            node
+            for guard in ast.walk(tree)
+            if isinstance(guard, ast.If) and ast.unparse(guard.test) == "config.checkpoint.export"
+            for node in ast.walk(guard)
+            if is_export(node)
+        ]
+        assert {*exports} == {*guarded}, path.name
+        exporting |= {path.stem} if exports else set()
+    assert exporting == {"grpo", "ppo", "sft", "dpo", "reward_model", "distillation"}
+
+
+def is_export(node):
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "export"
+    )
+
+
+def test_weights_and_biases_have_the_project(files, tmp_path):
+    pytest.importorskip("wandb")
+    overrides = (*TEXTS, "logging.wandb=offline", "logging.wandb_project=of-this-test")
+    looped(config_of("sft", overrides, files), tmp_path)
+    (stored,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    # Once in the configuration, and once as the run's.
+    assert stored.read_bytes().count(b"of-this-test") == 2
