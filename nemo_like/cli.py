@@ -23,13 +23,14 @@ from nemo_like.config.load import (
     register,
     schema_of,
 )
-from nemo_like.errors import RunError, UserError, WaitTimeoutError
+from nemo_like.errors import RunError, StoppedError, UserError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
 EXIT_USER_ERROR = 2
 EXIT_RUN_ERROR = 1
 EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 # Hydra's own modes, which compose by themselves and run nothing of ours.
 _HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
@@ -65,6 +66,9 @@ def end_on_error(action: Callable[[], None]) -> None:
         logger.debug("The run ended here:", exc_info=True)
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_ERROR)
+    except StoppedError as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
         sys.exit(EXIT_INTERRUPTED)

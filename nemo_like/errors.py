@@ -17,5 +17,9 @@ class WaitTimeoutError(TimeoutError):
     """A wait passed its limit; the message says who waited, for what, for how long and where."""
 
 
+class StoppedError(Exception):
+    """A run ends early because it was told to; the message says how to continue it."""
+
+
 class WorkerDiedError(RunError):
     """A Ray worker process ended by itself; the message: class, rank, node, phase and log tail."""

@@ -1,11 +1,13 @@
 """The whole loop in one process tree, with the ``hf`` engine: fast, and exact to the last bit."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 
-from nemo_like.errors import RunError, UserError
+from nemo_like.errors import RunError, StoppedError, UserError
 from tests.small_runs import ROOT, SMALL_ON_A_FILE, records, run, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -71,8 +73,23 @@ def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, str
     assert trajectories == [step for step in range(1, 7) for _ in range(4)]
 
 
-def run_until(config, step):
-    """Run as ``run_grpo`` does and break off in the middle of ``step``, after its rollout."""
+def test_a_run_that_is_told_to_stop_saves_its_step_and_goes_on_from_there(tmp_path, straight_steps):
+    """``slurm/ray.sbatch`` tells it so shortly before the job's time limit."""
+    options = ["grpo.max_steps=6", "validation.every_steps=2"]
+    with pytest.raises(StoppedError, match="after step 1 of 6, which is saved"):
+        run_until(small_config(tmp_path, *options), 1, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    resumed = run(tmp_path, *options, "run.resume=true")
+    assert {step: numbers(resumed[step]) for step in range(7)} == {
+        step: numbers(straight_steps[step]) for step in range(7)
+    }
+
+
+def stop():
+    raise StopError
+
+
+def run_until(config, step, act=stop):
+    """Run as ``run_grpo`` does and ``act`` in the middle of ``step``, after its rollout."""
     from contextlib import ExitStack
 
     from nemo_like.algorithms import grpo
@@ -86,7 +103,7 @@ def run_until(config, step):
         def breaking(current):
             batch = next_batch(current)
             if current == step:
-                raise StopError
+                act()
             return batch
 
         setup.rollouts.next_batch = breaking

@@ -2,21 +2,23 @@
 
 import json
 import logging
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol, Self
 
 import psutil
-import yaml
 
+from nemo_like.algorithms.run_folder import make_run_dir, save_config
 from nemo_like.checkpoint import Checkpoints, DriverState
 from nemo_like.config.choices import WandbMode
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.errors import UserError
+from nemo_like.errors import StoppedError
 from nemo_like.observe.console import (
     ROLLOUT_COLUMNS,
     TRAINING_COLUMNS,
@@ -65,7 +67,7 @@ class Run:
     def __init__(self, config: TrainingRunConfig, name: str) -> None:
         self.config = config
         self._metric, self._smaller_is_better = _best_metric(config)
-        self.dir = _make_run_dir(config, name)
+        self.dir = make_run_dir(config, name)
         self.spans = Spans()
         self._start = time.monotonic()
         terminal = live_terminal(config.logging.console)
@@ -82,6 +84,7 @@ class Run:
         self._start_up = {"time/imports_s": time.time() - self._process_began}
         self._exit = ExitStack()
         self._max_steps = 0
+        self._told_to_stop = False
         samples = isinstance(config, RolloutRunConfig)
         self._progress = Progress(
             terminal=terminal,
@@ -90,17 +93,24 @@ class Run:
             first_step=self.first_step,
         )
         self._sinks = self._open_sinks()
-        self._save_config()
+        save_config(self.dir, config, continued=self._resumed is not None)
 
     def __enter__(self) -> Self:
         self._exit.enter_context(self._progress)
         self._exit.callback(self._sinks.close)
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.signal(signal.SIGUSR1, self._stop_after_step)
+            self._exit.callback(signal.signal, signal.SIGUSR1, previous)
         verb = f"Continuing after step {self.first_step} in" if self.first_step else "Run folder"
         logger.info("%s %s", verb, self.dir)
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)
+
+    def _stop_after_step(self, signum: int, frame: FrameType | None) -> None:
+        logger.info("Told to stop: the step in progress is the last one.")
+        self._told_to_stop = True
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -133,7 +143,8 @@ class Run:
         """Numbers of the steps to make, from 1; validates, logs and saves between them.
 
         The consumer's loop body is the step: it calls ``log`` once. ``validator`` None: never
-        validates; else before the first step, each ``validate_every``, and after the last.
+        validates; else before the first step, each ``validate_every``, and after the last. After
+        SIGUSR1 the step in progress is the last one: it is saved, and StoppedError raised.
         """
         self._max_steps = self._progress.max_steps = max_steps
         if self.first_step == 0 and validator is not None:
@@ -145,8 +156,13 @@ class Run:
             if validator is not None and self._is_due(step, validate_every):
                 metrics = metrics | validator.validate(step)
             self._finish_step(step, metrics)
-            if self._is_due(step, self.config.checkpoint.every_steps):
+            if self._told_to_stop or self._is_due(step, self.config.checkpoint.every_steps):
                 self._save(step, models, loader)
+            if self._told_to_stop and step < max_steps:
+                raise StoppedError(
+                    f"Stopped as told after step {step} of {max_steps}, which is saved in "
+                    f"{self.dir}; continue with run.resume=true."
+                )
 
     def rounds(self, count: int) -> Iterator[int]:
         """Numbers of the steps of a run that trains nothing, from 1; logs between them."""
@@ -253,14 +269,6 @@ class Run:
             )
         return Sinks([*sinks, self._progress], resumed_step)
 
-    def _save_config(self) -> None:
-        """The resolved configuration. Environment variables never enter it, so no secret does."""
-        path = self.dir / "config.yaml"
-        text = yaml.safe_dump(plain(asdict(self.config)), sort_keys=False)
-        if self._resumed is not None and path.exists():
-            _warn_changes(yaml.safe_load(path.read_text()), yaml.safe_load(text))
-        path.write_text(text)
-
 
 def _best_metric(config: TrainingRunConfig) -> tuple[str, bool]:
     """The metric that decides which checkpoint is best, and whether its smallest value does."""
@@ -269,52 +277,3 @@ def _best_metric(config: TrainingRunConfig) -> tuple[str, bool]:
     if isinstance(config, RolloutRunConfig):
         return "validation/reward", False
     return "validation/loss", True
-
-
-def plain(value: Any) -> Any:
-    """Enums as their text, in nested dicts and lists, so that YAML stays readable."""
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [plain(one) for one in value]
-    return str(value) if isinstance(value, str) else value
-
-
-def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> None:
-    """Say what differs from the run that is continued; refuse what would make it another run."""
-    for key, value in new.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and isinstance(old.get(key), dict) and key != "tasks":
-            _warn_changes(old[key], value, f"{name}.")
-        elif value != old.get(key) and name not in ("run.resume", "run.dir"):
-            if name in ("policy.model", "critic.model"):
-                raise UserError(
-                    f"{name}={value} is not the model of the run to continue, "
-                    f"{old.get(key)}; use that one, or a new run.dir."
-                )
-            kept = name.startswith(("policy.optimizer.", "critic.optimizer."))
-            logger.warning(
-                "%s was %s and is now %s%s",
-                name,
-                old.get(key),
-                value,
-                "; the checkpoint's value is kept" if kept else "",
-            )
-
-
-def _make_run_dir(config: TrainingRunConfig, name: str) -> Path:
-    try:
-        if config.run.dir is not None:
-            path = Path(config.run.dir).expanduser().resolve()
-            path.mkdir(parents=True, exist_ok=True)
-            return path
-        stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-        # Jobs of one sweep may share a second.
-        for suffix in ("", *(f"-{i}" for i in range(2, 100))):
-            path = Path("runs", stem + suffix).resolve()
-            if not path.exists():
-                path.mkdir(parents=True)
-                return path
-    except OSError as error:
-        raise UserError(f"run.dir={config.run.dir} cannot be written: {error}") from error
-    raise UserError(f"runs/{stem} exists a hundred times; set run.dir.")
