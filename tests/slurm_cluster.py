@@ -6,6 +6,7 @@ sockets, keys and state are this cluster's, and ``environment`` points commands 
 
 import getpass
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -38,6 +39,8 @@ GresTypes=gpu
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
+OverTimeLimit=5
+FirstJobId={first_job_id}
 MpiDefault=none
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=1
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=4 \
@@ -76,6 +79,7 @@ class SlurmCluster:
             user=getpass.getuser(),
             ports=",".join(map(str, node_ports)),
             controller_port=controller_port,
+            first_job_id=random.randrange(10**5, 10**6),
         )
         (self.folder / "slurm.conf").write_text(settings)
         for index in range(2):  # A GPU is a file to Slurm; nobody opens it.

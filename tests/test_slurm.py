@@ -1,0 +1,333 @@
+"""Slurm scripts: run by real Slurm daemons; by stand-ins where a cluster would have to be bigger."""
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm_cluster import Job, SlurmCluster, missing_programs, wait_until
+from tests.small_runs import ROOT, SMALL, records
+
+SCRIPT = ROOT / "slurm" / "ray.sbatch"
+SETUP = (
+    f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH "
+    f"PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1"
+)
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2")
+RAY_WORKER_PORTS = range(10002, 20000)  # those of a Ray with default settings
+FIRST_PORT_OF_THE_KERNEL = 32768
+
+
+def needs(*programs: str) -> None:
+    """Skip without them; where NEMO_LIKE_REQUIRE_SLURM=1, as in CI, fail."""
+    if not programs:
+        return
+    text = (
+        f"not installed: {', '.join(programs)} (Debian: "
+        "apt-get install --no-install-recommends slurm-wlm munge shellcheck)"
+    )
+    if os.environ.get("NEMO_LIKE_REQUIRE_SLURM") == "1":
+        pytest.fail(text)
+    pytest.skip(text)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    needs(*missing_programs())
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), tmp_path_factory.mktemp("jobs"))
+    yield cluster
+    cluster.close()
+
+
+def processes(job: Job) -> list[psutil.Process]:
+    """What runs in a job's steps."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+        ours = environment.get("SLURM_CONF") == job.cluster.environment["SLURM_CONF"]
+        if ours and environment.get("SLURM_JOB_ID") == job.id:
+            found.append(process)
+    return found
+
+
+def assert_nothing_is_left(job: Job) -> None:
+    wait_until(lambda: not processes(job), 10, lambda: f"{processes(job)} of {job.id} to end")
+    assert not list(Path("/tmp").glob(f"nl-{job.id}-*"))
+    logs = job.cluster.cwd / f"slurm-{job.id}"
+    assert not (logs / "ray-token").exists()
+    for node in ("n1", "n2"):
+        assert (logs / f"ray-0-{node}" / "raylet.out").stat().st_size > 0
+
+
+def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmCluster):
+    two_nodes = (*TWO_NODES, "--gres=gpu:1", str(SCRIPT))
+    go = slurm.cwd / "go"
+    waits = f"until [[ -e {go} ]]; do sleep 0.1; done; exit $SLURM_ARRAY_TASK_ID"
+    command = slurm.submit(
+        "--array=7-7", *two_nodes, NEMO_LIKE_COMMAND=waits, NEMO_LIKE_SETUP=SETUP
+    )
+    interactive = slurm.submit(*two_nodes, NEMO_LIKE_SETUP=SETUP)
+    for job in (command, interactive):
+        job.wait_for("2 nodes with 1 GPUs each are up", 120)
+    token = slurm.cwd / f"slurm-{interactive.id}" / "ray-token"
+    assert token.stat().st_mode & 0o777 == 0o600
+
+    # A command that ends ends its job, with its code; the other job stays.
+    go.touch()
+    assert command.exit_code(30) == 7
+    assert_nothing_is_left(command)
+
+    attach = ("bash", f"attach-{interactive.id}.sh")
+    program = "import ray; ray.init(); print(sorted(node['NodeName'] for node in ray.nodes()))"
+    assert slurm.ask(*attach, "python", "-c", program).strip() == "['n1', 'n2']"
+    with pytest.raises(AssertionError, match="exit code 5"):
+        slurm.ask(*attach, "bash", "-c", "exit 5")
+
+    # A node whose Ray dies ends its job, in seconds, with its name.
+    secret = token.read_text()
+    everything = [" ".join(process.cmdline()) for process in processes(interactive)]
+    (raylet,) = (
+        process
+        for process in processes(interactive)
+        if process.name() == "raylet" and process.environ()["SLURMD_NODENAME"] == "n2"
+    )
+    raylet.kill()
+    assert interactive.exit_code(20) == 1
+    assert "is ended: Ray on node n2 ended; see" in interactive.log()
+    assert_nothing_is_left(interactive)
+    assert not (slurm.cwd / attach[1]).exists()
+    logs = (slurm.cwd / f"slurm-{interactive.id}").rglob("*.log")
+    assert len(secret) == 64
+    for text in (interactive.log(), *everything, *(log.read_text() for log in logs)):
+        assert secret not in text
+
+
+def test_a_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(slurm: SlurmCluster):
+    run = slurm.cwd / "run"
+    # As many steps as the first slice can make; then two more.
+    steps = f"$((SLURM_RESTART_COUNT ? $(wc -l <{run}/metrics.jsonl) + 1 : 100000))"
+    settings = (
+        *SMALL,
+        "generation.backend=hf",
+        "cluster.num_nodes=2",
+        "checkpoint.every_steps=1",
+        "checkpoint.export=false",
+        f"run.dir={run}",
+        "run.resume=true",
+        f"grpo.max_steps={steps}",
+    )
+    job = slurm.submit(
+        *(*TWO_NODES, "--time=30", "--signal=B:USR1@30", str(SCRIPT)),
+        NEMO_LIKE_COMMAND=f"python {ROOT}/examples/run_grpo.py {' '.join(settings)}",
+        NEMO_LIKE_SETUP=SETUP,
+        NEMO_LIKE_REQUEUE="1",
+    )
+    job.wait_for("Saved", 180)
+    slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
+    wait_until(lambda: job.facts()["Restarts"] == "1", 90, job.log)
+    before = records(run)
+    slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=30")
+
+    assert job.exit_code(180) == 0, job.log()
+    assert "Interrupted; workers are ended, finished checkpoints are kept." in job.log()
+    assert "Continuing after step" in job.log()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    after = records(run)
+    assert len(lines) == len(after)
+    assert list(after) == list(range(len(after)))
+    assert len(after) > len(before) > 3
+    kept = list(before)[:-1]  # The last one's checkpoint may not have been complete.
+    assert {step: after[step] for step in kept} == {step: before[step] for step in kept}
+    assert (run / "summary.json").exists()
+    for execution in "01":
+        for node in ("n1", "n2"):
+            logs = slurm.cwd / f"slurm-{job.id}" / f"ray-{execution}-{node}"
+            assert list(logs.glob("worker-*.out")), f"no worker ran on {node}"
+
+
+@pytest.fixture(scope="module")
+def ports() -> dict[tuple[int, int], dict[str, int]]:
+    """(job id, node index) -> its fixed ports by option, for 60 jobs of 16 nodes."""
+    program = """
+        source "$1"
+        for ((job = 4990; job < 5050; job++)); do
+            for ((node = 0; node < 16; node++)); do
+                start=$(block_start $job)
+                options=$(port_options $start $node)
+                ((node > 0)) || options+=" $(head_environment $start)"
+                echo $job $node $options
+            done
+        done
+    """
+    text = subprocess.check_output(["bash", "-c", program, "bash", SCRIPT], text=True)
+    found = {}
+    for line in text.splitlines():
+        job, node, *options = line.split()
+        found[int(job), int(node)] = {
+            name: int(port) for name, port in (option.split("=") for option in options)
+        }
+    return found
+
+
+def test_fixed_ports_are_unique_on_a_host_that_all_nodes_of_48_jobs_share(ports):
+    for num_nodes in (1, 2, 16):
+        taken = [
+            port
+            for (job, node), options in ports.items()
+            if node < num_nodes and job < 4990 + 48
+            for name, port in options.items()
+            if "worker-port" not in name
+        ]
+        assert len(set(taken)) == len(taken) == 48 * (6 * num_nodes + 5)
+
+
+def test_no_fixed_port_is_one_that_a_worker_of_this_or_another_ray_may_take(ports):
+    for options in ports.values():
+        # Zero: the kernel chooses.
+        assert options.pop("--min-worker-port") == options.pop("--max-worker-port") == 0
+        for port in options.values():
+            assert port not in RAY_WORKER_PORTS
+            assert 1024 < port < FIRST_PORT_OF_THE_KERNEL
+
+
+def test_a_job_that_comes_after_48_others_has_the_first_ones_ports_again(ports):
+    assert ports[4990, 3] == ports[4990 + 48, 3]
+
+
+STAND_INS = {
+    "srun": """
+        printf '%s\\0' "$@" >"$RECORD/$$.srun"
+        env -0 >"$RECORD/$$.environment"
+        case "$*" in
+            *--ntasks-per-node=*) "${@: -3}"; "${@: -3}" ;;
+            *--job-name=ray*) echo $$ >>"$RECORD/pids"; exec sleep 60 ;;
+            *) sleep 0.5; exit 3 ;;
+        esac""",
+    "scontrol": """
+        if [[ $2 == hostnames ]]; then echo n1; echo n2; else echo "NodeName=$4 NodeAddr=127.0.0.1 "; fi""",
+    "squeue": "echo 1.1 ray",
+    "scancel": 'kill $(cat "$RECORD/pids")',
+}
+
+
+def calls_of_srun(folder: Path, **environment: str) -> tuple[str, list[list[str]]]:
+    """Run the script where ``srun`` and its like only write down what they were told."""
+    for name, text in STAND_INS.items():
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+    (folder / "record").mkdir()
+    done = subprocess.run(
+        ["bash", SCRIPT, "python", "train.py", "with space"],
+        cwd=folder,
+        env={
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "RECORD": str(folder / "record"),
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 3, done.stdout + done.stderr
+    calls = [path.read_text().split("\0")[:-1] for path in (folder / "record").glob("*.srun")]
+    assert len(calls) == 4  # probe, two nodes, command
+    return done.stdout, calls
+
+
+def test_every_srun_states_nodes_tasks_and_gpus_whatever_the_job_had_in_stand_ins(tmp_path):
+    leaks = {
+        "SLURM_GPUS_PER_NODE": "1",
+        "SLURM_NTASKS": "1",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_MEM_PER_CPU": "100",
+        "SLURM_TRES_PER_TASK": "gpu:1",
+    }
+    _, calls = calls_of_srun(tmp_path, SLURM_GPUS_ON_NODE="8", **leaks)
+    for call in calls:
+        for option in ("--nodes=", "--ntasks=", "--gres=gpu:8", "--export=ALL", "--mem=0"):
+            assert any(word.startswith(option) for word in call), (option, call)
+    for path in (tmp_path / "record").glob("*.environment"):
+        names = {line.partition("=")[0] for line in path.read_text().split("\0")}
+        assert not names & {*leaks, "SLURM_GPUS_ON_NODE"}
+
+
+def test_ports_in_use_move_a_job_to_another_block_in_stand_ins(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 20480 + 77 % 48 * 256 + 100))
+        other.listen()
+        output, calls = calls_of_srun(tmp_path)
+    assert "some ports from 27904 are in use; trying other ones" in output
+    assert any(f"--port={20480 + (77 + 17) % 48 * 256 + 6}" in call for call in calls)
+
+
+def test_pyxis_gets_the_image_mounts_and_folder_in_stand_ins(tmp_path):
+    _, calls = calls_of_srun(
+        tmp_path,
+        NEMO_LIKE_CONTAINER="registry#image:1",
+        NEMO_LIKE_CONTAINER_RUNTIME="pyxis",
+        NEMO_LIKE_MOUNTS="/data:/data",
+    )
+    work = f"{tmp_path}:{tmp_path},{tmp_path}/slurm-77:{tmp_path}/slurm-77,/data:/data"
+    inside = [call for call in calls if "--container-image=registry#image:1" in call]
+    assert len(inside) == 3  # all but the probe, which asks the host
+    for call in inside:
+        assert f"--container-mounts={work}" in call
+        assert f"--container-workdir={tmp_path}" in call
+
+
+def test_apptainer_runs_each_step_in_the_image_in_stand_ins(tmp_path):
+    _, calls = calls_of_srun(
+        tmp_path, NEMO_LIKE_CONTAINER="my image.sif", NEMO_LIKE_CONTAINER_RUNTIME="apptainer"
+    )
+    work = f"{tmp_path}:{tmp_path},{tmp_path}/slurm-77:{tmp_path}/slurm-77"
+    words = ["apptainer", "exec", "--nv", "--bind", work, "--pwd", str(tmp_path), "my image.sif"]
+    inside = [call for call in calls if "apptainer" in call]
+    assert len(inside) == 3
+    for call in inside:
+        start = call.index("apptainer")
+        assert call[start : start + len(words) + 2] == [*words, "bash", "-c"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({}, "there is no Slurm job here; start one with: sbatch"),
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "NEMO_LIKE_LOG_DIR": "/dev/null/x"},
+            "NEMO_LIKE_LOG_DIR=/dev/null/x cannot be written",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(environment, sentence):
+    done = subprocess.run(
+        ["bash", SCRIPT, "true"],
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert sentence in done.stderr
+
+
+def test_shellcheck_has_nothing_to_say_about_slurm_scripts():
+    if shutil.which("shellcheck") is None:
+        needs("shellcheck")
+    done = subprocess.run(
+        ["shellcheck", *sorted((ROOT / "slurm").glob("*.sbatch"))], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
