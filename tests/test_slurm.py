@@ -1,4 +1,4 @@
-"""Slurm scripts: run by real Slurm daemons; by stand-ins where a cluster would have to be bigger."""
+"""Slurm scripts, run by real Slurm daemons; by stand-ins where that takes containers or GPUs."""
 
 import os
 import shlex
@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nemo_like.config.load import compose_config
 from tests.slurm_cluster import Job, SlurmCluster, missing_programs, wait_until
 from tests.small_runs import ROOT, SMALL, records
 
@@ -20,7 +22,7 @@ SETUP = (
     f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH "
     f"PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1"
 )
-TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2")
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", "--mem-per-cpu=500")
 RAY_WORKER_PORTS = range(10002, 20000)  # those of a Ray with default settings
 FIRST_PORT_OF_THE_KERNEL = 32768
 
@@ -216,38 +218,66 @@ STAND_INS = {
             *) exit 0 ;;
         esac""",
     "scontrol": """
-        if [[ $2 == hostnames ]]; then echo n1; echo n2; else echo "NodeName=$4 NodeAddr=127.0.0.1 "; fi""",
+        case "$*" in
+            *hostnames*) echo n1; echo n2 ;;
+            *node*) echo "NodeName=n1 NodeAddr=127.0.0.1 " ;;
+        esac""",
     "squeue": "echo 1.1 ray",
     "scancel": 'kill $(cat "$RECORD/pids")',
 }
 
 
-def calls_of_srun(folder: Path, **environment: str) -> tuple[str, list[list[str]]]:
-    """Run the script where ``srun`` and its like only write down what they were told."""
+@dataclass(frozen=True)
+class Call:
+    """What ``srun`` was told."""
+
+    words: list[str]
+    environment: dict[str, str]
+
+
+def run_with_stand_ins(
+    folder: Path, *arguments: str | Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a job of two nodes where ``srun`` and its like only write down their words.
+
+    The folder of the script's repository is the current one; logs go below ``folder``.
+    """
     for name, text in STAND_INS.items():
         path = folder / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/usr/bin/env bash\n{text}\n")
         path.chmod(0o755)
     (folder / "record").mkdir()
-    done = subprocess.run(
-        ["bash", SCRIPT, "python", "train.py", "with space"],
-        cwd=folder,
-        env={
-            "PATH": f"{folder}/bin:{os.environ['PATH']}",
-            "RECORD": str(folder / "record"),
-            "SLURM_JOB_ID": "77",
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
+    job = {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "RECORD": str(folder / "record"),
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "NEMO_LIKE_LOG_DIR": str(folder / "logs"),
+    }
+    command = ["bash", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=job | environment, capture_output=True, text=True, timeout=60
     )
+
+
+def calls_of_srun(folder: Path, *arguments: str | Path, **environment: str) -> list[Call]:
+    """The probe, two nodes, and the command."""
+    done = run_with_stand_ins(folder, *arguments, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    calls = [path.read_text().split("\0")[:-1] for path in (folder / "record").glob("*.srun")]
-    assert len(calls) == 4  # probe, two nodes, command
-    return done.stdout, calls
+    calls = [
+        Call(
+            path.read_text().split("\0")[:-1],
+            dict(
+                line.partition("=")[::2]
+                for line in path.with_suffix(".environment").read_text().split("\0")
+            ),
+        )
+        for path in (folder / "record").glob("*.srun")
+    ]
+    assert len(calls) == 4
+    return calls
 
 
 def test_every_srun_states_nodes_tasks_and_gpus_whatever_the_job_had_in_stand_ins(tmp_path):
@@ -259,71 +289,89 @@ def test_every_srun_states_nodes_tasks_and_gpus_whatever_the_job_had_in_stand_in
         "SLURM_MEM_PER_CPU": "100",
         "SLURM_TRES_PER_TASK": "gpu:1",
     }
-    _, calls = calls_of_srun(tmp_path, SLURM_GPUS_ON_NODE="8", **leaks)
-    for call in calls:
+    for call in calls_of_srun(tmp_path, SCRIPT, "true", SLURM_GPUS_ON_NODE="8", **leaks):
         for option in ("--nodes=", "--ntasks=", "--gres=gpu:8", "--export=ALL", "--mem=0"):
-            assert any(word.startswith(option) for word in call), (option, call)
-    for path in (tmp_path / "record").glob("*.environment"):
-        names = {line.partition("=")[0] for line in path.read_text().split("\0")}
-        assert not names & {*leaks, "SLURM_GPUS_ON_NODE"}
+            assert any(word.startswith(option) for word in call.words), (option, call.words)
+        assert not call.environment.keys() & {*leaks, "SLURM_GPUS_ON_NODE"}
 
 
 def test_ports_in_use_move_a_job_to_another_block_in_stand_ins(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 20480 + 77 % 48 * 256 + 100))
         other.listen()
-        output, calls = calls_of_srun(tmp_path)
-    assert "some ports from 27904 are in use; trying other ones" in output
-    assert any(f"--port={20480 + (77 + 17) % 48 * 256}" in call for call in calls)
+        calls = calls_of_srun(tmp_path, SCRIPT, "true")
+    assert any(f"--port={20480 + (77 + 17) % 48 * 256}" in call.words for call in calls)
 
 
 def test_pyxis_gets_the_image_mounts_and_folder_in_stand_ins(tmp_path):
-    _, calls = calls_of_srun(
+    calls = calls_of_srun(
         tmp_path,
+        SCRIPT,
+        "true",
         NEMO_LIKE_CONTAINER="registry#image:1",
         NEMO_LIKE_CONTAINER_RUNTIME="pyxis",
         NEMO_LIKE_MOUNTS="/data:/data",
     )
-    work = f"{tmp_path}:{tmp_path},{tmp_path}/slurm-77:{tmp_path}/slurm-77,/data:/data"
-    inside = [call for call in calls if "--container-image=registry#image:1" in call]
+    inside = [call.words for call in calls if "--container-image=registry#image:1" in call.words]
     assert len(inside) == 3  # all but the probe, which asks the host
-    for call in inside:
-        assert f"--container-mounts={work}" in call
-        assert f"--container-workdir={tmp_path}" in call
+    logs = tmp_path / "logs"
+    for words in inside:
+        assert f"--container-mounts={ROOT}:{ROOT},{logs}:{logs},/data:/data" in words
+        assert f"--container-workdir={ROOT}" in words
 
 
 def test_apptainer_runs_each_step_in_the_image_in_stand_ins(tmp_path):
-    _, calls = calls_of_srun(
-        tmp_path, NEMO_LIKE_CONTAINER="my image.sif", NEMO_LIKE_CONTAINER_RUNTIME="apptainer"
+    calls = calls_of_srun(
+        tmp_path,
+        SCRIPT,
+        "true",
+        NEMO_LIKE_CONTAINER="my image.sif",
+        NEMO_LIKE_CONTAINER_RUNTIME="apptainer",
     )
-    work = f"{tmp_path}:{tmp_path},{tmp_path}/slurm-77:{tmp_path}/slurm-77"
-    words = ["apptainer", "exec", "--nv", "--bind", work, "--pwd", str(tmp_path), "my image.sif"]
-    inside = [call for call in calls if "apptainer" in call]
+    mounts = f"{ROOT}:{ROOT},{tmp_path}/logs:{tmp_path}/logs"
+    start = ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", str(ROOT), "my image.sif"]
+    inside = [call.words for call in calls if "apptainer" in call.words]
     assert len(inside) == 3
-    for call in inside:
-        start = call.index("apptainer")
-        assert call[start : start + len(words) + 2] == [*words, "bash", "-c"]
+    for words in inside:
+        first = words.index("apptainer")
+        assert words[first : first + len(start) + 2] == [*start, "bash", "-c"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft"])
+def test_examples_resume_and_fit_what_slurm_gave_in_stand_ins(tmp_path, name):
+    calls = calls_of_srun(
+        tmp_path,
+        ROOT / "slurm" / f"{name}.sbatch",
+        "policy.optimizer.lr=1e-6",
+        SLURM_GPUS_ON_NODE="8",
+    )
+    (command,) = (call.environment["NEMO_LIKE_COMMAND"] for call in calls if "driver" in call.words)
+    program, script, *overrides = shlex.split(command)
+    assert (program, script) == ("python", f"examples/run_{name}.py")
+    config = compose_config(ROOT / "configs", name, overrides)
+    assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (2, 8)
+    assert (config.run.dir, config.run.resume) == (f"runs/{name}-77", True)
+    assert config.policy.optimizer.lr == 1e-6
 
 
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        ({}, "there is no Slurm job here; start one with: sbatch"),
+        ({"SLURM_JOB_ID": ""}, "there is no Slurm job here; start one with: sbatch"),
+        ({"NEMO_LIKE_LOG_DIR": "/dev/null/x"}, "NEMO_LIKE_LOG_DIR=/dev/null/x cannot be written"),
+        ({"NEMO_LIKE_START_TIMEOUT_S": "10m"}, "NEMO_LIKE_START_TIMEOUT_S are whole numbers"),
+        ({"NEMO_LIKE_GPUS_PER_NODE": "many"}, "GPUs (many) and"),
         (
-            {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "NEMO_LIKE_LOG_DIR": "/dev/null/x"},
-            "NEMO_LIKE_LOG_DIR=/dev/null/x cannot be written",
+            {"NEMO_LIKE_CONTAINER": "image"},
+            "NEMO_LIKE_CONTAINER needs NEMO_LIKE_CONTAINER_RUNTIME=pyxis or apptainer",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(environment, sentence):
-    done = subprocess.run(
-        ["bash", SCRIPT, "true"],
-        env={"PATH": os.environ["PATH"], **environment},
-        capture_output=True,
-        text=True,
-    )
+def test_what_cannot_work_is_refused_in_a_sentence(tmp_path, environment, sentence):
+    done = run_with_stand_ins(tmp_path, SCRIPT, "true", **environment)
     assert done.returncode == 1
     assert sentence in done.stderr
+    assert not list(tmp_path.rglob("ray-token"))
 
 
 def test_shellcheck_has_nothing_to_say_about_slurm_scripts():
