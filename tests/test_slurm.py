@@ -86,7 +86,7 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
 
     # A command that ends ends its job, with its code; the other job stays.
     go.touch()
-    assert command.exit_code(30) == 7
+    assert command.exit_code(60) == 7
     assert_nothing_is_left(command)
 
     attach = ("bash", f"attach-{interactive.id}.sh")
@@ -104,7 +104,7 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
         if process.name() == "raylet" and process.environ()["SLURMD_NODENAME"] == "n2"
     )
     raylet.kill()
-    assert interactive.exit_code(20) == 1
+    assert interactive.exit_code(60) == 1, interactive.log()
     assert "is ended: Ray on node n2 ended; see" in interactive.log()
     assert_nothing_is_left(interactive)
     assert not (slurm.cwd / attach[1]).exists()
@@ -116,6 +116,8 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
 
 def test_a_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(slurm: SlurmCluster):
     run = slurm.cwd / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
     # As many steps as the first slice can make; then two more.
     steps = f"$((SLURM_RESTART_COUNT ? $(wc -l <{run}/metrics.jsonl) + 1 : 100000))"
     settings = (
@@ -134,13 +136,13 @@ def test_a_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(sl
         NEMO_LIKE_SETUP=SETUP,
         NEMO_LIKE_REQUEUE="1",
     )
-    job.wait_for("Saved", 180)
+    job.wait_for("Saved", 240)
     slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
     wait_until(lambda: job.facts()["Restarts"] == "1", 90, job.log)
     before = records(run)
     slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=30")
 
-    assert job.exit_code(180) == 0, job.log()
+    assert job.exit_code(240) == 0, job.log()
     assert "Interrupted; workers are ended, finished checkpoints are kept." in job.log()
     assert "Continuing after step" in job.log()
     lines = (run / "metrics.jsonl").read_text().splitlines()
