@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2")
 _SETTINGS = """\
@@ -52,6 +54,19 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 def missing_programs() -> list[str]:
     """What has to be installed first."""
     return [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+
+
+def needs(*programs: str) -> None:
+    """Skip without them; where NEMO_LIKE_REQUIRE_SLURM=1, as in CI, fail."""
+    if not programs:
+        return
+    text = (
+        f"not installed: {', '.join(programs)} (Debian: "
+        "apt-get install --no-install-recommends slurm-wlm munge shellcheck)"
+    )
+    if os.environ.get("NEMO_LIKE_REQUIRE_SLURM") == "1":
+        pytest.fail(text)
+    pytest.skip(text)
 
 
 class SlurmCluster:
