@@ -1,0 +1,138 @@
+"""``slurm/ray.sbatch``, run by real Slurm daemons."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm_cluster import Job, SlurmCluster, missing_programs, needs, wait_until
+from tests.small_runs import ROOT, SMALL, records
+
+SCRIPT = ROOT / "slurm" / "ray.sbatch"
+SETUP = (
+    f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH "
+    f"PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1"
+)
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", "--mem-per-cpu=500")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    needs(*missing_programs())
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), tmp_path_factory.mktemp("jobs"))
+    yield cluster
+    cluster.close()
+
+
+def processes(job: Job) -> list[psutil.Process]:
+    """What runs in a job's steps."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+        ours = environment.get("SLURM_CONF") == job.cluster.environment["SLURM_CONF"]
+        if ours and environment.get("SLURM_JOB_ID") == job.id:
+            found.append(process)
+    return found
+
+
+def assert_nothing_is_left(job: Job) -> None:
+    wait_until(lambda: not processes(job), 10, lambda: f"{processes(job)} of {job.id} to end")
+    assert not list(Path("/tmp").glob(f"nl-{job.id}-*"))
+    logs = job.cluster.cwd / f"slurm-{job.id}"
+    assert not (logs / "ray-token").exists()
+    for node in ("n1", "n2"):
+        assert (logs / f"ray-0-{node}" / "raylet.out").stat().st_size > 0
+
+
+def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmCluster):
+    two_nodes = (*TWO_NODES, "--gres=gpu:1", str(SCRIPT))
+    go = slurm.cwd / "go"
+    waits = f"until [[ -e {go} ]]; do sleep 0.1; done; exit $SLURM_ARRAY_TASK_ID"
+    command = slurm.submit(
+        "--array=7-7", *two_nodes, NEMO_LIKE_COMMAND=waits, NEMO_LIKE_SETUP=SETUP
+    )
+    interactive = slurm.submit(*two_nodes, NEMO_LIKE_SETUP=SETUP)
+    for job in (command, interactive):
+        job.wait_for("2 nodes with 1 GPUs each are up", 120)
+    token = slurm.cwd / f"slurm-{interactive.id}" / "ray-token"
+    assert token.stat().st_mode & 0o777 == 0o600
+
+    # A command that ends ends its job, with its code; the other job stays.
+    go.touch()
+    assert command.exit_code(60) == 7
+    assert_nothing_is_left(command)
+
+    attach = ("bash", f"attach-{interactive.id}.sh")
+    program = "import ray; ray.init(); print(sorted(node['NodeName'] for node in ray.nodes()))"
+    assert slurm.ask(*attach, "python", "-c", program).strip() == "['n1', 'n2']"
+    with pytest.raises(AssertionError, match="exit code 5"):
+        slurm.ask(*attach, "bash", "-c", "exit 5")
+
+    # A node whose Ray dies ends its job, in seconds, with its name.
+    secret = token.read_text()
+    everything = [" ".join(process.cmdline()) for process in processes(interactive)]
+    (raylet,) = (
+        process
+        for process in processes(interactive)
+        if process.name() == "raylet" and process.environ()["SLURMD_NODENAME"] == "n2"
+    )
+    raylet.kill()
+    assert interactive.exit_code(60) == 1, interactive.log()
+    assert "is ended: Ray on node n2 ended; see" in interactive.log()
+    assert_nothing_is_left(interactive)
+    assert not (slurm.cwd / attach[1]).exists()
+    logs = (slurm.cwd / f"slurm-{interactive.id}").rglob("*.log")
+    assert len(secret) == 64
+    for text in (interactive.log(), *everything, *(log.read_text() for log in logs)):
+        assert secret not in text
+
+
+def test_a_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(slurm: SlurmCluster):
+    run = slurm.cwd / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    # As many steps as the first slice can make; then two more.
+    steps = f"$((SLURM_RESTART_COUNT ? $(wc -l <{run}/metrics.jsonl) + 1 : 100000))"
+    settings = (
+        *SMALL,
+        "generation.backend=hf",
+        "cluster.num_nodes=2",
+        "checkpoint.every_steps=1",
+        "checkpoint.export=false",
+        f"run.dir={run}",
+        "run.resume=true",
+        f"grpo.max_steps={steps}",
+    )
+    job = slurm.submit(
+        *(*TWO_NODES, "--time=30", "--signal=B:USR1@30", str(SCRIPT)),
+        NEMO_LIKE_COMMAND=f"python {ROOT}/examples/run_grpo.py {' '.join(settings)}",
+        NEMO_LIKE_SETUP=SETUP,
+        NEMO_LIKE_REQUEUE="1",
+    )
+    job.wait_for("Saved", 240)
+    slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
+    wait_until(lambda: job.facts()["Restarts"] == "1", 90, job.log)
+    before = records(run)
+    slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=30", "StartTime=now")
+
+    assert job.exit_code(240) == 0, job.log()
+    assert "Interrupted; workers are ended, finished checkpoints are kept." in job.log()
+    assert "Continuing after step" in job.log()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    after = records(run)
+    assert len(lines) == len(after)
+    assert list(after) == list(range(len(after)))
+    assert len(after) > len(before) > 3
+    kept = list(before)[:-1]  # The last one's checkpoint may not have been complete.
+    assert {step: after[step] for step in kept} == {step: before[step] for step in kept}
+    assert (run / "summary.json").exists()
+    for execution in "01":
+        for node in ("n1", "n2"):
+            logs = slurm.cwd / f"slurm-{job.id}" / f"ray-{execution}-{node}"
+            assert list(logs.glob("worker-*.out")), f"no worker ran on {node}"
