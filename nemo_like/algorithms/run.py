@@ -1,5 +1,6 @@
 """What the runs of all algorithms share: folder, steps, logging, validation, checkpoints."""
 
+import contextlib
 import json
 import logging
 import time
@@ -306,12 +307,10 @@ def _make_run_dir(config: TrainingRunConfig, name: str) -> Path:
             path.mkdir(parents=True, exist_ok=True)
             return path
         stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-        for suffix in (
-            "",
-            *(f"-{i}" for i in range(2, 100)),
-        ):  # jobs of one sweep may share a second
+        for suffix in ("", *(f"-{i}" for i in range(2, 100))):
             path = Path("runs", stem + suffix).resolve()
-            if not path.exists():
+            # Jobs of one sweep may share a second, and tasks of a job array a moment.
+            with contextlib.suppress(FileExistsError):
                 path.mkdir(parents=True)
                 return path
     except OSError as error:
