@@ -88,15 +88,28 @@ def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> None
     directory = Path(parsed.config_path) if parsed.config_path else config_dir
     extra_dir = Path(parsed.config_dir) if parsed.config_dir else None
     name = parsed.config_name or config_name
-    check_overrides(overrides, schema_of([directory, *([extra_dir] if extra_dir else [])], name))
-    for job in _sweep(overrides) if parsed.multirun else [overrides]:
+    for job in jobs(directory, name, overrides, extra_dir, multirun=parsed.multirun):
         raw = compose_raw(directory, name, job, extra_dir)
         if parsed.cfg is None:
             load(raw)
 
 
-def _sweep(overrides: list[str]) -> list[list[str]]:
-    """The jobs of ``--multirun``, as Hydra's basic sweeper will make them."""
+def jobs(
+    config_dir: Path,
+    config_name: str,
+    overrides: list[str],
+    extra_dir: Path | None,
+    *,
+    multirun: bool,
+) -> list[list[str]]:
+    """The overrides of each job; those of ``--multirun`` as Hydra's basic sweeper will make them.
+
+    Raises UserError for keys that do not exist.
+    """
+    folders = [config_dir] + ([extra_dir] if extra_dir else [])
+    check_overrides(overrides, schema_of(folders, config_name))
+    if not multirun:
+        return [overrides]
     parsed = OverridesParser.create().parse_overrides(overrides)
     batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return [list(job) for batch in batches for job in batch]

@@ -13,6 +13,7 @@ from nemo_like.config.distillation_checks import (
 )
 from nemo_like.config.eval_checks import check_eval
 from nemo_like.config.file_checks import REASONING_GYM, check_files
+from nemo_like.config.launch_checks import check_slurm
 from nemo_like.config.lora_checks import check_lora
 from nemo_like.config.policy_checks import check_policy, check_scalar_head
 from nemo_like.config.preference_checks import check_dpo_loss, check_reward_model_loss
@@ -95,6 +96,7 @@ def check(config: TrainingRunConfig) -> None:
     check_lora(config)
     if isinstance(config, RolloutRunConfig):
         check_averaging(config)
+    check_slurm(config)
     check_files(config)
 
 

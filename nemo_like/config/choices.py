@@ -241,3 +241,10 @@ class Output(StrEnum):
     logprobs = "logprobs"
     values = "values"
     values_before = "values_before"
+
+
+class ContainerRuntime(StrEnum):
+    """What starts a container image on a node of a Slurm cluster."""
+
+    pyxis = "pyxis"
+    apptainer = "apptainer"

@@ -84,15 +84,19 @@ def compose_raw(
 def schema_of(folders: Sequence[Path], config_name: str) -> type[TrainingRunConfig]:
     """The schema that a YAML file's ``defaults`` name; that of GRPO if none can be read there."""
     path = _find_yaml(folders, config_name)
-    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
-    names = found.get("defaults", ()) if isinstance(found, dict) else ()
-    for entry in names or ():
-        name = str(entry).removeprefix("/")
+    for name in _defaults_of(path):
         if name in SCHEMAS:
             return SCHEMAS[name]
         if _find_yaml(folders, name) not in (None, path):
             return schema_of(folders, name)
     return SCHEMAS["grpo_schema"]
+
+
+def _defaults_of(path: Path | None) -> Iterator[str]:
+    """What a YAML file's ``defaults`` name, choices of groups left out."""
+    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
+    names = found.get("defaults", ()) if isinstance(found, dict) else ()
+    yield from (one.removeprefix("/") for one in names or () if isinstance(one, str))
 
 
 @contextmanager
@@ -202,10 +206,13 @@ def _full_key(lines: Sequence[str]) -> str | None:
 
 
 def _check_yaml_file(folders: Sequence[Path], name: str) -> None:
-    """Check the file that ``name`` stands for, unless it is one of Hydra's own."""
+    """Check the file that ``name`` stands for, unless it is one of Hydra's own, and its bases."""
     path = _find_yaml(folders, name)
     if path is not None:
         check_yaml(path)
+    for base in _defaults_of(path):
+        if _find_yaml(folders, base) not in (None, path):
+            _check_yaml_file(folders, base)
 
 
 def _find_yaml(folders: Sequence[Path], name: str) -> Path | None:

@@ -1,16 +1,18 @@
 """Sections of every run. All of the schema is in ``schema``, ``policy_schema``, ``rollout_schema``,
-``loss_schema`` and ``run_schema``: every key, its type, its default, and what it means.
+``loss_schema``, ``launch_schema`` and ``run_schema``: every key, its type, its default, and what it
+means.
 
 Defaults live there and nowhere else; the YAML files under ``configs/`` state differences only. The
 text below a field is its documentation, printed by ``--help`` and collected in ``docs/config.md``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_like.config.choices import (
     Console,
     WandbMode,
 )
+from nemo_like.config.launch_schema import SlurmConfig
 
 
 @dataclass(kw_only=True)
@@ -45,6 +47,7 @@ class ClusterConfig:
     """Longest wait for nodes, placement groups, workers and engines to start."""
     call_timeout_s: float = 1800.0
     """Longest wait for one phase of one step."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
 @dataclass(kw_only=True)

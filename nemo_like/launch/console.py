@@ -13,7 +13,7 @@ from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.errors import UserError
 
 # Modules are imported when asked for; each has ``run(arguments)``.
-COMMANDS = {"plan": "nemo_like.launch.plan"}
+COMMANDS = {"plan": "nemo_like.launch.plan", "slurm": "nemo_like.launch.slurm"}
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
 
@@ -61,6 +61,13 @@ class ConfigParser(CommandParser):
 
     def load(self, options: argparse.Namespace) -> TrainingRunConfig:
         """The checked configuration; raises UserError."""
+        return load(compose_raw(*self.source(options)))
+
+    def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
+        """What ``compose_raw`` needs: folder, name, overrides and the user's folder.
+
+        Raises UserError for more than one name, and for a folder that does not exist.
+        """
         # Words without "=" are no overrides, but Hydra's ~key deletes one.
         names = [word for word in options.words if "=" not in word and not word.startswith("~")]
         if len(names) + (options.config_name is not None) > 1:
@@ -70,4 +77,4 @@ class ConfigParser(CommandParser):
             raise UserError(f"--config-path={folder} is no folder; give one with YAML files.")
         name = options.config_name or (names[0] if names else "grpo")
         overrides = [word for word in options.words if word not in names]
-        return load(compose_raw(folder, name, overrides, options.config_dir))
+        return folder, name, overrides, options.config_dir
