@@ -221,7 +221,7 @@ def test_examples_resume_and_fit_what_slurm_gave_in_stand_ins(tmp_path, name):
     [
         ({"SLURM_JOB_ID": ""}, "there is no Slurm job here; start one with: sbatch"),
         ({"NEMO_LIKE_LOG_DIR": "/dev/null/x"}, "NEMO_LIKE_LOG_DIR=/dev/null/x cannot be written"),
-        ({"NEMO_LIKE_START_TIMEOUT_S": "10m"}, "NEMO_LIKE_START_TIMEOUT_S are whole numbers"),
+        ({"NEMO_LIKE_START_TIMEOUT_S": "10m"}, "limits in seconds are whole numbers"),
         ({"NEMO_LIKE_GPUS_PER_NODE": "many"}, "GPUs (many) and"),
         (
             {"NEMO_LIKE_CONTAINER": "image"},

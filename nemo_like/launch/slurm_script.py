@@ -121,3 +121,5 @@ def _variables(job: BatchJob) -> Iterator[tuple[str, str]]:
     yield "GPUS_PER_NODE", str(cluster.gpus_per_node)
     yield "START_TIMEOUT_S", str(math.ceil(cluster.start_timeout_s))
     yield "REQUEUE", "1" if slurm.requeue else "''"
+    # What is left of it is for Ray to end, and for Slurm, which may give the signal late.
+    yield "STOP_TIMEOUT_S", str(slurm.signal_before_s // 2)
