@@ -155,7 +155,9 @@ def start(
     with run.start_phase("ray"):
         stack.callback(connect())
         plan = plan_run(config)
-        cluster = stack.enter_context(VirtualCluster(plan, config.cluster.start_timeout_s))
+        cluster = stack.enter_context(
+            VirtualCluster(plan, config.cluster.start_timeout_s, config.cluster.network_interface)
+        )
     meter = DriverMeter()
     log_dir = str(run.dir / "logs")
     policy = Policy(

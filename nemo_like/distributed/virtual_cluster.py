@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import ray
@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.config.plan import NodeResources, ResourcePlan, check_fits
+from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
 from nemo_like.errors import UserError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class Bundle:
     address: str
     gpu_id: str | None
     """Id as CUDA_VISIBLE_DEVICES takes it; None in a CPU run."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that its processes get."""
 
     def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
         """Where an actor of this bundle goes; without it, it would wait for CPUs that we hold."""
@@ -97,8 +100,11 @@ class VirtualCluster:
     Raises UserError at once if the cluster is too small, WaitTimeoutError if it stays busy.
     """
 
-    def __init__(self, plan: ResourcePlan, timeout_s: float) -> None:
+    def __init__(
+        self, plan: ResourcePlan, timeout_s: float, network_interface: str | None = None
+    ) -> None:
         self.plan = plan
+        self._network_interface = network_interface
         check_fits(plan, alive_nodes())
         self._groups: list[PlacementGroup] = []
         try:
@@ -156,9 +162,19 @@ class VirtualCluster:
             raise WaitTimeoutError(
                 f"The driver waited {timeout_s:g} s for its {len(probes)} bundles to answer."
             ) from error
+        several_nodes = len(self._groups) > 1
         bundles = [
-            Bundle(group=group, index=index, node_id=node, address=address, gpu_id=gpu)
-            for (group, index, _), (node, address, gpu) in zip(probes, places, strict=True)
+            Bundle(
+                group=group,
+                index=index,
+                node_id=node,
+                address=network.address,
+                gpu_id=gpu,
+                environment=worker_environment(
+                    network, self._network_interface, several_nodes=several_nodes
+                ),
+            )
+            for (group, index, _), (node, network, gpu) in zip(probes, places, strict=True)
         ]
         return sorted(bundles, key=physical_order)
 
@@ -192,7 +208,7 @@ def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 @ray.remote
-def _where() -> tuple[str, str, str | None]:
-    context = ray.get_runtime_context()
+def _where() -> tuple[str, NodeNetwork, str | None]:
     gpus = ray.get_gpu_ids()
-    return context.get_node_id(), ray.util.get_node_ip_address(), str(gpus[0]) if gpus else None
+    network = read_network(ray.util.get_node_ip_address(), os.environ)
+    return ray.get_runtime_context().get_node_id(), network, str(gpus[0]) if gpus else None
