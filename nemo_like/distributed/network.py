@@ -6,7 +6,8 @@ first one that is up; on nodes with several networks both may be ones that lead 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import psutil
 
 from nemo_like.errors import UserError
 
@@ -28,8 +29,6 @@ class NodeNetwork:
 
 def read_network(address: str, environment: Mapping[str, str]) -> NodeNetwork:
     """Of this node."""
-    import psutil
-
     return NodeNetwork(
         address=address,
         interfaces={
@@ -60,9 +59,9 @@ def worker_environment(
         return variables | _choose(wanted)
     with_address = [name for name, found in node.interfaces.items() if node.address in found]
     if several_nodes and with_address:
-        variables |= _choose(with_address[0]) | node.inherited
+        variables |= _choose(with_address[0]) | dict(node.inherited)
     return variables
 
 
-def _choose(interface: str) -> dict[str, Any]:
+def _choose(interface: str) -> dict[str, str]:
     return {name: form.format(interface) for name, form in _CHOICES.items()}

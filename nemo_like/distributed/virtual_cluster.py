@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.config.plan import NodeResources, ResourcePlan, check_fits
 from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
-from nemo_like.errors import UserError, WaitTimeoutError
+from nemo_like.errors import RunError, UserError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +86,24 @@ def _check_reachable(address: str) -> None:
     if not port.isdigit():
         return  # "auto" and the like: Ray looks the address up itself
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise UserError(
             f"RAY_ADDRESS={address}: nothing answers there ({error}); start that cluster, or unset "
             "RAY_ADDRESS to start one here."
+        ) from error
+
+
+def check_head() -> None:
+    """RunError if the cluster's head can't be reached, for which Ray itself waits for ever."""
+    address = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise RunError(
+            f"The driver on {ray.util.get_node_ip_address()} lost Ray's head at {address} "
+            f"({error}); mend the network or start Ray again, then go on with run.resume=true."
         ) from error
 
 
