@@ -29,6 +29,9 @@ class Probe(Worker):
     def place(self) -> tuple[int, str]:
         return self.context.rank, ray.get_runtime_context().get_node_id()
 
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     def echo(self, value: object) -> object:
         return value
 
