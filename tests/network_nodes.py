@@ -19,12 +19,12 @@ import psutil
 
 ROOT = Path(__file__).parent.parent
 PORT = 6379
-# A lost node is noticed after 3 x (1 + 2) s; with Ray's defaults it takes 5 x (3 + 10) s.
+# A lost node is noticed after 4 x (1 + 2) s; with Ray's defaults it takes 5 x (3 + 10) s.
 QUICK_HEALTH_CHECKS = {
-    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_failure_threshold": "4",
 }
 
 
@@ -123,7 +123,7 @@ class Node:
         folder = f"--temp-dir={self._folder}/ray"
         code, output = self.run(
             [*ray, *sizes, f"--node-ip-address={self.address}", folder, "--disable-usage-stats"],
-            timeout_s=60,
+            timeout_s=150,
         )
         assert code == 0, output
 
@@ -159,7 +159,11 @@ class Network:
         self.folder = folder
         self._cpus = cpus
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        settings = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": f"10.77.0.1:{PORT}"}
+        settings = {
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": f"10.77.0.1:{PORT}",
+            "RAY_raylet_start_wait_time_s": "120",  # for machines that have other things to do
+        }
         self.environment = os.environ | settings | token | environment
         self.nodes = [Node(self, index) for index in range(len(cpus))]
         self._exit = ExitStack()

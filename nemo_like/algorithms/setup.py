@@ -182,7 +182,11 @@ def start(
         engine = rollout_setup.engine
         generation.group.submit(RolloutWorker.preload, config.generation.backend, engine)
         folders = [str(run.dir / "config.yaml"), prepared.model_path]
-        _check_folders(policy, generation, folders + ([critic.model_path] if critic else []))
+        _check_folders(
+            policy.group.waiting(config.cluster.start_timeout_s),
+            generation.group.waiting(config.cluster.start_timeout_s),
+            folders + ([critic.model_path] if critic else []),
+        )
         _start_workers(config, list(models.values()), generation, rollout_setup, plan)
     run.restore(models, prepared.loader)
     sync = WeightSync(config.refit, policy, generation, plan, sleep=engine.sleep)
@@ -242,9 +246,11 @@ def _generation(
     return Generation(group)
 
 
-def _check_folders(policy: Policy, generation: Generation[Any], paths: list[str]) -> None:
+def _check_folders(
+    policy: WorkerGroup[Any], generation: WorkerGroup[Any], paths: list[str]
+) -> None:
     """Refuse a run folder or a model that some worker's node does not see."""
-    for group in (policy.group, generation.group):
+    for group in (policy, generation):
         for context, missing in zip(group.contexts, group.call(Worker.missing, paths), strict=True):
             if missing:
                 raise UserError(

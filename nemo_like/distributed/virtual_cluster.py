@@ -139,9 +139,15 @@ class VirtualCluster:
 
     def shutdown(self) -> None:
         """Release the bundles; Ray ends the actors in them."""
-        for group in self._groups:
+        groups, self._groups = self._groups, []
+        try:
+            check_head()
+        except RunError:
+            # Removal would wait for the head for ever. It ends a lost driver's job by itself.
+            logger.warning("Ray's head does not answer; the run's bundles are left to it.")
+            return
+        for group in groups:
             remove_placement_group(group)
-        self._groups = []
 
     def _wait_for_groups(self, timeout_s: float) -> None:
         start = time.monotonic()
