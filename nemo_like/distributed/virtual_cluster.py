@@ -1,5 +1,6 @@
 """A slice of Ray as numbered bundles, in the order of nodes and GPUs."""
 
+import atexit
 import logging
 import os
 import signal
@@ -58,7 +59,17 @@ def connect() -> Callable[[], None]:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     _join_or_start(os.environ.get("RAY_ADDRESS", ""))
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one in its place that aborts the process
-    return ray.shutdown
+    return _leave
+
+
+def _leave() -> None:
+    try:
+        check_head()
+    except RunError:
+        # Two minutes of waiting for the head, within which Ray ends the process unheard.
+        atexit.unregister(ray.shutdown)
+    else:
+        ray.shutdown()
 
 
 def _join_or_start(address: str) -> None:
