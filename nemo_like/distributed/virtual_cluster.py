@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.config.plan import NodeResources, ResourcePlan, check_fits
+from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
 from nemo_like.errors import RunError, UserError, WaitTimeoutError
 
@@ -214,6 +215,11 @@ class VirtualCluster:
         )
         gpus = self.plan.bundle_resources.get("GPU", 0)
         return _where.options(num_gpus=gpus, num_cpus=0, scheduling_strategy=strategy).remote()
+
+
+def reserve(plan: ResourcePlan, config: ClusterConfig) -> VirtualCluster:
+    """What a run's configuration asks for."""
+    return VirtualCluster(plan, config.start_timeout_s, config.network_interface)
 
 
 def physical_order(bundle: Bundle) -> tuple[str, str, int, int]:
