@@ -31,7 +31,7 @@ QUICK_HEALTH_CHECKS = {
 def why_impossible() -> str | None:
     """What is missing for namespaces here; None if nothing is."""
     needed = "needs Linux, root (CAP_SYS_ADMIN, CAP_NET_ADMIN), iproute2 and util-linux"
-    for tool in ("ip", "unshare", "nsenter"):
+    for tool in ("ip", "setpriv", "unshare", "nsenter"):
         if shutil.which(tool) is None:
             return f"{needed}: {tool} is not there"
     name = f"nl{os.getpid()}try"
@@ -75,9 +75,11 @@ class Node:
             f"mount -t tmpfs shm /dev/shm && mount --bind {hosts} /etc/hosts && "
             f"hostname {self._namespace} && echo up && sleep infinity & wait"
         )
+        # Ends with us, should we be killed; the names of the namespaces stay then, empty.
+        ends = ("setpriv", "--pdeathsig", "KILL")
         unshare = ("unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
         self._init = subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace, *unshare, "bash", "-c", script],
+            ["ip", "netns", "exec", self._namespace, *ends, *unshare, "bash", "-c", script],
             stdout=subprocess.PIPE,
         )
         assert self._init.stdout is not None
