@@ -100,6 +100,10 @@ ANY_RUN = [
     *seen(placed, "cluster.num_nodes=2", f"{_GPU[:-1]}2", "cluster.cpu_workers_per_node=2"),
     *seen(placed, "cluster.cpus_per_worker=2"),
     *proven(
+        "tests/test_network.py::test_the_configured_interface_wins_over_all",
+        "cluster.network_interface=eth0",
+    ),
+    *proven(
         f"{_HERE}limits_of_waits_end_a_run", "cluster.start_timeout_s=5", "cluster.call_timeout_s=5"
     ),
     *proven(

@@ -27,7 +27,7 @@ from nemo_like.data.datasets import (
 )
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
+from nemo_like.distributed.virtual_cluster import VirtualCluster, connect, reserve
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.environments.rewards import absolute_reward, resolve_reward
@@ -155,7 +155,7 @@ def start(
     with run.start_phase("ray"):
         stack.callback(connect())
         plan = plan_run(config)
-        cluster = stack.enter_context(VirtualCluster(plan, config.cluster.start_timeout_s))
+        cluster = stack.enter_context(reserve(plan, config.cluster))
     meter = DriverMeter()
     log_dir = str(run.dir / "logs")
     policy = Policy(
@@ -180,7 +180,8 @@ def start(
         engine = rollout_setup.engine
         generation.group.submit(RolloutWorker.preload, config.generation.backend, engine)
         folders = [str(run.dir / "config.yaml"), prepared.model_path]
-        _check_folders(policy, generation, folders + ([critic.model_path] if critic else []))
+        folders += [critic.model_path] if critic else []
+        _check_folders([policy.group, generation.group], folders, config.cluster.start_timeout_s)
         _start_workers(config, list(models.values()), generation, rollout_setup, plan)
     run.restore(models, prepared.loader)
     sync = WeightSync(config.refit, policy, generation, plan, sleep=engine.sleep)
@@ -193,9 +194,8 @@ def start(
         stop_token_ids=prepared.eos_token_ids,
         span=run.span,
     )
-    loader = prepared.loader
     return Setup(
-        policy=policy, critic=of_critic, rollouts=rollouts, loader=loader, meter=meter,
+        policy=policy, critic=of_critic, rollouts=rollouts, loader=prepared.loader, meter=meter,
         cluster=cluster,
     )  # fmt: skip
 
@@ -240,10 +240,11 @@ def _generation(
     return Generation(group)
 
 
-def _check_folders(policy: Policy, generation: Generation[Any], paths: list[str]) -> None:
+def _check_folders(groups: Sequence[WorkerGroup[Any]], paths: list[str], timeout_s: float) -> None:
     """Refuse a run folder or a model that some worker's node does not see."""
-    for group in (policy.group, generation.group):
-        for context, missing in zip(group.contexts, group.call(Worker.missing, paths), strict=True):
+    for group in groups:
+        found = group.waiting(timeout_s).call(Worker.missing, paths)
+        for context, missing in zip(group.contexts, found, strict=True):
             if missing:
                 raise UserError(
                     f"{context.name} on {context.address} does not see {missing[0]}; run.dir and "

@@ -20,7 +20,7 @@ from nemo_like.data.chat import ChatTokenizer, context_length
 from nemo_like.data.loader import EpochLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
+from nemo_like.distributed.virtual_cluster import VirtualCluster, connect, reserve
 from nemo_like.losses.protocol import Loss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
@@ -150,7 +150,7 @@ def start(
     with run.start_phase("ray"):
         stack.callback(connect())
         plan = plan_run(config)
-        cluster = stack.enter_context(VirtualCluster(plan, config.cluster.start_timeout_s))
+        cluster = stack.enter_context(reserve(plan, config.cluster))
     meter = DriverMeter()
     policy = Policy(
         config.policy,

@@ -9,6 +9,9 @@ from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.errors import UserError
 
+_ROUNDING = 1e-6
+"""0.3 CPUs hold three workers of 0.1."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResourcePlan:
@@ -156,16 +159,16 @@ def check_fits(plan: ResourcePlan, nodes: Sequence[NodeResources]) -> None:
 
     Raises UserError with what is wanted and what each node has.
     """
-    free = {node.node_id: dict(node.resources) for node in nodes}
-    for count in sorted(plan.bundles_per_node, reverse=True):
-        need = {name: amount * count for name, amount in plan.bundle_resources.items()}
-        for have in free.values():
-            if all(have.get(name, 0.0) >= amount for name, amount in need.items()):
-                for name, amount in need.items():
-                    have[name] -= amount
-                break
-        else:
-            raise UserError(_does_not_fit(plan, nodes))
+    per_node = plan.bundles_per_node[0]  # all nodes have the same number
+    need = {name: amount * per_node for name, amount in plan.bundle_resources.items()}
+    places = sum(
+        min(
+            int(node.resources.get(name, 0.0) / amount + _ROUNDING) for name, amount in need.items()
+        )
+        for node in nodes
+    )
+    if places < len(plan.bundles_per_node):
+        raise UserError(_does_not_fit(plan, nodes))
 
 
 def _does_not_fit(plan: ResourcePlan, nodes: Sequence[NodeResources]) -> str:

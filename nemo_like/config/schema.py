@@ -43,6 +43,10 @@ class ClusterConfig:
     """CPUs of each bundle; fractions let more workers than cores start."""
     num_generation_workers: int | None = None
     """Bundles set apart for generation. None: colocated, every bundle holds both."""
+    network_interface: str | None = None
+    """Interface that workers talk over (gloo, NCCL), the same name on every node. None: in a run of
+    several nodes the one that has the node's Ray address, unless GLOO_SOCKET_IFNAME or
+    NCCL_SOCKET_IFNAME was set there when Ray was started; on one node gloo's and NCCL's choice."""
     start_timeout_s: float = 300.0
     """Longest wait for nodes, placement groups, workers and engines to start."""
     call_timeout_s: float = 1800.0

@@ -1,12 +1,13 @@
 """A slice of Ray as numbered bundles, in the order of nodes and GPUs."""
 
+import atexit
 import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import ray
@@ -15,7 +16,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.config.plan import NodeResources, ResourcePlan, check_fits
-from nemo_like.errors import UserError, WaitTimeoutError
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
+from nemo_like.errors import RunError, UserError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ class Bundle:
     address: str
     gpu_id: str | None
     """Id as CUDA_VISIBLE_DEVICES takes it; None in a CPU run."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that its processes get."""
 
     def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
         """Where an actor of this bundle goes; without it, it would wait for CPUs that we hold."""
@@ -55,7 +60,17 @@ def connect() -> Callable[[], None]:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     _join_or_start(os.environ.get("RAY_ADDRESS", ""))
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one in its place that aborts the process
-    return ray.shutdown
+    return _leave
+
+
+def _leave() -> None:
+    try:
+        check_head()
+    except RunError:
+        # Two minutes of waiting for the head, within which Ray ends the process unheard.
+        atexit.unregister(ray.shutdown)
+    else:
+        ray.shutdown()
 
 
 def _join_or_start(address: str) -> None:
@@ -83,11 +98,24 @@ def _check_reachable(address: str) -> None:
     if not port.isdigit():
         return  # "auto" and the like: Ray looks the address up itself
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise UserError(
             f"RAY_ADDRESS={address}: nothing answers there ({error}); start that cluster, or unset "
             "RAY_ADDRESS to start one here."
+        ) from error
+
+
+def check_head() -> None:
+    """RunError if the cluster's head can't be reached, for which Ray itself waits for ever."""
+    address = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise RunError(
+            f"The driver on {ray.util.get_node_ip_address()} lost Ray's head at {address} "
+            f"({error}); mend the network or start Ray again, then go on with run.resume=true."
         ) from error
 
 
@@ -97,8 +125,11 @@ class VirtualCluster:
     Raises UserError at once if the cluster is too small, WaitTimeoutError if it stays busy.
     """
 
-    def __init__(self, plan: ResourcePlan, timeout_s: float) -> None:
+    def __init__(
+        self, plan: ResourcePlan, timeout_s: float, network_interface: str | None = None
+    ) -> None:
         self.plan = plan
+        self._network_interface = network_interface
         check_fits(plan, alive_nodes())
         self._groups: list[PlacementGroup] = []
         try:
@@ -120,9 +151,15 @@ class VirtualCluster:
 
     def shutdown(self) -> None:
         """Release the bundles; Ray ends the actors in them."""
-        for group in self._groups:
+        groups, self._groups = self._groups, []
+        try:
+            check_head()
+        except RunError:
+            # Removal would wait for the head for ever. It ends a lost driver's job by itself.
+            logger.warning("Ray's head does not answer; the run's bundles are left to it.")
+            return
+        for group in groups:
             remove_placement_group(group)
-        self._groups = []
 
     def _wait_for_groups(self, timeout_s: float) -> None:
         start = time.monotonic()
@@ -156,9 +193,19 @@ class VirtualCluster:
             raise WaitTimeoutError(
                 f"The driver waited {timeout_s:g} s for its {len(probes)} bundles to answer."
             ) from error
+        several_nodes = len(self._groups) > 1
         bundles = [
-            Bundle(group=group, index=index, node_id=node, address=address, gpu_id=gpu)
-            for (group, index, _), (node, address, gpu) in zip(probes, places, strict=True)
+            Bundle(
+                group=group,
+                index=index,
+                node_id=node,
+                address=network.address,
+                gpu_id=gpu,
+                environment=worker_environment(
+                    network, self._network_interface, several_nodes=several_nodes
+                ),
+            )
+            for (group, index, _), (node, network, gpu) in zip(probes, places, strict=True)
         ]
         return sorted(bundles, key=physical_order)
 
@@ -168,6 +215,11 @@ class VirtualCluster:
         )
         gpus = self.plan.bundle_resources.get("GPU", 0)
         return _where.options(num_gpus=gpus, num_cpus=0, scheduling_strategy=strategy).remote()
+
+
+def reserve(plan: ResourcePlan, config: ClusterConfig) -> VirtualCluster:
+    """What a run's configuration asks for."""
+    return VirtualCluster(plan, config.start_timeout_s, config.network_interface)
 
 
 def physical_order(bundle: Bundle) -> tuple[str, str, int, int]:
@@ -192,7 +244,7 @@ def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 @ray.remote
-def _where() -> tuple[str, str, str | None]:
-    context = ray.get_runtime_context()
+def _where() -> tuple[str, NodeNetwork, str | None]:
     gpus = ray.get_gpu_ids()
-    return context.get_node_id(), ray.util.get_node_ip_address(), str(gpus[0]) if gpus else None
+    network = read_network(ray.util.get_node_ip_address(), os.environ)
+    return ray.get_runtime_context().get_node_id(), network, str(gpus[0]) if gpus else None

@@ -4,6 +4,7 @@ import faulthandler
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,8 @@ class WorkerContext:
     """Ray's id of its node."""
     gpu_ids: tuple[str, ...]
     """GPUs that it may use; empty in a CPU run."""
+    environment: Mapping[str, str]
+    """Variables that its process gets; see ``network.worker_environment``."""
     log_dir: str
     """Folder of ``<role>-<rank>.log``, which takes all that the process writes to stderr."""
 
@@ -44,6 +47,7 @@ class Worker:
         # Set here, before CUDA is initialised, rather than by Ray's num_gpus: a vLLM engine
         # needs the GPUs of all its bundles in one process, and policy and engine share a GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.gpu_ids)
+        os.environ.update(context.environment)
         self._redirect_stderr()
 
     def ready(self) -> int:

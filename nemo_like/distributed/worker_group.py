@@ -17,8 +17,13 @@ from ray.exceptions import (
 )
 
 from nemo_like.distributed.driver_meter import DriverMeter
+from nemo_like.distributed.failures import (
+    death_message,
+    disconnection_message,
+    is_disconnection,
+)
 from nemo_like.distributed.rank_layout import RankLayout
-from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.virtual_cluster import Bundle, check_head
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 
@@ -29,9 +34,27 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PROGRESS_EVERY_S = 60.0
-_LOG_TAIL_LINES = 12
 _ECHO_S = 2.0
 """Ray reports a dead process later than its peers do a broken connection."""
+
+
+def worker_contexts(
+    role: str, bundles: Sequence[Sequence[Bundle]], log_dir: str
+) -> list[WorkerContext]:
+    """What the process of each rank is told."""
+    return [
+        WorkerContext(
+            role=role,
+            rank=rank,
+            world_size=len(bundles),
+            address=of_rank[0].address,
+            node_id=of_rank[0].node_id,
+            environment=of_rank[0].environment,
+            gpu_ids=tuple(bundle.gpu_id for bundle in of_rank if bundle.gpu_id is not None),
+            log_dir=log_dir,
+        )
+        for rank, of_rank in enumerate(bundles)
+    ]
 
 
 class WorkerGroup(Generic[W]):
@@ -59,18 +82,7 @@ class WorkerGroup(Generic[W]):
         self.timeout_s = timeout_s
         self.meter = meter or DriverMeter()
         self.bundles = bundles
-        self.contexts = [
-            WorkerContext(
-                role=role,
-                rank=rank,
-                world_size=len(bundles),
-                address=of_rank[0].address,
-                node_id=of_rank[0].node_id,
-                gpu_ids=tuple(bundle.gpu_id for bundle in of_rank if bundle.gpu_id is not None),
-                log_dir=log_dir,
-            )
-            for rank, of_rank in enumerate(bundles)
-        ]
+        self.contexts = worker_contexts(role, bundles, log_dir)
         actor_class = ray.remote(worker_class)
         self.actors: list[Any] = [
             actor_class.options(
@@ -106,6 +118,17 @@ class WorkerGroup(Generic[W]):
     ) -> "Pending[R]":
         """``call`` without waiting; see ``wait_together``."""
         return self._send(dict.fromkeys(range(self.world_size), (args, kwargs)), method)
+
+    def submit_each(
+        self,
+        method: Callable[Concatenate[W, Any, ...], R]
+        | Callable[Concatenate[W, Any, ...], Coroutine[Any, Any, R]],
+        of_rank: Sequence[Any],
+        *args: Any,
+    ) -> "Pending[R]":
+        """``of_rank[i]`` and ``args`` to rank i, without waiting."""
+        assert len(of_rank) == self.world_size, (len(of_rank), self.world_size)
+        return self._send({rank: ((one, *args), {}) for rank, one in enumerate(of_rank)}, method)
 
     def scatter(
         self,
@@ -164,15 +187,18 @@ class WorkerGroup(Generic[W]):
 
     def result(self, ref: Any, rank: int, phase: str) -> Any:
         """What a finished call returned; its failure, told in terms of this group."""
+        context = self.contexts[rank]
         try:
             return ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, (UserError, RunError, WaitTimeoutError)):
                 raise type(cause)(f"{cause}") from None
+            if is_disconnection(cause):
+                raise RunError(disconnection_message(context, phase, cause)) from error
             raise
         except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
-            raise WorkerDiedError(self._death_message(rank, phase, error)) from error
+            raise WorkerDiedError(death_message(context, phase, error)) from error
 
     def timeout_message(self, ranks: Sequence[int], phase: str) -> str:
         """Who is late in ``phase``, where, and what to do."""
@@ -182,17 +208,6 @@ class WorkerGroup(Generic[W]):
             f"The driver waited {self.timeout_s:g} s for {len(late)} of {self.world_size} "
             f"{self.role} workers in {phase}: {who}; their logs are in {late[0].log_dir}. Raise "
             "cluster.call_timeout_s (or start_timeout_s) if the work is only slow."
-        )
-
-    def _death_message(self, rank: int, phase: str, error: Exception) -> str:
-        context = self.contexts[rank]
-        reason = str(error).strip().splitlines()
-        tail = _log_tail(context)
-        return (
-            f"{context.name} on {context.address} died in {phase}: "
-            f"{reason[0] if reason else type(error).__name__} {_memory_note(context.address)}"
-            f"Its log is {context.log_path}"
-            + (f" and ends with:\n{tail}" if tail else " (empty, or on that node).")
         )
 
 
@@ -224,11 +239,14 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
     while pending:
         left = timeout_s - (time.monotonic() - start)
         done, pending = ray.wait(pending, timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))
+        if done and pending:  # All else that is there, or thousands of ranks take as many turns.
+            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+            done += more
         for ref in done:
             try:
                 results[ref] = owner[ref].result(ref)
             except RunError as error:
-                raise _root_cause(error, {ref: owner[ref] for ref in pending}) from None
+                raise _root_cause(error, {ref: owner[ref] for ref in pending}) from error.__cause__
         if pending and (left <= 0 or not done):
             call = owner[pending[0]]
             late = [call.refs[ref] for ref in pending if ref in call.refs]
@@ -236,6 +254,7 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
                 raise WaitTimeoutError(call.group.timeout_message(late, call.phase))
             names = ", ".join(call.group.contexts[rank].name for rank in late[:4])
             logger.info("Waiting for %s in %s, %.0f s", names, call.phase, time.monotonic() - start)
+            check_head()
     meter.waited(time.monotonic() - start)
     ordered = [[results[ref] for ref in sorted(c.refs, key=c.refs.__getitem__)] for c in calls]
     meter.count(ordered)
@@ -255,22 +274,3 @@ def _root_cause(error: RunError, pending: Mapping[Any, Pending[Any]]) -> RunErro
         except (RayError, UserError, RunError, WaitTimeoutError) as other:
             logger.debug("Also failed: %s", other)
     return error
-
-
-def _log_tail(context: WorkerContext) -> str:
-    try:
-        lines = context.log_path.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-_LOG_TAIL_LINES:])
-
-
-def _memory_note(address: str) -> str:
-    """Memory of the driver's node, if the worker was on it: the OOM killer leaves no word."""
-    if address != ray.util.get_node_ip_address():
-        return ""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    gib = 1 << 30
-    return f"(host memory: {memory.available / gib:.1f} of {memory.total / gib:.1f} GiB free). "

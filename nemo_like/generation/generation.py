@@ -30,7 +30,9 @@ class Generation(Generic[W]):
 
     def submit_connect(self, links: Sequence[Link], buckets: Sequence[Bucket]) -> Pending[None]:
         """Begin to connect each replica to what will send it weights."""
-        return self.group.submit(GenerationWorker.connect, links, buckets, self.group.timeout_s)
+        return self.group.submit_each(
+            GenerationWorker.connect, links, buckets, self.group.timeout_s
+        )
 
     def submit_load(self, version: int) -> Pending[float]:
         """Begin to receive weights; the seconds that it takes in each replica."""

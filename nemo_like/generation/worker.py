@@ -40,11 +40,9 @@ class GenerationWorker(Worker):
         self._engine = make(config)
         await self.engine.start()
 
-    async def connect(
-        self, links: Sequence[Link], buckets: Sequence[Bucket], timeout_s: float
-    ) -> None:
+    async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Connect to what will send this replica weights; see ``Engine.connect``."""
-        await self.engine.connect(links[self.context.rank], buckets, timeout_s)
+        await self.engine.connect(link, buckets, timeout_s)
 
     async def load_weights(self, version: int) -> float:
         """Replace all weights; see ``Engine.load_weights``. Returns the seconds that it took."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -95,19 +95,11 @@ class TrainShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SenderPlan:
-    """What ranks need to know to send weights."""
-
-    bucket_bytes: int
-    num_receivers: tuple[int, ...]
-    """Engine ranks that each policy rank sends to."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SenderAddress:
-    """Where a rank's sender is reached, and the bucket boundaries that it decides."""
+    """Where a rank's sender is reached."""
 
-    buckets: list[Bucket]
+    buckets: Sequence[Bucket] = ()
+    """Bucket boundaries of all ranks; rank 0 alone tells them, so that the driver stays light."""
     ipc: IpcAddress | None = None
     port: int = 0
 
@@ -264,21 +256,23 @@ class PolicyWorker(Worker):
         columns, summary = make(batch.fetch())
         return ray.put(TensorBatch(lengths=batch.lengths, tokens=columns)), summary
 
-    def open_sender(self, transport: Transport, plan: SenderPlan) -> SenderAddress:
-        """Plan the buckets and listen for engines; tells them where."""
+    def open_sender(
+        self, num_receivers: int, transport: Transport, bucket_bytes: int
+    ) -> SenderAddress:
+        """Plan the buckets and listen for ``num_receivers`` engine ranks; tells them where."""
         expected = expected_tensors(self._setup.model_path, self._dtype)
-        buckets = plan_buckets(expected, plan.bucket_bytes)
-        num_receivers = plan.num_receivers[self.context.rank]
+        buckets = plan_buckets(expected, bucket_bytes)
+        told = buckets if self.context.rank == 0 else ()
         timeout_s = self._setup.timeout_s
         if not num_receivers:  # This rank only takes part in gathering.
-            return SenderAddress(buckets=buckets)
+            return SenderAddress(buckets=told)
         if transport is Transport.ipc:
             sender = IpcSender(buckets, self._device, num_receivers, timeout_s)
             self._sender = sender
-            return SenderAddress(buckets=buckets, ipc=sender.address)
+            return SenderAddress(buckets=told, ipc=sender.address)
         broadcast = BroadcastSender(buckets, self._device, num_receivers, timeout_s)
         self._sender = broadcast
-        return SenderAddress(buckets=buckets, port=broadcast.port)
+        return SenderAddress(buckets=told, port=broadcast.port)
 
     def accept_receivers(self) -> None:
         """Wait until the engines of ``open_sender`` have connected."""

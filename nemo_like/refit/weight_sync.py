@@ -8,6 +8,7 @@ which the same memory gets again. Dropped weights are gone, so that a refit foll
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineMemory, Link
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
-from nemo_like.policy.worker import PolicyWorker, SenderAddress, SenderPlan
+from nemo_like.policy.worker import PolicyWorker, SenderAddress
 from nemo_like.weights.broadcast import BroadcastLink
 from nemo_like.weights.buckets import total_bytes
 from nemo_like.weights.ipc import IpcLink
@@ -44,13 +45,14 @@ class WeightSync:
         self._generation = generation
         self._sleep = sleep
         transport = refit_transport(config, plan)
-        receivers = _receivers(transport, plan)
-        senders = policy.group.call(
+        opened = policy.group.submit_each(
             PolicyWorker.open_sender,
+            receivers(transport, plan),
             transport,
-            SenderPlan(bucket_bytes=config.bucket_mib << 20, num_receivers=receivers),
+            config.bucket_mib << 20,
         )
-        links = _links(transport, plan, senders, policy.group.contexts[0].address)
+        senders = wait_together(opened)[0]
+        links = links_to(transport, plan, senders, policy.group.contexts[0].address)
         buckets = senders[0].buckets
         self._num_bytes = total_bytes(buckets)
         wait_together(
@@ -91,16 +93,16 @@ class WeightSync:
             self._generation.sleep()
 
 
-def _receivers(transport: Transport, plan: ResourcePlan) -> tuple[int, ...]:
+def receivers(transport: Transport, plan: ResourcePlan) -> tuple[int, ...]:
     """Engine ranks that each policy rank sends to."""
     if transport is Transport.broadcast:
         everyone = sum(len(replica) for replica in plan.generation)
         return (everyone,) + (0,) * (len(plan.policy) - 1)
-    bundles = [bundle for replica in plan.generation for bundle in replica]
-    return tuple(bundles.count(bundle) for bundle in plan.policy)
+    engine_ranks = Counter(bundle for replica in plan.generation for bundle in replica)
+    return tuple(engine_ranks[bundle] for bundle in plan.policy)
 
 
-def _links(
+def links_to(
     transport: Transport, plan: ResourcePlan, senders: Sequence[SenderAddress], host: str
 ) -> Sequence[Link]:
     """How each replica reaches its sender or senders."""

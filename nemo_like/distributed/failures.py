@@ -1,0 +1,64 @@
+"""What a worker's failure is called: who, where, in which phase, why, and the end of its log."""
+
+import psutil
+import ray
+import torch.distributed as dist
+
+from nemo_like.distributed.worker import WorkerContext
+
+_LOG_TAIL_LINES = 12
+_GLOO = "gloo/transport/"
+"""In every message of gloo's about a connection; it has no error type of its own."""
+_NODE_LOST = "the actor's node was terminated"
+
+
+def is_disconnection(cause: BaseException) -> bool:
+    """Whether ranks could not reach each other, which is no bug of ours."""
+    return isinstance(cause, dist.DistError) or _GLOO in str(cause)
+
+
+def disconnection_message(context: WorkerContext, phase: str, cause: BaseException) -> str:
+    """A rank that others left, or that never reached them."""
+    reason = str(cause).strip().splitlines()
+    return (
+        f"{context.name} on {context.address} has no connection to other ranks in {phase}: "
+        f"{reason[0] if reason else type(cause).__name__}; nodes must reach each other on every "
+        "port, over the interface that cluster.network_interface names."
+    )
+
+
+def death_message(context: WorkerContext, phase: str, error: Exception) -> str:
+    """A process that ended by itself, or with its node."""
+    tail = _log_tail(context)
+    return (
+        f"{context.name} on {context.address} died in {phase}: "
+        f"{_reason(error)} {_memory_note(context.address)}"
+        f"Its log is {context.log_path}"
+        + (f" and ends with:\n{tail}" if tail else " (empty, or on that node).")
+    )
+
+
+def _reason(error: Exception) -> str:
+    """The line that says most: Ray names a lost node on the last of many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return f"{type(error).__name__}."
+    lost = next((line for line in lines if line.startswith(_NODE_LOST)), None)
+    return lines[0] if lost is None else f"its node was lost ({lost.partition(': ')[2]})."
+
+
+def _log_tail(context: WorkerContext) -> str:
+    try:
+        lines = context.log_path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+
+def _memory_note(address: str) -> str:
+    """Memory of the driver's node, if the worker was on it: the OOM killer leaves no word."""
+    if address != ray.util.get_node_ip_address():
+        return ""
+    memory = psutil.virtual_memory()
+    gib = 1 << 30
+    return f"(host memory: {memory.available / gib:.1f} of {memory.total / gib:.1f} GiB free). "

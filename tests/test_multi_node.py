@@ -1,0 +1,221 @@
+"""Runs over several nodes: the numbers of one node, and cut links that are survived or named."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.network_nodes import QUICK_HEALTH_CHECKS, Network, why_impossible
+from tests.small_runs import SMALL, records, run
+
+START_S = 120.0
+TIMES = ("time", "train/tokens_per_s", "driver/")
+WORKERS = ("ray::PolicyWorker", "ray::RolloutWorker", "grading_process")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """A head without CPUs, and three nodes with one each."""
+    if missing := why_impossible():
+        required = os.environ.get("NEMO_LIKE_REQUIRE_NETNS") == "1"
+        (pytest.fail if required else pytest.skip)(f"A test of several nodes {missing}.")
+    with Network(tmp_path_factory.mktemp("net"), (0, 1, 1, 1), **QUICK_HEALTH_CHECKS) as network:
+        yield network
+
+
+def command(folder, *overrides):
+    always = ("generation.backend=hf", "cluster.call_timeout_s=120", f"run.dir={folder}")
+    return [sys.executable, "examples/run_grpo.py", *SMALL, *always, *overrides]
+
+
+def numbers(record):
+    return {name: value for name, value in record.items() if not name.startswith(TIMES)}
+
+
+def read(folder):
+    """Records so far."""
+    return records(folder) if (folder / "metrics.jsonl").exists() else {}
+
+
+def wait_until(is_so, limit_s, driver):
+    """Poll; fails with the driver's output if it ends, or the time."""
+    end = time.monotonic() + limit_s
+    while not is_so():
+        assert driver.poll() is None, driver.communicate()[0]
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.1)
+
+
+LAYOUTS = [
+    pytest.param(3, ("cluster.num_generation_workers=1",), id="three-nodes-refit-over-the-wire"),
+    pytest.param(3, (), id="three-nodes", marks=pytest.mark.full),
+    pytest.param(2, (), id="two-nodes", marks=pytest.mark.full),
+    pytest.param(
+        2, ("cluster.num_generation_workers=1",), id="two-separate", marks=pytest.mark.full
+    ),
+]
+
+
+@pytest.mark.parametrize(("num_nodes", "overrides"), LAYOUTS)
+def test_several_nodes_give_the_numbers_of_one(network, local_ray, tmp_path, num_nodes, overrides):
+    """Gloo would take the interface of the hosts' names, which leads nowhere."""
+    overrides = ("grpo.max_steps=3", *overrides)
+    code, output = network.nodes[0].run(
+        command(tmp_path / "several", f"cluster.num_nodes={num_nodes}", *overrides), 2 * START_S
+    )
+    assert code == 0, output
+    one = run(tmp_path / "one", f"cluster.cpu_workers_per_node={num_nodes}", *overrides)
+    several = records(tmp_path / "several")
+    assert several.keys() == one.keys()
+    for step, record in one.items():
+        assert numbers(several[step]) == pytest.approx(numbers(record), rel=1e-6, abs=1e-6), step
+    assert one[3]["train/grad_norm"] > 0
+
+
+def test_a_short_cut_is_survived_and_a_long_one_is_named_and_resumed_from(network, tmp_path):
+    head = network.nodes[0]
+    going_on = command(tmp_path, "cluster.num_nodes=2", "checkpoint.every_steps=5")
+    driver = head.popen(
+        [*going_on, "grpo.max_steps=10000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    wait_until(lambda: len(read(tmp_path)) > 3, START_S, driver)
+    on = [node for node in network.nodes if node.processes("ray::PolicyWorker")]
+    assert len(on) == 2
+    kept, lost = on  # The driver's connection to rank 1 breaks, and that of rank 0 to rank 1.
+
+    lost.cut()
+    time.sleep(2.0)
+    lost.restore()
+    before = max(read(tmp_path))
+    wait_until(lambda: max(read(tmp_path)) > before + 5, 60.0, driver)
+
+    wait_until(lambda: max(read(tmp_path)) % 5 in (2, 3), 60.0, driver)
+    lost.cut()
+    cut_at = time.monotonic()
+    output, _ = driver.communicate(timeout=60)
+    assert time.monotonic() - cut_at < 30
+    assert driver.returncode == 1, output
+    error = output[output.index("Error: ") :]
+    assert f"rank 1 on {lost.address} died in" in error
+    assert "its node was lost (health check failed" in error
+    assert "Traceback" not in output
+    left = [text for node in (head, kept) for text in WORKERS if node.processes(text)]
+    assert not left
+
+    interrupted = records(tmp_path)
+    lost.restore()
+    end = time.monotonic() + 60
+    while lost.processes("raylet/raylet"):  # A node that was given up ends when it hears of it.
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    lost.start_ray(1)
+    saved = 5 * (max(interrupted) // 5)
+    last = max(interrupted)
+    assert last > saved
+    code, output = head.run([*going_on, f"grpo.max_steps={last + 1}", "run.resume=true"], START_S)
+    assert code == 0, output
+    assert f"Continuing after step {saved}" in output
+    resumed = records(tmp_path)
+    assert list(resumed) == list(range(last + 2))
+    for step in range(saved + 1, last + 1):
+        expected = {k: v for k, v in numbers(interrupted[step]).items() if "validation" not in k}
+        found = {k: v for k, v in numbers(resumed[step]).items() if "validation" not in k}
+        assert found == expected, step
+
+
+PLACEMENT = """
+import sys
+from nemo_like.config.plan import plan_resources
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
+from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.errors import UserError
+from tests.test_cluster import Probe
+
+leave = connect()
+plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=1), 1)
+with VirtualCluster(plan, 60.0) as cluster:
+    bundles = [[bundle] for bundle in cluster.bundles]
+    group = WorkerGroup(Probe, "probe", bundles, timeout_s=60, log_dir=sys.argv[1])
+    assert group.call(Probe.place) == [(i, b.node_id) for i, b in enumerate(cluster.bundles)]
+    print("ranks on", *(context.address for context in group.contexts))
+    print("interface", *group.call(Probe.variable, "GLOO_SOCKET_IFNAME"))
+    group.shutdown()
+with VirtualCluster(plan, 60.0, "lan0") as cluster:
+    print("chosen", *(one.environment["NCCL_SOCKET_IFNAME"] for one in cluster.bundles))
+try:
+    VirtualCluster(plan, 60.0, "eth9")
+except UserError as error:
+    print(error)
+plan = plan_resources(ClusterConfig(num_nodes=1, cpu_workers_per_node=1), 1)
+with VirtualCluster(plan, 60.0) as cluster:
+    print("alone", cluster.bundles[0].environment)
+leave()
+"""
+
+
+def test_ranks_follow_nodes_and_talk_over_the_network_of_ray(network, tmp_path):
+    """From a driver that is on none of the first node's; the head has no CPU for a rank."""
+    driver = network.nodes[2]
+    code, output = driver.run([sys.executable, "-c", PLACEMENT, str(tmp_path)], 60)
+    assert code == 0, output
+    assert "ranks on 10.77.0.2 10.77.0.3 10.77.0.4\n" in output
+    assert "interface eth0 eth0 eth0\n" in output
+    assert "chosen =lan0 =lan0 =lan0\n" in output
+    assert "cluster.network_interface=eth9 is no interface of node 10.77.0." in output
+    assert "which has eth0, lan0, lo; use one that every node has" in output
+    assert "alone {}\n" in output
+
+
+@pytest.mark.full
+def test_an_interface_that_leads_nowhere_ends_the_run_with_one_sentence(network, tmp_path):
+    wrong = ("cluster.num_nodes=2", "cluster.network_interface=lan0", "cluster.call_timeout_s=20")
+    code, output = network.nodes[0].run(command(tmp_path, *wrong), START_S)
+    assert code == 1, output
+    assert "has no connection to other ranks in start" in output
+    assert "cluster.network_interface" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.full
+def test_a_driver_that_is_cut_from_the_head_ends_with_one_sentence(network, tmp_path):
+    node = network.nodes[1]
+    driver = node.popen(
+        [*command(tmp_path, "cluster.num_nodes=3", "grpo.max_steps=10000")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    wait_until(lambda: len(read(tmp_path)) > 2, START_S, driver)
+    node.cut()
+    try:
+        output, _ = driver.communicate(timeout=240)
+    finally:
+        node.restore()
+        driver.kill()
+    assert driver.returncode == 1, output
+    assert f"The driver on {node.address} lost Ray's head at {network.nodes[0].address}" in output
+    assert "Traceback" not in output
+    end = time.monotonic() + 60
+    while node.processes("raylet/raylet"):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    node.start_ray(1)
+
+
+@pytest.mark.full
+def test_vllm_over_two_nodes_samples_what_it_does_on_one(network, local_ray, tmp_path):
+    overrides = ("grpo.max_steps=2", "generation.backend=vllm")
+    code, output = network.nodes[0].run(
+        command(tmp_path / "two", "cluster.num_nodes=2", *overrides), 2 * START_S
+    )
+    assert code == 0, output
+    one = run(tmp_path / "one", "cluster.cpu_workers_per_node=2", *overrides)
+    two = records(tmp_path / "two")
+    texts = [(tmp_path / name / "trajectories.jsonl").read_text() for name in ("one", "two")]
+    assert texts[0] == texts[1]
+    for step in (1, 2):
+        assert two[step]["mismatch/max_abs"] < 1e-4
+        assert two[step]["rollout/reward"] == one[step]["rollout/reward"]
+        assert two[step]["train/loss"] == pytest.approx(one[step]["train/loss"], abs=1e-5)

@@ -1,0 +1,166 @@
+"""The interface that workers talk over, and what they are told at start, at any size; no Ray."""
+
+import pickle
+import time
+
+import pytest
+
+from nemo_like.config.choices import Transport
+from nemo_like.config.plan import NodeResources, check_fits, plan_resources
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
+from nemo_like.distributed.rank_layout import RankLayout
+from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.worker_group import worker_contexts
+from nemo_like.errors import UserError
+from nemo_like.policy.worker import SenderAddress
+from nemo_like.refit.weight_sync import links_to, receivers
+from nemo_like.weights.ipc import IpcAddress
+
+
+def node(**inherited):
+    """Two networks, the second with the address that Ray knows."""
+    interfaces = {"lo": ["127.0.0.1"], "eth0": ["192.168.1.5"], "ib0": ["fe80::5%ib0", "10.1.0.5"]}
+    return NodeNetwork(address="10.1.0.5", interfaces=interfaces, inherited=inherited)
+
+
+def test_workers_of_several_nodes_use_the_interface_with_rays_address():
+    assert worker_environment(node(), None, several_nodes=True) == {
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "=ib0",  # without the sign it would also mean ib01
+        "VLLM_HOST_IP": "10.1.0.5",
+    }
+
+
+def test_a_run_on_one_node_is_left_alone():
+    assert worker_environment(node(), None, several_nodes=False) == {}
+
+
+def test_what_the_node_had_set_before_ray_started_wins_over_the_default():
+    found = worker_environment(node(NCCL_SOCKET_IFNAME="^lo"), None, several_nodes=True)
+    assert found["NCCL_SOCKET_IFNAME"] == "^lo"
+    assert found["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize("several_nodes", [False, True])
+def test_the_configured_interface_wins_over_all(several_nodes):
+    inherited = node(NCCL_SOCKET_IFNAME="^lo")
+    found = worker_environment(inherited, "eth0", several_nodes=several_nodes)
+    assert found["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert found["NCCL_SOCKET_IFNAME"] == "=eth0"
+
+
+def test_an_interface_that_a_node_lacks_is_refused_with_those_that_it_has():
+    expected = (
+        r"network_interface=eth7 is no interface of node 10\.1\.0\.5, which has eth0, ib0, lo"
+    )
+    with pytest.raises(UserError, match=expected):
+        worker_environment(node(), "eth7", several_nodes=True)
+
+
+def test_an_address_that_no_interface_has_leaves_the_choice_to_the_libraries():
+    translated = NodeNetwork(address="203.0.113.9", interfaces={"lo": ["127.0.0.1"]}, inherited={})
+    found = worker_environment(translated, None, several_nodes=True)
+    assert found == {"VLLM_HOST_IP": "203.0.113.9"}
+
+
+def test_this_node_has_a_loopback_and_says_what_its_processes_inherit():
+    environment = {"GLOO_SOCKET_IFNAME": "x", "HOME": "/"}
+    network = read_network("127.0.0.1", environment)
+    assert any("127.0.0.1" in found for found in network.interfaces.values())
+    assert network.inherited == {"GLOO_SOCKET_IFNAME": "x"}
+
+
+# Thousands of ranks.
+
+
+def bundles(num_nodes):
+    """Of nodes with eight GPUs each."""
+    environment = worker_environment(node(), None, several_nodes=True)
+    return [
+        Bundle(
+            group=None,  # pyright: ignore
+            index=i % 8,
+            node_id=f"{i // 8:056x}",
+            address="10.100.100.100",
+            gpu_id=str(i % 8),
+            environment=environment,
+        )
+        for i in range(8 * num_nodes)
+    ]
+
+
+def largest(values):
+    return max(len(pickle.dumps(value)) for value in values)
+
+
+def test_what_a_worker_is_told_at_start_does_not_grow_with_the_group():
+    sizes = {}
+    for num_nodes in (1, 1000):
+        of_ranks = [[bundle] for bundle in bundles(num_nodes)]
+        contexts = worker_contexts("policy", of_ranks, "/shared/run/logs")
+        assert len(contexts) == 8 * num_nodes
+        sizes[num_nodes] = largest(contexts)
+    assert sizes[1] < 1000
+    assert sizes[1000] <= sizes[1] + 16  # digits of numbers
+
+
+@pytest.mark.parametrize("transport", [Transport.ipc, Transport.broadcast])
+def test_what_a_refit_tells_each_side_does_not_grow_with_the_group(transport):
+    sizes = {}
+    for num_nodes in (1, 1000):
+        separate = None if transport is Transport.ipc else 4 * num_nodes
+        config = ClusterConfig(
+            num_nodes=num_nodes, gpus_per_node=8, num_generation_workers=separate
+        )
+        plan = plan_resources(config, 1)
+        counts = receivers(transport, plan)
+        assert sum(counts) == len(plan.generation)
+        ipc = IpcAddress(socket="x" * 40, key=bytes(32))
+        senders = [SenderAddress(ipc=ipc, port=40000)] * len(plan.policy)
+        links = links_to(transport, plan, senders, "10.100.100.100")
+        sizes[num_nodes] = largest(counts), largest(links)
+    assert sizes[1000][0] <= sizes[1][0] + 16
+    assert sizes[1000][1] <= sizes[1][1] + 16
+
+
+def test_leaders_of_thousands_of_ranks_are_found_at_once():
+    layout = RankLayout({"pp": 4, "dp": 500, "tp": 4})
+    start = time.monotonic()
+    assert len(layout.leaders("dp", last="pp")) == 500
+    assert time.monotonic() - start < 2
+
+
+# Whether a cluster is large enough.
+
+
+def nodes(*cpus_and_gpus):
+    return [
+        NodeResources(node_id=str(i), address=f"10.0.0.{i}", resources={"CPU": cpus, "GPU": gpus})
+        for i, (cpus, gpus) in enumerate(cpus_and_gpus)
+    ]
+
+
+def test_a_cluster_of_thousands_of_nodes_is_checked_at_once():
+    plan = plan_resources(ClusterConfig(num_nodes=10_000, gpus_per_node=8), 1)
+    have = nodes(*[(64, 8)] * 10_000)
+    start = time.monotonic()
+    check_fits(plan, have)
+    with pytest.raises(UserError, match=r"wants 10000 node\(s\) with 8 CPUs and 8 GPUs each"):
+        check_fits(plan, have[1:])
+    assert time.monotonic() - start < 2
+
+
+def test_nodes_that_are_too_small_do_not_count_and_their_neighbours_do():
+    plan = plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=4), 1)
+    check_fits(plan, nodes((0, 0), (4, 4), (64, 2), (4, 8)))
+    check_fits(plan, nodes((8, 8)))  # one node has room for both
+    for short in (nodes((4, 4), (64, 3)), nodes((4, 4), (3, 8)), nodes((64, 7)), []):
+        with pytest.raises(UserError, match=r"wants 2 node\(s\)"):
+            check_fits(plan, short)
+
+
+def test_fractions_of_a_cpu_add_up():
+    config = ClusterConfig(num_nodes=3, cpu_workers_per_node=1, cpus_per_worker=0.1)
+    plan = plan_resources(config, 1)
+    check_fits(plan, nodes((0.3, 0)))
