@@ -123,8 +123,8 @@ def test_answers_of_thousands_of_ranks_are_taken_at_once(group):
 def test_more_than_the_cluster_has_is_refused_at_once_and_leaves_nothing(local_ray):
     before = len(live_groups())
     start = time.monotonic()
-    with pytest.raises(UserError, match=r"wants 1 node\(s\) with 8 CPUs and 8 GPUs each.*0 GPUs"):
-        VirtualCluster(plan_resources(ClusterConfig(gpus_per_node=8), 1), 60.0)
+    with pytest.raises(UserError, match=r"wants 2 node\(s\) with 8 CPUs and 8 GPUs each.*0 GPUs"):
+        VirtualCluster(plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=8), 1), 60.0)
     assert time.monotonic() - start < 5
     assert len(live_groups()) == before
 
@@ -183,25 +183,35 @@ SEVERAL_NODES = """
     from tests.test_cluster import Probe
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for num_cpus in (1, 2, 2):
+    for num_cpus in (1, 2, 2, 2):
         cluster.add_node(num_cpus=num_cpus)
     os.environ["RAY_ADDRESS"] = cluster.address
     leave = connect()
-    assert len(ray.nodes()) == 4, "joined the cluster that RAY_ADDRESS names, and started none"
-    plan = plan_resources(ClusterConfig(num_nodes=2, cpu_workers_per_node=2), 1)
-    with VirtualCluster(plan, 60.0) as virtual:
-        bundles = [[b] for b in virtual.bundles]
+    assert len(ray.nodes()) == 5, "joined the cluster that RAY_ADDRESS names, and started none"
+    has = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
+
+    def nodes_of_workers(bundles):
         group = WorkerGroup(Probe, "probe", bundles, timeout_s=60, log_dir="LOGS")
         nodes = [node for _, node in group.call(Probe.place)]
-        has = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
+        group.shutdown()
+        return nodes
+
+    plan = plan_resources(ClusterConfig(num_nodes=2, cpu_workers_per_node=2), 1)
+    with VirtualCluster(plan, 60.0) as virtual:
+        nodes = nodes_of_workers([[b] for b in virtual.bundles])
         assert [has[node] for node in nodes] == [2] * 4, "the smaller nodes have no rank"
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3], nodes
         assert nodes == [b.node_id for b in virtual.bundles]
-        group.shutdown()
+    plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=2), 2)
+    with VirtualCluster(plan, 60.0) as virtual:
+        replicas = [[virtual.bundles[i] for i in replica] for replica in plan.generation]
+        for bundles, node in zip(replicas, nodes_of_workers(replicas), strict=True):
+            assert [b.node_id for b in bundles] == [node, node]
+        assert len({b.node_id for b in virtual.bundles}) == 3
     try:
-        VirtualCluster(plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=2), 1), 60.0)
+        VirtualCluster(plan_resources(ClusterConfig(num_nodes=4, cpu_workers_per_node=2), 1), 60.0)
     except ValueError as error:
-        assert "wants 3 node(s) with 2 CPUs each, the Ray cluster has 4 node(s)" in str(error)
+        assert "wants 4 node(s) with 2 CPUs each, the Ray cluster has 5 node(s)" in str(error)
         leave()
         print("placed on", len(set(nodes)), "nodes")
 """
@@ -227,10 +237,32 @@ def test_ranks_follow_nodes_and_nodes_that_are_too_small_have_none(tmp_path):
     assert "placed on 2 nodes" in result.stdout
 
 
-def test_a_dead_ray_address_is_named_within_seconds(tmp_path):
-    script = "from nemo_like.distributed.virtual_cluster import connect; connect()"
+WRONG_ADDRESSES = """
+    import os
+    import socket
+    from nemo_like.distributed.virtual_cluster import connect
+    from nemo_like.errors import UserError
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    somebody = f"127.0.0.1:{listener.getsockname()[1]}"
+    for address in ("127.0.0.1:1", "ray://head:10001", "http://head:8265", somebody):
+        os.environ["RAY_ADDRESS"] = address
+        try:
+            connect()
+        except UserError as error:
+            print(str(error).replace(somebody, "SOMEBODY"))
+"""
+
+
+def test_a_wrong_ray_address_is_named_within_seconds(tmp_path):
     start = time.monotonic()
-    result = run_script(script, tmp_path, RAY_ADDRESS="127.0.0.1:1")
-    assert result.returncode != 0
-    assert "RAY_ADDRESS=127.0.0.1:1: nothing answers there" in result.stderr
+    no_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
+    result = run_script(WRONG_ADDRESSES, tmp_path, **no_token)
     assert time.monotonic() - start < 60
+    assert result.returncode == 0, result.stderr[-3000:]
+    dead, client, server, tokenless = result.stdout.splitlines()
+    assert "RAY_ADDRESS=127.0.0.1:1: nothing answers there" in dead
+    assert "RAY_ADDRESS=ray://head:10001 is a Ray Client address" in client
+    assert "RAY_ADDRESS=http://head:8265 is not an address of a cluster" in server
+    assert "use ray job submit --address http://head:8265" in server
+    assert "RAY_ADDRESS=SOMEBODY wants a token, and none was found" in tokenless

@@ -58,8 +58,11 @@ _RANGES = Ranges(
 )
 
 
-def check(config: TrainingRunConfig) -> None:
-    """Raise UserError for the first rule that ``config`` breaks."""
+def check(config: TrainingRunConfig, *, files_are_here: bool = True) -> None:
+    """Raise UserError for the first rule that ``config`` breaks.
+
+    ``files_are_here`` is false for a run on other machines, whose files cannot be looked at.
+    """
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
     if isinstance(config, RolloutRunConfig):
@@ -97,7 +100,8 @@ def check(config: TrainingRunConfig) -> None:
     if isinstance(config, RolloutRunConfig):
         check_averaging(config)
     check_slurm(config)
-    check_files(config)
+    if files_are_here:
+        check_files(config)
 
 
 def _check_passes(config: TextRunConfig) -> None:

@@ -18,6 +18,8 @@ from nemo_like.errors import UserError
 REASONING_GYM = "reasoning_gym"
 BUILT_IN_MODELS = ("embedded", "smollm2")
 BUILT_IN_REWARDS = (REASONING_GYM, "math")
+# Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
+_RAY_PACKAGES = "/runtime_resources/working_dir_files/"
 
 
 def check_files(config: TrainingRunConfig) -> None:
@@ -146,9 +148,15 @@ def _check_reward(reward: str) -> None:
 
 def _check_run_dir(config: TrainingRunConfig) -> None:
     run = config.run
+    if run.dir is None and run.resume:
+        raise UserError("run.resume=true needs run.dir, the folder of the run to continue.")
+    if _RAY_PACKAGES in str(Path(run.dir or "runs").expanduser().absolute()):
+        raise UserError(
+            f"run.dir={run.dir or 'null'} is inside the copy of the working dir that Ray made for "
+            "this job, and that Ray deletes afterwards; set run.dir to an absolute path in a "
+            "folder that every node of the run shares."
+        )
     if run.dir is None:
-        if run.resume:
-            raise UserError("run.resume=true needs run.dir, the folder of the run to continue.")
         return
     path = Path(run.dir).expanduser()
     if any((path / one).exists() for one in ("metrics.jsonl", "checkpoints")) and not run.resume:

@@ -37,10 +37,11 @@ def register() -> None:
         store.store(name=name, node=schema)
 
 
-def load(raw: DictConfig) -> Any:
+def load(raw: DictConfig, *, files_are_here: bool = True) -> Any:
     """Plain dataclasses from what Hydra composed, checked; raises UserError.
 
-    The type is that of the schema at the head of the YAML file's defaults.
+    The type is that of the schema at the head of the YAML file's defaults. ``files_are_here`` is
+    as in ``checks.check``.
     """
     schema = OmegaConf.get_type(raw) or TrainingRunConfig
     try:
@@ -48,7 +49,7 @@ def load(raw: DictConfig) -> Any:
     except OmegaConfBaseException as error:
         raise explain(error, schema) from error
     assert isinstance(config, TrainingRunConfig)
-    check(config)
+    check(config, files_are_here=files_are_here)
     return config
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import AuthenticationError, GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -82,13 +82,24 @@ def _join_or_start(address: str) -> None:
             f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
             "between workers; use host:port of the cluster, or ray job submit."
         )
+    if "://" in address:
+        raise UserError(
+            f"RAY_ADDRESS={address} is not an address of a cluster, which is host:port (port 6379 "
+            f"unless told otherwise); for a job server, use ray job submit --address {address}."
+        )
     _check_reachable(address)
     try:
         ray.init(address=address, **_QUIET)
+    except AuthenticationError as error:
+        raise UserError(
+            f"RAY_ADDRESS={address} wants a token, and none was found; put the cluster's into "
+            "~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH."
+        ) from error
     except (ConnectionError, RuntimeError) as error:
         raise UserError(
-            f"RAY_ADDRESS={address} could not be joined: {error}; start that cluster, or unset "
-            "RAY_ADDRESS to start one here."
+            f"RAY_ADDRESS={address} could not be joined: {error}; start that cluster, unset "
+            "RAY_ADDRESS to start one here, or, if it runs, see that this process has its token "
+            "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH)."
         ) from error
 
 

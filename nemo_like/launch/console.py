@@ -13,7 +13,11 @@ from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.errors import UserError
 
 # Modules are imported when asked for; each has ``run(arguments)``.
-COMMANDS = {"plan": "nemo_like.launch.plan", "slurm": "nemo_like.launch.slurm"}
+COMMANDS = {
+    "plan": "nemo_like.launch.plan",
+    "ray-config": "nemo_like.launch.ray_config",
+    "slurm": "nemo_like.launch.slurm",
+}
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
 
@@ -59,9 +63,11 @@ class ConfigParser(CommandParser):
             "--config-path", "-cp", type=Path, help="folder to use instead of the shipped one"
         )
 
-    def load(self, options: argparse.Namespace) -> TrainingRunConfig:
-        """The checked configuration; raises UserError."""
-        return load(compose_raw(*self.source(options)))
+    def load(
+        self, options: argparse.Namespace, *, files_are_here: bool = True
+    ) -> TrainingRunConfig:
+        """The checked configuration; raises UserError. ``files_are_here``: see ``checks.check``."""
+        return load(compose_raw(*self.source(options)), files_are_here=files_are_here)
 
     def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
         """What ``compose_raw`` needs: folder, name, overrides and the user's folder.

@@ -1,0 +1,181 @@
+"""``nemo-like ray-config``: clusters of the configured size, in the terms of those who start them.
+
+KubeRay's schema is not on PyPI: its fields are checked against a table of those that we may use.
+"""
+
+import shlex
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from nemo_like.config.load import compose_raw
+from nemo_like.config.schemas import SCHEMAS
+from nemo_like.launch.console import CONFIGS, main
+
+IMAGE = ("--image", "registry:5000/team/nemo-like:1.0-gpu")
+KUBERNETES = (*IMAGE, "--volume", "claim:/shared", "--memory", "512Gi")
+MACHINES = (*IMAGE, "--volume", "/nfs:/shared", "--hosts", "h,a,b", "--ssh-user", "me")
+TWO_NODES = ("cluster.num_nodes=2", "cluster.gpus_per_node=8", "cluster.cpus_per_worker=1.5")
+RUN_DIR = "run.dir=/shared/runs/mine"  # not on this machine
+
+# apis/ray/v1 of KubeRay 1.5.1: what each object may have, and its type.
+CLUSTER = {
+    "rayVersion": str,
+    "authOptions": {"mode": str},
+    "headGroupSpec": {"rayStartParams": {str: str}, "template": {"spec": dict}},
+    "workerGroupSpecs": [
+        {
+            "groupName": str,
+            "replicas": int,
+            "minReplicas": int,
+            "maxReplicas": int,
+            "rayStartParams": {str: str},
+            "template": {"spec": dict},
+        }
+    ],
+}
+JOB = {
+    "entrypoint": str,
+    "backoffLimit": int,
+    "shutdownAfterJobFinishes": bool,
+    "ttlSecondsAfterFinished": int,
+    "rayClusterSpec": CLUSTER,
+}
+
+
+def conforms(value, shape) -> bool:
+    """Whether ``value`` has exactly the fields of ``shape``, of its types."""
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(conforms(one, shape[0]) for one in value)
+    if isinstance(shape, dict) and str in shape:
+        return all(isinstance(k, str) and isinstance(v, shape[str]) for k, v in value.items())
+    if isinstance(shape, dict):
+        return value.keys() == shape.keys() and all(conforms(value[k], shape[k]) for k in shape)
+    return type(value) is shape
+
+
+@pytest.fixture
+def ray_config(capsys):
+    def printed(kind, *arguments):
+        main(["ray-config", "--kind", kind, *arguments])
+        return yaml.safe_load(capsys.readouterr().out)
+
+    return printed
+
+
+def test_a_ray_cluster_has_a_pod_a_node_and_a_head_that_takes_no_work(ray_config):
+    manifest = ray_config("raycluster", *KUBERNETES, *TWO_NODES)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayCluster")
+    spec = manifest["spec"]
+    assert conforms(spec, CLUSTER)
+    assert spec["authOptions"] == {"mode": "token"}
+    head, (workers,) = spec["headGroupSpec"], spec["workerGroupSpecs"]
+    assert head["rayStartParams"] | {"num-cpus": "0", "num-gpus": "0"} == head["rayStartParams"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 2
+    assert workers["rayStartParams"] == {"num-cpus": "12", "num-gpus": "8"}
+    (container,) = workers["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"memory": "512Gi", "nvidia.com/gpu": "8"}
+    for group in (head, workers):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts == {"shared": "/shared", "shm": "/dev/shm"}
+        assert {volume["name"]: volume for volume in pod["volumes"]} == {
+            "shared": {"name": "shared", "persistentVolumeClaim": {"claimName": "claim"}},
+            "shm": {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        }
+
+
+def test_a_cluster_of_cpus_asks_for_no_gpu(ray_config):
+    spec = ray_config("raycluster", *KUBERNETES, "cluster.cpu_workers_per_node=3")["spec"]
+    (workers,) = spec["workerGroupSpecs"]
+    assert workers["rayStartParams"] == {"num-cpus": "3", "num-gpus": "0"}
+    assert "nvidia.com/gpu" not in str(workers)
+
+
+def test_pods_get_named_variables_and_no_others(ray_config, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    named = ("--env", "HF_HOME=/shared/hf", "--secret-env", "WANDB_API_KEY=wandb")
+    spec = ray_config("raycluster", *KUBERNETES, *named)["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        secret = {"name": "wandb", "key": "WANDB_API_KEY"}
+        assert group["template"]["spec"]["containers"][0]["env"] == [
+            {"name": "HF_HOME", "value": "/shared/hf"},
+            {"name": "WANDB_API_KEY", "valueFrom": {"secretKeyRef": secret}},
+        ]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_the_job_of_every_algorithm_runs_its_script(ray_config, schema):
+    name = schema.removesuffix("_schema")
+    spec = ray_config("rayjob", *KUBERNETES, *required(name), name, RUN_DIR)["spec"]
+    assert conforms(spec, JOB)
+    script = shlex.split(spec["entrypoint"])[1]
+    assert (CONFIGS.parent / script).is_file()
+    assert f'main("{name}"' in (CONFIGS.parent / script).read_text()
+
+
+def required(name: str) -> tuple[str, ...]:
+    return ("teacher.model=smollm2",) if "distillation" in name else ()
+
+
+def test_the_command_of_a_job_says_what_was_said(ray_config):
+    tasks = "data.tasks={chain_sum: {min_terms: 2, max_terms: 2}}"
+    words = ("--config-name", "recipes/dapo", RUN_DIR, tasks)
+    command = shlex.split(ray_config("rayjob", *KUBERNETES, *words)["spec"]["entrypoint"])
+    assert command[:2] == ["python", "examples/run_grpo.py"]
+    assert command[-2:] == ["--config-name", "recipes/dapo"]
+    assert compose_raw(CONFIGS, "recipes/dapo", command[2:-2]) == (
+        compose_raw(CONFIGS, "recipes/dapo", [RUN_DIR, tasks])
+    )
+
+
+def test_ray_up_accepts_the_cluster_of_given_machines(ray_config):
+    config = ray_config("autoscaler", *MACHINES, *TWO_NODES, "--env", "NAME=two words")
+    validate_config(config | {"cluster_synced_files": []})
+    prepared = prepare_config(config)
+    validate_config(prepared)
+    (node_type,) = prepared["available_node_types"].values()
+    assert node_type["min_workers"] == node_type["max_workers"] == 2
+    assert config["provider"] == {"type": "local", "head_ip": "h", "worker_ips": ["a", "b"]}
+    assert "--num-cpus=0 --num-gpus=0" in config["head_start_ray_commands"][-1]
+    assert "--num-cpus=12 --num-gpus=8" in config["worker_start_ray_commands"][-1]
+    options = " ".join(config["docker"]["run_options"])
+    assert options.endswith(
+        "--volume /nfs:/shared --env RAY_AUTH_MODE=token --env 'NAME=two words'"
+    )
+
+
+WRONG = [
+    ("pod", KUBERNETES, "invalid choice: 'pod'"),
+    ("raycluster", (), "arguments are required: --image, --volume"),
+    ("raycluster", KUBERNETES[:4], "--kind=raycluster needs --memory"),
+    ("raycluster", (*KUBERNETES, "--hosts", "a"), "--hosts=a has no effect with --kind=raycluster"),
+    ("raycluster", (*KUBERNETES, "--memory", "lots"), "--memory=lots must be an amount such as"),
+    ("raycluster", (*KUBERNETES, "--name", "My_Cluster"), "--name=My_Cluster must be at most 40"),
+    ("raycluster", (*KUBERNETES, "--volume", "/shared"), "--volume=/shared must be SOURCE:/PATH"),
+    ("raycluster", (*KUBERNETES, "--env", "WANDB_API_KEY"), "--env=WANDB_API_KEY must be NAME="),
+    ("raycluster", (*KUBERNETES, "--image", "a/b:latest"), "--image=a/b:latest must be pinned"),
+    ("raycluster", (*KUBERNETES, "--image", "host:50/b"), "--image=host:50/b must be pinned"),
+    ("raycluster", (*KUBERNETES, "cluster.num_nodes=0"), "cluster.num_nodes=0 must be at least 1"),
+    ("rayjob", KUBERNETES, "run.dir=null must be a folder below /shared"),
+    (
+        "rayjob",
+        (*KUBERNETES, "run.dir=/other/x"),
+        "run.dir=/other/x must be a folder below /shared",
+    ),
+    ("autoscaler", MACHINES, "has 2 worker(s) beside the head, and cluster.num_nodes=1"),
+    ("autoscaler", MACHINES[:6], "--kind=autoscaler needs --ssh-user"),
+    ("autoscaler", (*MACHINES, "--secret-env", "A=b"), "--kind=autoscaler has none"),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "message"), WRONG)
+def test_what_cannot_be_a_cluster_is_one_sentence(capsys, kind, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        main(["ray-config", "--kind", kind, *arguments])
+    output = capsys.readouterr()
+    assert (end.value.code, output.out) == (2, "")
+    assert output.err.startswith("Error: ")
+    assert message in output.err
