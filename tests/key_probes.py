@@ -25,6 +25,7 @@ from nemo_like.config.text_run_schema import DPORunConfig, RewardModelRunConfig
 from nemo_like.data import conversations, preferences
 from nemo_like.environments.protocol import Grade
 from nemo_like.generation.vllm_settings import engine_args
+from nemo_like.launch.slurm_script import BatchJob, render_script
 from nemo_like.models.resolve import resolve_model
 from nemo_like.policy.stages import bins_for_pipeline, stages_of_rank
 from nemo_like.refit.weight_sync import WeightSync
@@ -41,6 +42,12 @@ def placed(config: Any) -> Any:
     stages = [stages_of_rank(parallel, rank) for rank in range(parallel.pipeline_parallel_size)]
     sizes = parallel_sizes(config.policy, len(plan.policy))
     return plan, sizes, stages, bins_for_pipeline(parallel)
+
+
+def queued(config: Any) -> str:
+    """The batch script that ``nemo-like slurm`` hands to Slurm."""
+    job = BatchJob(name="run", config=config, commands=[["python"]], folder=Path("/mine"))
+    return render_script(job, Path("ray.sbatch"))
 
 
 @cache
@@ -93,7 +100,7 @@ class Replicas:
         self.sent = requests
         raise AskedError
 
-    def call(self, _: Any, *arguments: Any) -> Any:
+    def submit_each(self, _: Any, *arguments: Any) -> Any:
         self.sent = arguments
         raise AskedError
 

@@ -12,6 +12,7 @@ from tests.key_probes import (
     critic_trained,
     loop,
     placed,
+    queued,
     read,
     reported,
     sampled,
@@ -90,7 +91,18 @@ _DDP = f"{_RANKS} policy.parallel.data_parallel=ddp"
 _ENGINE, _STATE = "tests/test_training_engine.py::test_", "tests/test_training_state.py::test_"
 _HERE = "tests/test_every_key.py::test_"
 
+_SLURM = "cluster.slurm"
 ANY_RUN = [
+    *seen(queued, f"{_SLURM}.partition=a", f"{_SLURM}.account=a", f"{_SLURM}.qos=a"),
+    *seen(queued, f"{_SLURM}.time=10", f"{_SLURM}.cpus_per_node=9", f"{_SLURM}.mem=1G"),
+    *seen(queued, f"{_SLURM}.setup=a", f"{_SLURM}.log_dir=a", f"{_SLURM}.extra=['--x']"),
+    *seen(queued, f"{_SLURM}.container=a"),
+    *seen(
+        queued,
+        f"{_SLURM}.container_runtime=apptainer",
+        f"{_SLURM}.mounts=['/a:/b']",
+        beside=f"{_SLURM}.container=a",
+    ),
     *proven(
         "tests/test_command_line.py::"
         "test_a_sweep_of_the_users_own_config_runs_every_job_in_a_folder_of_its_own",
@@ -126,9 +138,12 @@ ANY_RUN = [
 ]
 
 _KEPT = "checkpoint.keep_last=1"
+_RESUMED = "run.resume=true run.dir={folder} checkpoint.every_steps=1"
 TRAINING = [
     *ANY_RUN,
     *seen(again, "run.resume=true", beside="run.dir={folder}"),
+    *seen(queued, f"{_SLURM}.requeue=true", beside=_RESUMED),
+    *seen(queued, f"{_SLURM}.signal_before_s=60", beside=f"{_RESUMED} {_SLURM}.requeue=true"),
     *seen(loop, "checkpoint.every_steps=2", "checkpoint.keep_last=1"),
     *seen(loop, "checkpoint.keep_best=false", "checkpoint.metric=train/loss", beside=_KEPT),
     *seen(
@@ -323,6 +338,7 @@ PPO = [
     *seen(loop, "ppo.num_critic_warmup_steps=1"),
     *seen(loop, "critic.enabled=false", beside="ppo.lam=1"),
     *seen(critic_trained, "critic.model={other}"),
+    *seen(placed, "critic.num_workers=1", beside="cluster.cpu_workers_per_node=2"),
     *optimizer("critic", critic_trained),
     *seen(loop, "value_loss.clip=0.01", beside=_TWO),
 ]
@@ -437,6 +453,8 @@ EVAL = [
     *refused("is a whole model", "policy.lora.targets=[q_proj]"),
     *refused("no optimizer state", "policy.offload=optimizer", beside=_GPU),
     *refused("samples.jsonl has every", "logging.trajectories_per_step=2"),
+    *refused("needs run.resume=true", f"{_SLURM}.requeue=true"),
+    *refused("lets the job end with its time", f"{_SLURM}.signal_before_s=60"),
     *refused("the section eval says", "generation.temperature=0.5", "validation.every_steps=2"),
     *refused("the section eval says", "validation.num_generations_per_prompt=2"),
     *refused("the section eval says", "validation.temperature=0.5", "validation.top_p=0.5"),

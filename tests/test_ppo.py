@@ -245,8 +245,10 @@ def test_without_a_critic_it_is_reinforce_with_kl_in_each_tokens_reward(tmp_path
     assert not (tmp_path / "final_critic").exists()
 
 
-def test_two_ranks_take_the_steps_of_one(tmp_path, straight):
-    steps = run(tmp_path, "ppo.max_steps=2", *FULL, "cluster.cpu_workers_per_node=2")
+@pytest.mark.parametrize("apart", [(), ("critic.num_workers=1",)], ids=["shared", "apart"])
+def test_two_workers_take_the_steps_of_one(tmp_path, straight, apart):
+    """Two ranks of each model, or one rank of each on bundles of their own."""
+    steps = run(tmp_path, "ppo.max_steps=2", *FULL, "cluster.cpu_workers_per_node=2", *apart)
     for step in (1, 2):
         for name, value in numbers(straight.steps[step]).items():
             if name.startswith(("rollout/", "train/", "critic/")):
@@ -294,6 +296,11 @@ def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, str
         ("critic.model=./nowhere", "critic.model=./nowhere: no such folder"),
         ("loss.kl_in=reward", "loss.kl_coef is 0"),
         ("critic.enabled=false", "ppo.lam=0.95 weighs values"),
+        ("critic.num_workers=1", "critic.num_workers=1 must take at least one of the 1 workers"),
+        (
+            "critic.enabled=false ppo.lam=1 critic.num_workers=1 cluster.cpu_workers_per_node=2",
+            "critic.num_workers=1 would have no effect: critic.enabled=false",
+        ),
         (
             "critic.enabled=false ppo.lam=1 critic.optimizer.lr=1e-3",
             "critic.optimizer.lr=0.001 would have no effect: critic.enabled=false",

@@ -13,6 +13,7 @@ completions that were cut off.
 
 import math
 from contextlib import ExitStack
+from pathlib import Path
 
 from nemo_like.advantages import Moments
 from nemo_like.algorithms.grpo import batch_metrics, make_loss, mini_batches
@@ -25,6 +26,8 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.setup import CriticSetup, Setup, find_model, prepare, start
 from nemo_like.batch import keys
+from nemo_like.config.model_checks import check_model_fits
+from nemo_like.config.plan import plan_run
 from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.sampling_run_schema import PPORunConfig
 from nemo_like.data.chat import ChatTokenizer
@@ -79,6 +82,8 @@ def find_critic(config: PPORunConfig, model_path: str) -> CriticSetup | None:
                 f"policy.model={config.policy.model}, whose completions it reads; use a model with "
                 "the same tokenizer, or null for the policy's."
             )
+    plan = plan_run(config)
+    check_model_fits(config.critic_policy, len(plan.critic or plan.policy), Path(folder))
     return CriticSetup(
         config=config.critic_policy,
         model_path=folder,

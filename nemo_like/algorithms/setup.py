@@ -222,6 +222,7 @@ def _critic(
         log_dir=log_dir,
         output=Output.values_before,
         role="critic",
+        on=cluster.plan.critic,
         meter=meter,
     )
 

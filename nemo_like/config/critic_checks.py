@@ -1,8 +1,10 @@
 """Rules of PPO: its loop, the critic and what the critic learns."""
 
 from nemo_like.config.file_checks import check_model
+from nemo_like.config.layout import resolve_mesh_shape
 from nemo_like.config.loss_checks import one_update
 from nemo_like.config.optimizer_checks import check_optimizer, check_scheduler
+from nemo_like.config.plan import plan_run
 from nemo_like.config.policy_checks import check_scalar_head
 from nemo_like.config.preference_checks import check_value_loss
 from nemo_like.config.rollout_checks import check_updates
@@ -28,6 +30,8 @@ def check_ppo(config: PPORunConfig) -> None:
     check_optimizer(config, "critic")
     check_scheduler(config, "critic", config.max_steps)
     check_scalar_head(config)
+    if apart := plan_run(config).critic:
+        resolve_mesh_shape(config.critic_policy, len(apart))
     if config.critic.model is not None:
         check_model("critic.model", config.critic.model)
     warmup = config.ppo.num_critic_warmup_steps
@@ -39,7 +43,7 @@ def check_ppo(config: PPORunConfig) -> None:
 
 
 def _check_without_critic(config: PPORunConfig) -> None:
-    of_critic = ("model", "optimizer", "scheduler")
+    of_critic = ("model", "num_workers", "optimizer", "scheduler")
     effect = Effect(
         keys=(
             *(f"critic.{name}" for name in of_critic),

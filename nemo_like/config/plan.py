@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from nemo_like.config.choices import Transport
 from nemo_like.config.rollout_schema import RefitConfig
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.sampling_run_schema import PPORunConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.errors import UserError
 
@@ -23,6 +24,8 @@ class ResourcePlan:
     """What Ray reserves for each bundle: one GPU with its CPUs, or CPUs."""
     policy: tuple[int, ...]
     """Bundle of each policy rank."""
+    critic: tuple[int, ...] = ()
+    """Bundle of each critic rank, where the critic does not share the policy's."""
     generation: tuple[tuple[int, ...], ...]
     """Bundles of each generation replica: one a tensor-parallel rank, the first leads. Several
     replicas may share a bundle."""
@@ -57,9 +60,12 @@ class NodeResources:
 
 
 def plan_resources(
-    cluster: ClusterConfig, tensor_parallel_size: int, num_engines_per_bundle: int = 1
+    cluster: ClusterConfig,
+    tensor_parallel_size: int,
+    num_engines_per_bundle: int = 1,
+    num_critic_workers: int | None = None,
 ) -> ResourcePlan:
-    """Split the configured bundles between policy and generation.
+    """Split the configured bundles between policy, generation and critic, in this order.
 
     Raises UserError for sizes that do not divide, naming the keys and valid values.
 
@@ -69,7 +75,8 @@ def plan_resources(
     ((0,), (0,), (1,), (1,))
     """
     per_node = cluster.gpus_per_node or cluster.cpu_workers_per_node
-    total = cluster.num_nodes * per_node
+    num_bundles = cluster.num_nodes * per_node
+    total = num_bundles - _critic_workers(num_critic_workers, num_bundles)
     separate = cluster.num_generation_workers
     if separate is not None and not 0 < separate < total:
         raise UserError(
@@ -96,6 +103,7 @@ def plan_resources(
         bundles_per_node=(per_node,) * cluster.num_nodes,
         bundle_resources=resources,
         policy=tuple(range(first if separate is not None else total)),
+        critic=tuple(range(total, num_bundles)),
         generation=tuple(
             engines[i : i + tensor_parallel_size]
             for i in range(0, len(engines), tensor_parallel_size)
@@ -111,8 +119,21 @@ def plan_run(config: TrainingRunConfig) -> ResourcePlan:
         return replace(plan, policy=tuple(range(plan.num_bundles)), generation=())
     generation = config.generation
     return plan_resources(
-        config.cluster, generation.tensor_parallel_size, generation.num_engines_per_bundle
+        config.cluster,
+        generation.tensor_parallel_size,
+        generation.num_engines_per_bundle,
+        config.critic.num_workers if isinstance(config, PPORunConfig) else None,
     )
+
+
+def _critic_workers(count: int | None, num_bundles: int) -> int:
+    """``count``, which must leave the policy a bundle; 0 where the critic shares the policy's."""
+    if count is not None and not 0 < count < num_bundles:
+        raise UserError(
+            f"critic.num_workers={count} must take at least one of the {num_bundles} workers and "
+            "leave one to the policy; use null to share the policy's, or more workers per node."
+        )
+    return count or 0
 
 
 def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:

@@ -227,5 +227,8 @@ class CriticConfig:
     model: str | None = None
     """As ``policy.model``, with the same tokens; a reward model's head is kept. None: the
     policy's."""
+    num_workers: int | None = None
+    """Bundles set apart for the critic, which sizes of ``policy.parallel`` must fit too. None: it
+    shares those of the policy. The two train in turns either way."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -1,6 +1,7 @@
 """The process that hosts one replica of a sampling engine."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,8 @@ from nemo_like.distributed.worker import Worker
 from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, Link
 from nemo_like.generation.vllm_settings import start_fork_server
 from nemo_like.weights.buckets import Bucket
+
+logger = logging.getLogger(__name__)
 
 
 def engine_class(backend: Backend) -> Callable[[EngineConfig], Engine]:
@@ -35,10 +38,14 @@ class GenerationWorker(Worker):
 
     async def start_engine(self, backend: Backend, config: EngineConfig) -> None:
         """Bring the engine up, without weights."""
+        begin = time.monotonic()
         # In a thread: importing vLLM takes seconds, in which the event loop would answer nobody.
         make = await asyncio.to_thread(engine_class, backend)
+        imported = time.monotonic()
         self._engine = make(config)
         await self.engine.start()
+        up = time.monotonic()
+        logger.info("Engine: import %.1f s, start %.1f s", imported - begin, up - imported)
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Connect to what will send this replica weights; see ``Engine.connect``."""

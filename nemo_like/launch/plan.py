@@ -78,8 +78,11 @@ def _summary(config: TrainingRunConfig, plan: ResourcePlan, sizes: ParallelSizes
     kind = "GPU" if plan.uses_gpus else "CPU worker"
     roles = "the policy has all"
     if plan.generation:
-        shared = "policy and generation share all bundles"
-        roles = shared if plan.colocated else "policy, then generation"
+        roles = "policy, then generation"
+        if plan.colocated:
+            roles = f"policy and generation share {'them' if plan.critic else 'all bundles'}"
+        if plan.critic:
+            roles += f", but for {len(plan.critic)} of the critic"
     data_parallel = resolve_mesh_shape(config.policy, sizes.num_ranks).data_parallel
     yield (
         f"Cluster     {len(plan.bundles_per_node)} node(s) x {plan.bundles_per_node[0]} {kind}(s), "
@@ -97,12 +100,13 @@ def _summary(config: TrainingRunConfig, plan: ResourcePlan, sizes: ParallelSizes
 def _places(plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
     """One row a bundle: its node, policy rank with coordinates, and generation replica."""
     rank_of = {bundle: rank for rank, bundle in enumerate(plan.policy)}
+    critic_of = {bundle: str(rank) for rank, bundle in enumerate(plan.critic)}
     replicas_of: dict[int, list[str]] = {}
     for i, replica in enumerate(plan.generation):
         for bundle in replica:
             replicas_of.setdefault(bundle, []).append(str(i))
     axes = list(sizes.coordinates(0))
-    header = ["node", "bundle", "policy", *axes, "generation"]
+    header = ["node", "bundle", "policy", *axes, "generation", *(["critic"] if critic_of else [])]
 
     def row(bundle: int) -> list[str]:
         rank = rank_of.get(bundle)
@@ -110,6 +114,7 @@ def _places(plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
         if rank is not None:
             where = [str(position) for position in sizes.coordinates(rank).values()]
         names = ["-" if rank is None else str(rank), *where, ",".join(replicas_of.get(bundle, "-"))]
+        names += [critic_of.get(bundle, "-")] if critic_of else []
         return [str(plan.node_of(bundle)), str(bundle), *names]
 
     yield from _table(header, [row(bundle) for bundle in _abbreviated(sum(plan.bundles_per_node))])
@@ -176,7 +181,7 @@ def _memory(config: TrainingRunConfig, shape: ModelShape, sizes: ParallelSizes) 
     )
     on_top = "CUDA's context, NCCL's buffers" if gpu else "The process itself"
     yield f"            {on_top}, fragmentation and a generation engine beside it come on top."
-    if isinstance(config, PPORunConfig):
+    if isinstance(config, PPORunConfig) and config.critic.num_workers is None:
         yield f"            So does the critic, {config.critic_policy.model}, on the same bundles."
     for pipeline_rank in _abbreviated(sizes.pp):
         phases = predict_memory(

@@ -47,18 +47,20 @@ class Policy:
         output: Output = Output.logprobs,
         trains: bool = True,
         role: str = "policy",
+        on: Sequence[int] = (),
         meter: DriverMeter | None = None,
     ) -> None:
         """``temperature``: of logprobs. ``trains`` False: a frozen model, without an optimizer.
 
-        ``role`` names the ranks in errors and logs.
+        ``role`` names the ranks in errors and logs. ``on``: bundles of their own, if not those of
+        the policy.
         """
         self.config = config
         self.temperature = temperature
         self.weight_version = 0
         """Optimizer steps taken so far."""
         self._start_timeout_s = cluster_config.start_timeout_s
-        bundles = [[cluster.bundles[i]] for i in cluster.plan.policy]
+        bundles = [[cluster.bundles[i]] for i in on or cluster.plan.policy]
         self._parallel = resolve_mesh_shape(config, len(bundles))
         self._setup = PolicySetup(
             config=config,
