@@ -99,6 +99,7 @@ def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
     assert list((tmp_path / "run" / "wandb").iterdir())
 
 
+@pytest.mark.full
 def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(warm, tmp_path, tiny_model):
     code, output = run_in_fork(
         warm,

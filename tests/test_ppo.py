@@ -245,7 +245,11 @@ def test_without_a_critic_it_is_reinforce_with_kl_in_each_tokens_reward(tmp_path
     assert not (tmp_path / "final_critic").exists()
 
 
-@pytest.mark.parametrize("apart", [(), ("critic.num_workers=1",)], ids=["shared", "apart"])
+@pytest.mark.parametrize(
+    "apart",
+    [pytest.param((), marks=pytest.mark.full), ("critic.num_workers=1",)],
+    ids=["shared", "apart"],
+)
 def test_two_workers_take_the_steps_of_one(tmp_path, straight, apart):
     """Two ranks of each model, or one rank of each on bundles of their own."""
     steps = run(tmp_path, "ppo.max_steps=2", *FULL, "cluster.cpu_workers_per_node=2", *apart)

@@ -105,7 +105,7 @@ export NEMO_LIKE_LOG_DIR={folder}/slurm-logs/"$SLURM_JOB_ID"
 export NEMO_LIKE_GPUS_PER_NODE=8
 export NEMO_LIKE_START_TIMEOUT_S=91
 export NEMO_LIKE_REQUEUE=1
-export NEMO_LIKE_STOP_TIMEOUT_S=150
+export NEMO_LIKE_STOP_TIMEOUT_S=60
 exec bash {ROOT}/slurm/ray.sbatch
 """
     )
