@@ -64,7 +64,7 @@ def covering_cases():
                 name,
                 LOSSES[(i + k) % 3],
                 ROWS[(i // 2 + k) % 4],
-                RECOMPUTED[(i + k) % 3],
+                RECOMPUTED[(i // 3 + 2 * k) % 3],
                 MODELS[(i - k) % 6],
             )
             if not case.is_possible():
