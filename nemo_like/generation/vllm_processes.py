@@ -1,6 +1,6 @@
 """vLLM's processes are forked from one that imported vLLM while the run's other parts started.
 
-vLLM spawns them, and each would import vLLM again, after our own process has: 5 to 10 s on top.
+vLLM spawns them, and each would import vLLM again, after our own process has: seconds on top.
 Importing this module replaces how they are started, both in our process and in the fork server,
 which imports it beforehand (``vllm_settings.start_fork_server``) and whose forks start further
 ranks in the same way.
