@@ -8,7 +8,6 @@ Every check of vLLM's version and every work-around for it is here or in the oth
 import asyncio
 import dataclasses
 import logging
-import multiprocessing
 import os
 import pickle
 from collections.abc import Coroutine, Sequence
@@ -25,7 +24,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from nemo_like.errors import RunError, UserError
-from nemo_like.generation import vllm_processes  # noqa: F401 (how engines start their processes)
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
@@ -35,6 +33,7 @@ from nemo_like.generation.protocol import (
     Link,
     SamplingParams,
 )
+from nemo_like.generation.vllm_processes import engine_processes
 from nemo_like.generation.vllm_settings import (
     engine_args,
     start_environment,
@@ -76,11 +75,10 @@ class VLLMEngine:
                 f"The engine was to run on {self._config.device}, but the installed vLLM is built "
                 f"for {current_platform.device_type}; install the other one, or use backend=hf."
             )
+        others = engine_processes()
         # A start takes seconds; in a thread it leaves the event loop of a Ray actor responsive.
         self._llm = await asyncio.to_thread(_launch, self._config)
-        core, *_ = multiprocessing.active_children()
-        # Ranks of their own are forks of the same server as the engine's first process.
-        self._processes = psutil.Process(core.pid).parents()[0].children(recursive=True)
+        self._processes = [one for one in engine_processes() if one not in others]
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; RunError with vLLM's reason if the request or the engine fails."""

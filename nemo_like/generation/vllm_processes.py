@@ -6,16 +6,18 @@ which imports it beforehand (``vllm_settings.start_fork_server``) and whose fork
 ranks in the same way.
 """
 
+import multiprocessing
 import multiprocessing.context
 import os
 
+import psutil
 import vllm.v1.engine.core
 import vllm.v1.engine.utils
 import vllm.v1.executor.multiproc_executor
 import vllm.v1.executor.uniproc_executor
 
 
-class _Process(multiprocessing.context.ForkServerProcess):
+class EngineProcess(multiprocessing.context.ForkServerProcess):
     """A fork with the environment of whoever starts it, not that of the server."""
 
     def start(self) -> None:
@@ -29,7 +31,22 @@ class _Process(multiprocessing.context.ForkServerProcess):
 
 
 class _Context(multiprocessing.context.ForkServerContext):
-    Process = _Process
+    Process = EngineProcess
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Those of all engines that this process has started, with the ranks that these started.
+
+    All are children of one fork server, whoever asked it for them.
+    """
+    first = [one for one in multiprocessing.active_children() if isinstance(one, EngineProcess)]
+    if not first:
+        return []
+    server = psutil.Process(first[0].pid).parent()
+    # Where the server is gone, an engine's parent is another process, whose children are not ours.
+    if server is None or server.ppid() != os.getpid():
+        return []
+    return server.children(recursive=True)
 
 
 def _context() -> multiprocessing.context.BaseContext:
