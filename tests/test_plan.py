@@ -590,7 +590,7 @@ def test_the_plan_of_a_pipeline_beside_generation_has_a_table_for_each_stage(cap
 
 
 def test_the_plan_of_a_thousand_nodes_takes_less_than_a_second_and_is_short(capsys):
-    started = time.process_time()
+    started = time.thread_time()  # not that of Ray, in other threads of this process
     found = lines(
         capsys,
         "cluster.num_nodes=1000",
@@ -599,7 +599,7 @@ def test_the_plan_of_a_thousand_nodes_takes_less_than_a_second_and_is_short(caps
         "policy.parallel.tensor_parallel_size=4",
         "policy.parallel.replicate_size=250",
     )
-    assert time.process_time() - started < 1.0
+    assert time.thread_time() - started < 1.0
     assert len(found) < 60
     assert "(7976 bundles between the first and the last 4 are left out)" in found
     assert "999    7999    7999   0        249      7   0   3        7999" in "\n".join(found)
