@@ -48,8 +48,8 @@ class Case:
 
 def number_of_cases(name, ranks):
     if ranks > 4:
-        return 1
-    return 3 if ranks <= 2 and "tp" not in name else 2
+        return 2
+    return 6 if ranks <= 2 and "tp" not in name else 3
 
 
 def covering_cases():
@@ -62,9 +62,9 @@ def covering_cases():
         for k in range(number_of_cases(name, ranks)):
             case = Case(
                 name,
-                LOSSES[(i + k) % 3],
+                LOSSES[k % 3],
                 ROWS[(i // 2 + k) % 4],
-                RECOMPUTED[(i // 3 + 2 * k) % 3],
+                RECOMPUTED[(i + k) % 3],
                 MODELS[(i - k) % 6],
             )
             if not case.is_possible():
