@@ -7,9 +7,7 @@ import pytest
 import yaml
 
 from nemo_like.launch.console import main
-from tests.slurm_cluster import SlurmCluster, missing_programs, wait_until
-
-pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=f"needs {missing_programs()}")
+from tests.slurm_cluster import SlurmCluster, missing_programs, needs, wait_until
 
 SCRIPT = str(Path(__file__).parent.parent / "examples" / "run_grpo.py")
 # A line of set-up that prints and writes what a run does, and stays, without its start-up.
@@ -24,6 +22,7 @@ exec sleep 600
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
+    needs(*missing_programs())
     cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), tmp_path_factory.mktemp("work"))
     yield cluster
     cluster.close()

@@ -7,7 +7,11 @@ from pathlib import Path
 import torch
 
 from nemo_like.config.choices import Backend
-from nemo_like.config.model_shape import kv_bytes_per_sequence, read_model_shape
+from nemo_like.config.model_shape import (
+    MOST_SEQUENCES,
+    kv_bytes_per_sequence,
+    read_model_shape,
+)
 from nemo_like.config.plan import ResourcePlan
 from nemo_like.config.run_schema import RolloutRunConfig
 from nemo_like.errors import UserError
@@ -18,7 +22,6 @@ from nemo_like.generation.protocol import EngineConfig
 _GPU_SHARE_SEPARATE = 0.85
 _GPU_SHARE_SLEEPING = 0.6
 _GPU_SHARE_BESIDE = 0.3
-_MOST_SEQUENCES = 1024
 
 
 def engine_config(
@@ -27,7 +30,7 @@ def engine_config(
     """One replica's engine, as large as a step's completions need."""
     generation = config.generation
     prompts = math.ceil(config.loop.num_prompts_per_step / len(plan.generation))
-    most = min(_MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
+    most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     on_shared_gpus = plan.uses_gpus and plan.colocated
     sleep = generation.sleep and on_shared_gpus and generation.backend is Backend.vllm
     share = _GPU_SHARE_SEPARATE

@@ -17,6 +17,8 @@ _ALIASES = {
 }
 KV_BLOCK_TOKENS = 32
 """Tokens of a block of vLLM's KV cache: ours on the CPU; a multiple of those on GPUs."""
+MOST_SEQUENCES = 1024
+"""Most completions that an engine works on at a time."""
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nemo_like.config.activation_memory import BYTES
 from nemo_like.config.choices import Checkpointing
-from nemo_like.config.model_shape import ModelShape, kv_bytes_per_sequence
+from nemo_like.config.model_shape import MOST_SEQUENCES, ModelShape, kv_bytes_per_sequence
 from nemo_like.config.plan import ResourcePlan
 from nemo_like.config.run_schema import RolloutRunConfig
 
@@ -21,7 +21,6 @@ MEMORY_BYTES_PER_S = 0.6 * 3.35e12
 DECODE_HOST_S = 0.004
 """An engine's work on the host for one token of all its sequences."""
 REFIT_BYTES_PER_S = 55e9
-_MOST_SEQUENCES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +57,11 @@ def _rollout(
 ) -> PhaseTime:
     generation = config.generation
     rows = math.ceil(config.rows_per_step / len(plan.generation))
-    together = min(rows, _MOST_SEQUENCES)
+    together = min(rows, MOST_SEQUENCES)
     tp = generation.tensor_parallel_size
     cache = kv_bytes_per_sequence(shape, generation.max_new_tokens // 2, size, tp)
     read_s = (shape.num_parameters * size / tp + together * cache) / MEMORY_BYTES_PER_S
-    num_steps = generation.max_new_tokens * math.ceil(rows / _MOST_SEQUENCES)
+    num_steps = generation.max_new_tokens * math.ceil(rows / MOST_SEQUENCES)
     by_memory = read_s > DECODE_HOST_S
     return PhaseTime(
         name="rollout",
