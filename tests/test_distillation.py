@@ -197,7 +197,7 @@ def off_policy(folder, *overrides):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_student_approaches_its_teacher_on_its_own_samples(seed, tmp_path, local_ray, student):
+def test_a_student_learns_from_its_teacher_on_its_own_samples(seed, tmp_path, local_ray, student):
     """Every step's completions are new, so their divergence is held out."""
     steps = on_policy(
         tmp_path,
@@ -214,7 +214,7 @@ def test_a_student_approaches_its_teacher_on_its_own_samples(seed, tmp_path, loc
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_student_approaches_its_teacher_on_given_texts(seed, tmp_path, local_ray, student):
+def test_a_student_learns_from_its_teacher_on_given_texts(seed, tmp_path, local_ray, student):
     steps = off_policy(
         tmp_path,
         f"policy.model={student}",

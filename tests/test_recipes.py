@@ -1,15 +1,11 @@
-"""Every recipe passes all checks, has what makes its paper's method, trains, and some learn."""
+"""Every recipe passes all checks, has what makes its paper's method, and learns."""
 
-import math
-from pathlib import Path
+import itertools
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from nemo_like.config.load import compose_config
 from nemo_like.config.rules import value_of
-from nemo_like.models.resolve import resolve_model
 from tests.small_runs import ROOT, run
 
 METHODS = {
@@ -84,19 +80,19 @@ METHODS = {
         "loss.kl_in": "loss",
     },
 }
-ON_A_GPU = {f"{name}_smollm2_1gpu": {"cluster.gpus_per_node": 1} for name in ("grpo", "sft", "dpo")}
-# A batch of four prompts has at most four updates.
-FEWER_UPDATES = {name: ["grpo.num_mini_batches=2"] for name in ("dapo", "cispo")}
+SCRIPTS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation", "eval")
+ON_A_GPU = {f"{name}_smollm2_1gpu": {"cluster.gpus_per_node": 1} for name in SCRIPTS}
 
 
 def test_every_recipe_is_listed_here():
     names = {path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml")}
-    assert names == {*METHODS, *ON_A_GPU} | {name for name in names if name.startswith("ppo")}
+    assert names == {*METHODS, *ON_A_GPU}
 
 
 @pytest.mark.parametrize("recipe", [*METHODS, *ON_A_GPU])
 def test_a_recipe_passes_all_checks_and_has_its_method(recipe):
-    config = compose_config(ROOT / "configs", f"recipes/{recipe}")
+    has_to_be_given = ["teacher.model=embedded"] if recipe.startswith("distillation") else []
+    config = compose_config(ROOT / "configs", f"recipes/{recipe}", has_to_be_given)
     for key, expected in (METHODS | ON_A_GPU)[recipe].items():
         assert value_of(config, key) == expected, key
 
@@ -108,29 +104,27 @@ def test_the_overlong_buffer_is_a_fifth_of_a_completion(recipe):
     assert buffer == round(most / 5)
 
 
-def weights(folder):
-    return load_file(Path(folder) / "model.safetensors")
+# Without --full one seed of two methods, one of which has mini-batches and replaces groups.
+_ALWAYS = [("grpo", 0), ("dapo", 0)]
+_LEARNS = [
+    pytest.param(*case, marks=[] if case in _ALWAYS else pytest.mark.full)
+    for case in itertools.product(METHODS, range(3))
+]
 
 
-# One with mini-batches, groups that are replaced and a penalty; one with KL and whitening.
-_ALWAYS = ("dapo", "reinforce_plus_plus_baseline")
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [one if one in _ALWAYS else pytest.param(one, marks=pytest.mark.full) for one in METHODS],
-)
-def test_a_recipe_trains(tmp_path, local_ray, recipe):
+@pytest.mark.parametrize(("recipe", "seed"), _LEARNS)
+def test_a_recipe_learns(tmp_path, local_ray, recipe, seed):
+    """With the recipe's own numbers: 4 steps from 0.25 of the held-out prompts to over 0.6."""
     steps = run(
         tmp_path,
-        "grpo.max_steps=2",
-        "validation.every_steps=0",
-        *FEWER_UPDATES.get(recipe, []),
+        f"run.seed={seed}",
+        "grpo.max_steps=4",
+        "validation.every_steps=4",
+        "checkpoint.export=false",
+        "logging.tensorboard=false",
+        small=(),
         name=f"recipes/{recipe}",
     )
-    for step in (1, 2):
-        assert math.isfinite(steps[step]["train/loss"])
-        assert steps[step]["train/grad_norm"] > 0
-    before, after = weights(resolve_model("embedded")), weights(tmp_path / "final")
-    assert all(torch.isfinite(tensor).all() for tensor in after.values())
-    assert any(not torch.equal(after[name].float(), before[name].float()) for name in after)
+    before, after = (steps[step]["validation/accuracy"] for step in (0, 4))
+    assert before < 0.35
+    assert after > 0.6, f"{before} -> {after}"
