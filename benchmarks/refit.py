@@ -15,14 +15,13 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from workloads import SHAPES, engine_environment, random_model
 
-from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.setup import find_model, prepare, start
+from nemo_like.algorithms.processes import started
+from nemo_like.algorithms.setup import prepare, start
 from nemo_like.config.load import compose_config
 from nemo_like.observe.metrics import values
 
@@ -66,8 +65,8 @@ def measure(model: Path, times: int, overrides: list[str]) -> dict[str, Any]:
     ]
     config = compose_config(CONFIGS, "grpo", settings)
     seconds, parts = [], []
-    with Run(config, "refit") as run, ExitStack() as stack:
-        setup = start(config, run, prepare(config, find_model(config)), stack)
+    with started(config, "refit") as processes:
+        setup = start(config, processes, prepare(config, processes.rows, processes.model_path))
         for _ in range(times):
             setup.rollouts.sync.give_to_policy()
             setup.policy.weight_version += 1

@@ -9,10 +9,13 @@ from nemo_like.config.sampling_run_schema import DistillationRunConfig
 
 
 def run(config: DistillationRunConfig) -> None:
-    """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.distillation import run_distillation
+    """Ray and the workers start before torch is imported here: all import at the same time."""
+    from nemo_like.algorithms.processes import started
 
-    run_distillation(config)
+    with started(config, "distillation") as processes:
+        with processes.run.start_phase("imports"):
+            from nemo_like.algorithms.distillation import run_distillation
+        run_distillation(config, processes)
 
 
 if __name__ == "__main__":

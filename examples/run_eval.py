@@ -7,10 +7,13 @@ from nemo_like.config.sampling_run_schema import EvalRunConfig
 
 
 def run(config: EvalRunConfig) -> None:
-    """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.evaluation import run_eval
+    """Ray and the workers start before torch is imported here: all import at the same time."""
+    from nemo_like.algorithms.processes import started
 
-    run_eval(config)
+    with started(config, "eval") as processes:
+        with processes.run.start_phase("imports"):
+            from nemo_like.algorithms.evaluation import run_eval
+        run_eval(config, processes)
 
 
 if __name__ == "__main__":

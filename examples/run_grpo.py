@@ -7,10 +7,13 @@ from nemo_like.config.sampling_run_schema import GRPORunConfig
 
 
 def run(config: GRPORunConfig) -> None:
-    """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.grpo import run_grpo
+    """Ray and the workers start before torch is imported here: all import at the same time."""
+    from nemo_like.algorithms.processes import started
 
-    run_grpo(config)
+    with started(config, "grpo") as processes:
+        with processes.run.start_phase("imports"):
+            from nemo_like.algorithms.grpo import run_grpo
+        run_grpo(config, processes)
 
 
 if __name__ == "__main__":

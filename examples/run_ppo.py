@@ -7,10 +7,13 @@ from nemo_like.config.sampling_run_schema import PPORunConfig
 
 
 def run(config: PPORunConfig) -> None:
-    """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.ppo import run_ppo
+    """Ray and the workers start before torch is imported here: all import at the same time."""
+    from nemo_like.algorithms.processes import started
 
-    run_ppo(config)
+    with started(config, "ppo") as processes:
+        with processes.run.start_phase("imports"):
+            from nemo_like.algorithms.ppo import run_ppo
+        run_ppo(config, processes)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from nemo_like.algorithms import evaluation, setup, text_rows
 from nemo_like.algorithms.distillation import find_teacher
 from nemo_like.algorithms.eval_report import Measured
 from nemo_like.algorithms.ppo import find_critic
+from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.setup import _rollout_setup
 from nemo_like.config.choices import Output
 from nemo_like.config.layout import parallel_sizes, resolve_mesh_shape
@@ -55,9 +56,9 @@ def _prepared(shown: str) -> Any:
     config = _PREPARED[shown]
     model = str(resolve_model(config.policy.model))
     if isinstance(config, EvalRunConfig):
-        return evaluation.prepare(config, model)
+        return evaluation.prepare(config, read_rows(config), model)
     if isinstance(config, RolloutRunConfig):
-        return setup.prepare(config, model)
+        return setup.prepare(config, read_rows(config), model)
     pairs = isinstance(config, DPORunConfig | RewardModelRunConfig)
     return text_rows.prepare(config, (preferences if pairs else conversations).load, model)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_like.algorithms.grpo import run_grpo
+from nemo_like.algorithms.processes import started
 from nemo_like.config.load import compose_config
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,9 @@ def small_config(folder, *overrides, small=SMALL, name="grpo"):
 
 def run(folder, *overrides, small=SMALL, name="grpo"):
     """Run to the end; returns the records of metrics.jsonl by step."""
-    run_grpo(small_config(folder, *overrides, small=small, name=name))
+    config = small_config(folder, *overrides, small=small, name=name)
+    with started(config, "grpo") as processes:
+        run_grpo(config, processes)
     return records(folder)
 
 

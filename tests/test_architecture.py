@@ -1,6 +1,8 @@
 """The shape of the code base: imports point downwards, and heavy libraries stay in their files."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,7 @@ MAY_READ_ENVIRONMENT = {
     "environments/grading_pool.py",
     "generation/vllm_engine.py",
     "generation/vllm_processes.py",
-    "generation/vllm_settings.py",
+    "generation/vllm_environment.py",
     "models/smollm2.py",
 }
 MAX_FILE_LINES = 320
@@ -102,6 +104,15 @@ def test_configuration_is_light():
     for path in (PACKAGE / "config").glob("*.py"):
         heavy = {module.split(".")[0] for module in imports_of(path)} & CONFIG_MUST_NOT_IMPORT
         assert not heavy, path
+
+
+def test_processes_are_started_without_torch():
+    """A driver that imported it first would keep its workers waiting for that."""
+    code = "import sys, nemo_like.cli, nemo_like.algorithms.processes; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "ray" in loaded
+    assert not loaded & {"torch", "transformers", "vllm", "reasoning_gym", "numpy"}
 
 
 def test_the_environment_is_read_in_few_files():

@@ -62,7 +62,7 @@ def group(local_ray, tmp_path):
     with VirtualCluster(plan_resources(ClusterConfig(cpu_workers_per_node=4), 1), 30.0) as cluster:
         bundles = [[bundle] for bundle in cluster.bundles]
         workers = WorkerGroup(
-            Probe,
+            lambda: Probe,
             "probe",
             bundles,
             timeout_s=60,
@@ -191,7 +191,7 @@ SEVERAL_NODES = """
     has = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
 
     def nodes_of_workers(bundles):
-        group = WorkerGroup(Probe, "probe", bundles, timeout_s=60, log_dir="LOGS")
+        group = WorkerGroup(lambda: Probe, "probe", bundles, timeout_s=60, log_dir="LOGS")
         nodes = [node for _, node in group.call(Probe.place)]
         group.shutdown()
         return nodes

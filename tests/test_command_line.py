@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from nemo_like.errors import UserError
 from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, records
 from tests.warm_process import WarmProcess
 
@@ -192,16 +194,10 @@ WRONG_INPUTS = [
     ("policy.model=missing/folder/x", "policy.model=missing/folder/x: no such folder"),
     ("policy.model=no_config", "the folder has no config.json"),
     ("policy.model=no_template", "its tokenizer has no chat template"),
-    ("policy.model=broken_model", "broken_model"),
-    (
-        "generation.max_new_tokens=5000",
-        "generation.max_new_tokens=5000 does not fit the model's context",
-    ),
     ("data.train=missing.jsonl environment.reward=math", "data.train=missing.jsonl: no such file"),
     ("data.train=empty.jsonl environment.reward=math", "data.train=empty.jsonl is empty"),
     ("data.train=bad.jsonl environment.reward=math", "data.train=bad.jsonl, line 2: not JSON"),
     ("data.train=other.jsonl environment.reward=math", "a row needs either 'prompt' or 'messages'"),
-    ("data.train=long.jsonl environment.reward=rewards.py:raises", "the prompt of row 0 has"),
     ("data.train=good.jsonl", "set environment.reward to math or to your file.py:function"),
     ("data.tasks={chain_sums: {}}", "chain_sums"),
     ("data.tasks={chain_sum: {min_term: 2}}", "min_term"),
@@ -264,7 +260,7 @@ def test_a_wrong_input_gets_one_clear_sentence(warm, inputs, typed, sentence):
     [
         "--config-name=missing",
         "policy.optimizer.lr=fast",
-        "policy.model=broken_model",
+        "policy.model=no_config",
         "data.train=bad.jsonl environment.reward=math",
     ],
 )
@@ -279,8 +275,35 @@ def test_a_wrong_key_is_refused_in_under_two_seconds(tmp_path):
     assert time.monotonic() - start < 2.0
 
 
-# What only Ray or the workers can tell.
+# What only the tokenizer can tell, which is imported while Ray and the workers start.
+TOKENIZER_ERRORS = [
+    ("policy.model=broken_model", "broken_model"),
+    (
+        "generation.max_new_tokens=5000",
+        "generation.max_new_tokens=5000 does not fit the model's context",
+    ),
+    ("data.train=long.jsonl environment.reward=rewards.py:raises", "the prompt of row 0 has"),
+]
+
+
+@pytest.mark.parametrize(("typed", "sentence"), TOKENIZER_ERRORS)
+def test_what_the_tokenizer_refuses_is_refused_before_models_load(
+    inputs, monkeypatch, typed, sentence
+):
+    from nemo_like.algorithms.processes import find_model
+    from nemo_like.algorithms.rows import read_rows
+    from nemo_like.algorithms.setup import prepare
+    from nemo_like.config.load import compose_config
+
+    monkeypatch.chdir(inputs)
+    config = compose_config(ROOT / "configs", "grpo", arguments(typed))
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        prepare(config, read_rows(config), find_model(config))
+
+
+# What is told once Ray and the workers' processes have begun to start.
 LATE_ERRORS = [
+    (["policy.model=broken_model"], 2, "broken_model could not be loaded"),
     (
         ["cluster.gpus_per_node=8", "grpo.num_prompts_per_step=8"],
         2,
@@ -296,7 +319,7 @@ LATE_ERRORS = [
 
 
 @pytest.mark.parametrize(
-    ("overrides", "code", "sentence"), LATE_ERRORS, ids=["gpus", "vllm", "reward"]
+    ("overrides", "code", "sentence"), LATE_ERRORS, ids=["tokenizer", "gpus", "vllm", "reward"]
 )
 def test_a_late_error_is_one_sentence_too_and_leaves_nothing_running(
     warm, inputs, overrides, code, sentence

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_like.algorithms.distillation import run_distillation, run_off_policy_distillation
+from nemo_like.algorithms.processes import started
 from nemo_like.config.choices import Batching
 from nemo_like.config.load import compose_config
 from nemo_like.config.preference_schema import DistillationLossConfig
@@ -182,7 +183,8 @@ def on_policy(folder, *overrides):
             *overrides,
         ],
     )
-    run_distillation(config)
+    with started(config, "distillation") as processes:
+        run_distillation(config, processes)
     return records(folder)
 
 

@@ -11,6 +11,7 @@ import pytest
 from nemo_like.algorithms.eval_report import Measured, table
 from nemo_like.algorithms.eval_statistics import majority_at, mean_of_prompts, pass_at
 from nemo_like.algorithms.evaluation import run_eval
+from nemo_like.algorithms.processes import started
 from nemo_like.config.load import compose_config
 from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.data.datasets import Row
@@ -25,7 +26,8 @@ SMALL = ("generation.backend=hf", "generation.max_new_tokens=32", "data.num_vali
 def evaluate(folder, *overrides, small=SMALL):
     """Run to the end; returns eval.json and the samples."""
     config = compose_config(ROOT / "configs", "eval", [*small, f"run.dir={folder}", *overrides])
-    run_eval(config)
+    with started(config, "eval") as processes:
+        run_eval(config, processes)
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
     return json.loads((folder / "eval.json").read_text()), samples
 

@@ -89,14 +89,12 @@ def stop():
 
 def run_until(config, step, act=stop):
     """Run as ``run_grpo`` does and ``act`` in the middle of ``step``, after its rollout."""
-    from contextlib import ExitStack
-
     from nemo_like.algorithms import grpo
-    from nemo_like.algorithms.run import Run
-    from nemo_like.algorithms.setup import find_model, prepare, start
+    from nemo_like.algorithms.processes import started
+    from nemo_like.algorithms.setup import prepare, start
 
-    with Run(config, "grpo") as this_run, ExitStack() as stack:
-        setup = start(config, this_run, prepare(config, find_model(config)), stack)
+    with started(config, "grpo") as processes:
+        setup = start(config, processes, prepare(config, processes.rows, processes.model_path))
         next_batch = setup.rollouts.next_batch
 
         def breaking(current):
@@ -106,7 +104,7 @@ def run_until(config, step, act=stop):
             return batch
 
         setup.rollouts.next_batch = breaking
-        grpo.train(config, setup, this_run)
+        grpo.train(config, setup, processes.run)
 
 
 def test_resuming_a_finished_run_trains_nothing_more(tmp_path, straight):

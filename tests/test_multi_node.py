@@ -12,7 +12,7 @@ from tests.small_runs import SMALL, records, run
 
 START_S = 120.0
 TIMES = ("time", "train/tokens_per_s", "driver/")
-WORKERS = ("ray::PolicyWorker", "ray::RolloutWorker", "grading_process")
+WORKERS = ("ray::PolicyWorker", "ray::GenerationWorker", "grading_process")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ leave = connect()
 plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=1), 1)
 with VirtualCluster(plan, 60.0) as cluster:
     bundles = [[bundle] for bundle in cluster.bundles]
-    group = WorkerGroup(Probe, "probe", bundles, timeout_s=60, log_dir=sys.argv[1])
+    group = WorkerGroup(lambda: Probe, "probe", bundles, timeout_s=60, log_dir=sys.argv[1])
     assert group.call(Probe.place) == [(i, b.node_id) for i, b in enumerate(cluster.bundles)]
     print("ranks on", *(context.address for context in group.contexts))
     print("interface", *group.call(Probe.variable, "GLOO_SOCKET_IFNAME"))

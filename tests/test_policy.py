@@ -20,6 +20,7 @@ from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import values
 from nemo_like.policy.policy import Policy
+from nemo_like.policy.process import policy_group
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -34,15 +35,18 @@ PROMPTS = [3, 10, 2, 5, 20, 3, 11]
 def make_policy(model_path, tmp_path, *, ranks=1, with_reference=False, **config):
     cluster_config = ClusterConfig(cpu_workers_per_node=ranks)
     with VirtualCluster(plan_resources(cluster_config, 1), 60.0) as cluster:
+        policy_config = PolicyConfig(
+            optimizer=OptimizerConfig(lr=3e-4), max_grad_norm=0.5, **config
+        )
+        log_dir = str(tmp_path / "logs")
         policy = Policy(
-            PolicyConfig(optimizer=OptimizerConfig(lr=3e-4), max_grad_norm=0.5, **config),
+            policy_config,
             cluster_config,
-            cluster,
+            policy_group(policy_config, cluster_config, cluster, log_dir=log_dir),
             model_path=model_path,
             temperature=TEMPERATURE,
             max_steps=10,
             with_reference=with_reference,
-            log_dir=str(tmp_path / "logs"),
         )
         try:
             policy.start()

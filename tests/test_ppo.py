@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from nemo_like.advantages import Moments
 from nemo_like.algorithms import ppo
 from nemo_like.algorithms.ppo import find_critic, run_ppo
+from nemo_like.algorithms.processes import started
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.checks import check
@@ -24,6 +25,7 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.errors import UserError
 from nemo_like.policy.policy import Policy
+from nemo_like.policy.process import policy_group
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from tests.conftest import build_model
 from tests.small_runs import ROOT, SEEDS, SMALL, records
@@ -138,15 +140,16 @@ def scored_model(tmp_path_factory):
 def make_critic(folder, tmp_path, ranks, **config):
     cluster_config = ClusterConfig(cpu_workers_per_node=ranks)
     with VirtualCluster(plan_resources(cluster_config, 1), 60.0) as cluster:
+        policy_config = PolicyConfig(**config)
         critic = Policy(
-            PolicyConfig(**config),
+            policy_config,
             cluster_config,
-            cluster,
+            policy_group(
+                policy_config, cluster_config, cluster, log_dir=str(tmp_path), role="critic"
+            ),
             model_path=str(folder),
             max_steps=1,
-            log_dir=str(tmp_path),
             output=Output.values_before,
-            role="critic",
         )
         try:
             critic.start()
@@ -207,7 +210,9 @@ TIMES = ("time", "train/tokens_per_s", "driver/")
 def run(folder, *overrides):
     """Run to the end; returns the records of metrics.jsonl by step."""
     always = ("generation.backend=hf", "cluster.call_timeout_s=120", f"run.dir={folder}")
-    run_ppo(compose_config(ROOT / "configs", "ppo", [*PPO_SMALL, *always, *overrides]))
+    config = compose_config(ROOT / "configs", "ppo", [*PPO_SMALL, *always, *overrides])
+    with started(config, "ppo") as processes:
+        run_ppo(config, processes)
     return records(folder)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from nemo_like.algorithms import setup as on_policy
 from nemo_like.algorithms import text_rows
+from nemo_like.algorithms.processes import Processes, find_model
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
     check_sampled,
@@ -37,6 +38,7 @@ from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Reduce
 from nemo_like.policy.policy import Policy
+from nemo_like.policy.process import policy_group
 
 AnyConfig = DistillationRunConfig | OffPolicyDistillationRunConfig
 
@@ -59,22 +61,21 @@ class Teacher:
         return RemoteBatch.concatenate(parts)
 
 
-def run_distillation(config: DistillationRunConfig) -> None:
-    """Everything from a configuration to a trained model in ``run.dir``: on-policy."""
-    model_path = on_policy.find_model(config)
-    teacher_path, top_k = find_teacher(config, model_path)
-    with Run(config, "distillation") as run, ExitStack() as stack:
-        with run.start_phase("data"):
-            prepared = on_policy.prepare(config, model_path)
-        setup = on_policy.start(config, run, prepared, stack)
-        model = start_teacher(config, run, stack, setup, teacher_path)
-        train_on_samples(config, setup, Teacher(model=model, top_k=top_k), run)
-        _finish(config, setup.policy, run)
+def run_distillation(config: DistillationRunConfig, processes: Processes) -> None:
+    """Everything from a run's processes to a trained model in ``run.dir``: on-policy."""
+    run = processes.run
+    with run.start_phase("prompts"):
+        teacher_path, top_k = find_teacher(config, processes.model_path)
+        prepared = on_policy.prepare(config, processes.rows, processes.model_path)
+    setup = on_policy.start(config, processes, prepared)
+    model = start_teacher(config, run, processes.stack, setup, teacher_path)
+    train_on_samples(config, setup, Teacher(model=model, top_k=top_k), run)
+    _finish(config, setup.policy, run)
 
 
 def run_off_policy_distillation(config: OffPolicyDistillationRunConfig) -> None:
     """Everything from a configuration to a trained model in ``run.dir``: on given texts."""
-    model_path = on_policy.find_model(config)
+    model_path = find_model(config)
     teacher_path, top_k = find_teacher(config, model_path)
     with Run(config, "distillation") as run, ExitStack() as stack:
         with run.start_phase("data"):
@@ -172,17 +173,23 @@ def start_teacher(
     model_path: str,
 ) -> Policy:
     """Bring the teacher up on the policy's bundles, laid out like it; ``stack`` ends it."""
-    model = Policy(
-        replace(config.policy, lora=LoraConfig()),  # nothing of it trains
+    teacher = replace(config.policy, lora=LoraConfig())  # nothing of it trains
+    group = policy_group(
+        teacher,
         config.cluster,
         setup.cluster,
+        log_dir=str(run.dir / "logs"),
+        role="teacher",
+        meter=setup.meter,
+    )
+    model = Policy(
+        teacher,
+        config.cluster,
+        group,
         model_path=model_path,
         temperature=setup.policy.temperature,
         max_steps=1,
         trains=False,
-        role="teacher",
-        log_dir=str(run.dir / "logs"),
-        meter=setup.meter,
     )
     stack.callback(model.shutdown)
     with run.start_phase("teacher"):

@@ -9,8 +9,8 @@ begins with. Left out here: pairs sampled during training, references that follo
 from contextlib import ExitStack
 from dataclasses import replace
 
+from nemo_like.algorithms.processes import find_model
 from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.setup import find_model
 from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, in_parts, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.text_run_schema import DPORunConfig

@@ -10,7 +10,6 @@ them. Left out here: asynchronous rollouts, token-level rewards.
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -22,6 +21,7 @@ from nemo_like.advantages import (
     overlong_penalty,
     zero_variance_share,
 )
+from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
     check_ratios,
@@ -30,7 +30,7 @@ from nemo_like.algorithms.self_check import (
     max_mean_gap,
     warn_of_gap,
 )
-from nemo_like.algorithms.setup import Setup, find_model, prepare, start
+from nemo_like.algorithms.setup import Setup, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.choices import MismatchAction
 from nemo_like.config.rollout_checks import has_validation
@@ -42,28 +42,26 @@ from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
 logger = logging.getLogger(__name__)
 
 
-def run_grpo(config: GRPORunConfig) -> None:
-    """Everything from a configuration to a trained model in ``run.dir``."""
-    model_path = find_model(config)  # a wrong layout leaves no folder behind
-    with Run(config, "grpo") as run, ExitStack() as stack:
-        with run.start_phase("data"):
-            prepared = prepare(config, model_path)
-        setup = start(
-            config,
-            run,
-            prepared,
-            stack,
-            max_updates=config.max_steps * config.grpo.num_updates,
-            with_reference=config.keeps_reference,
-        )
-        train(config, setup, run)
-        if config.checkpoint.export:
-            setup.policy.export(str(run.dir / "final"))
-        run.finish(
-            generation_backend=config.generation.backend.value,
-            model=config.policy.model,
-            seed=config.run.seed,
-        )
+def run_grpo(config: GRPORunConfig, processes: Processes) -> None:
+    """Everything from a run's processes to a trained model in ``run.dir``."""
+    run = processes.run
+    with run.start_phase("prompts"):
+        prepared = prepare(config, processes.rows, processes.model_path)
+    setup = start(
+        config,
+        processes,
+        prepared,
+        max_updates=config.max_steps * config.grpo.num_updates,
+        with_reference=config.keeps_reference,
+    )
+    train(config, setup, run)
+    if config.checkpoint.export:
+        setup.policy.export(str(run.dir / "final"))
+    run.finish(
+        generation_backend=config.generation.backend.value,
+        model=config.policy.model,
+        seed=config.run.seed,
+    )
 
 
 def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:

@@ -12,11 +12,11 @@ completions that were cut off.
 """
 
 import math
-from contextlib import ExitStack
 from pathlib import Path
 
 from nemo_like.advantages import Moments
 from nemo_like.algorithms.grpo import batch_metrics, make_loss, mini_batches
+from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
     check_ratios,
@@ -24,7 +24,7 @@ from nemo_like.algorithms.self_check import (
     gap_check,
     warn_of_gap,
 )
-from nemo_like.algorithms.setup import CriticSetup, Setup, find_model, prepare, start
+from nemo_like.algorithms.setup import CriticSetup, Setup, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.plan import plan_run
@@ -40,33 +40,31 @@ from nemo_like.policy.policy import Policy
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 
 
-def run_ppo(config: PPORunConfig) -> None:
-    """Everything from a configuration to a trained policy and critic in ``run.dir``."""
-    model_path = find_model(config)
-    critic = find_critic(config, model_path)
-    with Run(config, "ppo") as run, ExitStack() as stack:
-        with run.start_phase("data"):
-            prepared = prepare(config, model_path)
-        ppo = config.ppo
-        setup = start(
-            config,
-            run,
-            prepared,
-            stack,
-            max_updates=(ppo.max_steps - ppo.num_critic_warmup_steps) * ppo.num_updates,
-            with_reference=config.keeps_reference,
-            critic=critic,
-        )
-        train(config, setup, run)
-        if config.checkpoint.export:
-            setup.policy.export(str(run.dir / "final"))
-            if setup.critic is not None:
-                setup.critic.export(str(run.dir / "final_critic"))
-        run.finish(
-            generation_backend=config.generation.backend.value,
-            model=config.policy.model,
-            seed=config.run.seed,
-        )
+def run_ppo(config: PPORunConfig, processes: Processes) -> None:
+    """Everything from a run's processes to a trained policy and critic in ``run.dir``."""
+    run = processes.run
+    with run.start_phase("prompts"):
+        critic = find_critic(config, processes.model_path)
+        prepared = prepare(config, processes.rows, processes.model_path)
+    ppo = config.ppo
+    setup = start(
+        config,
+        processes,
+        prepared,
+        max_updates=(ppo.max_steps - ppo.num_critic_warmup_steps) * ppo.num_updates,
+        with_reference=config.keeps_reference,
+        critic=critic,
+    )
+    train(config, setup, run)
+    if config.checkpoint.export:
+        setup.policy.export(str(run.dir / "final"))
+        if setup.critic is not None:
+            setup.critic.export(str(run.dir / "final_critic"))
+    run.finish(
+        generation_backend=config.generation.backend.value,
+        model=config.policy.model,
+        seed=config.run.seed,
+    )
 
 
 def find_critic(config: PPORunConfig, model_path: str) -> CriticSetup | None:

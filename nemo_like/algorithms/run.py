@@ -29,7 +29,6 @@ from nemo_like.observe.log import setup_logging
 from nemo_like.observe.metrics import Metrics, values
 from nemo_like.observe.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink
 from nemo_like.observe.spans import Spans
-from nemo_like.policy.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,20 @@ class Loader(Protocol):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue at a saved position."""
+        ...
+
+
+class Model(Protocol):
+    """What trains: its state can be saved."""
+
+    weight_version: int
+
+    def save(self, folder: str) -> None:
+        """Write all of it into ``folder``."""
+        ...
+
+    def load(self, folder: str, weight_version: int) -> None:
+        """Restore what ``save`` wrote after ``weight_version`` steps."""
         ...
 
 
@@ -123,7 +136,7 @@ class Run:
         logger.info("Starting: %s", name.replace("_", " "))
         return self.span(name)
 
-    def restore(self, models: Mapping[str, Policy], loader: Loader) -> None:
+    def restore(self, models: Mapping[str, Model], loader: Loader) -> None:
         """Bring models and data to where the checkpoint left them, if there is one."""
         if self._resumed is None:
             return
@@ -135,7 +148,7 @@ class Run:
     def steps(
         self,
         max_steps: int,
-        models: Mapping[str, Policy],
+        models: Mapping[str, Model],
         loader: Loader,
         validator: Validator | None,
         validate_every: int,
@@ -222,7 +235,7 @@ class Run:
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._max_steps or (every > 0 and step % every == 0)
 
-    def _save(self, step: int, models: Mapping[str, Policy], loader: Loader) -> None:
+    def _save(self, step: int, models: Mapping[str, Model], loader: Loader) -> None:
         wall_s = self._totals["wall_s"] + time.monotonic() - self._start
         metric = self._step_values.get(self._metric)
         if metric is None and self.config.checkpoint.metric is not None:

@@ -1,41 +1,31 @@
-"""From a configuration to live parts: data first, then the cluster, then the workers on it."""
+"""From a configuration and its processes to live parts: the data, then what runs in the workers."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_like.algorithms.engine_size import engine_config
+from nemo_like.algorithms.processes import Processes, check_folders
+from nemo_like.algorithms.rows import Rows
 from nemo_like.algorithms.run import Run
 from nemo_like.config.choices import Output
-from nemo_like.config.model_checks import check_model_fits
-from nemo_like.config.plan import ResourcePlan, plan_run
+from nemo_like.config.plan import ResourcePlan
 from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.run_schema import RolloutRunConfig
 from nemo_like.data.chat import ChatTokenizer, context_length
-from nemo_like.data.datasets import (
-    VALIDATION_SEED_OFFSET,
-    Row,
-    check_lengths,
-    fingerprint,
-    load_rows,
-    without_overlap,
-)
+from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.virtual_cluster import VirtualCluster, connect, reserve
-from nemo_like.distributed.worker import Worker
-from nemo_like.distributed.worker_group import WorkerGroup
-from nemo_like.environments.rewards import absolute_reward, resolve_reward
+from nemo_like.distributed.virtual_cluster import VirtualCluster
+from nemo_like.environments.rewards import absolute_reward
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
-from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
+from nemo_like.policy.process import policy_group
 from nemo_like.refit.weight_sync import WeightSync
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
@@ -45,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What is known before Ray starts."""
+    """What is known before models and engines start."""
 
     model_path: str
     loader: PromptLoader[Row]
@@ -89,16 +79,8 @@ class Setup:
         }
 
 
-def find_model(config: TrainingRunConfig) -> str:
-    """The model's folder; raises UserError if it can't be laid out as configured."""
-    folder = resolve_model(config.policy.model)
-    plan = plan_run(config)
-    check_model_fits(config.policy, len(plan.policy), folder)
-    return str(folder)
-
-
-def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
-    """Read the data, check every prompt's length; raises UserError."""
+def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
+    """Render and check every prompt; raises UserError."""
     chat = ChatTokenizer(model_path)
     context = context_length(model_path)
     most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)
@@ -107,21 +89,12 @@ def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
             f"generation.max_new_tokens={most_new} does not fit the model's context of {context} "
             "tokens with a prompt; use less."
         )
-    reward = resolve_reward(config.environment.reward)  # its errors come now, not from a worker
-    data, seed = config.data, config.run.seed
-    train_rows = load_rows(data.train, data, data.num_train_rows, seed, "data.train")
-    validation_rows: list[Row] = []
-    if has_validation(config):
-        key, source = "data.validation", data.validation or data.train
-        held_out = seed + VALIDATION_SEED_OFFSET
-        validation_rows = load_rows(source, data, data.num_validation_rows, held_out, key)
-        train_rows = without_overlap(train_rows, validation_rows)
+    data = config.data
     longest = 0
     checked: dict[str, list[Row]] = {}
-    for key, rows in (("data.train", train_rows), ("data.validation", validation_rows)):
-        check_fields(rows, reward.required_fields, config.environment.reward, key)
+    for key, unchecked in (("data.train", rows.train), ("data.validation", rows.validation)):
         checked[key], most = check_lengths(
-            rows, chat, config.policy.micro_batch_tokens, context, most_new, data, key
+            unchecked, chat, config.policy.micro_batch_tokens, context, most_new, data, key
         )
         longest = max(longest, most)
     return Prepared(
@@ -129,7 +102,7 @@ def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
         loader=PromptLoader(
             checked["data.train"],
             fingerprint=fingerprint(checked["data.train"]),
-            seed=seed,
+            seed=config.run.seed,
             shuffle=data.shuffle,
         ),
         validation_rows=checked["data.validation"],
@@ -140,51 +113,44 @@ def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
 
 def start(
     config: RolloutRunConfig,
-    run: Run,
+    processes: Processes,
     prepared: Prepared,
-    stack: ExitStack,
     *,
     max_updates: int | None = None,
     with_reference: bool = False,
     critic: CriticSetup | None = None,
 ) -> Setup:
-    """Reserve the cluster and bring up models and engines, in parallel; ``stack`` ends them.
+    """Bring up models and engines in a run's processes, in parallel.
 
     ``max_updates``: the policy's optimizer steps in the whole run; None: one a step.
     """
-    with run.start_phase("ray"):
-        stack.callback(connect())
-        plan = plan_run(config)
-        cluster = stack.enter_context(reserve(plan, config.cluster))
-    meter = DriverMeter()
-    log_dir = str(run.dir / "logs")
+    run, cluster, stack = processes.run, processes.cluster, processes.stack
     policy = Policy(
         config.policy,
         config.cluster,
-        cluster,
-        model_path=prepared.model_path,
+        processes.policy,
+        model_path=processes.model_path,
         temperature=config.generation.temperature,
         max_steps=max_updates or config.max_steps,
         with_reference=with_reference,
-        log_dir=log_dir,
-        meter=meter,
     )
-    of_critic = _critic(config, cluster, critic, log_dir, meter)
-    models = _by_role(policy, of_critic)
-    for model in models.values():
-        stack.callback(model.shutdown)
-    generation = _generation(config, cluster, log_dir, meter)
+    generation = Generation(processes.generation)
     stack.callback(generation.shutdown)
-    rollout_setup = _rollout_setup(config, run, prepared, plan)
+    asked = list(processes.missing)
+    of_critic = None
+    if critic is not None:
+        of_critic = _critic(config, processes, critic)
+        stack.callback(of_critic.shutdown)
+        asked.append(of_critic.group.submit_missing([critic.model_path]))
+    models = _by_role(policy, of_critic)
+    rollout_setup = _rollout_setup(config, run, prepared, cluster.plan)
     with run.start_phase("workers"):
-        engine = rollout_setup.engine
-        generation.group.submit(RolloutWorker.preload, config.generation.backend, engine)
-        folders = [str(run.dir / "config.yaml"), prepared.model_path]
-        folders += [critic.model_path] if critic else []
-        _check_folders([policy.group, generation.group], folders, config.cluster.start_timeout_s)
-        _start_workers(config, list(models.values()), generation, rollout_setup, plan)
+        check_folders(asked)
+        _start_workers(config, list(models.values()), generation, rollout_setup, cluster.plan)
     run.restore(models, prepared.loader)
-    sync = WeightSync(config.refit, policy, generation, plan, sleep=engine.sleep)
+    sync = WeightSync(
+        config.refit, policy, generation, cluster.plan, sleep=rollout_setup.engine.sleep
+    )
     rollouts = SyncRolloutSource(
         config,
         generation=generation,
@@ -195,62 +161,37 @@ def start(
         span=run.span,
     )
     return Setup(
-        policy=policy, critic=of_critic, rollouts=rollouts, loader=prepared.loader, meter=meter,
+        policy=policy,
+        critic=of_critic,
+        rollouts=rollouts,
+        loader=prepared.loader,
+        meter=processes.meter,
         cluster=cluster,
-    )  # fmt: skip
+    )
 
 
 def _by_role(policy: Policy, critic: Policy | None) -> dict[str, Policy]:
     return {"policy": policy} if critic is None else {"policy": policy, "critic": critic}
 
 
-def _critic(
-    config: RolloutRunConfig,
-    cluster: VirtualCluster,
-    critic: CriticSetup | None,
-    log_dir: str,
-    meter: DriverMeter,
-) -> Policy | None:
-    if critic is None:
-        return None
+def _critic(config: RolloutRunConfig, processes: Processes, critic: CriticSetup) -> Policy:
+    group = policy_group(
+        critic.config,
+        config.cluster,
+        processes.cluster,
+        log_dir=processes.log_dir,
+        role="critic",
+        on=processes.cluster.plan.critic,
+        meter=processes.meter,
+    )
     return Policy(
         critic.config,
         config.cluster,
-        cluster,
+        group,
         model_path=critic.model_path,
         max_steps=critic.max_updates,
-        log_dir=log_dir,
         output=Output.values_before,
-        role="critic",
-        on=cluster.plan.critic,
-        meter=meter,
     )
-
-
-def _generation(
-    config: RolloutRunConfig, cluster: VirtualCluster, log_dir: str, meter: DriverMeter
-) -> Generation[RolloutWorker]:
-    group = WorkerGroup(
-        RolloutWorker,
-        "generation",
-        [[cluster.bundles[i] for i in replica] for replica in cluster.plan.generation],
-        timeout_s=config.cluster.call_timeout_s,
-        log_dir=log_dir,
-        meter=meter,
-    )
-    return Generation(group)
-
-
-def _check_folders(groups: Sequence[WorkerGroup[Any]], paths: list[str], timeout_s: float) -> None:
-    """Refuse a run folder or a model that some worker's node does not see."""
-    for group in groups:
-        found = group.waiting(timeout_s).call(Worker.missing, paths)
-        for context, missing in zip(group.contexts, found, strict=True):
-            if missing:
-                raise UserError(
-                    f"{context.name} on {context.address} does not see {missing[0]}; run.dir and "
-                    "the model must be in folders that every node of the run shares."
-                )
 
 
 def _start_workers(
@@ -279,18 +220,6 @@ def _start_workers(
                 model.shutdown()
             generation.group.shutdown()
             raise
-
-
-def check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
-    """Refuse rows that the reward function could not be called with."""
-    for row in rows:
-        for name in required:
-            if name not in row.fields:
-                found = ", ".join(row.fields) or "none"
-                raise UserError(
-                    f"environment.reward={reward} needs the field '{name}', and row {row.index} of "
-                    f"{key} does not have it (its fields: {found})."
-                )
 
 
 def _rollout_setup(

@@ -8,8 +8,8 @@ the model for validation (``examples/run_eval.py`` does that).
 
 from contextlib import ExitStack
 
+from nemo_like.algorithms.processes import find_model
 from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.setup import find_model
 from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, prepare, start
 from nemo_like.config.text_run_schema import SFTRunConfig
 from nemo_like.data import conversations

@@ -24,6 +24,7 @@ from nemo_like.distributed.virtual_cluster import VirtualCluster, connect, reser
 from nemo_like.losses.protocol import Loss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
+from nemo_like.policy.process import policy_group
 
 logger = logging.getLogger(__name__)
 
@@ -152,17 +153,18 @@ def start(
         plan = plan_run(config)
         cluster = stack.enter_context(reserve(plan, config.cluster))
     meter = DriverMeter()
+    group = policy_group(
+        config.policy, config.cluster, cluster, log_dir=str(run.dir / "logs"), meter=meter
+    )
     policy = Policy(
         config.policy,
         config.cluster,
-        cluster,
+        group,
         model_path=model_path,
         max_steps=rows.max_steps,
-        log_dir=str(run.dir / "logs"),
         output=output,
         temperature=temperature,
         with_reference=with_reference,
-        meter=meter,
     )
     stack.callback(policy.shutdown)
     with run.start_phase("workers"):

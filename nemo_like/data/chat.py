@@ -8,17 +8,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from nemo_like.data.datasets import Message
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-Message = dict[str, Any]
-"""``{"role": ..., "content": ...}``, as chat templates take it."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]

@@ -6,15 +6,20 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 from nemo_like.config.choices import OverlongPrompts
 from nemo_like.config.data_schema import TextDataConfig
 from nemo_like.config.rollout_schema import DEFAULT_TASKS, DataConfig
-from nemo_like.data.chat import ChatTokenizer, Message
 from nemo_like.errors import UserError
 
+if TYPE_CHECKING:
+    from nemo_like.data.chat import ChatTokenizer
+
 logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+"""``{"role": ..., "content": ...}``, as chat templates take it."""
 
 REASONING_GYM = "reasoning_gym"
 VALIDATION_SEED_OFFSET = 1_000_003
@@ -135,7 +140,7 @@ def without_overlap(train_rows: list[R], validation_rows: Sequence[R]) -> list[R
 
 def check_lengths(
     rows: Sequence[Row],
-    chat: ChatTokenizer,
+    chat: "ChatTokenizer",
     micro_batch_tokens: int,
     context: int,
     max_new_tokens: int,

@@ -2,7 +2,6 @@
 
 import psutil
 import ray
-import torch.distributed as dist
 
 from nemo_like.distributed.worker import WorkerContext
 
@@ -14,7 +13,9 @@ _NODE_LOST = "the actor's node was terminated"
 
 def is_disconnection(cause: BaseException) -> bool:
     """Whether ranks could not reach each other, which is no bug of ours."""
-    return isinstance(cause, dist.DistError) or _GLOO in str(cause)
+    from torch.distributed import DistError  # The driver starts workers before it imports torch.
+
+    return isinstance(cause, DistError) or _GLOO in str(cause)
 
 
 def disconnection_message(context: WorkerContext, phase: str, cause: BaseException) -> str:

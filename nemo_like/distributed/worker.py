@@ -1,12 +1,18 @@
-"""The process of one rank: what every Ray actor of a worker group is and knows."""
+"""The process of one rank: what every Ray actor of a worker group is and knows.
 
+Actors are hosts, which are up at once: neither they nor who starts them import a worker's class.
+"""
+
+import asyncio
 import faulthandler
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,27 +46,45 @@ class WorkerContext:
 
 
 class Worker:
-    """Base of every actor: devices, log file, and nothing that a subclass must call again."""
+    """Base of what hosts run. Its methods are called through ``WorkerGroup``."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
+
+    def ready(self) -> int:
+        """The process id, once the process is up."""
+        return os.getpid()
+
+
+class Host:
+    """The actor: devices, log file, and a worker, whose class the first call imports."""
+
+    def __init__(self, context: WorkerContext, worker_class: Callable[[], type[Worker]]) -> None:
+        self._context = context
+        self._worker_class = worker_class
+        self._worker: Worker | None = None
         # Set here, before CUDA is initialised, rather than by Ray's num_gpus: a vLLM engine
         # needs the GPUs of all its bundles in one process, and policy and engine share a GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.gpu_ids)
         os.environ.update(context.environment)
         self._redirect_stderr()
 
-    def ready(self) -> int:
-        """The process id, once the process is up."""
-        return os.getpid()
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What a method of the worker returns."""
+        return getattr(self._ready_worker(), method)(*args, **kwargs)
 
     def missing(self, paths: list[str]) -> list[str]:
         """Those of ``paths`` that this node does not see."""
         return [path for path in paths if not Path(path).exists()]
 
+    def _ready_worker(self) -> Worker:
+        if self._worker is None:
+            self._worker = self._worker_class()(self._context)
+        return self._worker
+
     def _redirect_stderr(self) -> None:
         """Send file descriptor 2 to the log: C++ aborts and child processes end up there too."""
-        path = self.context.log_path
+        path = self._context.log_path
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             os.dup2(file.fileno(), 2)
@@ -69,6 +93,23 @@ class Worker:
         logging.basicConfig(
             stream=sys.stderr,
             level=logging.INFO,
-            format=f"%(asctime)s {self.context.name} %(levelname)s %(name)s: %(message)s",
+            format=f"%(asctime)s {self._context.name} %(levelname)s %(name)s: %(message)s",
             force=True,
         )
+
+
+class AsyncHost(Host):
+    """The host of a worker whose methods are coroutines: many calls are under way at once."""
+
+    def __init__(self, context: WorkerContext, worker_class: Callable[[], type[Worker]]) -> None:
+        super().__init__(context, worker_class)
+        self._importing = asyncio.Lock()
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """See ``Host``."""
+        if self._worker is None:
+            async with self._importing:
+                # In a thread: the event loop would answer nobody for seconds.
+                await asyncio.to_thread(self._ready_worker)
+        result = super().call(method, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result

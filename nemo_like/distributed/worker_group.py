@@ -24,7 +24,7 @@ from nemo_like.distributed.failures import (
 )
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.virtual_cluster import Bundle, check_head
-from nemo_like.distributed.worker import Worker, WorkerContext
+from nemo_like.distributed.worker import AsyncHost, Host, Worker, WorkerContext
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class WorkerGroup(Generic[W]):
 
     def __init__(
         self,
-        worker_class: type[W],
+        worker_class: Callable[[], type[W]],
         role: str,
         bundles: Sequence[Sequence[Bundle]],
         *,
@@ -75,7 +75,10 @@ class WorkerGroup(Generic[W]):
         timeout_s: float,
         log_dir: str,
         meter: DriverMeter | None = None,
+        asynchronous: bool = False,
     ) -> None:
+        """``worker_class`` imports the class, in the worker's process; ``asynchronous`` if its
+        methods are coroutines."""
         self.role = role
         self.layout = layout or RankLayout({"dp": len(bundles)})
         assert self.layout.world_size == len(bundles), (self.layout, len(bundles))
@@ -83,14 +86,16 @@ class WorkerGroup(Generic[W]):
         self.meter = meter or DriverMeter()
         self.bundles = bundles
         self.contexts = worker_contexts(role, bundles, log_dir)
-        actor_class = ray.remote(worker_class)
+        # Ray titles processes by the name of their actor's class.
+        host = type(f"{role.capitalize()}Worker", (AsyncHost if asynchronous else Host,), {})
+        actor_class = ray.remote(host)
         self.actors: list[Any] = [
             actor_class.options(
                 num_cpus=0,
                 num_gpus=0,
                 max_restarts=0,
                 scheduling_strategy=bundles[context.rank][0].scheduling_strategy(),
-            ).remote(context)
+            ).remote(context, worker_class)
             for context in self.contexts
         ]
 
@@ -118,6 +123,11 @@ class WorkerGroup(Generic[W]):
     ) -> "Pending[R]":
         """``call`` without waiting; see ``wait_together``."""
         return self._send(dict.fromkeys(range(self.world_size), (args, kwargs)), method)
+
+    def submit_missing(self, paths: list[str]) -> "Pending[list[str]]":
+        """Those of ``paths`` that each rank's node does not see; before anything is imported."""
+        refs = {actor.missing.remote(paths): rank for rank, actor in enumerate(self.actors)}
+        return Pending(group=self, refs=refs, phase="missing")
 
     def submit_each(
         self,
@@ -182,7 +192,7 @@ class WorkerGroup(Generic[W]):
         refs = {}
         for rank, (args, kwargs) in work.items():
             self.meter.count(args, kwargs)
-            refs[getattr(self.actors[rank], name).remote(*args, **kwargs)] = rank
+            refs[self.actors[rank].call.remote(name, *args, **kwargs)] = rank
         return Pending(group=self, refs=refs, phase=name)
 
     def result(self, ref: Any, rank: int, phase: str) -> Any:

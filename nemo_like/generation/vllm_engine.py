@@ -1,7 +1,8 @@
 """vLLM behind the ``Engine`` protocol, for CPU and GPU.
 
 Every check of vLLM's version and every work-around for it is here or in the other ``vllm_…`` files:
-``vllm_settings`` (what it is started with), ``vllm_processes`` (how its processes start),
+``vllm_settings`` (what it is started with), ``vllm_environment`` and ``vllm_processes`` (how its
+processes start),
 ``vllm_worker`` and ``vllm_scheduler`` (what runs in them). Nothing else imports it.
 """
 
@@ -33,12 +34,13 @@ from nemo_like.generation.protocol import (
     Link,
     SamplingParams,
 )
-from nemo_like.generation.vllm_processes import engine_processes
-from nemo_like.generation.vllm_settings import (
-    engine_args,
+from nemo_like.generation.vllm_environment import (
+    EngineDevices,
     start_environment,
     start_fork_server,
 )
+from nemo_like.generation.vllm_processes import engine_processes
+from nemo_like.generation.vllm_settings import engine_args
 from nemo_like.weights.buckets import Bucket, announced_tensors
 from nemo_like.weights.manifest import check_tensors, check_version, expected_tensors
 
@@ -217,8 +219,13 @@ def _launch(config: EngineConfig) -> AsyncLLM:
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     memory = current_platform.get_device_total_memory() if config.device != "cpu" else 0
     args = engine_args(config, known, memory)
-    start_fork_server(config)
-    with start_environment(config):
+    devices = EngineDevices(
+        device=config.device,
+        tensor_parallel_size=config.tensor_parallel_size,
+        engine_kwargs=config.engine_kwargs,
+    )
+    start_fork_server(devices)
+    with start_environment(devices):
         # Our own process has imported vLLM already; its children read the variable themselves.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         try:

@@ -2,7 +2,7 @@
 
 vLLM spawns them, and each would import vLLM again, after our own process has: seconds on top.
 Importing this module replaces how they are started, both in our process and in the fork server,
-which imports it beforehand (``vllm_settings.start_fork_server``) and whose forks start further
+which imports it beforehand (``vllm_environment.start_fork_server``) and whose forks start further
 ranks in the same way.
 """
 

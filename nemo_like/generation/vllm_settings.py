@@ -1,14 +1,10 @@
-"""What vLLM is started with: engine arguments and environment variables, with our reasons.
+"""What vLLM is started with: engine arguments, with our reasons.
 
 Pure, and without an import of vLLM.
 """
 
 import difflib
-import importlib.util
-import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from multiprocessing import forkserver
+from collections.abc import Collection
 from typing import Any
 
 from nemo_like.errors import UserError
@@ -139,56 +135,3 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(config.max_model_len, CPU_BATCHED_TOKENS),
     }
-
-
-def start_fork_server(config: EngineConfig) -> None:
-    """Begin to import vLLM in the process that this engine's processes will be forks of."""
-    with start_environment(config):
-        forkserver.set_forkserver_preload(["nemo_like.generation.vllm_processes"])
-        forkserver.ensure_running()
-
-
-@contextmanager
-def start_environment(config: EngineConfig) -> Iterator[None]:
-    """Set what vLLM's processes inherit, where the user has not; undo that, and vLLM's own, after.
-
-    Left set, these variables would reach whatever else this process starts.
-    """
-    saved = dict(os.environ)
-    for name, value in _variables(config).items():
-        os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - saved.keys():
-            del os.environ[name]
-        os.environ.update(saved)
-
-
-def _variables(config: EngineConfig) -> dict[str, str]:
-    variables = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        # Not of our process, which has threads (Ray's, torch's): see ``vllm_processes``.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    if importlib.util.find_spec("flashinfer") is None:
-        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    if config.device != "cpu":
-        return variables
-    cores = len(os.sched_getaffinity(0))
-    variables |= {
-        # On the CPU it warns of each of the settings above and of optional libraries.
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        # One process less, and half the start-up: the model runs in the engine's own process.
-        # (That stays apart from ours: AsyncLLM ignores the variable, the choice of executor not.)
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # By default every replica binds itself to the same cores, and several ranks need as many
-        # NUMA nodes.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(max(1, cores // config.tensor_parallel_size)),
-    }
-    if config.engine_kwargs.get("enforce_eager", True):
-        # vLLM compiles the embedding of several ranks in spite of ``enforce_eager`` (13 s).
-        variables["TORCHDYNAMO_DISABLE"] = "1"
-    return variables

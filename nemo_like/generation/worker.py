@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from nemo_like.config.choices import Backend
 from nemo_like.distributed.worker import Worker
 from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, Link
-from nemo_like.generation.vllm_settings import start_fork_server
 from nemo_like.weights.buckets import Bucket
 
 logger = logging.getLogger(__name__)
@@ -29,12 +28,6 @@ class GenerationWorker(Worker):
     """One replica. Its methods are coroutines: completions of many requests overlap."""
 
     _engine: Engine | None = None
-
-    async def preload(self, backend: Backend, config: EngineConfig) -> None:
-        """Import what the engine and its processes need, while other things start."""
-        if backend is Backend.vllm:
-            start_fork_server(config)
-        await asyncio.to_thread(engine_class, backend)
 
     async def start_engine(self, backend: Backend, config: EngineConfig) -> None:
         """Bring the engine up, without weights."""

@@ -12,13 +12,10 @@ from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Batching, KLEstimator, Output
-from nemo_like.config.layout import parallel_sizes, resolve_mesh_shape
+from nemo_like.config.layout import resolve_mesh_shape
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.schema import ClusterConfig
-from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
@@ -37,31 +34,23 @@ class Policy:
         self,
         config: PolicyConfig,
         cluster_config: ClusterConfig,
-        cluster: VirtualCluster,
+        group: WorkerGroup[PolicyWorker],
         *,
         model_path: str,
         max_steps: int,
-        log_dir: str,
         temperature: float = 1.0,
         with_reference: bool = False,
         output: Output = Output.logprobs,
         trains: bool = True,
-        role: str = "policy",
-        on: Sequence[int] = (),
-        meter: DriverMeter | None = None,
     ) -> None:
-        """``temperature``: of logprobs. ``trains`` False: a frozen model, without an optimizer.
-
-        ``role`` names the ranks in errors and logs. ``on``: bundles of their own, if not those of
-        the policy.
-        """
+        """``temperature``: of logprobs. ``trains`` False: a frozen model, without an optimizer."""
         self.config = config
         self.temperature = temperature
         self.weight_version = 0
         """Optimizer steps taken so far."""
         self._start_timeout_s = cluster_config.start_timeout_s
-        bundles = [[cluster.bundles[i]] for i in on or cluster.plan.policy]
-        self._parallel = resolve_mesh_shape(config, len(bundles))
+        self._parallel = resolve_mesh_shape(config, group.world_size)
+        self.group = group
         self._setup = PolicySetup(
             config=config,
             model_path=model_path,
@@ -71,15 +60,6 @@ class Policy:
             trains=trains,
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
             timeout_s=cluster_config.call_timeout_s,
-        )
-        self.group = WorkerGroup(
-            PolicyWorker,
-            role,
-            bundles,
-            layout=RankLayout(parallel_sizes(config, len(bundles)).axes),
-            timeout_s=cluster_config.call_timeout_s,
-            log_dir=log_dir,
-            meter=meter,
         )
 
     def start(self) -> None:

@@ -70,16 +70,17 @@ class RolloutWorker(GenerationWorker):
     _environment: GradingPool | None = None
 
     async def start(self, setup: RolloutSetup) -> None:
-        """Bring up the engine and the grading processes, at the same time."""
-        self._chat = ChatTokenizer(setup.model_path)
+        """Bring up the engine, the grading processes and the tokenizer, at the same time."""
         pool = asyncio.to_thread(
             GradingPool,
             setup.environment.reward,
             timeout_s=setup.environment.timeout_s,
             num_processes=setup.environment.num_processes,
         )
-        self._environment, _ = await asyncio.gather(
-            pool, self.start_engine(setup.backend, setup.engine)
+        self._environment, self._chat, _ = await asyncio.gather(
+            pool,
+            asyncio.to_thread(ChatTokenizer, setup.model_path),
+            self.start_engine(setup.backend, setup.engine),
         )
         self._trajectories: TrajectoryWriter | None = None
         if self.context.rank == 0:
