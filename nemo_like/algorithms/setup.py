@@ -20,6 +20,7 @@ from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster
+from nemo_like.distributed.worker import Worker
 from nemo_like.environments.rewards import absolute_reward
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
@@ -207,12 +208,19 @@ def _start_workers(
     used meanwhile, it would take for its own.
     """
     engines = generation.group.waiting(config.cluster.start_timeout_s)
+
+    def start_engines() -> None:
+        # Ray unpickles arguments beside a worker that still imports; two threads that import the
+        # same modules may find them half done. ``ready`` has no arguments.
+        engines.call(Worker.ready)
+        engines.call(RolloutWorker.start, setup)
+
     with ThreadPoolExecutor(len(models) + 1) as threads:
         try:
             starts: list[Future[Any]] = [threads.submit(model.start) for model in models]
             if plan.uses_gpus and plan.colocated and setup.engine.kv_cache_bytes is None:
                 wait(starts)
-            starts.append(threads.submit(engines.call, RolloutWorker.start, setup))
+            starts.append(threads.submit(start_engines))
             for one in as_completed(starts):
                 one.result()
         except BaseException:
