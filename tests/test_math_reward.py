@@ -112,6 +112,6 @@ def test_a_box_in_the_prompt_is_not_an_answer():
     ids=range(14),
 )
 def test_weird_text_earns_nothing_in_little_time(response):
-    start = time.perf_counter()
+    start = time.process_time()
     assert verify(response, "5") is False
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
