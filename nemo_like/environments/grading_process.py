@@ -121,7 +121,10 @@ def _number(what: str, value: Any) -> float:
     """Any finite real number, NumPy's and one-element tensors included, but no text."""
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
         raise UserError(f"{what} is a {type(value).__name__}, not a number.")
-    number = float(value)
+    try:
+        number = float(value)
+    except Exception as error:  # the value's own code: an array of two, an integer of 400 digits
+        raise UserError(f"{what} is a {type(value).__name__}, not one number: {error}.") from error
     if not math.isfinite(number):
         raise UserError(f"{what} is {number}, not a finite number.")
     return number

@@ -20,9 +20,10 @@ mathematics leaves a choice, it is made as follows.
 - Answers in words are compared as text, without regard to case and articles.
 """
 
+import math
 from typing import Any
 
-from nemo_like.environments.math_compare import equal, gradable
+from nemo_like.environments.math_compare import equal, gradable, spelling
 from nemo_like.environments.math_extract import extract, gold_answer
 
 __all__ = ["extract", "reward", "verify"]
@@ -35,14 +36,19 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
     read gets a reward of None, unless the completion has the very same text: nothing can be right
     or wrong there.
     """
-    gold = "" if answer is None else gold_answer(str(answer))
+    is_readable = isinstance(answer, (str, int)) or (
+        isinstance(answer, float) and math.isfinite(answer)
+    )
+    gold = gold_answer(str(answer)) if is_readable else ""
     given = extract(completion)
     is_right = given is not None and equal(gold, given)
     if not is_right and not gradable(gold):
-        return {"reward": None, "error": f"the row's answer cannot be read: {gold[:100]!r}"}
+        error = f"the row's answer cannot be read as a text or number: {str(answer)[:100]!r}"
+        return {"reward": None, "error": error}
     right = float(is_right)
     answered = float(given is not None)
-    return {"reward": right, "accuracy": right, "answered": answered, "answer": given}
+    stated = None if given is None else spelling(given)
+    return {"reward": right, "accuracy": right, "answered": answered, "answer": stated}
 
 
 def verify(response: str, gold: str) -> bool:
