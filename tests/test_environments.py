@@ -19,6 +19,10 @@ REWARDS = '''
 import asyncio, os, signal, subprocess, sys, threading, time
 import sibling
 
+class _Pair:
+    def __float__(self):
+        raise TypeError("there are two")
+
 def by_completion(prompt, completion, **fields):
     """The completion says how to behave."""
     if completion == "raise":
@@ -50,7 +54,7 @@ def by_completion(prompt, completion, **fields):
         "dict": {"reward": 0.5, "length": 3, "ok": True}, "bad metric": {"reward": 1, "x": "y"},
         "nan metric": {"reward": 1, "x": float("nan")}, "no reward": {"score": 1},
         "skip": {"reward": None, "error": "cannot be graded"}, "lambda": lambda: 1,
-        "int": 2, "bool": True, "pid": os.getpid(), "sibling": sibling.VALUE,
+        "pair": _Pair(), "huge": 10**400, "int": 2, "bool": True, "pid": os.getpid(), "sibling": sibling.VALUE,
     }.get(completion, 1.0)
 
 async def slow(prompt, completion):
@@ -106,6 +110,8 @@ def test_numbers_and_dicts_become_rewards_and_metrics(pool):
         ("nan", "nan"),
         ("inf", "inf"),
         ("text", "str"),
+        ("pair", "the reward is a _Pair, not one number: there are two."),
+        ("huge", "the reward is a int, not one number: int too large"),
         ("bad metric", "'x'"),
         ("nan metric", "'x'"),
         ("no reward", "without 'reward'"),
