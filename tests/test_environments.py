@@ -42,6 +42,9 @@ def by_completion(prompt, completion, **fields):
     if completion == "die later":
         threading.Timer(0.05, lambda: os._exit(1)).start()
         return 1.0
+    if completion == "fork":
+        child = os.fork()
+        return {"reward": 1.0 if child else -1.0, "child": child}
     if completion == "child":
         subprocess.Popen(["sleep", fields["seconds"]])
         time.sleep(60)
@@ -138,6 +141,17 @@ def test_the_error_names_the_line_of_the_users_code(pool):
     (failed,) = grade(pool, "raise")
     line = REWARDS.splitlines().index('        raise ValueError("no such luck")') + 1
     assert f"my_reward.py:{line}" in failed.error
+
+
+def test_a_process_that_the_function_forked_ends_with_its_row(pool):
+    forked, after = grade(pool, "fork")[0], grade(pool, "int")[0]
+    assert (forked.reward, after.reward) == (1.0, 2.0)
+    state = Path(f"/proc/{forked.metrics['child']:.0f}/stat")
+    for _ in range(100):
+        if not state.exists() or state.read_text().rpartition(") ")[2][0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{state} is still there")
 
 
 def test_three_hanging_rows_do_not_keep_a_pool_of_two_from_the_fourth(pool):
