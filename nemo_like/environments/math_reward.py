@@ -8,9 +8,11 @@ mathematics leaves a choice, it is made as follows.
   the answer itself.
 - 28%, 28 and 0.28 are right where 28% is asked for, since the question may say "in percent"; where
   0.28 is asked for, 28% is right and 0.28% is not.
-- Units and degree marks may be left out or added, but not be different known units (cm, m).
+- Units and degree marks may be left out or added, but not be different known units (cm, m; cm^2,
+  cm^3; km/h, m/s).
 - Order does not matter in sets and bare lists, and the braces of a set may be missing. It does in
-  pairs. A bare ``1, 2`` passes for the pair (1, 2). (1,234) is a pair and 1,234 a number.
+  pairs. A set may name a member twice. A bare ``1, 2`` passes for the pair (1, 2). (1,234) is a
+  pair and 1,234 a number.
 - An inequality in one unknown is its interval; open and closed ends differ.
 - ``x = 5`` and ``f(x) = 5`` pass for 5, but not ``2x = 5`` or ``x = 5k``.
 - A decimal with three significant digits or more passes for a number whose decimals never end, if
