@@ -67,8 +67,9 @@ def prepare(config: EvalRunConfig, model_path: str) -> Prepared:
     context = context_length(model_path)
     most_new = config.eval.max_new_tokens or config.generation.max_new_tokens
     if most_new >= context:
+        section = "generation" if config.eval.max_new_tokens is None else "eval"
         raise UserError(
-            f"generation.max_new_tokens={most_new} does not fit the model's context of {context} "
+            f"{section}.max_new_tokens={most_new} does not fit the model's context of {context} "
             "tokens with a prompt; use less."
         )
     reward = resolve_reward(config.environment.reward)

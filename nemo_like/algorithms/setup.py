@@ -103,8 +103,10 @@ def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
     context = context_length(model_path)
     most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)
     if most_new >= context:
+        is_longer = most_new > config.generation.max_new_tokens
+        section = "validation" if is_longer else "generation"
         raise UserError(
-            f"generation.max_new_tokens={most_new} does not fit the model's context of {context} "
+            f"{section}.max_new_tokens={most_new} does not fit the model's context of {context} "
             "tokens with a prompt; use less."
         )
     reward = resolve_reward(config.environment.reward)  # its errors come now, not from a worker
@@ -124,6 +126,14 @@ def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
             rows, chat, config.policy.micro_batch_tokens, context, most_new, data, key
         )
         longest = max(longest, most)
+    count, least = len(checked["data.train"]), config.loop.num_prompts_per_step
+    if count < least:
+        logger.warning(
+            "data.train has %d prompts, and %s.num_prompts_per_step=%d repeats some within a step.",
+            count,
+            config.section,
+            least,
+        )
     return Prepared(
         model_path=model_path,
         loader=PromptLoader(

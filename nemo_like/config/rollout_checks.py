@@ -37,6 +37,7 @@ _RANGES = Ranges(
     at_most={"validation.top_p": 1},
 )
 
+_VLLM_LOWEST = 0.01
 _GRPO_RANGES = Ranges(at_least={"grpo.max_sampling_rounds": 2})
 
 
@@ -48,9 +49,13 @@ def check_rollouts(config: RolloutRunConfig) -> None:
     check_ranges(config, Ranges(at_least={f"{config.section}.{name}": 1 for name in names}))
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
+    for token in config.generation.stop_token_ids:
+        if token < 0:
+            raise UserError(f"generation.stop_token_ids: {token} is no token's id; leave it out.")
     if not isinstance(config, EvalRunConfig):
         _check_micro_batches(config)
     _check_sizes(config)
+    _check_temperatures(config)
 
 
 def check_grpo(config: GRPORunConfig) -> None:
@@ -167,6 +172,18 @@ _EFFECTS = (
         why_not="there are no validation rows; set data.validation",
     ),
 )
+
+
+def _check_temperatures(config: RolloutRunConfig) -> None:
+    """vLLM samples at 0.01 where it is asked for less, and logprobs would be of another one."""
+    keys = ["generation.temperature", "validation.temperature"]
+    if isinstance(config, EvalRunConfig):
+        keys = ["eval.temperature"]
+    for key in keys:
+        value = value_of(config, key)
+        if config.generation.backend is Backend.vllm and 0 < value < _VLLM_LOWEST:
+            greedy = "" if key == "generation.temperature" else ", or 0, which is greedy"
+            raise UserError(f"{key}={value:g} must be at least {_VLLM_LOWEST}{greedy}.")
 
 
 def _check_micro_batches(config: RolloutRunConfig) -> None:

@@ -67,6 +67,7 @@ class ChatTokenizer:
 
         The template writes the special tokens; none are added on top (no second BOS).
         """
+        self._refuse_lost_calls(messages)
         ids: list[int] = self._tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -85,6 +86,7 @@ class ChatTokenizer:
 
         Raises UserError, without the row's name, if neither way leads to the tokens.
         """
+        self._refuse_lost_calls(messages)
         turns = [
             index
             for index, message in enumerate(messages)
@@ -138,6 +140,18 @@ class ChatTokenizer:
         except UserError:
             return True  # what can't be derived can't be compared: the template's word counts
         return self._mask(*marked) == self._mask(*derived)
+
+    def _refuse_lost_calls(self, messages: Sequence[Message]) -> None:
+        """Many templates render a message's content and nothing else of it."""
+        for index, message in enumerate(messages):
+            for call in message.get("tool_calls") or ():
+                function = call.get("function")
+                name = (function if isinstance(function, dict) else call).get("name")
+                if str(name) not in self._text(messages, to_answer=False):
+                    raise UserError(
+                        f"the template leaves out the tool calls of message {index}; write them "
+                        "into its content, or use a template that takes them."
+                    )
 
     def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
         try:
@@ -291,4 +305,10 @@ def context_length(model_path: str) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path, local_files_only=True).get_text_config()
-    return int(config.max_position_embeddings)
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise UserError(
+            f"policy.model={model_path}: its config.json has no max_position_embeddings, the most "
+            "tokens of a row; add it."
+        )
+    return positions

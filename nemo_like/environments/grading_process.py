@@ -56,6 +56,7 @@ def main(argv: list[str]) -> None:
 
 
 def _serve(connection: Connection, function: RewardFunction, timeout_s: float) -> None:
+    own = os.getpid()
     while True:
         try:
             row = connection.recv_bytes()
@@ -63,6 +64,8 @@ def _serve(connection: Connection, function: RewardFunction, timeout_s: float) -
             return
         faulthandler.dump_traceback_later(timeout_s + SELF_DESTRUCT_GRACE_S, exit=True)
         verdict = grade_row(function, row)
+        if os.getpid() != own:  # the function forked, and one of the two has to answer
+            os._exit(0)
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind must not hit the next row
         connection.send(verdict)
@@ -121,7 +124,10 @@ def _number(what: str, value: Any) -> float:
     """Any finite real number, NumPy's and one-element tensors included, but no text."""
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
         raise UserError(f"{what} is a {type(value).__name__}, not a number.")
-    number = float(value)
+    try:
+        number = float(value)
+    except Exception as error:  # the value's own code: an array of two, an integer of 400 digits
+        raise UserError(f"{what} is a {type(value).__name__}, not one number: {error}.") from error
     if not math.isfinite(number):
         raise UserError(f"{what} is {number}, not a finite number.")
     return number
