@@ -270,6 +270,7 @@ _FILE = (
     "data.num_validation_rows=256",
     "environment.reward=math",
 )
+_SCORED = "environment.reward=reward_model environment.reward_model.model={scores}"
 ENGINES = [
     *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),
     *seen(started, "generation.backend=hf", "generation.engine_kwargs={{max_num_seqs: 3}}"),
@@ -281,6 +282,10 @@ ENGINES = [
     *seen(read, "data.tasks={{gcd: {{}}}}", "data.num_validation_rows=8", "data.system_prompt=Hi"),
     *seen(started, "environment.reward=math", "environment.timeout_s=3"),
     *seen(started, "environment.num_processes=2"),
+    *seen(started, "environment.reward_model.model={other_scores}", beside=_SCORED),
+    *seen(started, "environment.reward_model.dtype=bfloat16", beside=_SCORED),
+    *seen(started, "environment.reward_model.num_threads=2", beside=_SCORED),
+    *seen(started, "environment.reward_model.rows_at_once=2", beside=_SCORED),
 ]
 ROLLOUTS = [
     *TRAINING,

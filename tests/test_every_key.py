@@ -8,6 +8,7 @@ fails.
 import ast
 import dataclasses
 import json
+import shutil
 from functools import cache
 
 import pytest
@@ -46,8 +47,15 @@ def files(tmp_path_factory):
         (other / path.name).write_bytes(path.read_bytes())
     weights = load_file(other / "model.safetensors")
     save_file({name: one * 1.1 for name, one in weights.items()}, other / "model.safetensors")
+    for name in ("scores", "other_scores"):
+        shutil.copytree(other, folder / name)
+        config = json.loads((other / "config.json").read_text())
+        config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
+        (folder / name / "config.json").write_text(json.dumps(config))
     return {
         "folder": str(folder / "run"),
+        "scores": str(folder / "scores"),
+        "other_scores": str(folder / "other_scores"),
         "other": str(other),
         "prompts": write("prompts.jsonl", *prompts),
         "overlong_prompts": write("long.jsonl", *prompts, {"prompt": "1 " * 2000, "answer": "1"}),

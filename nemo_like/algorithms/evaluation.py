@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nemo_like.algorithms.eval_report import Measured, write_report
 from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.setup import Prepared, check_fields, find_model, start
+from nemo_like.algorithms.setup import Prepared, find_model, start
 from nemo_like.checkpoint import open_checkpoint
 from nemo_like.config.file_checks import REASONING_GYM, is_checkpoint, model_of_checkpoint
 from nemo_like.config.sampling_run_schema import EvalRunConfig
@@ -26,10 +26,10 @@ from nemo_like.data.datasets import (
     load_rows,
 )
 from nemo_like.data.loader import PromptLoader
-from nemo_like.environments.rewards import resolve_reward
 from nemo_like.errors import UserError
 from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.policy.policy import Policy
+from nemo_like.rollout import graders
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,10 @@ def prepare(config: EvalRunConfig, model_path: str) -> Prepared:
             f"{section}.max_new_tokens={most_new} does not fit the model's context of {context} "
             "tokens with a prompt; use less."
         )
-    reward = resolve_reward(config.environment.reward)
     key, source = "data.validation", config.data.validation or REASONING_GYM
     seed = config.run.seed + VALIDATION_SEED_OFFSET
     rows = load_rows(source, config.data, config.data.num_validation_rows, seed, key)
-    check_fields(rows, reward.required_fields, config.environment.reward, key)
+    graders.check_rows(config.environment, {key: rows}, chat)
     _check_category(rows, config.eval.category_field, key)
     rows, longest = check_lengths(rows, chat, context, context, most_new, config.data, key)
     return Prepared(

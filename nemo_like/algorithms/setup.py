@@ -1,10 +1,10 @@
 """From a configuration to live parts: data first, then the cluster, then the workers on it."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,13 @@ from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster, connect, reserve
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import WorkerGroup
-from nemo_like.environments.rewards import absolute_reward, resolve_reward
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
 from nemo_like.refit.weight_sync import WeightSync
+from nemo_like.rollout import graders
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
 
@@ -109,7 +109,6 @@ def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
             f"{section}.max_new_tokens={most_new} does not fit the model's context of {context} "
             "tokens with a prompt; use less."
         )
-    reward = resolve_reward(config.environment.reward)  # its errors come now, not from a worker
     data, seed = config.data, config.run.seed
     train_rows = load_rows(data.train, data, data.num_train_rows, seed, "data.train")
     validation_rows: list[Row] = []
@@ -120,8 +119,9 @@ def prepare(config: RolloutRunConfig, model_path: str) -> Prepared:
         train_rows = without_overlap(train_rows, validation_rows)
     longest = 0
     checked: dict[str, list[Row]] = {}
-    for key, rows in (("data.train", train_rows), ("data.validation", validation_rows)):
-        check_fields(rows, reward.required_fields, config.environment.reward, key)
+    rows_of = {"data.train": train_rows, "data.validation": validation_rows}
+    graders.check_rows(config.environment, rows_of, chat)
+    for key, rows in rows_of.items():
         checked[key], most = check_lengths(
             rows, chat, config.policy.micro_batch_tokens, context, most_new, data, key
         )
@@ -189,8 +189,8 @@ def start(
     with run.start_phase("workers"):
         engine = rollout_setup.engine
         generation.group.submit(RolloutWorker.preload, config.generation.backend, engine)
-        folders = [str(run.dir / "config.yaml"), prepared.model_path]
-        folders += [critic.model_path] if critic else []
+        models_of = (critic and critic.model_path, rollout_setup.environment.reward_model.model)
+        folders = [str(run.dir / "config.yaml"), prepared.model_path, *filter(None, models_of)]
         _check_folders([policy.group, generation.group], folders, config.cluster.start_timeout_s)
         _start_workers(config, list(models.values()), generation, rollout_setup, plan)
     run.restore(models, prepared.loader)
@@ -291,25 +291,13 @@ def _start_workers(
             raise
 
 
-def check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
-    """Refuse rows that the reward function could not be called with."""
-    for row in rows:
-        for name in required:
-            if name not in row.fields:
-                found = ", ".join(row.fields) or "none"
-                raise UserError(
-                    f"environment.reward={reward} needs the field '{name}', and row {row.index} of "
-                    f"{key} does not have it (its fields: {found})."
-                )
-
-
 def _rollout_setup(
     config: RolloutRunConfig, run: Run, prepared: Prepared, plan: ResourcePlan
 ) -> RolloutSetup:
     return RolloutSetup(
         backend=config.generation.backend,
         engine=engine_config(config, prepared.model_path, prepared.max_model_len, plan),
-        environment=replace(config.environment, reward=absolute_reward(config.environment.reward)),
+        environment=graders.for_other_folders(config.environment),
         model_path=prepared.model_path,
         trajectories_path=str(Path(run.dir) / "trajectories.jsonl"),
         resumed_step=run.first_step,

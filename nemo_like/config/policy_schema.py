@@ -211,7 +211,8 @@ class TeacherConfig:
     """
 
     model: str | None = None
-    """Like ``policy.model``, and required; its vocabulary must be the student's."""
+    """Like ``policy.model``, and required; its tokens must be the student's. Either embedding may
+    have more rows, as padding: distributions are renormalised over the ids of both."""
     top_k: int | None = 64
     """Most likely tokens of each distribution that are compared (``loss.tail`` says what happens to
     the others). None: the whole vocabulary. A trained token takes 12 bytes for each of them."""

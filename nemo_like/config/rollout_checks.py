@@ -1,7 +1,7 @@
 """Rules of runs that sample completions: batch sizes, engines, validation."""
 
 from nemo_like.config.choices import Backend, Baseline
-from nemo_like.config.file_checks import REASONING_GYM
+from nemo_like.config.file_checks import REASONING_GYM, REWARD_MODEL
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.plan import plan_run, refit_transport
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges, value_of
@@ -22,6 +22,8 @@ _RANGES = Ranges(
         "data.num_train_rows": 1,
         "data.num_validation_rows": 1,
         "environment.num_processes": 1,
+        "environment.reward_model.num_threads": 1,
+        "environment.reward_model.rows_at_once": 1,
         "validation.every_steps": 0,
         "validation.num_generations_per_prompt": 1,
         "validation.temperature": 0,
@@ -125,6 +127,11 @@ _GRPO_EFFECTS = (
 )
 
 _EFFECTS = (
+    Effect(
+        keys=("environment.reward_model",),
+        applies=lambda c: c.environment.reward == REWARD_MODEL,
+        why_not=f"environment.reward is not {REWARD_MODEL}",
+    ),
     Effect(
         keys=("generation.engine_kwargs", "generation.tensor_parallel_size", "generation.sleep"),
         applies=lambda c: c.generation.backend is Backend.vllm,

@@ -122,6 +122,14 @@ class ChatTokenizer:
         """Whether each id stands for the same token in both."""
         return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
 
+    def has_template_of(self, other: "ChatTokenizer") -> bool:
+        """Whether both render conversations with the same template, and end turns alike."""
+        ours, theirs = (
+            (one._tokenizer.chat_template, one._tokenizer.convert_ids_to_tokens(one.eos_token_ids))
+            for one in (self, other)
+        )
+        return ours == theirs
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -49,6 +49,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # fractions work
         target_modules=list(config.targets) or "all-linear",
+        exclude_modules=["score"] if hasattr(model, "score") else None,  # it trains itself
     )
     peft.inject_adapter_in_model(settings, model)
     for name, parameter in model.named_parameters():

@@ -230,10 +230,11 @@ class PolicyWorker(Worker):
         tokens = {column: torch.cat(parts).cpu() if parts else torch.zeros(0)}
         return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
 
-    def top_logprobs(self, shard: Shard, k: int) -> ObjectRef | None:
+    def top_logprobs(self, shard: Shard, k: int, vocabulary: int | None) -> ObjectRef | None:
         """A reference to token columns ``teacher_ids`` and ``teacher_logprobs``; see ``score``."""
         micro_batches = shard.micro_batches(self._device)
-        parts = scoring.best_tokens(self._engine, micro_batches, shard.temperature, k)
+        temperature = shard.temperature
+        parts = scoring.best_tokens(self._engine, micro_batches, temperature, k, vocabulary)
         if not self._engine.mesh.answers:
             return None
         none = (torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k))

@@ -17,6 +17,7 @@ from nemo_like.generation.protocol import EngineConfig, SamplingParams
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.trajectories import TrajectoryRow, TrajectoryWriter
+from nemo_like.rollout import graders
 from nemo_like.rollout.collate import collate_rows, collate_tokens
 from nemo_like.rollout.rollout import RolloutTask, Sample, Trajectory, as_sample, run_task
 
@@ -72,12 +73,7 @@ class RolloutWorker(GenerationWorker):
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine and the grading processes, at the same time."""
         self._chat = ChatTokenizer(setup.model_path)
-        pool = asyncio.to_thread(
-            GradingPool,
-            setup.environment.reward,
-            timeout_s=setup.environment.timeout_s,
-            num_processes=setup.environment.num_processes,
-        )
+        pool = asyncio.to_thread(graders.start_pool, setup.environment)
         self._environment, _ = await asyncio.gather(
             pool, self.start_engine(setup.backend, setup.engine)
         )
