@@ -290,6 +290,7 @@ ENGINES = [
 ROLLOUTS = [
     *TRAINING,
     *ENGINES,
+    *seen(started, "policy.lora.refit=adapters", beside="policy.lora.rank=4"),
     *seen(sampled, "logging.trajectories_per_step=2", "generation.temperature=0.5"),
     *seen(sampled, "generation.max_new_tokens=20", "generation.stop=[x]"),
     *seen(sampled, "generation.stop_token_ids=[5]"),
@@ -363,6 +364,7 @@ _NO_SAMPLES = ("cluster.num_generation_workers=1", "logging.trajectories_per_ste
 TEXTS = [
     *TRAINING,
     *refused("this run samples no completions", *_NO_SAMPLES, "run.self_check=false"),
+    *refused("nothing is refitted", "policy.lora.refit=adapters", beside="policy.lora.rank=4"),
     *proven(
         f"{_ENGINE}local_sgd_averages_every_so_many_steps_and_before_weights_leave",
         "policy.parallel.ddp.average_every_steps=2",
@@ -455,7 +457,7 @@ EVAL = [
     ),
     *seen(started, "policy.dtype=bfloat16"),
     *refused("is a whole model", "policy.lora.rank=4", "policy.lora.alpha=4"),
-    *refused("is a whole model", "policy.lora.targets=[q_proj]"),
+    *refused("is a whole model", "policy.lora.targets=[q_proj]", "policy.lora.refit=adapters"),
     *refused("no optimizer state", "policy.offload=optimizer", beside=_GPU),
     *refused("samples.jsonl has every", "logging.trajectories_per_step=2"),
     *refused("needs run.resume=true", f"{_SLURM}.requeue=true"),

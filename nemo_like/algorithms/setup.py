@@ -194,7 +194,7 @@ def start(
         _check_folders([policy.group, generation.group], folders, config.cluster.start_timeout_s)
         _start_workers(config, list(models.values()), generation, rollout_setup, plan)
     run.restore(models, prepared.loader)
-    sync = WeightSync(config.refit, policy, generation, plan, sleep=engine.sleep)
+    sync = WeightSync(config.refit, policy, generation, plan, engine)
     rollouts = SyncRolloutSource(
         config,
         generation=generation,

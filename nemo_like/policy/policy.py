@@ -177,9 +177,9 @@ class Policy:
         shards = self._train_shards(batch, loss, rows_per_unit)
         return merge(self.group.scatter(PolicyWorker.evaluate, shards, last="pp"))
 
-    def submit_weights(self) -> Pending[float]:
+    def submit_weights(self, *, adapters_only: bool) -> Pending[float]:
         """Begin to hand the weights to the engines; the seconds that it takes on each rank."""
-        return self.group.submit(PolicyWorker.send_weights, self.weight_version)
+        return self.group.submit(PolicyWorker.send_weights, self.weight_version, adapters_only)
 
     def release_memory(self) -> None:
         """Give GPU memory that is only cached back."""
