@@ -178,7 +178,8 @@ SEVERAL_NODES = """
     from ray.cluster_utils import Cluster
     from nemo_like.config.plan import plan_resources
     from nemo_like.config.schema import ClusterConfig
-    from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
+    from nemo_like.distributed.connection import connect
+    from nemo_like.distributed.virtual_cluster import VirtualCluster
     from nemo_like.distributed.worker_group import WorkerGroup
     from tests.test_cluster import Probe
 
@@ -240,29 +241,58 @@ def test_ranks_follow_nodes_and_nodes_that_are_too_small_have_none(tmp_path):
 WRONG_ADDRESSES = """
     import os
     import socket
-    from nemo_like.distributed.virtual_cluster import connect
+    import threading
+    from nemo_like.cli import end_on_error
+    from nemo_like.distributed.connection import connect
     from nemo_like.errors import UserError
 
+    def greet(listener):
+        connection, _ = listener.accept()
+        connection.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # what a head begins with
+        connections.append(connection)
+
+    connections = []
     listener = socket.create_server(("127.0.0.1", 0))
-    somebody = f"127.0.0.1:{listener.getsockname()[1]}"
-    for address in ("127.0.0.1:1", "ray://head:10001", "http://head:8265", somebody):
+    greeting = f"127.0.0.1:{listener.getsockname()[1]}"
+    threading.Thread(target=greet, args=(listener,)).start()
+
+    def answer(address):
         os.environ["RAY_ADDRESS"] = address
         try:
             connect()
         except UserError as error:
-            print(str(error).replace(somebody, "SOMEBODY"))
+            return str(error).replace(address, "IT")
 """
 
 
 def test_a_wrong_ray_address_is_named_within_seconds(tmp_path):
     start = time.monotonic()
+    program = """
+    for address in ("127.0.0.1:1", "ray://head:10001", "http://head:8265", greeting):
+        print(answer(address))
+"""
     no_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
-    result = run_script(WRONG_ADDRESSES, tmp_path, **no_token)
+    result = run_script(WRONG_ADDRESSES + program, tmp_path, **no_token)
     assert time.monotonic() - start < 60
     assert result.returncode == 0, result.stderr[-3000:]
     dead, client, server, tokenless = result.stdout.splitlines()
-    assert "RAY_ADDRESS=127.0.0.1:1: nothing answers there" in dead
-    assert "RAY_ADDRESS=ray://head:10001 is a Ray Client address" in client
-    assert "RAY_ADDRESS=http://head:8265 is not an address of a cluster" in server
-    assert "use ray job submit --address http://head:8265" in server
-    assert "RAY_ADDRESS=SOMEBODY wants a token, and none was found" in tokenless
+    assert "RAY_ADDRESS=IT: no Ray answers there ([Errno 111] Connection refused)" in dead
+    assert "RAY_ADDRESS=IT is a Ray Client address" in client
+    assert "RAY_ADDRESS=IT is not an address of a cluster" in server
+    assert "use ray job submit --address IT" in server
+    assert "RAY_ADDRESS=IT wants a token, and none was found" in tokenless
+
+
+@pytest.mark.full
+def test_a_head_that_dies_while_it_is_joined_ends_the_run_within_half_a_minute(tmp_path):
+    start = time.monotonic()
+    program = """
+    os.environ["RAY_ADDRESS"] = greeting
+    end_on_error(connect)
+"""
+    result = run_script(WRONG_ADDRESSES + program, tmp_path, RAY_AUTH_MODE="disabled")
+    assert time.monotonic() - start < 50
+    assert result.returncode == 2, result.stderr[-3000:]
+    assert "Error: RAY_ADDRESS=127.0.0.1:" in result.stderr
+    assert "ray.init could not join that cluster within 30 s; see that its head" in result.stderr
+    assert "Traceback" not in result.stderr

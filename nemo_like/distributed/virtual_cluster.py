@@ -1,30 +1,25 @@
 """A slice of Ray as numbered bundles, in the order of nodes and GPUs."""
 
-import atexit
 import logging
 import os
-import signal
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import ray
-from ray.exceptions import AuthenticationError, GetTimeoutError
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.config.plan import NodeResources, ResourcePlan, check_fits
 from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.connection import check_head
 from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
-from nemo_like.errors import RunError, UserError, WaitTimeoutError
+from nemo_like.errors import RunError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
-# Workers write logs of their own; Ray's greetings say nothing that ours do not.
-_QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
-_CONNECT_TIMEOUT_S = 10.0
 _PROGRESS_EVERY_S = 10.0
 
 
@@ -47,87 +42,6 @@ class Bundle:
         return PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=self.index
         )
-
-
-def connect() -> Callable[[], None]:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine; returns how to leave.
-
-    A process that is connected already (a notebook, a test) stays so, and leaving does nothing.
-    Raises UserError, within seconds, if nothing answers at RAY_ADDRESS.
-    """
-    if ray.is_initialized():
-        return lambda: None
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    _join_or_start(os.environ.get("RAY_ADDRESS", ""))
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one in its place that aborts the process
-    return _leave
-
-
-def _leave() -> None:
-    try:
-        check_head()
-    except RunError:
-        # Two minutes of waiting for the head, within which Ray ends the process unheard.
-        atexit.unregister(ray.shutdown)
-    else:
-        ray.shutdown()
-
-
-def _join_or_start(address: str) -> None:
-    if not address:
-        ray.init(address="local", include_dashboard=False, **_QUIET)
-        return
-    if address.startswith("ray://"):
-        raise UserError(
-            f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
-            "between workers; use host:port of the cluster, or ray job submit."
-        )
-    if "://" in address:
-        raise UserError(
-            f"RAY_ADDRESS={address} is not an address of a cluster, which is host:port (port 6379 "
-            f"unless told otherwise); for a job server, use ray job submit --address {address}."
-        )
-    _check_reachable(address)
-    try:
-        ray.init(address=address, **_QUIET)
-    except AuthenticationError as error:
-        raise UserError(
-            f"RAY_ADDRESS={address} wants a token, and none was found; put the cluster's into "
-            "~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH."
-        ) from error
-    except (ConnectionError, RuntimeError) as error:
-        raise UserError(
-            f"RAY_ADDRESS={address} could not be joined: {error}; start that cluster, unset "
-            "RAY_ADDRESS to start one here, or, if it runs, see that this process has its token "
-            "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH)."
-        ) from error
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself retries a dead address for minutes; one TCP connection tells in seconds."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return  # "auto" and the like: Ray looks the address up itself
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise UserError(
-            f"RAY_ADDRESS={address}: nothing answers there ({error}); start that cluster, or unset "
-            "RAY_ADDRESS to start one here."
-        ) from error
-
-
-def check_head() -> None:
-    """RunError if the cluster's head can't be reached, for which Ray itself waits for ever."""
-    address = ray.get_runtime_context().gcs_address
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise RunError(
-            f"The driver on {ray.util.get_node_ip_address()} lost Ray's head at {address} "
-            f"({error}); mend the network or start Ray again, then go on with run.resume=true."
-        ) from error
 
 
 class VirtualCluster:
