@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_like.config.plan import NodeResources, ResourcePlan, check_fits
+from nemo_like.config.plan import (
+    NodeResources,
+    ResourcePlan,
+    check_fits,
+    in_words,
+    what_each_has,
+)
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.connection import check_head
 from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
@@ -29,7 +36,7 @@ class Bundle:
 
     group: PlacementGroup
     index: int
-    """Position in its placement group, which covers one node."""
+    """Position of its node in the placement group."""
     node_id: str
     address: str
     gpu_id: str | None
@@ -45,7 +52,7 @@ class Bundle:
 
 
 class VirtualCluster:
-    """Executes a ResourcePlan: one placement group a node, bundles numbered in physical order.
+    """Executes a ResourcePlan: as many different nodes, bundles numbered in physical order.
 
     Raises UserError at once if the cluster is too small, WaitTimeoutError if it stays busy.
     """
@@ -56,13 +63,13 @@ class VirtualCluster:
         self.plan = plan
         self._network_interface = network_interface
         check_fits(plan, alive_nodes())
-        self._groups: list[PlacementGroup] = []
+        # Ray grants all nodes or none, so that two runs never wait for each other's half. To Ray a
+        # node is one bundle: our workers take nothing from it, so it need not be cut up.
+        self._group = placement_group(
+            [plan.node_resources] * len(plan.bundles_per_node), strategy="STRICT_SPREAD"
+        )
         try:
-            self._groups = [
-                placement_group([dict(plan.bundle_resources)] * count, strategy="STRICT_PACK")
-                for count in plan.bundles_per_node
-            ]
-            self._wait_for_groups(timeout_s)
+            self._wait(timeout_s)
             self.bundles = self._number_bundles(timeout_s)
         except BaseException:
             self.shutdown()
@@ -76,69 +83,63 @@ class VirtualCluster:
 
     def shutdown(self) -> None:
         """Release the bundles; Ray ends the actors in them."""
-        groups, self._groups = self._groups, []
         try:
             check_head()
         except RunError:
             # Removal would wait for the head for ever. It ends a lost driver's job by itself.
             logger.warning("Ray's head does not answer; the run's bundles are left to it.")
             return
-        for group in groups:
-            remove_placement_group(group)
+        remove_placement_group(self._group)
 
-    def _wait_for_groups(self, timeout_s: float) -> None:
-        start = time.monotonic()
-        pending = [group.ready() for group in self._groups]
-        while pending:
-            left = timeout_s - (time.monotonic() - start)
-            _, pending = ray.wait(
-                pending, num_returns=len(pending), timeout=max(0.0, min(left, _PROGRESS_EVERY_S))
+    def _wait(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        ready = self._group.ready()
+        while True:
+            left = end - time.monotonic()
+            if ray.wait([ready], timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))[0]:
+                return
+            state = (
+                f"{len(self.plan.bundles_per_node)} node(s) with "
+                f"{in_words(self.plan.node_resources)} free each; free now: "
+                f"{what_each_has(alive_nodes(available_resources_per_node()))}"
             )
-            state = f"{len(self._groups) - len(pending)} of {len(self._groups)} nodes reserved"
-            if pending and left <= 0:
+            if left <= 0:
                 raise WaitTimeoutError(
-                    f"The driver waited {timeout_s:g} s for placement groups ({state}); wanted "
-                    f"{self.plan.bundle_resources} x {self.plan.bundles_per_node}, free now: "
-                    f"{_amounts(ray.available_resources())}. Another job may hold them; raise "
-                    "cluster.start_timeout_s or free them."
+                    f"The driver waited {timeout_s:g} s for {state}. Another job may hold them; "
+                    "raise cluster.start_timeout_s or free them."
                 )
-            if pending:
-                logger.info("Waiting for the cluster: %s", state)
+            logger.info("Waiting for %s", state)
 
     def _number_bundles(self, timeout_s: float) -> list[Bundle]:
-        """Ask every bundle where it is, and sort by node and GPU: rank order is physical order."""
-        probes = [
-            (group, index, self._probe(group, index))
-            for group, count in zip(self._groups, self.plan.bundles_per_node, strict=True)
-            for index in range(count)
-        ]
+        """Ask every node where it is, and sort by node and GPU: rank order is physical order."""
+        num_nodes = len(self.plan.bundles_per_node)
         try:
-            places = ray.get([probe for _, _, probe in probes], timeout=timeout_s)
+            places = ray.get([self._probe(index) for index in range(num_nodes)], timeout=timeout_s)
         except GetTimeoutError as error:
             raise WaitTimeoutError(
-                f"The driver waited {timeout_s:g} s for its {len(probes)} bundles to answer."
+                f"The driver waited {timeout_s:g} s for its {num_nodes} node(s) to answer."
             ) from error
-        several_nodes = len(self._groups) > 1
         bundles = [
             Bundle(
-                group=group,
+                group=self._group,
                 index=index,
                 node_id=node,
                 address=network.address,
                 gpu_id=gpu,
                 environment=worker_environment(
-                    network, self._network_interface, several_nodes=several_nodes
+                    network, self._network_interface, several_nodes=num_nodes > 1
                 ),
             )
-            for (group, index, _), (node, network, gpu) in zip(probes, places, strict=True)
+            for index, (node, network, gpus) in enumerate(places)
+            for gpu in gpus or [None] * self.plan.bundles_per_node[index]
         ]
         return sorted(bundles, key=physical_order)
 
-    def _probe(self, group: PlacementGroup, index: int) -> Any:
+    def _probe(self, index: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=index
+            placement_group=self._group, placement_group_bundle_index=index
         )
-        gpus = self.plan.bundle_resources.get("GPU", 0)
+        gpus = self.plan.node_resources.get("GPU", 0)
         return _where.options(num_gpus=gpus, num_cpus=0, scheduling_strategy=strategy).remote()
 
 
@@ -147,29 +148,29 @@ def reserve(plan: ResourcePlan, config: ClusterConfig) -> VirtualCluster:
     return VirtualCluster(plan, config.start_timeout_s, config.network_interface)
 
 
-def physical_order(bundle: Bundle) -> tuple[str, str, int, int]:
-    """Sort key: address and node (raylets may share an address), GPU, position."""
+def physical_order(bundle: Bundle) -> tuple[str, str, int]:
+    """Sort key: address and node (raylets may share an address), GPU."""
     gpu = bundle.gpu_id or ""
-    return (bundle.address, bundle.node_id, int(gpu) if gpu.isdigit() else -1, bundle.index)
+    return (bundle.address, bundle.node_id, int(gpu) if gpu.isdigit() else -1)
 
 
-def alive_nodes() -> list[NodeResources]:
-    """Every alive node and what it has in all."""
+def alive_nodes(
+    resources: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[NodeResources]:
+    """Every alive node with what it has in all, or in ``resources``, by its id."""
     return [
         NodeResources(
-            node_id=node["NodeID"], address=node["NodeManagerAddress"], resources=node["Resources"]
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            resources=node["Resources"] if resources is None else resources.get(node["NodeID"], {}),
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
 
 
-def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
-    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
-
-
 @ray.remote
-def _where() -> tuple[str, NodeNetwork, str | None]:
-    gpus = ray.get_gpu_ids()
+def _where() -> tuple[str, NodeNetwork, list[str]]:
     network = read_network(ray.util.get_node_ip_address(), os.environ)
-    return ray.get_runtime_context().get_node_id(), network, str(gpus[0]) if gpus else None
+    gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+    return ray.get_runtime_context().get_node_id(), network, gpus
