@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,7 +27,8 @@ def connect() -> Callable[[], None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine; returns how to leave.
 
     A process that is connected already (a notebook, a test) stays so, and leaving does nothing.
-    Raises UserError, within half a minute, if no Ray of this version answers at RAY_ADDRESS.
+    Raises UserError if no Ray of this version answers at RAY_ADDRESS, RunError if its head does not
+    go on answering; both within half a minute.
     """
     if ray.is_initialized():
         return lambda: None
@@ -56,10 +58,25 @@ def _leave() -> None:
     try:
         check_head()
     except RunError:
-        # Two minutes of waiting for the head, within which Ray ends the process unheard.
-        atexit.unregister(ray.shutdown)
+        _give_up_ray()
     else:
         ray.shutdown()
+
+
+def _give_up_ray() -> None:
+    """Let this process end without Ray's consent, and with exit code 1.
+
+    Ray's own end waits for the head for two minutes and then ends the process unheard; without it
+    Ray's threads crash an interpreter that is being taken down.
+    """
+    atexit.unregister(ray.shutdown)
+    atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _join(address: str) -> None:
@@ -82,7 +99,7 @@ def _join(address: str) -> None:
             "~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH."
         ) from error
     except TimeoutError as error:
-        raise UserError(
+        raise RunError(
             f"RAY_ADDRESS={address}: ray.init could not join that cluster within "
             f"{_JOIN_TIMEOUT_S:g} s; see that its head is well (ray status) and that this machine "
             "is one of its nodes (ray start), or unset RAY_ADDRESS to start one here."
@@ -114,7 +131,7 @@ def _init_within(address: str, limit_s: float) -> None:
     try:
         done.result(limit_s)
     except (TimeoutError, KeyboardInterrupt):
-        atexit.unregister(ray.shutdown)  # It would wait for the thread.
+        _give_up_ray()
         raise
 
 
