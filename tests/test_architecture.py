@@ -31,6 +31,7 @@ ONE_PLACE_ONLY = {
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
+    "distributed/connection.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
     "environments/grading_pool.py",

@@ -469,9 +469,15 @@ def test_a_head_without_gpus_is_no_obstacle():
     check_fits(plan, nodes({"CPU": 4.0}, {"CPU": 64.0, "GPU": 8.0}))
 
 
-def test_two_small_nodes_fit_into_one_large_one():
+def test_two_nodes_are_two_however_large_one_is():
     plan = plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=4), 1)
-    check_fits(plan, nodes({"CPU": 64.0, "GPU": 8.0}))
+    large, small = {"CPU": 64.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}
+    check_fits(plan, nodes(large, small, large))
+    told = (
+        r"wants 2 node\(s\) with 4 CPUs and 4 GPUs each, and 1 of the Ray cluster's 2 node\(s\) can"
+    )
+    with pytest.raises(UserError, match=told):
+        check_fits(plan, nodes(large, small))
 
 
 @pytest.mark.parametrize(

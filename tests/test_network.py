@@ -154,13 +154,12 @@ def test_a_cluster_of_thousands_of_nodes_is_checked_at_once():
 def test_nodes_that_are_too_small_do_not_count_and_their_neighbours_do():
     plan = plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=4), 1)
     check_fits(plan, nodes((0, 0), (4, 4), (64, 2), (4, 8)))
-    check_fits(plan, nodes((8, 8)))  # one node has room for both
-    for short in (nodes((4, 4), (64, 3)), nodes((4, 4), (3, 8)), nodes((64, 7)), []):
+    for short in (nodes((4, 4), (64, 3)), nodes((4, 4), (3, 8)), nodes((64, 8)), []):
         with pytest.raises(UserError, match=r"wants 2 node\(s\)"):
             check_fits(plan, short)
 
 
 def test_fractions_of_a_cpu_add_up():
-    config = ClusterConfig(num_nodes=3, cpu_workers_per_node=1, cpus_per_worker=0.1)
+    config = ClusterConfig(num_nodes=1, cpu_workers_per_node=3, cpus_per_worker=0.1)
     plan = plan_resources(config, 1)
     check_fits(plan, nodes((0.3, 0)))

@@ -26,8 +26,9 @@ from nemo_like.data.datasets import (
     without_overlap,
 )
 from nemo_like.data.loader import PromptLoader
+from nemo_like.distributed.connection import connect
 from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.virtual_cluster import VirtualCluster, connect, reserve
+from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import UserError
