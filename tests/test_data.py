@@ -9,10 +9,11 @@ import pytest
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.config.choices import OverlongPrompts
 from nemo_like.config.rollout_schema import DataConfig
-from nemo_like.data.chat import ChatTokenizer, context_length
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
 from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.errors import UserError
+from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, merge
 
 

@@ -17,7 +17,7 @@ from nemo_like.algorithms.setup import Prepared, find_model, start
 from nemo_like.checkpoint import open_checkpoint
 from nemo_like.config.file_checks import REASONING_GYM, is_checkpoint, model_of_checkpoint
 from nemo_like.config.sampling_run_schema import EvalRunConfig
-from nemo_like.data.chat import ChatTokenizer, context_length
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import (
     VALIDATION_SEED_OFFSET,
     Row,
@@ -27,6 +27,7 @@ from nemo_like.data.datasets import (
 )
 from nemo_like.data.loader import PromptLoader
 from nemo_like.errors import UserError
+from nemo_like.models.context import context_length
 from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.policy.policy import Policy
 from nemo_like.rollout import graders

@@ -16,7 +16,7 @@ from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.data.chat import ChatTokenizer, context_length
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import (
     VALIDATION_SEED_OFFSET,
     Row,
@@ -33,6 +33,7 @@ from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
+from nemo_like.models.context import context_length
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy

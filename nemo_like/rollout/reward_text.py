@@ -10,10 +10,11 @@ from nemo_like.config.choices import Dtype
 from nemo_like.config.data_schema import TrainOn
 from nemo_like.config.file_checks import check_scores
 from nemo_like.config.rollout_schema import GradingModelConfig
-from nemo_like.data.chat import ChatTokenizer, Message, context_length
+from nemo_like.data.chat import ChatTokenizer, Message
 from nemo_like.data.conversations import Conversation, encode
 from nemo_like.data.token_rows import TokenRow
 from nemo_like.errors import UserError
+from nemo_like.models.context import context_length
 from nemo_like.models.resolve import resolve_model
 
 KEY = "environment.reward_model.model"
