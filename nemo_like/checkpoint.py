@@ -24,7 +24,7 @@ from nemo_like.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _CHUNK_BYTES = 1 << 24
 
 
@@ -103,7 +103,11 @@ class Checkpoints:
             _remove(self.folder / f"step_{step}")
 
     def _metric(self, step: int) -> float:
-        metric = _read_state(self.folder / f"step_{step}").metric
+        try:
+            metric = _read_state(self.folder / f"step_{step}").metric
+        except UserError as error:  # one that was damaged since must not end the run
+            logger.warning("%s It counts as one without a metric.", error)
+            return -math.inf
         return -math.inf if metric is None or math.isnan(metric) else metric
 
 
@@ -126,7 +130,12 @@ def _remove(path: Path) -> None:
 
 
 def _read_state(path: Path) -> DriverState:
-    return DriverState(**json.loads((path / "driver.json").read_text()))
+    try:
+        return DriverState(**json.loads((path / "driver.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:  # TypeError: other fields
+        raise UserError(
+            f"Checkpoint {path} is not one of this version: driver.json: {error}. {_remedy(path)}"
+        ) from error
 
 
 def _checksums(folder: Path) -> dict[str, list[int]]:
@@ -135,18 +144,26 @@ def _checksums(folder: Path) -> dict[str, list[int]]:
     return {str(path.relative_to(folder)): [path.stat().st_size, _crc(path)] for path in files}
 
 
+def _remedy(path: Path) -> str:
+    return f"Remove {path} to continue from an earlier checkpoint, or restore the file."
+
+
 def _verify(path: Path) -> None:
-    remedy = f"Remove {path} to continue from an earlier checkpoint, or restore the file."
     try:
-        listed: dict[str, list[int]] = json.loads((path / "files.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"Checkpoint {path} is damaged: files.json: {error}. {remedy}") from error
-    for name, (size, crc) in listed.items():
+        listed = json.loads((path / "files.json").read_text())
+        files = {name: (int(size), int(crc)) for name, (size, crc) in listed.items()}
+        if "driver.json" not in files:
+            raise ValueError("driver.json is not in it")
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # what JSON can hold instead
+        raise UserError(
+            f"Checkpoint {path} is damaged: files.json: {error}. {_remedy(path)}"
+        ) from error
+    for name, (size, crc) in files.items():
         file = path / name
         if not file.is_file():
-            raise UserError(f"Checkpoint {path} is damaged: {name} is missing. {remedy}")
+            raise UserError(f"Checkpoint {path} is damaged: {name} is missing. {_remedy(path)}")
         if file.stat().st_size != size or _crc(file) != crc:
-            raise UserError(f"Checkpoint {path} is damaged: {name} has changed. {remedy}")
+            raise UserError(f"Checkpoint {path} is damaged: {name} has changed. {_remedy(path)}")
 
 
 def _crc(path: Path) -> int:

@@ -12,10 +12,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_workers import ForkServer
 from tests.layouts import FOUR_LAYERS
 from tests.process_pool import ProcessPool
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+WORKER_IMPORTS = (
+    "nemo_like.policy.worker",
+    "nemo_like.rollout.worker",
+    # What these import when they need it, and Ray when it connects.
+    "nemo_like.algorithms.self_check",
+    "nemo_like.generation.hf_engine",
+    "ray._common.usage.usage_lib",
+    "ray._private.arrow_serialization",
+    "starlette.datastructures",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,13 +115,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """A Ray of its own with eight CPUs on paper."""
+    """A Ray of its own with eight CPUs on paper; its workers need not import."""
     import ray
 
     os.environ.pop("RAY_ADDRESS", None)
-    ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    server = ForkServer(*WORKER_IMPORTS)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"py_executable": server.command},
+    )
     yield
     ray.shutdown()
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -37,14 +37,20 @@ def make_engine(path: str, config: dict[str, Any], trains: bool) -> TrainEngine:
 
 
 def two_steps(
-    student: str, teacher: str, config: dict[str, Any], loss: DistillationLossConfig, k: int
+    student: str,
+    teacher: str,
+    config: dict[str, Any],
+    loss: DistillationLossConfig,
+    k: int,
+    ends: tuple[int | None, int | None] = (None, None),
 ) -> tuple[list[dict[str, float]], bool]:
     """Of each step the loss, its value by ``evaluate`` and the gradient's norm.
 
-    Second: whether the teacher has nothing to train with.
+    Second: whether the teacher has nothing to train with. ``ends``: where common ids end, if the
+    student or the teacher has more.
     """
     engine, frozen = make_engine(student, config, True), make_engine(teacher, config, False)
-    batch, loss_of = make_rows(preference=False), DistillationLoss(loss)
+    batch, loss_of = make_rows(preference=False), DistillationLoss(loss, ends[0])
     plan = plan_micro_batches(
         LENGTHS,
         num_ranks=engine.mesh.sizes.dp,
@@ -54,7 +60,7 @@ def two_steps(
     )
     bins = plan.bins[engine.mesh.coordinate("dp")]
     shares = [batch.select(one) if one else None for one in bins]
-    answer(frozen, shares, k)
+    answer(frozen, shares, k, ends[1])
     whole, steps = denominators(batch), []
     for _ in range(2):
         asked = values(evaluate(engine, shares, loss_of, whole, TEMPERATURE))
@@ -70,11 +76,13 @@ def two_steps(
     return steps, not frozen.optimizers and not any(each.requires_grad for each in parameters)
 
 
-def answer(frozen: TrainEngine, shares: list[TensorBatch | None], k: int) -> None:
+def answer(
+    frozen: TrainEngine, shares: list[TensorBatch | None], k: int, end: int | None = None
+) -> None:
     """Add the teacher's columns to each share."""
     real = [each for each in shares if each is not None]
     for share, (ids, logprobs) in zip(
-        real, best_tokens(frozen, shares, TEMPERATURE, k), strict=True
+        real, best_tokens(frozen, shares, TEMPERATURE, k, end), strict=True
     ):
         share.tokens[keys.TEACHER_IDS] = ids
         share.tokens[keys.TEACHER_LOGPROBS] = logprobs

@@ -27,7 +27,12 @@ from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, TrainEngine
 from nemo_like.policy.shards import local_part
 from nemo_like.policy.stages import bins_for_pipeline
-from nemo_like.policy.state import full_tensors, load_checkpoint, save_checkpoint
+from nemo_like.policy.state import (
+    full_tensors,
+    load_checkpoint,
+    refit_tensors,
+    save_checkpoint,
+)
 from nemo_like.policy.warm_up import warm_up
 from tests.three_steps import LENGTHS, TEMPERATURE, denominators, make_loss, make_rows
 
@@ -138,6 +143,16 @@ def exported_by_rank(model_path: str, config: dict[str, Any]) -> tuple[Any, Any]
     step(engine)
     own = {name: each.detach().clone() for name, each in engine.parameters.items()}
     return own, parameters(engine)
+
+
+def refits_after_one_step(model_path: str, config: dict[str, Any]) -> Any:
+    """What a first refit and one of adapters alone carry, in order."""
+    engine = make_engine(model_path, config)
+    step(engine)
+    return [
+        {n: t.clone() for n, t in refit_tensors(engine, torch.float32, adapters_only=alone)}
+        for alone in (False, True)
+    ]
 
 
 def float16_overflow(model_path: str, config: dict[str, Any]) -> Any:

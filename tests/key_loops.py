@@ -211,7 +211,8 @@ def _sampled_loop(config: Any, policy: Any, critic: Any, run: Run) -> None:
         case PPORunConfig():
             ppo.train(config, setup, run)
         case DistillationRunConfig():
-            teacher = distillation.Teacher(model=critic, top_k=config.teacher.top_k or 200)
+            compared = distillation.Compared(top_k=config.teacher.top_k or 200)
+            teacher = distillation.Teacher(model=critic, compared=compared)
             distillation.train_on_samples(config, setup, teacher, run)
         case _:
             raise AssertionError(type(config))
@@ -255,7 +256,8 @@ def _text_loop(config: Any, policy: Any, critic: Any, run: Run) -> None:
         case RewardModelRunConfig():
             reward_model.train(config, setup, run)
         case OffPolicyDistillationRunConfig():
-            teacher = distillation.Teacher(model=critic, top_k=config.teacher.top_k or 200)
+            compared = distillation.Compared(top_k=config.teacher.top_k or 200)
+            teacher = distillation.Teacher(model=critic, compared=compared)
             distillation.train_on_texts(config, setup, teacher, run)
         case _:
             raise AssertionError(type(config))

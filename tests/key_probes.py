@@ -155,7 +155,8 @@ def sent(config: Any) -> Any:
     """What a policy is asked for when engines connect to it."""
     replicas: Any = Replicas(1)
     with suppress(AskedError):
-        WeightSync(config.refit, replicas, replicas, plan_run(config), sleep=False)
+        engine: Any = SimpleNamespace(sleep=False, lora=None)
+        WeightSync(config.refit, replicas, replicas, plan_run(config), engine)
     return repr(replicas.sent)
 
 

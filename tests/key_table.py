@@ -270,6 +270,7 @@ _FILE = (
     "data.num_validation_rows=256",
     "environment.reward=math",
 )
+_SCORED = "environment.reward=reward_model environment.reward_model.model={scores}"
 ENGINES = [
     *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),
     *seen(started, "generation.backend=hf", "generation.engine_kwargs={{max_num_seqs: 3}}"),
@@ -281,10 +282,15 @@ ENGINES = [
     *seen(read, "data.tasks={{gcd: {{}}}}", "data.num_validation_rows=8", "data.system_prompt=Hi"),
     *seen(started, "environment.reward=math", "environment.timeout_s=3"),
     *seen(started, "environment.num_processes=2"),
+    *seen(started, "environment.reward_model.model={other_scores}", beside=_SCORED),
+    *seen(started, "environment.reward_model.dtype=bfloat16", beside=_SCORED),
+    *seen(started, "environment.reward_model.num_threads=2", beside=_SCORED),
+    *seen(started, "environment.reward_model.rows_at_once=2", beside=_SCORED),
 ]
 ROLLOUTS = [
     *TRAINING,
     *ENGINES,
+    *seen(started, "policy.lora.refit=adapters", beside="policy.lora.rank=4"),
     *seen(sampled, "logging.trajectories_per_step=2", "generation.temperature=0.5"),
     *seen(sampled, "generation.max_new_tokens=20", "generation.stop=[x]"),
     *seen(sampled, "generation.stop_token_ids=[5]"),
@@ -358,6 +364,7 @@ _NO_SAMPLES = ("cluster.num_generation_workers=1", "logging.trajectories_per_ste
 TEXTS = [
     *TRAINING,
     *refused("this run samples no completions", *_NO_SAMPLES, "run.self_check=false"),
+    *refused("nothing is refitted", "policy.lora.refit=adapters", beside="policy.lora.rank=4"),
     *proven(
         f"{_ENGINE}local_sgd_averages_every_so_many_steps_and_before_weights_leave",
         "policy.parallel.ddp.average_every_steps=2",
@@ -450,7 +457,7 @@ EVAL = [
     ),
     *seen(started, "policy.dtype=bfloat16"),
     *refused("is a whole model", "policy.lora.rank=4", "policy.lora.alpha=4"),
-    *refused("is a whole model", "policy.lora.targets=[q_proj]"),
+    *refused("is a whole model", "policy.lora.targets=[q_proj]", "policy.lora.refit=adapters"),
     *refused("no optimizer state", "policy.offload=optimizer", beside=_GPU),
     *refused("samples.jsonl has every", "logging.trajectories_per_step=2"),
     *refused("needs run.resume=true", f"{_SLURM}.requeue=true"),

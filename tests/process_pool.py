@@ -4,11 +4,12 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from tests.warm_process import WarmProcess
 
@@ -36,9 +37,10 @@ class ProcessPool:
 
     def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """Results in rank order; after a failure the processes are new ones."""
-        port = _free_port()
+        # Here, so that its port is taken from the moment in which it is chosen.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, pipe in enumerate(self._pipes[:world_size]):
-            pipe.send((rank, world_size, port, target, args))
+            pipe.send((rank, world_size, store.port, target, args))
         try:
             return self._collect(world_size, f"{target}{args}", timeout_s)
         except AssertionError:
@@ -72,12 +74,6 @@ class ProcessPool:
             self._warm.kill(process)
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def serve(pipe: Connection, backend: str) -> None:
     """What each process does until its pipe is closed."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -94,12 +90,8 @@ def serve(pipe: Connection, backend: str) -> None:
         try:
             if "nccl" in backend:
                 torch.cuda.set_device(rank)
-            dist.init_process_group(
-                backend,
-                init_method=f"tcp://127.0.0.1:{port}",
-                rank=rank,
-                world_size=world_size,
-            )
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
             module, _, function = target.partition(":")
             value = getattr(importlib.import_module(module), function)(*args)
             pipe.send((True, value))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-NODES = ("n1", "n2")
+NODES = ("gpu01", "gpu02")
 _SETTINGS = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -45,7 +45,7 @@ OverTimeLimit=5
 FirstJobId={first_job_id}
 MpiDefault=none
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=1
-NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=4 \
+NodeName=gpu[01-02] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=4 \
 RealMemory=4000 Gres=gpu:2
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -159,13 +159,13 @@ class SlurmCluster:
 class Job:
     """One submitted job."""
 
-    def __init__(self, cluster: SlurmCluster, job_id: str) -> None:
+    def __init__(self, cluster: SlurmCluster, job_id: str, log: str = "{}.log") -> None:
         self.cluster, self.id = cluster, job_id
+        self.path = cluster.cwd / log.format(job_id)
 
     def log(self) -> str:
         """What the batch script has printed up to now."""
-        path = self.cluster.cwd / f"{self.id}.log"
-        return path.read_text() if path.exists() else ""
+        return self.path.read_text() if self.path.exists() else ""
 
     def facts(self) -> dict[str, str]:
         """What ``scontrol show job`` says."""

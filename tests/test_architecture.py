@@ -27,11 +27,13 @@ ONE_PLACE_ONLY = {
     "wandb": {"observe/wandb_sink.py"},
     # The engine on our side, and what runs inside its own processes.
     "vllm": {
-        f"generation/vllm_{part}.py" for part in ("engine", "processes", "scheduler", "worker")
+        f"generation/vllm_{part}.py"
+        for part in ("engine", "lora", "processes", "scheduler", "worker")
     },
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
+    "distributed/connection.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
     "environments/grading_pool.py",

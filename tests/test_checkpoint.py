@@ -1,6 +1,7 @@
 """Checkpoints are complete or absent, the right ones are kept, and damage is named."""
 
 import json
+import zlib
 
 import pytest
 
@@ -34,6 +35,7 @@ def test_the_latest_is_the_greatest_complete_number(tmp_path, caplog):
     save(checkpoints, 2)
     save(checkpoints, 10)
     (checkpoints.folder / "writing_step_12").mkdir()
+    (checkpoints.folder / "step_012").mkdir()  # no name that a run gives
     path, state = checkpoints.latest()
     assert path.name == "step_10"
     assert state.loader == {"position": 10}
@@ -81,6 +83,35 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path, damage):
         (path / "files.json").write_text("{")
     with pytest.raises(UserError, match=r"step_3 is damaged: .*Remove .*step_3 to continue"):
         checkpoints.latest()
+
+
+@pytest.mark.parametrize("manifest", ["[]", "null", "{}", '{"driver.json": 5}', '{"a": [1, 2, 3]}'])
+def test_a_list_of_files_that_lists_none_is_damage(tmp_path, manifest):
+    checkpoints = make(tmp_path)
+    (save(checkpoints, 3) / "files.json").write_text(manifest)
+    with pytest.raises(UserError, match=r"step_3 is damaged: files\.json: .*Remove .*step_3 to"):
+        checkpoints.latest()
+
+
+def test_a_state_with_other_fields_is_of_another_version(tmp_path):
+    checkpoints = make(tmp_path)
+    path = save(checkpoints, 3)
+    state = path / "driver.json"
+    state.write_text(state.read_text().replace('"totals"', '"sums"'))
+    files = json.loads((path / "files.json").read_text())
+    data = state.read_bytes()
+    files["driver.json"] = [len(data), zlib.crc32(data)]
+    (path / "files.json").write_text(json.dumps(files))
+    with pytest.raises(UserError, match=r"step_3 is not one of this version: driver\.json: .*sums"):
+        checkpoints.latest()
+
+
+def test_an_old_checkpoint_that_was_damaged_does_not_end_the_run(tmp_path, caplog):
+    checkpoints = make(tmp_path, keep_last=1)
+    (save(checkpoints, 1, metric=0.9) / "driver.json").write_text("")
+    save(checkpoints, 2, metric=0.5)
+    assert checkpoints.steps() == [2]
+    assert "It counts as one without a metric" in caplog.text
 
 
 def test_a_failed_write_leaves_earlier_checkpoints_and_no_new_one(tmp_path):

@@ -129,11 +129,14 @@ def test_more_than_the_cluster_has_is_refused_at_once_and_leaves_nothing(local_r
     assert len(live_groups()) == before
 
 
+BUSY = r"waited 1 s for 1 node\(s\) with 6 CPUs free each; free now: [\d.]+: 2 CPUs, 0 GPUs\. Anoth"
+
+
 def test_a_busy_cluster_is_waited_for_until_the_limit(local_ray):
     plan = plan_resources(ClusterConfig(cpu_workers_per_node=6), 1)
     with VirtualCluster(plan, 30.0):
         before = len(live_groups())
-        with pytest.raises(WaitTimeoutError, match="waited 1 s for placement groups"):
+        with pytest.raises(WaitTimeoutError, match=BUSY):
             VirtualCluster(plan, 1.0)
         assert len(live_groups()) == before
 
@@ -178,13 +181,14 @@ SEVERAL_NODES = """
     from ray.cluster_utils import Cluster
     from nemo_like.config.plan import plan_resources
     from nemo_like.config.schema import ClusterConfig
-    from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
+    from nemo_like.distributed.connection import connect
+    from nemo_like.distributed.virtual_cluster import VirtualCluster
     from nemo_like.distributed.worker_group import WorkerGroup
     from tests.test_cluster import Probe
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for num_cpus in (1, 2, 2, 2):
-        cluster.add_node(num_cpus=num_cpus)
+    for num_cpus in (1, 2, 2, 4):
+        cluster.add_node(num_cpus=num_cpus, num_gpus=num_cpus)
     os.environ["RAY_ADDRESS"] = cluster.address
     leave = connect()
     assert len(ray.nodes()) == 5, "joined the cluster that RAY_ADDRESS names, and started none"
@@ -196,22 +200,24 @@ SEVERAL_NODES = """
         group.shutdown()
         return nodes
 
-    plan = plan_resources(ClusterConfig(num_nodes=2, cpu_workers_per_node=2), 1)
+    plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=2), 1)
     with VirtualCluster(plan, 60.0) as virtual:
         nodes = nodes_of_workers([[b] for b in virtual.bundles])
-        assert [has[node] for node in nodes] == [2] * 4, "the smaller nodes have no rank"
-        assert nodes[0] == nodes[1] != nodes[2] == nodes[3], nodes
+        assert sorted(has[node] for node in nodes) == [2, 2, 2, 2, 4, 4], "none on the smaller one"
+        assert nodes[::2] == nodes[1::2] and len(set(nodes)) == 3, nodes
         assert nodes == [b.node_id for b in virtual.bundles]
-    plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=2), 2)
+    plan = plan_resources(ClusterConfig(num_nodes=3, gpus_per_node=2), 2)
     with VirtualCluster(plan, 60.0) as virtual:
         replicas = [[virtual.bundles[i] for i in replica] for replica in plan.generation]
         for bundles, node in zip(replicas, nodes_of_workers(replicas), strict=True):
             assert [b.node_id for b in bundles] == [node, node]
+            first, second = (int(b.gpu_id) for b in bundles)
+            assert 0 <= first < second < has[node]
         assert len({b.node_id for b in virtual.bundles}) == 3
     try:
         VirtualCluster(plan_resources(ClusterConfig(num_nodes=4, cpu_workers_per_node=2), 1), 60.0)
     except ValueError as error:
-        assert "wants 4 node(s) with 2 CPUs each, the Ray cluster has 5 node(s)" in str(error)
+        assert "wants 4 node(s) with 2 CPUs each, and 3 of the Ray cluster's 5 node" in str(error)
         leave()
         print("placed on", len(set(nodes)), "nodes")
 """
@@ -231,38 +237,67 @@ def run_script(text, tmp_path, **env):
     )
 
 
-def test_ranks_follow_nodes_and_nodes_that_are_too_small_have_none(tmp_path):
+def test_ranks_follow_nodes_which_are_different_however_much_one_could_hold(tmp_path):
     result = run_script(SEVERAL_NODES, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "placed on 2 nodes" in result.stdout
+    assert "placed on 3 nodes" in result.stdout
 
 
 WRONG_ADDRESSES = """
     import os
     import socket
-    from nemo_like.distributed.virtual_cluster import connect
+    import threading
+    from nemo_like.cli import end_on_error
+    from nemo_like.distributed.connection import connect
     from nemo_like.errors import UserError
 
+    def greet(listener):
+        connection, _ = listener.accept()
+        connection.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # what a head begins with
+        connections.append(connection)
+
+    connections = []
     listener = socket.create_server(("127.0.0.1", 0))
-    somebody = f"127.0.0.1:{listener.getsockname()[1]}"
-    for address in ("127.0.0.1:1", "ray://head:10001", "http://head:8265", somebody):
+    greeting = f"127.0.0.1:{listener.getsockname()[1]}"
+    threading.Thread(target=greet, args=(listener,)).start()
+
+    def answer(address):
         os.environ["RAY_ADDRESS"] = address
         try:
             connect()
         except UserError as error:
-            print(str(error).replace(somebody, "SOMEBODY"))
+            return str(error).replace(address, "IT")
 """
 
 
 def test_a_wrong_ray_address_is_named_within_seconds(tmp_path):
     start = time.monotonic()
+    program = """
+    for address in ("127.0.0.1:1", "ray://head:10001", "http://head:8265", greeting):
+        print(answer(address))
+"""
     no_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
-    result = run_script(WRONG_ADDRESSES, tmp_path, **no_token)
+    result = run_script(WRONG_ADDRESSES + program, tmp_path, **no_token)
     assert time.monotonic() - start < 60
     assert result.returncode == 0, result.stderr[-3000:]
     dead, client, server, tokenless = result.stdout.splitlines()
-    assert "RAY_ADDRESS=127.0.0.1:1: nothing answers there" in dead
-    assert "RAY_ADDRESS=ray://head:10001 is a Ray Client address" in client
-    assert "RAY_ADDRESS=http://head:8265 is not an address of a cluster" in server
-    assert "use ray job submit --address http://head:8265" in server
-    assert "RAY_ADDRESS=SOMEBODY wants a token, and none was found" in tokenless
+    assert "RAY_ADDRESS=IT: no Ray answers there ([Errno 111] Connection refused)" in dead
+    assert "RAY_ADDRESS=IT is a Ray Client address" in client
+    assert "RAY_ADDRESS=IT is not an address of a cluster" in server
+    assert "use ray job submit --address IT" in server
+    assert "RAY_ADDRESS=IT wants a token, and none was found" in tokenless
+
+
+@pytest.mark.full
+def test_a_head_that_dies_while_it_is_joined_ends_the_run_within_half_a_minute(tmp_path):
+    start = time.monotonic()
+    program = """
+    os.environ["RAY_ADDRESS"] = greeting
+    end_on_error(connect)
+"""
+    result = run_script(WRONG_ADDRESSES + program, tmp_path, RAY_AUTH_MODE="disabled")
+    assert time.monotonic() - start < 50
+    assert result.returncode == 1, result.stderr[-3000:]
+    assert "Error: RAY_ADDRESS=127.0.0.1:" in result.stderr
+    assert "ray.init could not join that cluster within 30 s; see that its head" in result.stderr
+    assert "Traceback" not in result.stderr

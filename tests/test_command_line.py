@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,22 +52,33 @@ def run(tmp_path, *overrides, timeout_s=240, **env):
 
 
 @pytest.fixture(scope="module")
-def warm():
-    """What the command imports once it accepts the configuration, and no more."""
+def warm(local_ray):
+    """What the command imports once it accepts the configuration, and no more.
+
+    After Ray's start in this process, which sets RAY_AUTH_MODE, that its import reads.
+    """
     process = WarmProcess("nemo_like.algorithms.grpo")
     yield process
     process.close()
 
 
-def run_in_fork(warm, tmp_path, *overrides):
-    """``run``, without the six seconds of importing torch."""
-    output = tmp_path / "output.txt"
-    env = environment(NEMO_LIKE_TEST=str(tmp_path))
+def start_in_fork(warm, tmp_path, *overrides, **env):
+    """The id of a process as that of ``run``, without the six seconds of importing torch."""
+    output = str(tmp_path / "output.txt")
+    env = environment(NEMO_LIKE_TEST=str(tmp_path), **env)
     target = "tests.typed_command:run_script"
-    pid = warm.start(target, SCRIPT, list(overrides), str(tmp_path), env, str(output))
-    code = warm.wait(pid, 240.0)
-    assert_nothing_left(tmp_path)
-    return code, output.read_text()
+    return warm.start(target, SCRIPT, list(overrides), str(tmp_path), env, output)
+
+
+def end_of_fork(warm, tmp_path, pid, timeout_s=240.0):
+    """Its exit code and output; afterwards none of its processes may be alive."""
+    code = warm.wait(pid, timeout_s)
+    assert_nothing_left(tmp_path, within_s=60)
+    return code, (tmp_path / "output.txt").read_text()
+
+
+def run_in_fork(warm, tmp_path, *overrides, **env):
+    return end_of_fork(warm, tmp_path, start_in_fork(warm, tmp_path, *overrides, **env))
 
 
 def assert_nothing_left(tmp_path, within_s=20.0):
@@ -261,7 +274,7 @@ def test_a_wrong_input_gets_one_clear_sentence(warm, inputs, typed, sentence):
         "--config-name=missing",
         "policy.optimizer.lr=fast",
         "policy.model=no_config",
-        "data.train=bad.jsonl environment.reward=math",
+        pytest.param("data.train=bad.jsonl environment.reward=math", marks=pytest.mark.full),
     ],
 )
 def test_a_wrong_input_gets_its_sentence_in_a_new_process_too(inputs, typed):
@@ -269,10 +282,16 @@ def test_a_wrong_input_gets_its_sentence_in_a_new_process_too(inputs, typed):
 
 
 def test_a_wrong_key_is_refused_in_under_two_seconds(tmp_path):
+    """Of a processor's time, which is that on the clock where nobody else wants it."""
     run(tmp_path, "polcy.lr=1")  # so that byte code is compiled
-    start = time.monotonic()
+    start = cpu_s_of_children()
     run(tmp_path, "polcy.lr=1")
-    assert time.monotonic() - start < 2.0
+    assert cpu_s_of_children() - start < 2.0
+
+
+def cpu_s_of_children():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 # What only the tokenizer can tell, which is imported while Ray and the workers start.
@@ -330,70 +349,60 @@ def test_a_late_error_is_one_sentence_too_and_leaves_nothing_running(
     assert TRACEBACK not in output
 
 
-def test_a_dead_ray_address_ends_the_run_quickly(tmp_path):
-    start = time.monotonic()
-    code, output = run(tmp_path, RAY_ADDRESS="127.0.0.1:1")
+def test_a_ray_address_that_accepts_and_says_nothing_ends_the_run(warm, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        start = time.monotonic()
+        code, output = run_in_fork(warm, tmp_path, RAY_ADDRESS=address)
     assert code == 2
-    assert "RAY_ADDRESS=127.0.0.1:1: nothing answers there" in output
-    assert time.monotonic() - start < 60
+    told = f"Error: RAY_ADDRESS={address}: no Ray answers there (connected, and silent for 10 s); "
+    assert told in output
+    assert time.monotonic() - start < 120
 
 
-def start_run(tmp_path, *overrides):
-    return subprocess.Popen(
-        command(
-            *SMALL, "run.dir=run", "checkpoint.every_steps=2", "generation.backend=hf", *overrides
-        ),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(NEMO_LIKE_TEST=str(tmp_path)),
-    )
+def start_run(warm, tmp_path, *overrides):
+    options = ("run.dir=run", "checkpoint.every_steps=2", "generation.backend=hf")
+    endless = ("grpo.max_steps=500", *overrides)
+    return start_in_fork(warm, tmp_path, *SMALL, *options, *endless)
 
 
-def wait_for_step(tmp_path, step, timeout_s=120.0):
+def wait_for_step(tmp_path, step, timeout_s=240.0):
     deadline = time.monotonic() + timeout_s
     path = tmp_path / "run" / "checkpoints" / f"step_{step}"
     while not path.exists():
-        assert time.monotonic() < deadline, "the run did not get there"
+        assert time.monotonic() < deadline, (tmp_path / "output.txt").read_text()
         time.sleep(0.1)
 
 
-def test_a_killed_policy_worker_ends_the_run_and_is_named(tmp_path):
-    process = start_run(tmp_path, "grpo.max_steps=500")
+def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(
+    warm, tmp_path, straight
+):
+    """The run that resumes ends when its policy worker is killed, whom it names."""
+    driver = start_run(warm, tmp_path)
     wait_for_step(tmp_path, 2)
+    os.kill(driver, signal.SIGKILL)
+    end_of_fork(warm, tmp_path, driver)
+    driver = start_run(warm, tmp_path, "run.resume=true")
+    wait_for_step(tmp_path, 6)
     (worker,) = [p for p in processes_of(tmp_path) if "PolicyWorker" in " ".join(p.cmdline())]
     worker.kill()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, output
-    assert "policy rank 0 on " in output
-    assert "died in " in output
-    assert TRACEBACK not in output
-    assert_nothing_left(tmp_path)
-
-
-def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(tmp_path, straight):
-    process = start_run(tmp_path, "grpo.max_steps=500")
-    wait_for_step(tmp_path, 2)
-    process.kill()
-    process.communicate(timeout=60)
-    assert_nothing_left(tmp_path, within_s=60)
-    options = ("run.dir=run", "checkpoint.every_steps=2", "generation.backend=hf")
-    code, output = run(tmp_path, *SMALL, *options, "grpo.max_steps=6", "run.resume=true")
-    assert code == 0, output
+    code, output = end_of_fork(warm, tmp_path, driver, timeout_s=120.0)
     resumed, expected = records(tmp_path / "run"), records(straight)
-    assert list(resumed) == list(expected) == list(range(7))
+    assert list(resumed)[:7] == list(expected) == list(range(7))
     for step in range(1, 7):
         for name in ("train/loss", "train/grad_norm", "rollout/reward", "mismatch/mean_abs"):
             assert resumed[step][name] == expected[step][name], (step, name)
+    assert code == 1, output
+    assert "policy rank 0 on " in output
+    assert "died in " in output
+    assert TRACEBACK not in output
 
 
-def test_an_interrupt_ends_in_order(tmp_path):
-    process = start_run(tmp_path, "grpo.max_steps=500")
+def test_an_interrupt_ends_in_order(warm, tmp_path):
+    driver = start_run(warm, tmp_path)
     wait_for_step(tmp_path, 2)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
+    os.kill(driver, signal.SIGTERM)
+    code, output = end_of_fork(warm, tmp_path, driver, timeout_s=120.0)
+    assert code == 130, output
     assert "Interrupted" in output
     assert TRACEBACK not in output
-    assert_nothing_left(tmp_path)

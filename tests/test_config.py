@@ -106,6 +106,18 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
         ("policy.model=/no/such", "policy.model=/no/such: no such folder"),
         ("cluster.num_generation_workers=1", "needs at least two workers"),
         ("refit.transport=disk", "must be one of ipc, broadcast"),
+        ("run.dir=", "run.dir='': empty text has no meaning here; leave it out"),
+        ("generation.stop=['']", "generation.stop=['']: empty text has no meaning here"),
+        ("run.seed=99999999999999999999", "run.seed=99999999999999999999 must be below 2147483648"),
+        ("cluster.gpus_per_node=99999999999999999999", "must be below 2147483648"),
+        ("generation.stop_token_ids=[-1]", "generation.stop_token_ids: -1 is no token's id"),
+        ("loss.kl_coef=inf", "loss.kl_coef=inf must be a finite number"),
+        ("validation.temperature=inf", "validation.temperature=inf must be a finite number"),
+        ("validation.temperature=0.001", "must be at least 0.01, or 0, which is greedy"),
+        ("generation.temperature=0.001", "generation.temperature=0.001 must be at least 0.01."),
+        ("grpo.max_steps=null", "grpo.max_steps=null: this key needs a value"),
+        ("policy.lora.targets=q_proj", "must be a list; put brackets around it: policy.lora.targ"),
+        ("data.tasks=[chain_sum]", "data.tasks must be a dictionary"),
         ("loss.importance_cap=0", "loss.importance_cap=0.0 must be a finite number above 0"),
         ("mismatch.max_mean_abs=0", "mismatch.max_mean_abs=0.0 must be a finite number above 0"),
     ],
@@ -457,9 +469,15 @@ def test_a_head_without_gpus_is_no_obstacle():
     check_fits(plan, nodes({"CPU": 4.0}, {"CPU": 64.0, "GPU": 8.0}))
 
 
-def test_two_small_nodes_fit_into_one_large_one():
+def test_two_nodes_are_two_however_large_one_is():
     plan = plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=4), 1)
-    check_fits(plan, nodes({"CPU": 64.0, "GPU": 8.0}))
+    large, small = {"CPU": 64.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}
+    check_fits(plan, nodes(large, small, large))
+    told = (
+        r"wants 2 node\(s\) with 4 CPUs and 4 GPUs each, and 1 of the Ray cluster's 2 node\(s\) can"
+    )
+    with pytest.raises(UserError, match=told):
+        check_fits(plan, nodes(large, small))
 
 
 @pytest.mark.parametrize(

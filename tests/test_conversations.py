@@ -32,6 +32,9 @@ from tests.chat_templates import (
 THINKING = [dict(TURNS[0]), {"role": "assistant", "content": "<think>hm</think>yes"}, *TURNS[2:]]
 
 
+CALLING = {**TURNS[1], "tool_calls": [{"type": "function", "function": {"name": "weather"}}]}
+
+
 def load(chat, source, with_validation=False, micro_batch_tokens=9999, context=9999, **config):
     return conversations.load(
         SFTDataConfig(train=str(source), **config),
@@ -288,6 +291,10 @@ def test_a_system_prompt_is_put_before_conversations_that_have_none(tmp_path):
         ({"text": ""}, "at least one character"),
         ({"text": 5}, "'text' must be text"),
         ({"messages": TURNS, "tools": [{}]}, "'tools' is not supported"),
+        ({"messages": [TURNS[0], {**TURNS[1], "content": None}]}, "'content' of message 1 is null"),
+        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "'weight' of message 1 is not supp"),
+        ({"messages": [*TURNS[:2], {**TURNS[2], "role": "User"}, TURNS[3]]}, "must be 'user'"),
+        ({"messages": [TURNS[0], CALLING, *TURNS[2:]]}, "leaves out the tool calls of message 1"),
     ],
 )
 def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
@@ -295,6 +302,18 @@ def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
     path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, row)
     with pytest.raises(UserError, match=rf"^data\.train={path}, line 2: .*{message}"):
         load(chat, path)
+
+
+def test_tool_calls_train_where_the_template_writes_them(tmp_path):
+    template = QWEN.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}",
+    )
+    chat = build_chat(tmp_path, template)
+    path = write_rows(tmp_path / "r.jsonl", {"messages": [TURNS[0], CALLING]})
+    batch, _ = load(chat, path)
+    (row,) = rows_of(batch)
+    assert trained_texts(tokenizer_of(tmp_path), *row) == ["the first\nanswerweather<|im_end|>"]
 
 
 def test_files_without_rows_are_refused(tmp_path):

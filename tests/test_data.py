@@ -9,10 +9,11 @@ import pytest
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.config.choices import OverlongPrompts
 from nemo_like.config.rollout_schema import DataConfig
-from nemo_like.data.chat import ChatTokenizer, context_length
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
 from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.errors import UserError
+from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, merge
 
 
@@ -61,6 +62,18 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
         ('{"messages": []}', "line 2: 'messages' must be text, or a list"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "ends with the one to answer"),
         ('{"prompt": "x", "completion": "y"}', "'completion' is what the model writes"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "ends with the one to answer"),
+        ('{"messages": [{"role": "user", "content": null}]}', "'content' of message 0 is null"),
+        ('{"messages": [{"role": "Human", "content": "x"}]}', "'Human', which must be 'user'"),
+        ('{"messages": [{"role": "user", "content": "x", "tool_calls": "f"}]}', "no list of obj"),
+        ('{"prompt": "x", "tools": [{"name": "f"}]}', "'tools' is not supported"),
+        ('{"prompt": "x", "prompt": "y"}', "line 2: not JSON ('prompt' is given twice)"),
+        ('{"prompt": "x", "n": {"k": 1, "k": 2}}', "line 2: not JSON ('k' is given twice)"),
+        ('{"prompt": "x", "n": NaN}', "line 2: not JSON (NaN is no JSON number; write null)"),
+        ('{"prompt": "x", "n": -Infinity}', "line 2: not JSON (-Infinity is no JSON number"),
+        ('{"prompt": "x", "n": ' + "9" * 5000 + "}", "line 2: not JSON (Exceeds the limit (4300"),
+        ('{"prompt": "x", "n": ' + "[" * 100_000, "line 2: nested too deep"),
+        ('{"prompt": "half \\ud83d"}', "line 2: not JSON (half of a surrogate pair"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
@@ -70,6 +83,21 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
         load(str(path))
     assert message in str(error.value)
     assert f"data.train={path}" in str(error.value)
+
+
+def test_a_file_in_another_encoding_is_named_by_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n{"prompt": "caf\xe9"}\n')
+    with pytest.raises(UserError, match=r"line 2: not UTF-8 \(byte 16\); save the file as UTF-8"):
+        load(str(path))
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_files_from_any_editor_have_the_same_rows(tmp_path, newline):
+    path = tmp_path / "rows.jsonl"
+    lines = ['{"prompt": "a\u2028 \\ud83d\\ude42"}', "", "  ", '{"prompt": "b"}']
+    path.write_bytes(b"\xef\xbb\xbf" + newline.join(lines).encode())
+    assert [row.prompt for row in load(str(path))] == ["a\u2028 \U0001f642", "b"]
 
 
 def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(

@@ -1,24 +1,34 @@
 """Distillation: logprobs of several ids, the teacher's columns, and whole runs that learn."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_like.algorithms.distillation import run_distillation, run_off_policy_distillation
+from nemo_like.algorithms.distillation import (
+    Compared,
+    find_teacher,
+    run_distillation,
+    run_off_policy_distillation,
+)
 from nemo_like.algorithms.processes import started
+from nemo_like.batch import keys
 from nemo_like.config.choices import Batching
 from nemo_like.config.load import compose_config
 from nemo_like.config.preference_schema import DistillationLossConfig
-from nemo_like.errors import UserError
+from nemo_like.errors import RunError, UserError
+from nemo_like.losses.distillation import divergence
 from nemo_like.models.resolve import resolve_model
 from nemo_like.policy.distributions import logprobs_at, top_logprobs
 from nemo_like.policy.head import Head
-from tests.distillation_cases import CASES
+from tests.distillation_cases import CASES, answer, make_engine
+from tests.key_steps import alone
 from tests.layouts import LAYOUTS
 from tests.small_runs import ROOT, SEEDS, records
+from tests.three_steps import VOCAB, make_rows
 
 TOKENS, WIDTH, VOCABULARY, K = 7, 8, 17, 5
 TEMPERATURE = 0.7
@@ -86,6 +96,25 @@ def test_logprobs_at_ids_and_gradients_are_those_of_log_softmax(options, chunk_t
     near(whole, logs)
 
 
+def test_padding_is_left_out_as_worked_by_hand():
+    # Logits of four ids, of which the last is padding with nearly all of the mass.
+    theirs, ours = (
+        Head(weight=torch.tensor(p).log()[:, None]) for p in ([2.0, 1, 1, 96], [1.0, 1, 2, 1e6])
+    )
+    hidden, chunks = torch.ones(1, 1), {"temperature": 1.0, "chunk_tokens": 1}
+    logprobs, ids = top_logprobs(hidden, theirs.below(3), 3, **chunks)
+    near(logprobs.exp(), torch.tensor([[0.5, 0.25, 0.25]]))
+    assert ids.tolist() == [[0, 1, 2]]
+    ours.weight.requires_grad_()
+    student, entropy = logprobs_at(hidden, ids, ours.below(3), with_entropy=True, **chunks)
+    near(student.exp(), torch.tensor([[0.25, 0.25, 0.5]]))
+    near(entropy, torch.tensor([1.5 * math.log(2)]))
+    loss = divergence(logprobs, student, DistillationLossConfig(kind="forward_kl"))
+    near(loss, torch.tensor([0.25 * math.log(2)]))  # 1/2 log 2 + 0 + 1/4 log 1/2
+    loss.sum().backward()
+    near(ours.weight.grad[:, 0], torch.tensor([-0.25, 0, 0.25, 0]))  # student - teacher; none
+
+
 # Layouts
 
 
@@ -133,6 +162,51 @@ def test_with_the_whole_vocabulary_forward_kl_is_that_of_full_logits(pool, pair)
     (expected,) = pool.run(1, f"{CASES}:loss_of_full_logits", *pair)
     assert steps[0]["loss"] == pytest.approx(expected, abs=1e-6)
     assert steps[1]["loss"] < steps[0]["loss"]
+
+
+def padded(folder, target, extra):
+    """The model with more rows in embedding and head, without tokens and far from silent."""
+    shutil.copytree(folder, target)
+    settings = json.loads((target / "config.json").read_text())
+    settings["vocab_size"] += extra
+    (target / "config.json").write_text(json.dumps(settings))
+    weights = load_file(target / "model.safetensors")
+    generator = torch.Generator().manual_seed(2)
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & weights.keys():
+        rows = 0.2 * torch.randn((extra, weights[name].shape[1]), generator=generator)
+        weights[name] = torch.cat([weights[name], rows])
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def padded_pair(pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("padded")
+    return tuple(padded(path, folder / str(i), extra=64) for i, path in enumerate(pair))
+
+
+@pytest.mark.parametrize(
+    ("layout", "more_rows", "k"),
+    [
+        ("one", "teacher", 9),
+        ("tp2", "teacher", 9),
+        ("tp2", "teacher", VOCAB),
+        ("one", "student", 9),
+        ("dp2", "student", 9),
+        ("tp2", "student", 9),
+    ],
+)
+def test_padding_of_one_embedding_changes_nothing(layout, more_rows, k, pool, pair, padded_pair):
+    ranks, parallel = LAYOUTS[layout]
+    if more_rows == "teacher":
+        models, ends = (pair[0], padded_pair[1]), (None, VOCAB)
+    else:
+        models, ends = (padded_pair[0], pair[1]), (VOCAB, None)
+    ((expected, _),) = pool.run(1, f"{CASES}:two_steps", *pair, {}, LOSS, k)
+    config = {"parallel": parallel}
+    for steps, _ in pool.run(ranks, f"{CASES}:two_steps", *models, config, LOSS, k, ends):
+        for step, wanted in zip(steps, expected, strict=True):
+            assert step == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("k", [9, 256])
@@ -217,8 +291,10 @@ def test_a_student_learns_from_its_teacher_on_its_own_samples(seed, tmp_path, lo
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_student_learns_from_its_teacher_on_given_texts(seed, tmp_path, local_ray, student):
+    larger = padded(resolve_model("embedded"), tmp_path / "teacher", extra=64)
     steps = off_policy(
-        tmp_path,
+        tmp_path / "run",
+        f"teacher.model={larger}",
         f"policy.model={student}",
         f"run.seed={seed}",
         "distillation.max_steps=12",
@@ -297,3 +373,35 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, tiny_model):
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match=r"the token .* has the id .* use a teacher of the student"):
         on_policy(tmp_path / "run", f"teacher.model={folder}")
+
+
+def test_an_embedding_with_more_rows_is_padding_if_the_tokens_are_the_same(tmp_path):
+    embedded = str(resolve_model("embedded"))
+    larger = padded(embedded, tmp_path / "larger", extra=64)
+
+    def compared(student, teacher, *overrides):
+        folders = (f"policy.model={student}", f"teacher.model={teacher}", "teacher.top_k=null")
+        config = compose_config(ROOT / "configs", "distillation", [*folders, *overrides])
+        return find_teacher(config, student)[1]
+
+    assert compared(embedded, embedded) == Compared(top_k=512)
+    assert compared(embedded, larger) == Compared(top_k=512, vocabulary=512)
+    assert compared(larger, embedded) == Compared(top_k=512, student_vocabulary=512)
+    much = padded(embedded, tmp_path / "much", extra=512)
+    tp = ("cluster.cpu_workers_per_node=2", "policy.parallel.tensor_parallel_size=2")
+    with pytest.raises(UserError, match="gives a rank nothing but padding of the 1024 rows"):
+        compared(embedded, much, *tp)
+    settings = json.loads((tmp_path / "larger" / "config.json").read_text())
+    cut = tmp_path / "larger" / "config.json"
+    cut.write_text(json.dumps(settings | {"vocab_size": 100}))  # fewer rows than tokens
+    with pytest.raises(UserError, match=r"another vocabulary than policy.model: 100 .*512"):
+        compared(embedded, larger)
+
+
+def test_a_completion_with_padding_in_it_stops_a_teacher_without_that_row(pair):
+    with alone():
+        frozen = make_engine(pair[1], {}, False)
+        rows = make_rows(preference=False)
+        rows.tokens[keys.INPUT_IDS][3] = VOCAB
+        with pytest.raises(RunError, match=f"token id {VOCAB}, which no token .* ends at {VOCAB}"):
+            answer(frozen, [rows], 9)

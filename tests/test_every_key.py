@@ -8,6 +8,7 @@ fails.
 import ast
 import dataclasses
 import json
+import shutil
 from functools import cache
 
 import pytest
@@ -46,8 +47,15 @@ def files(tmp_path_factory):
         (other / path.name).write_bytes(path.read_bytes())
     weights = load_file(other / "model.safetensors")
     save_file({name: one * 1.1 for name, one in weights.items()}, other / "model.safetensors")
+    for name in ("scores", "other_scores"):
+        shutil.copytree(other, folder / name)
+        config = json.loads((other / "config.json").read_text())
+        config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
+        (folder / name / "config.json").write_text(json.dumps(config))
     return {
         "folder": str(folder / "run"),
+        "scores": str(folder / "scores"),
+        "other_scores": str(folder / "other_scores"),
         "other": str(other),
         "prompts": write("prompts.jsonl", *prompts),
         "overlong_prompts": write("long.jsonl", *prompts, {"prompt": "1 " * 2000, "answer": "1"}),
@@ -218,9 +226,10 @@ def is_export(node):
 
 
 def test_weights_and_biases_have_the_project(files, tmp_path):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     overrides = (*TEXTS, "logging.wandb=offline", "logging.wandb_project=of-this-test")
     looped(config_of("sft", overrides, files), tmp_path)
+    wandb.teardown()  # its own process writes the record to its end before it ends
     (stored,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     # Once in the configuration, and once as the run's.
     assert stored.read_bytes().count(b"of-this-test") == 2

@@ -1,6 +1,7 @@
 """Adapters: training begins with the model itself, in any layout, and what leaves is merged."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,14 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
+from nemo_like.config.choices import AdapterRefit
 from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, ParallelConfig
 from nemo_like.errors import UserError
+from nemo_like.models.resolve import resolve_model
+from nemo_like.weights.adapters import expected_adapters, is_adapter, plan_refit
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap
 from tests.small_runs import run, small_config
+from tests.test_evaluation import evaluate
 
 LORA = {"lora": LoraConfig(rank=4, alpha=8), "optimizer": OptimizerConfig(lr=1e-2, eps=1e-6)}
 
@@ -54,6 +59,19 @@ def test_every_layout_takes_the_same_steps(ranks, config, pool, four_layers, one
     assert largest_gap(parameters, after) < TOLERANCE
 
 
+def test_refits_of_adapters_carry_the_model_as_it_was_and_what_trains(pool, four_layers):
+    path, lora = four_layers(), replace(LORA["lora"], refit=AdapterRefit.adapters)
+    case = f"{CASES}:refits_after_one_step", path, LORA | {"lora": lora}
+    (first, later), (first_of_two, later_of_two) = (pool.run(n, *case)[0] for n in (1, 2))
+    plan = [s for b in plan_refit(path, torch.float32, lora, 2**20) for s in b.slots]
+    assert [slot.name for slot in plan] == list(first) == list(first_of_two)
+    assert list(later) == list(later_of_two) == [name for name in first if is_adapter(name)]
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(plain[name], first[name]) for name in first.keys() - later.keys())
+    assert all(later[name].any() for name in later)
+    assert largest_gap(first, first_of_two) < TOLERANCE
+
+
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(
     pool, four_layers, tmp_path
 ):
@@ -66,9 +84,11 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(
     assert all("lora_" in name for name in matrices)
 
 
-def test_a_target_that_matches_no_layer_is_refused(pool, four_layers):
-    config = LORA | {"lora": LoraConfig(rank=4, targets=["q_prj"])}
-    with pytest.raises(AssertionError, match=r"q_prj is no linear layer .*down_proj, gate_proj"):
+@pytest.mark.parametrize("target", ["q_prj", "lm_head"])
+def test_a_target_that_matches_no_layer_is_refused(target, pool, four_layers):
+    config = LORA | {"lora": LoraConfig(rank=4, targets=["q_proj", target])}
+    message = rf"{target} is no linear layer .* output head; there are down_proj, gate_proj"
+    with pytest.raises(AssertionError, match=message):
         pool.run(1, f"{CASES}:train", four_layers(), config, 0)
 
 
@@ -83,6 +103,14 @@ def test_only_the_targets_train(pool, four_layers, one_rank):
     ("overrides", "message"),
     [
         (["policy.lora.alpha=8"], "policy.lora.alpha=8.0 would have no effect: policy.lora.rank"),
+        (
+            ["policy.lora.refit=adapters"],
+            "refit=adapters would have no effect: policy.lora.rank",
+        ),
+        (
+            ["policy.lora.rank=513", "policy.lora.refit=adapters", "generation.backend=vllm"],
+            "rank=513 is more than vLLM computes with .* set policy.lora.refit=merged",
+        ),
         (["policy.lora.rank=-1"], "policy.lora.rank=-1 must be at least 0"),
         (
             ["policy.lora.rank=4", "policy.parallel.tensor_parallel_size=2"],
@@ -96,28 +124,85 @@ def test_what_adapters_do_not_go_with_is_refused(overrides, message):
         small_config("never-made", *overrides, "cluster.cpu_workers_per_node=2")
 
 
-@pytest.mark.usefixtures("local_ray")
-def test_a_run_refits_merged_weights_and_exports_both_forms(tmp_path):
+def test_engines_on_gpus_compute_with_adapters_in_16_bits_only():
+    overrides = ["policy.lora.rank=4", "policy.lora.refit=adapters", "generation.backend=vllm"]
+    with pytest.raises(UserError, match=r"does not go with policy.dtype=float32 on GPUs"):
+        small_config("never-made", *overrides, "cluster.gpus_per_node=1")
+    small_config("never-made", *overrides, "cluster.gpus_per_node=1", "policy.dtype=bfloat16")
+
+
+RUN = (
+    "policy.lora.rank=4",
+    "policy.optimizer.lr=1e-3",
+    "loss.kl_coef=0.01",
+    "grpo.max_steps=3",
+    "validation.every_steps=3",
+)
+
+
+@pytest.fixture(scope="module")
+def merged_run(local_ray, tmp_path_factory):
+    """Folder and records of a run that refits merged weights."""
+    folder = tmp_path_factory.mktemp("merged")
+    return folder, run(folder, *RUN)
+
+
+APART = (*RUN, "policy.lora.refit=adapters", "checkpoint.every_steps=2")
+EQUAL = ("train/loss", "train/grad_norm", "train/kl", "rollout/reward", "validation/reward")
+
+
+def assert_same_training(steps, expected):
+    for step, record in steps.items():
+        for name in EQUAL:
+            if name in expected[step]:
+                assert record[name] == pytest.approx(expected[step][name], abs=1e-5), (step, name)
+
+
+def test_a_run_that_refits_adapters_alone_takes_the_steps_of_one_that_merges(merged_run, tmp_path):
+    _, expected = merged_run
+    steps = run(tmp_path, *APART)
+    assert_same_training(steps, expected)
+    assert any("validation/reward" in record for record in steps.values())
+    assert all(steps[step]["mismatch/max_abs"] < 1e-5 for step in (1, 2, 3))
+    lora = LoraConfig(rank=4, refit=AdapterRefit.adapters)
+    specs = expected_adapters(str(resolve_model("embedded")), torch.float32, lora)
+    adapter_bytes = sum(4 * math.prod(shape) for shape, _ in specs.values())
+    found = {step: record.get("refit/bytes") for step, record in steps.items()}
+    assert found[2] == found[3] == adapter_bytes
+    assert adapter_bytes < expected[2]["refit/bytes"] / 5
+
+
+@pytest.mark.full
+def test_refits_of_adapters_go_on_after_a_resume_and_measure_a_checkpoint(merged_run, tmp_path):
+    _, expected = merged_run
+    run(tmp_path, *APART, "grpo.max_steps=2")
+    steps = run(tmp_path, *APART, "run.resume=true")
+    assert_same_training(steps, expected)
+    checkpoint = next((tmp_path / "checkpoints").glob("*3"))
+    results = [
+        evaluate(
+            tmp_path / f"eval-{refit}",
+            f"policy.model={checkpoint}",
+            "policy.lora.rank=4",
+            f"policy.lora.refit={refit}",
+        )[0]
+        for refit in ("merged", "adapters")
+    ]
+    assert results[0] == results[1]
+
+
+def test_a_run_refits_merged_weights_and_exports_both_forms(merged_run):
     peft = pytest.importorskip("peft")
-    steps = run(
-        tmp_path,
-        "policy.lora.rank=4",
-        "policy.optimizer.lr=1e-3",
-        "loss.kl_coef=0.01",
-        "grpo.max_steps=3",
-        "validation.every_steps=0",
-    )
+    tmp_path, steps = merged_run
     # The engine samples with what the trainer computes, and the reference is the model without
     # adapters: the KL to it is 0 before the first step alone.
-    assert all(steps[step]["mismatch/max_abs"] < 1e-5 for step in steps)
+    assert all(steps[step]["mismatch/max_abs"] < 1e-5 for step in (1, 2, 3))
     assert steps[1]["train/kl"] == 0
     assert steps[3]["train/kl"] > 0
     final = tmp_path / "final"
     merged = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
     settings = json.loads((final / "adapter" / "adapter_config.json").read_text())
     assert settings["r"] == 4
-    from nemo_like.models.resolve import resolve_model
-
     base = AutoModelForCausalLM.from_pretrained(resolve_model("embedded"), dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, final / "adapter")
     ids = torch.arange(3, 40)[None]

@@ -129,7 +129,8 @@ PLACEMENT = """
 import sys
 from nemo_like.config.plan import plan_resources
 from nemo_like.config.schema import ClusterConfig
-from nemo_like.distributed.virtual_cluster import VirtualCluster, connect
+from nemo_like.distributed.connection import connect
+from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import UserError
 from tests.test_cluster import Probe

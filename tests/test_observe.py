@@ -312,7 +312,7 @@ def test_trajectories_are_readable_text_and_resume_like_metrics(tmp_path: Path) 
 
 
 def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     from nemo_like.observe.wandb_sink import WandbSink
 
     config = {"generation": {"engine_kwargs": {"hf_token": "s3cret", "max_num_seqs": 4}}}
@@ -322,6 +322,7 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path
         sink.log(step, {"train/loss": 0.5})
         sink.close()
         ids.append((tmp_path / "wandb_run_id").read_text().strip())
+    wandb.teardown()  # its own process writes the record to its end before it ends
     assert ids[0] == ids[1]
     stored = list(tmp_path.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb"))
     content = b"".join(path.read_bytes() for path in stored)

@@ -23,7 +23,7 @@ from nemo_like.config.choices import (
 )
 from nemo_like.config.layout import layer_range, parallel_sizes
 from nemo_like.config.load import compose_config
-from nemo_like.config.memory import GIB, predict_memory
+from nemo_like.config.memory import GIB, Role, predict_memory
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
 from nemo_like.config.plan import plan_run
@@ -379,7 +379,7 @@ def test_what_is_offloaded_is_on_the_host():
 
 
 def test_a_reference_model_and_a_float32_head_take_their_part():
-    with_reference = memory(tiny(), with_reference=True)
+    with_reference = memory(tiny(), role=Role(with_reference=True))
     assert with_reference["start"]["parameters"] == pytest.approx(8 * TOTAL)
     head = memory(tiny(float32_head=True))["train"]
     assert head["gathered"] == pytest.approx(2 * 152 + 4 * 84)

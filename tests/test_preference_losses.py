@@ -296,6 +296,15 @@ def test_explained_variance_of_parts_is_that_of_the_whole():
     assert explained_variance(values(merge(parts))) == pytest.approx(expected.item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("same", [0.95, 0.35, -7.3])
+def test_equal_returns_that_float32_rounds_leave_nothing_to_explain_either(same):
+    torch.manual_seed(0)
+    value = torch.randn(100).tolist()
+    batch = make_batch([100], values=value, returns=[same] * 100)
+    metrics = apply(ValueLoss(ValueLossConfig()), batch, value, denominators_of(batch))[2]
+    assert math.isnan(explained_variance(values(metrics)))  # -4e8 for 0.95, if taken at its word
+
+
 def test_constant_returns_leave_nothing_to_explain():
     batch = make_batch([2], values=[0.0, 0.0], returns=[1.0, 1.0])
     _, _, metrics = apply(ValueLoss(ValueLossConfig()), batch, [0.0, 1.0])

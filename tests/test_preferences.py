@@ -81,6 +81,14 @@ def test_a_common_beginning_is_the_prompt_and_does_not_train(tmp_path):
     assert texts == [["good<|im_end|>"], ["bad one<|im_end|>"]]
 
 
+def test_a_prompt_ends_with_the_message_to_answer_where_answers_begin_alike(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    row = {"chosen": [USER, GOOD, GOOD], "rejected": [USER, GOOD, BAD]}
+    batch, _ = load(chat, write_rows(tmp_path / "r.jsonl", row))
+    texts = [trained_texts(tokenizer_of(tmp_path), *one) for one in rows_of(batch)]
+    assert texts == [["good<|im_end|>"] * 2, ["good<|im_end|>", "bad one<|im_end|>"]]
+
+
 def test_a_completion_may_be_longer_than_the_other_by_whole_turns(tmp_path):
     chat = build_chat(tmp_path, QWEN)
     row = {"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}

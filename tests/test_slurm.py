@@ -3,13 +3,15 @@
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
-from tests.slurm_cluster import Job, SlurmCluster, missing_programs, needs, wait_until
+from nemo_like.launch.console import main
+from tests.slurm_cluster import NODES, Job, SlurmCluster, missing_programs, needs, wait_until
 from tests.small_runs import ROOT, SMALL, records
 
 SCRIPT = ROOT / "slurm" / "ray.sbatch"
@@ -17,13 +19,16 @@ SETUP = (
     f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH "
     f"PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1"
 )
+MANY_STEPS = "100000"
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", "--mem-per-cpu=500")
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     needs(*missing_programs())
-    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), tmp_path_factory.mktemp("jobs"))
+    folder = tmp_path_factory.mktemp("jobs") / """it's "x" y"""
+    folder.mkdir()
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), folder)
     yield cluster
     cluster.close()
 
@@ -42,18 +47,19 @@ def processes(job: Job) -> list[psutil.Process]:
     return found
 
 
-def assert_nothing_is_left(job: Job) -> None:
+def assert_nothing_is_left(job: Job, folder: str = "slurm-{}") -> None:
     wait_until(lambda: not processes(job), 10, lambda: f"{processes(job)} of {job.id} to end")
     assert not list(Path("/tmp").glob(f"nl-{job.id}-*"))
-    logs = job.cluster.cwd / f"slurm-{job.id}"
+    logs = job.cluster.cwd / folder.format(job.id)
     assert not (logs / "ray-token").exists()
-    for node in ("n1", "n2"):
+    for node in NODES:
         assert (logs / f"ray-0-{node}" / "raylet.out").stat().st_size > 0
+        assert (logs / f"ray-0-{node}.log").stat().st_size > 0
 
 
 def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmCluster):
     two_nodes = (*TWO_NODES, "--gres=gpu:1", str(SCRIPT))
-    go = slurm.cwd / "go"
+    go = slurm.folder / "go"
     waits = f"until [[ -e {go} ]]; do sleep 0.1; done; exit $SLURM_ARRAY_TASK_ID"
     command = slurm.submit(
         "--array=7-7", *two_nodes, NEMO_LIKE_COMMAND=waits, NEMO_LIKE_SETUP=SETUP
@@ -71,7 +77,7 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
 
     attach = ("bash", f"attach-{interactive.id}.sh")
     program = "import ray; ray.init(); print(sorted(node['NodeName'] for node in ray.nodes()))"
-    assert slurm.ask(*attach, "python", "-c", program).strip() == "['n1', 'n2']"
+    assert slurm.ask(*attach, "python", "-c", program).strip() == "['gpu01', 'gpu02']"
     with pytest.raises(AssertionError, match="exit code 5"):
         slurm.ask(*attach, "bash", "-c", "exit 5")
 
@@ -81,11 +87,11 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
     (raylet,) = (
         process
         for process in processes(interactive)
-        if process.name() == "raylet" and process.environ()["SLURMD_NODENAME"] == "n2"
+        if process.name() == "raylet" and process.environ()["SLURMD_NODENAME"] == "gpu02"
     )
     raylet.kill()
     assert interactive.exit_code(60) == 1, interactive.log()
-    assert "is ended: Ray on node n2 ended; see" in interactive.log()
+    assert "is ended: Ray on node gpu02 ended; see" in interactive.log()
     assert_nothing_is_left(interactive)
     assert not (slurm.cwd / attach[1]).exists()
     logs = (slurm.cwd / f"slurm-{interactive.id}").rglob("*.log")
@@ -94,28 +100,53 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
         assert secret not in text
 
 
-def test_a_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(slurm: SlurmCluster):
-    run = slurm.cwd / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").touch()
-    # As many steps as the first slice can make; then two more.
-    steps = f"$((SLURM_RESTART_COUNT ? $(wc -l <{run}/metrics.jsonl) + 1 : 100000))"
-    settings = (
-        *SMALL,
-        "generation.backend=hf",
-        "cluster.num_nodes=2",
-        "checkpoint.export=false",
-        f"run.dir={run}",
-        "run.resume=true",
-        f"grpo.max_steps={steps}",
-    )
-    job = slurm.submit(
-        *(*TWO_NODES, "--time=30", "--signal=B:USR1@30", str(SCRIPT)),
-        NEMO_LIKE_COMMAND=f"python {ROOT}/examples/run_grpo.py {' '.join(settings)}",
-        NEMO_LIKE_SETUP=SETUP,
-        NEMO_LIKE_REQUEUE="1",
-    )
-    job.wait_for("/100000  reward", 240)
+@pytest.fixture
+def submitted(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[Path], Job]:
+    """``nemo-like slurm submit``: a small run on two nodes, with its folder.
+
+    It has as many steps as its first slice can make; then, queued again, two more than it made.
+    """
+    monkeypatch.chdir(slurm.cwd)
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, slurm.environment[name])
+
+    def submit(run: Path) -> Job:
+        run.mkdir()
+        (run / "metrics.jsonl").touch()
+        steps = f"$((SLURM_RESTART_COUNT ? $(wc -l <{run}/metrics.jsonl) + 1 : {MANY_STEPS}))"
+        batch = {
+            "time": "30",
+            "requeue": True,
+            "signal_before_s": 30,
+            "setup": f"{SETUP} STEPS={steps}",
+        }
+        sections = {
+            "defaults": ["grpo", "_self_"],
+            "grpo": {"max_steps": "${oc.env:STEPS}"},
+            "cluster": {"num_nodes": 2, "cpus_per_worker": 2, "slurm": batch},
+            "checkpoint": {"every_steps": 1000, "export": False},
+            "run": {"dir": str(run), "resume": True},
+        }
+        Path("two.yaml").write_text(yaml.safe_dump(sections))
+        monkeypatch.setenv("STEPS", MANY_STEPS)
+        mine = ("--config-name=two", "--config-dir=.", "generation.backend=hf")
+        main(["slurm", "submit", str(ROOT / "examples" / "run_grpo.py"), *mine, *SMALL])
+        return Job(slurm, capsys.readouterr().out.split()[1], "slurm-logs/{}.out")
+
+    return submit
+
+
+def test_a_submitted_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(
+    slurm: SlurmCluster,
+    submitted: Callable[[Path], Job],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    run = tmp_path / "run"
+    job = submitted(run)
+    job.wait_for(f"/{MANY_STEPS}  reward", 240)
     slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
     wait_until(lambda: job.facts()["Restarts"] == "1", 90, job.log)
     before = records(run)
@@ -124,7 +155,7 @@ def test_a_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(sl
 
     assert job.exit_code(240) == 0, job.log()
     last = max(before)
-    assert f"Stopped as told after step {last} of 100000, which is saved" in job.log()
+    assert f"Stopped as told after step {last} of {MANY_STEPS}, which is saved" in job.log()
     assert f"Continuing after step {last}" in job.log()
     lines = (run / "metrics.jsonl").read_text().splitlines()
     after = records(run)
@@ -133,7 +164,27 @@ def test_a_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(sl
     assert len(after) > len(before) > 3
     assert {step: after[step] for step in before} == before
     assert (run / "summary.json").exists()
+    main(["slurm", "status", job.id])
+    told = capsys.readouterr().out
+    assert f"job     {job.id} COMPLETED on gpu[01-02] after " in told
+    reward = after[max(after)]["rollout/reward"]
+    assert f"run     {run}\nstep    {max(after)}, reward {reward:.3f}, " in told
     for execution in "01":
-        for node in ("n1", "n2"):
-            logs = slurm.cwd / f"slurm-{job.id}" / f"ray-{execution}-{node}"
+        for node in NODES:
+            logs = slurm.cwd / "slurm-logs" / job.id / f"ray-{execution}-{node}"
             assert list(logs.glob("worker-*.out")), f"no worker ran on {node}"
+
+
+@pytest.mark.full
+def test_a_run_that_is_cancelled_leaves_nothing(
+    submitted: Callable[[Path], Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    job = submitted(tmp_path / "run")
+    job.wait_for(f"/{MANY_STEPS}  reward", 240)
+    assert len(processes(job)) > 10
+    main(["slurm", "cancel", job.id])
+    assert f"job     {job.id} CANCELLED" in capsys.readouterr().out
+    assert_nothing_is_left(job, "slurm-logs/{}")
+    main(["slurm", "status", job.id])
+    last = max(records(tmp_path / "run"))
+    assert f"\nstep    {last}, reward " in capsys.readouterr().out

@@ -103,6 +103,7 @@ export NEMO_LIKE_CONTAINER_RUNTIME=pyxis
 export NEMO_LIKE_MOUNTS=/data:/data:ro,/home:/home
 export NEMO_LIKE_LOG_DIR={folder}/slurm-logs/"$SLURM_JOB_ID"
 export NEMO_LIKE_GPUS_PER_NODE=8
+export NEMO_LIKE_CPUS_PER_NODE=''
 export NEMO_LIKE_START_TIMEOUT_S=91
 export NEMO_LIKE_REQUEUE=1
 export NEMO_LIKE_STOP_TIMEOUT_S=60
@@ -224,6 +225,7 @@ REFUSED = [
     ({"requeue": True}, "needs run.resume=true and run.dir"),
     ({"signal_before_s": 60}, "requeue=false lets the job end with its time"),
     ({"extra": ["hello"]}, "extra='hello' must be an option of sbatch"),
+    ({"extra": ["--comment=it's"]}, 'extra="--comment=it\'s": No closing quotation'),
     ({"extra": ["--nodes=3"]}, "cluster.num_nodes decides that"),
     ({"extra": ["-t 5"]}, "cluster.slurm.time decides that"),
 ]

@@ -102,16 +102,19 @@ def test_a_job_that_slurm_has_forgotten_is_known_by_its_log(slurm, cluster):
     assert (code, out) == (0, "nemo-like: the command ended\n")
 
 
-def test_a_running_job_is_followed_until_it_is_cancelled(slurm, cluster):
+def test_a_running_job_is_followed_until_it_is_cancelled(slurm, cluster, monkeypatch):
     (cluster.cwd / "mine.yaml").write_text(
         yaml.safe_dump({"defaults": ["grpo", "_self_"], "cluster": {"slurm": {"setup": RUN}}})
     )
     mine = ["--config-name=mine", "--config-dir=."]
-    number = submitted(slurm, SCRIPT, *mine, "cluster.num_nodes=2", "cluster.gpus_per_node=2")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "7")  # sbatch prefers it to what a script says
+    words = ("cluster.num_nodes=2", "cluster.gpus_per_node=2", "cluster.slurm.time='90'")
+    number = submitted(slurm, SCRIPT, *mine, *words)
     log = cluster.cwd / "slurm-logs" / f"{number}.out"
     wait_until(lambda: log.exists() and "Run folder" in log.read_text(), 60, log.read_text)
     _, out, _ = slurm("status", number)
-    assert f"job     {number} RUNNING on n[1-2] after " in out
+    assert f"job     {number} RUNNING on gpu[01-02] after " in out
+    assert " of 01:30:00\n" in out
     assert f"run     {cluster.cwd}/runs/mine\nstep    3, reward 0.500, loss +0.2500\n" in out
     cancel = threading.Timer(1.0, cluster.ask, ("scancel", number))
     cancel.start()

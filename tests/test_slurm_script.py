@@ -157,6 +157,12 @@ def test_every_srun_states_nodes_tasks_and_gpus_whatever_the_job_had_in_stand_in
         assert not call.environment.keys() & {*leaks, "SLURM_GPUS_ON_NODE"}
 
 
+def test_a_percent_sign_in_the_log_folder_is_no_pattern_of_srun_in_stand_ins(tmp_path):
+    calls = calls_of_srun(tmp_path, SCRIPT, "true", NEMO_LIKE_LOG_DIR=str(tmp_path / "50%j x"))
+    assert any(f"--output={tmp_path}/50%%j x/ray-0-n2.log" in call.words for call in calls)
+    assert (tmp_path / "50%j x").is_dir()
+
+
 def test_ports_in_use_move_a_job_to_another_block_in_stand_ins(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 20480 + 77 % 48 * 256 + 100))

@@ -5,8 +5,6 @@ import random
 import re
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_like.algorithms.dpo import run_dpo
 from nemo_like.algorithms.reward_model import run_reward_model
@@ -104,22 +102,6 @@ def test_two_ranks_and_a_live_reference_change_nothing(tmp_path):
         "policy.micro_batch_tokens=256",
     )
     assert_same(two, one, tolerance=1e-5)
-
-
-def test_an_exported_reward_model_scores_alike_in_transformers(tmp_path):
-    options = ("reward_model.max_steps=3", "policy.optimizer.lr=1e-2", "data.num_train_rows=96")
-    run("rm", tmp_path, *options)
-    final = tmp_path / "final"
-    model = AutoModelForSequenceClassification.from_pretrained(final, dtype=torch.float32)
-    assert json.loads((final / "config.json").read_text())["architectures"] == [
-        type(model).__name__
-    ]
-    assert model.score.weight.abs().max() > 0
-    ids = AutoTokenizer.from_pretrained(final)("3 + 4", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        hidden = model.model(ids).last_hidden_state[0, -1]
-        score = model(ids).logits[0, 0]
-    assert score == pytest.approx((hidden @ model.score.weight[0]).item(), abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -67,16 +68,21 @@ def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
         pid = os.fork()
         if pid == 0:
             pipe.close()
-            _run(target, args)
+            end_with(_call, target, args)
         pipe.send(pid)
         del request, args  # closes here the pipes that it was given
 
 
-def _run(target: str, args: tuple[Any, ...]) -> NoReturn:
+def _call(target: str, args: tuple[Any, ...]) -> None:
+    module, _, function = target.partition(":")
+    getattr(importlib.import_module(module), function)(*args)
+
+
+def end_with(function: Callable[..., None], *args: Any) -> NoReturn:
+    """Call it as the last that this process, a fork, does."""
     code = 1
     try:
-        module, _, function = target.partition(":")
-        getattr(importlib.import_module(module), function)(*args)
+        function(*args)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

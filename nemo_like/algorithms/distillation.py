@@ -7,7 +7,8 @@ there; no gradient goes through the sampling. Rewards are only logged. Off-polic
 temperature of sampling (off-policy: ``distillation.temperature``), and of each the teacher's
 ``teacher.top_k`` most likely tokens are compared (``losses/distillation.py``). Left out here:
 mixtures of given and sampled texts, completions that the teacher samples, and teachers with another
-vocabulary.
+vocabulary. One embedding may have more rows than the other if they are padding, without tokens: the
+ids that only one model has are left out of its distributions, as if their logits were -infinity.
 """
 
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from nemo_like.algorithms.self_check import (
     warn_of_gap,
 )
 from nemo_like.batch import keys
+from nemo_like.config.layout import parallel_sizes
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import number, read_settings
 from nemo_like.config.plan import plan_run
@@ -47,17 +49,28 @@ _ROWS_PER_CALL = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compared:
+    """How much of two distributions is compared."""
+
+    top_k: int
+    vocabulary: int | None = None
+    """Ids from here on are padding that only the teacher has. None: there is none."""
+    student_vocabulary: int | None = None
+    """Ids from here on are padding that only the student has. None: there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Teacher:
     """The frozen model, and how much of its distributions is compared."""
 
     model: Policy
-    top_k: int
+    compared: Compared
 
     def answer(self, batch: RemoteBatch) -> RemoteBatch:
         """``batch`` with token columns ``teacher_ids`` and ``teacher_logprobs``."""
         parts = text_rows.in_parts(batch, _ROWS_PER_CALL)
         for part in parts:
-            self.model.top_logprobs(part, self.top_k)
+            self.model.top_logprobs(part, self.compared.top_k, self.compared.vocabulary)
         return RemoteBatch.concatenate(parts)
 
 
@@ -65,18 +78,18 @@ def run_distillation(config: DistillationRunConfig, processes: Processes) -> Non
     """Everything from a run's processes to a trained model in ``run.dir``: on-policy."""
     run = processes.run
     with run.start_phase("prompts"):
-        teacher_path, top_k = find_teacher(config, processes.model_path)
+        teacher_path, compared = find_teacher(config, processes.model_path)
         prepared = on_policy.prepare(config, processes.rows, processes.model_path)
     setup = on_policy.start(config, processes, prepared)
     model = start_teacher(config, run, processes.stack, setup, teacher_path)
-    train_on_samples(config, setup, Teacher(model=model, top_k=top_k), run)
+    train_on_samples(config, setup, Teacher(model=model, compared=compared), run)
     _finish(config, setup.policy, run)
 
 
 def run_off_policy_distillation(config: OffPolicyDistillationRunConfig) -> None:
     """Everything from a configuration to a trained model in ``run.dir``: on given texts."""
     model_path = find_model(config)
-    teacher_path, top_k = find_teacher(config, model_path)
+    teacher_path, compared = find_teacher(config, model_path)
     with Run(config, "distillation") as run, ExitStack() as stack:
         with run.start_phase("data"):
             rows = text_rows.prepare(config, conversations.load, model_path)
@@ -86,7 +99,7 @@ def run_off_policy_distillation(config: OffPolicyDistillationRunConfig) -> None:
         )
         model = start_teacher(config, run, stack, setup, teacher_path)
         run.restore({"policy": setup.policy}, rows.loader)
-        train_on_texts(config, setup, Teacher(model=model, top_k=top_k), run)
+        train_on_texts(config, setup, Teacher(model=model, compared=compared), run)
         _finish(config, setup.policy, run)
 
 
@@ -94,7 +107,8 @@ def train_on_samples(
     config: DistillationRunConfig, setup: on_policy.Setup, teacher: Teacher, run: Run
 ) -> None:
     """The loop of on-policy distillation."""
-    policy, rollouts, loss = setup.policy, setup.rollouts, DistillationLoss(config.loss)
+    policy, rollouts = setup.policy, setup.rollouts
+    loss = DistillationLoss(config.loss, teacher.compared.student_vocabulary)
     for step in run.steps(
         config.max_steps,
         {"policy": policy},
@@ -121,7 +135,7 @@ def train_on_texts(
     config: OffPolicyDistillationRunConfig, setup: text_rows.TextSetup, teacher: Teacher, run: Run
 ) -> None:
     """The loop of off-policy distillation."""
-    loss = DistillationLoss(config.loss)
+    loss = DistillationLoss(config.loss, teacher.compared.student_vocabulary)
     if setup.held_out is not None:
         with run.start_phase("teacher"):
             setup = replace(setup, held_out=teacher.answer(setup.held_out))
@@ -139,11 +153,11 @@ def train_on_texts(
         run.log(metrics | setup.metrics(batch))
 
 
-def find_teacher(config: AnyConfig, student_path: str) -> tuple[str, int]:
-    """The teacher's folder, and how many tokens of its distributions are compared.
+def find_teacher(config: AnyConfig, student_path: str) -> tuple[str, Compared]:
+    """The teacher's folder, and how much of its distributions is compared.
 
     Raises UserError if there is no such model, if it can't be laid out as the policy is, or if its
-    vocabulary is not the student's.
+    vocabulary is not the student's but for padding.
     """
     assert config.teacher.model is not None
     folder = resolve_model(config.teacher.model, "teacher.model")
@@ -152,17 +166,34 @@ def find_teacher(config: AnyConfig, student_path: str) -> tuple[str, int]:
     sizes = [number(read_settings(path), "vocab_size") for path in (folder, student)]
     said = f"teacher.model={config.teacher.model} has another vocabulary than policy.model"
     remedy = "their distributions cannot be compared; use a teacher of the student's family"
-    if sizes[0] != sizes[1]:
-        raise UserError(f"{said}: {sizes[0]} tokens, and not {sizes[1]}; {remedy}.")
     theirs, ours = (ChatTokenizer(str(path)).token_ids() for path in (folder, student))
+    of_teacher, of_student = (size or max(ours.values()) + 1 for size in sizes)
+    common = min(of_teacher, of_student)
+    if of_teacher != of_student and (theirs != ours or max(ours.values()) >= common):
+        raise UserError(f"{said}: {of_teacher} tokens, and not {of_student}; {remedy}.")
     if different := sorted(token for token, _ in theirs.items() ^ ours.items()):
         token = different[0]
         raise UserError(
             f"{said}: the token {token!r} has the id {theirs.get(token)} there, and "
             f"{ours.get(token)} in the student's tokenizer; {remedy}."
         )
-    vocabulary = sizes[0] or len(theirs)
-    return str(folder), min(config.teacher.top_k or vocabulary, vocabulary)
+    _check_slices(config, max(of_teacher, of_student), common)
+    return str(folder), Compared(
+        top_k=min(config.teacher.top_k or common, common),
+        vocabulary=common if of_teacher > common else None,
+        student_vocabulary=common if of_student > common else None,
+    )
+
+
+def _check_slices(config: AnyConfig, vocabulary: int, common: int) -> None:
+    """Every tensor-parallel rank must have a row of the head that both models have."""
+    tp = parallel_sizes(config.policy, len(plan_run(config).policy)).tp
+    if vocabulary % tp == 0 and vocabulary // tp * (tp - 1) >= common:
+        raise UserError(
+            f"policy.parallel.tensor_parallel_size={tp} gives a rank nothing but padding of the "
+            f"{vocabulary} rows of the larger vocabulary, of which {common} are compared; use a "
+            "smaller size."
+        )
 
 
 def start_teacher(

@@ -16,6 +16,7 @@ from nemo_like.config.plan import ResourcePlan
 from nemo_like.config.run_schema import RolloutRunConfig
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
+from nemo_like.weights.adapters import travels_apart
 
 # Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
 # policy trains, and where the policy trains beside them.
@@ -45,6 +46,7 @@ def engine_config(
         tensor_parallel_size=generation.tensor_parallel_size,
         device="cuda" if plan.uses_gpus else "cpu",
         gpu_memory_share=share / generation.num_engines_per_bundle,
+        lora=config.policy.lora if travels_apart(config.policy.lora) else None,
         sleep=sleep,
         engine_kwargs=dict(generation.engine_kwargs),
     )

@@ -16,12 +16,14 @@ from nemo_like.algorithms.setup import Prepared, start
 from nemo_like.checkpoint import open_checkpoint
 from nemo_like.config.file_checks import is_checkpoint
 from nemo_like.config.sampling_run_schema import EvalRunConfig
-from nemo_like.data.chat import ChatTokenizer, context_length
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
 from nemo_like.errors import UserError
+from nemo_like.models.context import context_length
 from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.policy.policy import Policy
+from nemo_like.rollout import graders
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +58,12 @@ def prepare(config: EvalRunConfig, rows: Rows, model_path: str) -> Prepared:
     context = context_length(model_path)
     most_new = config.eval.max_new_tokens or config.generation.max_new_tokens
     if most_new >= context:
+        section = "generation" if config.eval.max_new_tokens is None else "eval"
         raise UserError(
-            f"generation.max_new_tokens={most_new} does not fit the model's context of {context} "
+            f"{section}.max_new_tokens={most_new} does not fit the model's context of {context} "
             "tokens with a prompt; use less."
         )
+    graders.check_reward_model(config.environment, {"data.validation": rows.validation}, chat)
     checked, longest = check_lengths(
         rows.validation, chat, context, context, most_new, config.data, "data.validation"
     )

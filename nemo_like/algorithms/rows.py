@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from nemo_like.config.file_checks import REWARD_MODEL
 from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.run_schema import RolloutRunConfig
 from nemo_like.config.sampling_run_schema import EvalRunConfig
@@ -27,7 +28,9 @@ class Rows:
 
 def read_rows(config: RolloutRunConfig) -> Rows:
     """Read or generate the rows, and check them against the reward; raises UserError."""
-    reward = resolve_reward(config.environment.reward)  # its errors come now, not from a worker
+    required: frozenset[str] = frozenset()
+    if config.environment.reward != REWARD_MODEL:  # whose errors need its tokenizer
+        required = resolve_reward(config.environment.reward).required_fields
     data, seed = config.data, config.run.seed
     train: list[Row] = []
     validation: list[Row] = []
@@ -41,16 +44,16 @@ def read_rows(config: RolloutRunConfig) -> Rows:
     if train and validation:
         train = without_overlap(train, validation)
     for key, rows in (("data.train", train), ("data.validation", validation)):
-        check_fields(rows, reward.required_fields, config.environment.reward, key)
+        _check_fields(rows, required, config.environment.reward, key)
     if isinstance(config, EvalRunConfig):
         _check_category(validation, config.eval.category_field)
     return Rows(train=train, validation=validation)
 
 
-def check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
+def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
     """Refuse rows that the reward function could not be called with."""
     for row in rows:
-        for name in required:
+        for name in sorted(required):
             if name not in row.fields:
                 found = ", ".join(row.fields) or "none"
                 raise UserError(

@@ -18,7 +18,7 @@ from nemo_like.algorithms.run_folder import make_run_dir, save_config
 from nemo_like.checkpoint import Checkpoints, DriverState
 from nemo_like.config.choices import WandbMode
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.errors import StoppedError
+from nemo_like.errors import StoppedError, UserError
 from nemo_like.observe.console import (
     ROLLOUT_COLUMNS,
     TRAINING_COLUMNS,
@@ -140,8 +140,14 @@ class Run:
         """Bring models and data to where the checkpoint left them, if there is one."""
         if self._resumed is None:
             return
+        saved = self._resumed.weight_versions
+        if models.keys() != saved.keys():
+            raise UserError(
+                f"{self._resumed_from} holds {' and '.join(saved)}, and this run trains "
+                f"{' and '.join(models)}; continue with the models that it began with."
+            )
         for name, model in models.items():
-            version = self._resumed.weight_versions[name]
+            version = saved[name]
             model.load(str(self._resumed_from / name), version)
         loader.load_state(self._resumed.loader)
 

@@ -14,6 +14,11 @@ from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_UNREADABLE = (
+    "{} is damaged, so that what the run was configured with is not known; restore it, or remove "
+    "it to continue with the configuration as it is now."
+)
+
 
 def save_config(folder: Path, config: TrainingRunConfig, *, continued: bool) -> None:
     """Write ``config.yaml``; where a run is continued, say what differs from before.
@@ -24,8 +29,17 @@ def save_config(folder: Path, config: TrainingRunConfig, *, continued: bool) -> 
     path = folder / "config.yaml"
     text = yaml.safe_dump(_plain(asdict(config)), sort_keys=False)
     if continued and path.exists():
-        _warn_changes(yaml.safe_load(path.read_text()), yaml.safe_load(text))
-    path.write_text(text)
+        before = _read(path)
+        if config.section not in before:
+            raise UserError(
+                f"run.dir={config.run.dir} is the folder of a run of another kind: its config.yaml "
+                f"has no section {config.section}; continue it with its own script, or choose "
+                "another folder."
+            )
+        _warn_changes(before, yaml.safe_load(text))
+    aside = path.with_name("config.yaml.tmp")
+    aside.write_text(text)
+    aside.replace(path)  # whole or not at all, should the run be killed here
 
 
 def make_run_dir(config: TrainingRunConfig, name: str) -> Path:
@@ -45,6 +59,17 @@ def make_run_dir(config: TrainingRunConfig, name: str) -> Path:
     except OSError as error:
         raise UserError(f"run.dir={config.run.dir} cannot be written: {error}") from error
     raise UserError(f"runs/{stem} exists a hundred times; set run.dir.")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a run was configured with; UserError if the file does not say."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(_UNREADABLE.format(path)) from error
+    if not isinstance(found, dict):
+        raise UserError(_UNREADABLE.format(path))
+    return found
 
 
 def _plain(value: Any) -> Any:

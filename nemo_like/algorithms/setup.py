@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,20 @@ from nemo_like.config.choices import Output
 from nemo_like.config.plan import ResourcePlan
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.run_schema import RolloutRunConfig
-from nemo_like.data.chat import ChatTokenizer, context_length
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker import Worker
-from nemo_like.environments.rewards import absolute_reward
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
+from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 from nemo_like.refit.weight_sync import WeightSync
+from nemo_like.rollout import graders
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
 
@@ -86,18 +87,30 @@ def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
     context = context_length(model_path)
     most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)
     if most_new >= context:
+        is_longer = most_new > config.generation.max_new_tokens
+        section = "validation" if is_longer else "generation"
         raise UserError(
-            f"generation.max_new_tokens={most_new} does not fit the model's context of {context} "
+            f"{section}.max_new_tokens={most_new} does not fit the model's context of {context} "
             "tokens with a prompt; use less."
         )
     data = config.data
     longest = 0
     checked: dict[str, list[Row]] = {}
-    for key, unchecked in (("data.train", rows.train), ("data.validation", rows.validation)):
+    rows_of = {"data.train": rows.train, "data.validation": rows.validation}
+    graders.check_reward_model(config.environment, rows_of, chat)
+    for key, unchecked in rows_of.items():
         checked[key], most = check_lengths(
             unchecked, chat, config.policy.micro_batch_tokens, context, most_new, data, key
         )
         longest = max(longest, most)
+    count, least = len(checked["data.train"]), config.loop.num_prompts_per_step
+    if count < least:
+        logger.warning(
+            "data.train has %d prompts, and %s.num_prompts_per_step=%d repeats some within a step.",
+            count,
+            config.section,
+            least,
+        )
     return Prepared(
         model_path=model_path,
         loader=PromptLoader(
@@ -146,12 +159,12 @@ def start(
     models = _by_role(policy, of_critic)
     rollout_setup = _rollout_setup(config, run, prepared, cluster.plan)
     with run.start_phase("workers"):
+        if (grading_model := rollout_setup.environment.reward_model.model) is not None:
+            asked.append(generation.group.submit_missing([grading_model]))
         check_folders(asked)
         _start_workers(config, list(models.values()), generation, rollout_setup, cluster.plan)
     run.restore(models, prepared.loader)
-    sync = WeightSync(
-        config.refit, policy, generation, cluster.plan, sleep=rollout_setup.engine.sleep
-    )
+    sync = WeightSync(config.refit, policy, generation, cluster.plan, rollout_setup.engine)
     rollouts = SyncRolloutSource(
         config,
         generation=generation,
@@ -236,7 +249,7 @@ def _rollout_setup(
     return RolloutSetup(
         backend=config.generation.backend,
         engine=engine_config(config, prepared.model_path, prepared.max_model_len, plan),
-        environment=replace(config.environment, reward=absolute_reward(config.environment.reward)),
+        environment=graders.for_other_folders(config.environment),
         model_path=prepared.model_path,
         trajectories_path=str(Path(run.dir) / "trajectories.jsonl"),
         resumed_step=run.first_step,

@@ -16,12 +16,14 @@ from nemo_like.config.plan import plan_run
 from nemo_like.config.policy_checks import check_schedule
 from nemo_like.config.rules import value_of
 from nemo_like.config.text_run_schema import TextRunConfig
-from nemo_like.data.chat import ChatTokenizer, context_length
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.loader import EpochLoader
+from nemo_like.distributed.connection import connect
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.distributed.virtual_cluster import VirtualCluster, connect, reserve
+from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
 from nemo_like.losses.protocol import Loss
+from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group

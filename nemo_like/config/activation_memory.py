@@ -106,13 +106,13 @@ def _attention(shape: ModelShape, s: int, sizes: ParallelSizes) -> float:
     return (s * widths + FLOAT32 * shape.heads) / sizes.tp
 
 
-def head_activations(shape: ModelShape, policy: PolicyConfig) -> float:
+def head_activations(shape: ModelShape, policy: PolicyConfig, row_bytes: int) -> float:
     """Bytes per token between the last layer and the logits.
 
-    The final norm, not compiled: (4 + 2 s) h; and the rows that predict a trained token, in the
-    head's format.
+    The final norm, not compiled: (4 + 2 s) h; and the rows that predict a trained token, with
+    ``row_bytes`` a number.
     """
-    return (FLOAT32 + 2 * BYTES[policy.dtype] + head_bytes(policy)) * shape.hidden
+    return (FLOAT32 + 2 * BYTES[policy.dtype] + row_bytes) * shape.hidden
 
 
 def head_bytes(policy: PolicyConfig) -> int:
@@ -133,17 +133,26 @@ def forward_logits(
     return (2 if two else 1) * FLOAT32 * chunk * _vocab(shape, tp)
 
 
-def backward_logits(shape: ModelShape, policy: PolicyConfig, tokens: float, tp: int) -> float:
+def backward_logits(
+    shape: ModelShape,
+    policy: PolicyConfig,
+    tokens: float,
+    tp: int,
+    *,
+    head_trains: bool,
+    with_shares: bool,
+) -> float:
     """Bytes of the logits of one chunk and of their gradient, [chunk, V / tp].
 
-    Logits are float32; the gradient overwrites them, and is rounded to a second tensor if the head
-    multiplies in 16 bits. After the last chunk the gradient of the head [V / tp, h] is rounded as
-    well, which is more if chunks are short.
+    Logits are float32; the gradient overwrites them (``with_shares``: it does not), and is rounded
+    to another tensor if the head multiplies in 16 bits. After the last chunk the gradient of the
+    head [V / tp, h] is rounded as well, if it trains, which is more if chunks are short.
     """
     factor = head_bytes(policy)
     rounded = factor if factor < FLOAT32 else 0
     chunk = min(policy.logprob_chunk_tokens, tokens)
-    return max((FLOAT32 + rounded) * chunk, rounded * shape.hidden) * _vocab(shape, tp)
+    logits = (FLOAT32 * (1 + with_shares) + rounded) * chunk
+    return max(logits, rounded * shape.hidden * head_trains) * _vocab(shape, tp)
 
 
 def _vocab(shape: ModelShape, tp: int) -> float:

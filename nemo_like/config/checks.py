@@ -23,7 +23,14 @@ from nemo_like.config.rollout_checks import (
     check_rollouts,
     has_validation,
 )
-from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
+from nemo_like.config.rules import (
+    Effect,
+    Ranges,
+    check_effects,
+    check_finite,
+    check_ranges,
+    check_values,
+)
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import (
     DistillationRunConfig,
@@ -63,6 +70,7 @@ def check(config: TrainingRunConfig, *, files_are_here: bool = True) -> None:
 
     ``files_are_here`` is false for a run on other machines, whose files cannot be looked at.
     """
+    check_values(config)
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
     if isinstance(config, RolloutRunConfig):
@@ -99,6 +107,7 @@ def check(config: TrainingRunConfig, *, files_are_here: bool = True) -> None:
     check_lora(config)
     if isinstance(config, RolloutRunConfig):
         check_averaging(config)
+    check_finite(config)
     check_slurm(config)
     if files_are_here:
         check_files(config)

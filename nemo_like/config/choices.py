@@ -59,6 +59,13 @@ class Decay(StrEnum):
     all = "all"
 
 
+class AdapterRefit(StrEnum):
+    """How engines get adapters."""
+
+    merged = "merged"
+    adapters = "adapters"
+
+
 class DataParallel(StrEnum):
     """What data-parallel ranks hold of the model."""
 

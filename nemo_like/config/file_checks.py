@@ -17,7 +17,9 @@ from nemo_like.errors import UserError
 
 REASONING_GYM = "reasoning_gym"
 BUILT_IN_MODELS = ("embedded", "smollm2")
-BUILT_IN_REWARDS = (REASONING_GYM, "math")
+REWARD_MODEL = "reward_model"
+BUILT_IN_REWARDS = (REASONING_GYM, "math", REWARD_MODEL)
+_SCORES = "ForSequenceClassification"
 # Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
 _RAY_PACKAGES = "/runtime_resources/working_dir_files/"
 
@@ -36,6 +38,8 @@ def check_files(config: TrainingRunConfig) -> None:
     if isinstance(config, RolloutRunConfig):
         _check_data(config.data.train, config.data.validation, config.environment.reward)
         _check_reward(config.environment.reward)
+        if config.environment.reward == REWARD_MODEL:
+            _check_grading_model(config.environment.reward_model.model)
     else:
         _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
     _check_run_dir(config)
@@ -144,6 +148,40 @@ def _check_reward(reward: str) -> None:
         ) from error
     if not function.isidentifier():
         raise UserError(f"environment.reward={reward}: '{function}' is not a function name.")
+
+
+def _check_grading_model(model: str | None) -> None:
+    key = "environment.reward_model.model"
+    if model is None:
+        raise UserError(
+            f"{key} is not set, and environment.reward={REWARD_MODEL} grades by it; give the "
+            "folder final/ of a run of examples/run_rm.py."
+        )
+    if is_checkpoint(model):
+        raise UserError(f"{key}={model} is a checkpoint; give the folder final/ of its run.")
+    check_model(key, model)
+    if Path(model).expanduser().is_dir():
+        check_scores(key, Path(model).expanduser())
+
+
+def check_scores(key: str, folder: Path) -> None:
+    """Refuse a model without a scalar head, by its config.json; ``key`` is where it is given."""
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = (settings.get("architectures") or ["model of unknown class"])[0]
+        labels = settings.get("id2label") or [0, 1]  # transformers leaves out two, its default
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{key}={folder}: its config.json cannot be read ({error}).") from error
+    if not kind.endswith(_SCORES):
+        raise UserError(
+            f"{key}={folder} is no reward model: a {kind} has no scalar head; give the folder "
+            f"final/ of a run of examples/run_rm.py, or another ...{_SCORES} with one label."
+        )
+    if len(labels) != 1:
+        raise UserError(
+            f"{key}={folder} is no reward model: its {kind} has {len(labels)} labels, and a score "
+            "is one number."
+        )
 
 
 def _check_run_dir(config: TrainingRunConfig) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges, value_of
 from nemo_like.config.run_schema import TrainingRunConfig
@@ -73,6 +74,10 @@ def _check_option(option: str) -> None:
         raise UserError(
             f"{_SECTION}.extra={option!r} must be an option of sbatch, such as --constraint=h100."
         )
+    try:
+        shlex.split(option)
+    except ValueError as error:
+        raise UserError(f"{_SECTION}.extra={option!r}: {error}; close the quote.") from error
     for key, names in _OPTIONS_OF_KEYS.items():
         if found["name"] in names:
             raise UserError(f"{_SECTION}.extra={option!r}: {key} decides that; use it instead.")

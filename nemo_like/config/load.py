@@ -169,6 +169,12 @@ def explain(error: Exception, schema: type[TrainingRunConfig]) -> UserError:
         return UserError(f"--config-name={missing[1]}: there is no {missing[1]}.yaml.")
     if "Ambiguous value" in text:
         return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
+    if empty := re.match(r"field '(.*)' is not Optional", text):
+        return UserError(f"{empty[1]}=null: this key needs a value; leave it out for its default.")
+    if key and "is not a ListConfig, list or tuple" in text:
+        return UserError(f"{key} must be a list; put brackets around it: {key}=[...].")
+    if "Cannot merge DictConfig with ListConfig" in text:
+        return UserError(f"{key} must be a dictionary, {key}={{name: value}}, not a list.")
     if key and "is not a subclass" in text:
         return UserError(f"{key} is a section, not a value; set one of the keys in it.")
     return UserError(f"{key}: {text}." if key and key not in text else f"{text}.")

@@ -2,10 +2,13 @@
 
 import importlib.util
 
-from nemo_like.config.choices import OptimizerKind
+from nemo_like.config.choices import AdapterRefit, Backend, Dtype, OptimizerKind
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
-from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.errors import UserError
+
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of buffers that vLLM has for adapters that it computes with."""
 
 
 def check_lora(config: TrainingRunConfig) -> None:
@@ -13,7 +16,7 @@ def check_lora(config: TrainingRunConfig) -> None:
     check_ranges(
         config, Ranges(at_least={"policy.lora.rank": 0}, above_zero=("policy.lora.alpha",))
     )
-    check_effects(config, [_EFFECT])
+    check_effects(config, _EFFECTS)
     if config.policy.lora.rank == 0:
         return
     if importlib.util.find_spec("peft") is None:
@@ -33,10 +36,38 @@ def check_lora(config: TrainingRunConfig) -> None:
             "policy.optimizer.kind=muon orthogonalises whole matrices and does not go with "
             "policy.lora, which trains factors of them; use adamw."
         )
+    if (
+        isinstance(config, RolloutRunConfig)
+        and config.policy.lora.refit is AdapterRefit.adapters
+        and config.generation.backend is Backend.vllm
+    ):
+        _check_adapters_in_vllm(config)
 
 
-_EFFECT = Effect(
-    keys=("policy.lora.alpha", "policy.lora.targets"),
-    applies=lambda c: c.policy.lora.rank > 0,
-    why_not="policy.lora.rank is 0, so there are no adapters; set it too",
+def _check_adapters_in_vllm(config: RolloutRunConfig) -> None:
+    rank = config.policy.lora.rank
+    if rank > ADAPTER_RANKS[-1]:
+        raise UserError(
+            f"policy.lora.rank={rank} is more than vLLM computes with (at most "
+            f"{ADAPTER_RANKS[-1]}); set policy.lora.refit=merged."
+        )
+    if config.cluster.gpus_per_node and config.policy.dtype is Dtype.float32:
+        raise UserError(
+            "policy.lora.refit=adapters does not go with policy.dtype=float32 on GPUs, where vLLM "
+            "computes with adapters of 16 bits only; set policy.lora.refit=merged, which is exact "
+            "in float32."
+        )
+
+
+_EFFECTS = (
+    Effect(
+        keys=("policy.lora.alpha", "policy.lora.targets", "policy.lora.refit"),
+        applies=lambda c: c.policy.lora.rank > 0,
+        why_not="policy.lora.rank is 0, so there are no adapters; set it too",
+    ),
+    Effect(
+        keys=("policy.lora.refit",),
+        applies=lambda c: isinstance(c, RolloutRunConfig),
+        why_not="this run has no engines, so that nothing is refitted",
+    ),
 )

@@ -1,7 +1,9 @@
 """Predicted memory of one policy rank by phase: arithmetic on the model's shape and the layout.
 
-Counted are tensors that grow with the model or the batch. CUDA's context and libraries (0.5 to
-1 GiB), NCCL's buffers, and memory that the allocator cannot use between blocks come on top.
+Counted are tensors that grow with the model or the batch; activations of a model with adapters are
+taken as those without, and what a teacher says of each token is left out. CUDA's context and
+libraries (0.5 to 1 GiB), NCCL's buffers, and memory that the allocator cannot use between blocks
+come on top.
 """
 
 from collections.abc import Iterable
@@ -17,7 +19,8 @@ from nemo_like.config.activation_memory import (
     layer_activations,
     layers_in_flight,
 )
-from nemo_like.config.choices import Compression, DataParallel, Dtype, Offload
+from nemo_like.config.choices import Dtype, Offload
+from nemo_like.config.gradient_memory import GradientMemory
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
 from nemo_like.config.model_shape import ModelShape
 from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
@@ -25,6 +28,7 @@ from nemo_like.config.rank_parameters import (
     RankParameters,
     rank_parameters,
     state_bytes,
+    trained_parameters,
     update_bytes,
 )
 
@@ -51,6 +55,20 @@ class PhaseMemory:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What a model is for, as far as memory depends on it."""
+
+    trains: bool = True
+    """False: it is only asked, as a teacher is."""
+    scalar_head: bool = False
+    """Critics and reward models have one number a token in place of a vocabulary."""
+    with_reference: bool = False
+    """A frozen copy stays beside it. (Of a model with adapters, it is the model itself.)"""
+    many_ids: bool = False
+    """A student's logprobs are of many ids a token: shares beside logits in the backward pass."""
+
+
 def predict_memory(
     shape: ModelShape,
     policy: PolicyConfig,
@@ -58,9 +76,10 @@ def predict_memory(
     *,
     pipeline_rank: int = 0,
     num_micro_batches: int = 2,
-    with_reference: bool = False,
+    role: Role = Role(),
 ) -> tuple[PhaseMemory, ...]:
-    """Peaks of the phases ``start``, ``logprobs``, ``train`` and ``optimizer``, in this order.
+    """Peaks of the phases ``start``, ``logprobs`` (with a scalar head ``values``), ``train`` and
+    ``optimizer``, in this order; of a model that does not train, the first two.
 
     All ranks with one ``pipeline_rank`` are alike. ``num_micro_batches`` are those of one rank in
     one step; micro-batches are taken as full. Raises UserError for sizes that do not divide.
@@ -72,9 +91,10 @@ def predict_memory(
         sizes=parallel_sizes(policy, num_ranks),
         pipeline_rank=pipeline_rank,
         num_micro_batches=num_micro_batches,
-        with_reference=with_reference,
+        role=role,
     )
-    return (rank.start(), rank.logprobs(), rank.train(), rank.optimizer_step())
+    asked = (rank.start(), rank.logprobs())
+    return (*asked, rank.train(), rank.optimizer_step()) if role.trains else asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +107,7 @@ class _Rank:
     sizes: ParallelSizes
     pipeline_rank: int
     num_micro_batches: int
-    with_reference: bool
+    role: Role
 
     def start(self) -> PhaseMemory:
         """Each rank reads its own share of the files; nothing is whole anywhere."""
@@ -102,18 +122,19 @@ class _Rank:
         """
         layer = layer_activations(self.shape, self.policy, self.parallel, self.sizes)
         whole = not self.parallel.reshard_after_forward
-        hidden = 2 * head_bytes(self.policy) * self.shape.hidden * self._has_head
+        hidden = (BYTES[self.policy.dtype] + self._row_bytes) * self.shape.hidden * self._has_head
         in_layer = _NOTHING | {
-            "gradients": self._buckets(),
+            "gradients": self._gradients.buckets(),
             "gathered": self._gathered(2, whole=whole),
             "working": self._tokens * layer.scoring,
         }
         at_head = in_layer | {
             "gathered": self._gathered(1, whole=whole),
             "working": self._tokens * hidden,
-            "logits": forward_logits(*self._head_sizes, with_entropy=True) * self._has_head,
+            "logits": forward_logits(*self._head_sizes, with_entropy=True) * self._has_logits,
         }
-        return self._largest("logprobs", (in_layer, at_head))
+        name = "values" if self.role.scalar_head else "logprobs"
+        return self._largest(name, (in_layer, at_head))
 
     def train(self) -> PhaseMemory:
         """The largest of the moments of one micro-batch: at the head, in layers, at the end."""
@@ -125,9 +146,9 @@ class _Rank:
         saved = one_layer * in_flight
         kept = one_layer if self.policy.activation_offload else saved
         end = _NOTHING | {
-            "gathered": self._gathered(0, whole=self._whole_step),
-            "gradients": self._gradients(),
-            "reducing": self._sent_root(),
+            "gathered": self._gathered(0, whole=self._gradients.whole_step),
+            "gradients": self._gradients.all(),
+            "reducing": self._gradients.sent_root(),
         }
         in_layers = self._layer_moments(kept, one_layer, self._tokens * layer.working)
         moments = (*self._head_moments(kept), *in_layers, end)
@@ -139,18 +160,25 @@ class _Rank:
         Gradients are those of earlier micro-batches. The backward pass sums those of the head's
         matrix and of the rows before it over chunks, in float32.
         """
-        head = kept + self._tokens * head_activations(self.shape, self.policy) * self._has_head
+        above = head_activations(self.shape, self.policy, self._row_bytes)
+        head = kept + self._tokens * above * self._has_head
         rows = self._tokens * FLOAT32 * self.shape.hidden * self._has_head
         forward = _NOTHING | {
-            "gathered": self._gathered(1, whole=self._whole_step),
-            "gradients": self._earlier(),
+            "gathered": self._gathered(1, whole=self._gradients.whole_step),
+            "gradients": self._gradients.earlier(),
             "activations": head,
-            "logits": forward_logits(*self._head_sizes, with_entropy=False) * self._has_head,
+            "logits": forward_logits(*self._head_sizes, with_entropy=self.role.many_ids)
+            * self._has_logits,
         }
         backward = {
-            "reducing": FLOAT32 * self._parameters.table * self._has_head,
+            "reducing": FLOAT32 * self._trained.table * self._has_head,
             "activations": head + rows,
-            "logits": backward_logits(*self._head_sizes) * self._has_head,
+            "logits": backward_logits(
+                *self._head_sizes,
+                head_trains=self._trained.table > 0,
+                with_shares=self.role.many_ids,
+            )
+            * self._has_logits,
         }
         return forward, forward | backward
 
@@ -160,26 +188,25 @@ class _Rank:
         There, activations are those of one layer, and gradients of the other layers have been sent.
         The head's gradient waits for the embedding's from one to the other.
         """
-        head = head_bytes(self.policy) * self._parameters.table * self._has_head
+        head = head_bytes(self.policy) * self._trained.table * self._has_head
         last = _NOTHING | {
-            "gathered": self._gathered(2, whole=self._whole_step),
-            "gradients": self._earlier(),
-            "reducing": (0.0 if self._ddp else head) + self._sent_layer(),
+            "gathered": self._gathered(2, whole=self._gradients.whole_step),
+            "gradients": self._gradients.earlier(),
+            "reducing": (0.0 if self._gradients.ddp else head) + self._gradients.sent_layer(),
             "activations": kept,
             "working": working,
         }
-        others = self._parameters.total - self._parameters.root - self._parameters.layer
-        all_exist = self.num_micro_batches > 1 or self._ddp
-        sent = self._gradients() if all_exist else FLOAT32 * max(others, 0.0) / self._shards
+        sent = self._gradients.before_first_layer()
         return last, last | {"gradients": sent, "activations": one_layer}
 
     def optimizer_step(self) -> PhaseMemory:
         """Activations and gathered parameters are gone, and gradients reduced."""
-        update = update_bytes(self.shape, self.policy.optimizer, self._parameters, self._shards)
+        gradients = self._gradients
+        update = update_bytes(self.shape, self.policy, self._trained, gradients.shards)
         parts = {
             "parameters": self._masters(),
             "optimizer": self._state(),
-            "gradients": self._gradients() / (self._shards if self._unreduced else 1),
+            "gradients": gradients.all() / (gradients.shards if gradients.unreduced else 1),
             "working": update,
         }
         return self._phase("optimizer", parts)
@@ -191,7 +218,7 @@ class _Rank:
             away = {"parameters", "optimizer"}
             if name == "optimizer":
                 away |= {"gradients", "working"}
-            elif not self._unreduced:
+            elif not self._gradients.unreduced:
                 away |= {"gradients"}
         elif self.policy.offload is Offload.optimizer and name != "optimizer":
             away = {"optimizer"}
@@ -207,30 +234,35 @@ class _Rank:
         return max(phases, key=lambda phase: phase.total)
 
     @property
-    def _ddp(self) -> bool:
-        return self.parallel.data_parallel is DataParallel.ddp
-
-    @property
-    def _whole_step(self) -> bool:
-        """Whether parameters stay gathered, and gradients unreduced, until the step's last pass.
-
-        A pipeline's stages do so too: torch reduces on the last micro-batch only.
-        """
-        return not self._ddp and (not self.parallel.reshard_after_forward or self.sizes.pp > 1)
-
-    @property
-    def _unreduced(self) -> bool:
-        """Whether gradients of earlier micro-batches are whole; a single one's are reduced."""
-        return self._whole_step and self.num_micro_batches > 1
+    def _gradients(self) -> GradientMemory:
+        return GradientMemory(
+            trained=self._trained,
+            policy=self.policy,
+            parallel=self.parallel,
+            sizes=self.sizes,
+            num_micro_batches=self.num_micro_batches,
+        )
 
     @property
     def _parameters(self) -> RankParameters:
-        return rank_parameters(self.shape, self.parallel, self.sizes.tp, self.pipeline_rank)
+        return rank_parameters(
+            self.shape,
+            self.policy.lora,
+            self.parallel,
+            self.sizes.tp,
+            self.pipeline_rank,
+            scalar_head=self.role.scalar_head,
+        )
 
     @property
-    def _shards(self) -> int:
-        """Ranks over which FSDP shards: context-parallel ones have the same parameters."""
-        return self.sizes.shard * self.sizes.cp
+    def _trained(self) -> RankParameters:
+        return trained_parameters(
+            self.shape,
+            self.policy.lora,
+            self._parameters,
+            trains=self.role.trains,
+            scalar_head=self.role.scalar_head,
+        )
 
     @property
     def _tokens(self) -> float:
@@ -241,12 +273,22 @@ class _Rank:
     def _has_head(self) -> bool:
         return self.pipeline_rank == self.sizes.pp - 1
 
+    @property
+    def _has_logits(self) -> bool:
+        return self._has_head and not self.role.scalar_head
+
+    @property
+    def _row_bytes(self) -> int:
+        """Of a number in the rows that the head multiplies."""
+        return FLOAT32 if self.role.scalar_head else head_bytes(self.policy)
+
     def _masters(self) -> float:
-        """Float32 parameters, sharded; the reference model has as many."""
-        return FLOAT32 * self._parameters.total / self._shards * (2 if self.with_reference else 1)
+        """Float32 parameters, sharded; a reference model of its own has as many."""
+        copies = 2 if self.role.with_reference and not self.policy.lora.rank else 1
+        return FLOAT32 * self._parameters.total / self._gradients.shards * copies
 
     def _state(self) -> float:
-        return state_bytes(self.policy.optimizer, self._parameters) / self._shards
+        return state_bytes(self.policy.optimizer, self._trained) / self._gradients.shards
 
     def _gathered(self, num_layers: int, *, whole: bool) -> float:
         """Parameters in compute format.
@@ -256,62 +298,11 @@ class _Rank:
         ``whole``. DDP gathers nothing, but autocast keeps the copies that it makes.
         """
         s, parameters = BYTES[self.policy.dtype], self._parameters
-        if self._ddp:
+        if self._gradients.ddp:
             return 0.0 if self.policy.dtype is Dtype.float32 else s * parameters.total
         layers = parameters.matrices + parameters.norms
         held = layers if whole else min(num_layers * parameters.layer, layers)
         return s * held + head_bytes(self.policy) * parameters.root
-
-    def _gradients(self) -> float:
-        """Float32 gradients of all parameters.
-
-        Sharded like parameters; whole on each rank while they are not reduced. DDP has them in its
-        buckets, or beside them without ``gradient_as_bucket_view``.
-        """
-        whole = FLOAT32 * self._parameters.total
-        if not self._ddp:
-            return whole if self._unreduced else whole / self._shards
-        beside = self._buckets() == 0 or not self.parallel.ddp.gradient_as_bucket_view
-        return self._buckets() + whole * beside
-
-    def _earlier(self) -> float:
-        """Gradients that exist before a micro-batch's backward pass."""
-        return self._gradients() if self.num_micro_batches > 1 else self._buckets()
-
-    def _buckets(self) -> float:
-        """What DDP holds for gradients all the time: buckets.
-
-        PowerSGD also keeps the errors that it feeds back, which are as large. Local SGD and a
-        single copy have no buckets.
-        """
-        ddp = self.parallel.ddp
-        if not self._ddp or self.sizes.replicate == 1 or ddp.average_every_steps > 1:
-            return 0.0
-        errors = ddp.compression is Compression.powersgd
-        return FLOAT32 * self._parameters.total * (1 + errors)
-
-    def _sent_layer(self) -> float:
-        """Gradients of an FSDP unit on their way: as they were computed, and a float32 copy.
-
-        Gradients that stay unreduced have no copy.
-        """
-        if self._ddp:
-            return 0.0
-        copy = 0 if self._unreduced else FLOAT32
-        return (BYTES[self.policy.dtype] + copy) * self._parameters.layer
-
-    def _sent_root(self) -> float:
-        """As for a layer, or once they are reduced: the copy, and the result if it is added up.
-
-        A single shard is its own result; torch (2.11) divides it into one more copy.
-        """
-        if self._ddp:
-            return 0.0
-        root, alone = self._parameters.root, self._shards == 1
-        if self._unreduced and not alone:
-            return head_bytes(self.policy) * root
-        result = (self.num_micro_batches > 1 and not self._unreduced) / self._shards
-        return max(head_bytes(self.policy) + FLOAT32, FLOAT32 * (1 + alone + result)) * root
 
     @property
     def _head_sizes(self) -> tuple[ModelShape, PolicyConfig, float, int]:

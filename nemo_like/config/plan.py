@@ -1,6 +1,6 @@
 """How many bundles on how many nodes, and who works in which: arithmetic, without Ray."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like.config.choices import Transport
@@ -12,6 +12,7 @@ from nemo_like.errors import UserError
 
 _ROUNDING = 1e-6
 """0.3 CPUs hold three workers of 0.1."""
+_MOST_SHOWN = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +20,9 @@ class ResourcePlan:
     """Bundles in rank order (node by node), and the roles that share or split them."""
 
     bundles_per_node: tuple[int, ...]
-    """Bundles of each node; all bundles of a node are reserved together."""
+    """Bundles of each node, of which there are as many as entries, all different."""
     bundle_resources: dict[str, float]
-    """What Ray reserves for each bundle: one GPU with its CPUs, or CPUs."""
+    """What each bundle takes: one GPU with its CPUs, or CPUs."""
     policy: tuple[int, ...]
     """Bundle of each policy rank."""
     critic: tuple[int, ...] = ()
@@ -40,6 +41,12 @@ class ResourcePlan:
         return bundle // self.bundles_per_node[0]  # all nodes have the same number
 
     @property
+    def node_resources(self) -> dict[str, float]:
+        """What Ray reserves on each node, whose bundles share it."""
+        count = self.bundles_per_node[0]  # all nodes have the same number
+        return {name: amount * count for name, amount in self.bundle_resources.items()}
+
+    @property
     def colocated(self) -> bool:
         """True where policy and generation share bundles."""
         return self.generation[0][0] in self.policy
@@ -52,11 +59,11 @@ class ResourcePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeResources:
-    """What one alive node of the Ray cluster has in all."""
+    """What one alive node of the Ray cluster has."""
 
     node_id: str
     address: str
-    resources: dict[str, float]
+    resources: Mapping[str, float]
 
 
 def plan_resources(
@@ -176,36 +183,44 @@ def _check_replicas(engines: Sequence[int], per_node: int, size: int) -> None:
 
 
 def check_fits(plan: ResourcePlan, nodes: Sequence[NodeResources]) -> None:
-    """Refuse a plan that the cluster could not hold even when idle.
+    """Refuse a plan that the cluster could not hold even when idle; a node counts once.
 
     Raises UserError with what is wanted and what each node has.
     """
-    per_node = plan.bundles_per_node[0]  # all nodes have the same number
-    need = {name: amount * per_node for name, amount in plan.bundle_resources.items()}
-    places = sum(
-        min(
-            int(node.resources.get(name, 0.0) / amount + _ROUNDING) for name, amount in need.items()
+    wanted = len(plan.bundles_per_node)
+    fitting = sum(
+        all(
+            node.resources.get(name, 0.0) >= amount - _ROUNDING
+            for name, amount in plan.node_resources.items()
         )
         for node in nodes
     )
-    if places < len(plan.bundles_per_node):
-        raise UserError(_does_not_fit(plan, nodes))
-
-
-def _does_not_fit(plan: ResourcePlan, nodes: Sequence[NodeResources]) -> str:
-    per_node = plan.bundles_per_node[0]
-    wanted = " and ".join(
-        f"{amount * per_node:g} {name}s" for name, amount in sorted(plan.bundle_resources.items())
+    if fitting >= wanted:
+        return
+    workers = "gpus_per_node" if plan.uses_gpus else "cpu_workers_per_node"
+    raise UserError(
+        f"The run wants {wanted} node(s) with {in_words(plan.node_resources)} each, and {fitting} "
+        f"of the Ray cluster's {len(nodes)} node(s) can hold that ({what_each_has(nodes)}); lower "
+        f"cluster.num_nodes, cluster.{workers} and cluster.cpus_per_worker, or start more nodes."
     )
-    have = "; ".join(
+
+
+def in_words(resources: Mapping[str, float]) -> str:
+    """CPUs and GPUs, in this order.
+
+    >>> in_words({"GPU": 8.0, "CPU": 8.0})
+    '8 CPUs and 8 GPUs'
+    """
+    return " and ".join(f"{amount:g} {name}s" for name, amount in sorted(resources.items()))
+
+
+def what_each_has(nodes: Sequence[NodeResources]) -> str:
+    """Nodes by address, as many as can be read."""
+    shown = [
         f"{node.address}: "
         + ", ".join(f"{node.resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))
-        for node in nodes
-    )
-    keys = "cluster.num_nodes, cluster.gpus_per_node and cluster.cpus_per_worker"
-    if not plan.uses_gpus:
-        keys = "cluster.num_nodes, cluster.cpu_workers_per_node and cluster.cpus_per_worker"
-    return (
-        f"The run wants {len(plan.bundles_per_node)} node(s) with {wanted} each, the Ray cluster "
-        f"has {len(nodes)} node(s) ({have}); lower {keys}, or start more nodes."
-    )
+        for node in nodes[:_MOST_SHOWN]
+    ]
+    if len(nodes) > _MOST_SHOWN:
+        shown.append(f"and {len(nodes) - _MOST_SHOWN} more")
+    return "; ".join(shown)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_like.config.choices import (
+    AdapterRefit,
     Attention,
     Batching,
     Checkpointing,
@@ -151,8 +152,13 @@ class LoraConfig:
     alpha: float = 16.0
     """What an adapter adds is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=list)
-    """Linear layers that get one, by the last part of their name (``q_proj``). Empty: all but the
-    output head."""
+    """Linear layers that get one, by the last part of their name (``q_proj``). Empty: all. (The
+    output head cannot have one.)"""
+    refit: AdapterRefit = AdapterRefit.merged
+    """``merged``: each refit carries the whole model, with adapters added and rounded to
+    ``policy.dtype``; ``adapters``: engines compute with model and adapters apart, as the policy
+    does, and refits after the first carry adapters alone (slower sampling with vLLM). Engines that
+    sleep drop the model, so that each refit brings it again: see ``generation.sleep``."""
 
 
 @dataclass(kw_only=True)
@@ -211,7 +217,8 @@ class TeacherConfig:
     """
 
     model: str | None = None
-    """Like ``policy.model``, and required; its vocabulary must be the student's."""
+    """Like ``policy.model``, and required; its tokens must be the student's. Either embedding may
+    have more rows, as padding: distributions are renormalised over the ids of both."""
     top_k: int | None = 64
     """Most likely tokens of each distribution that are compared (``loss.tail`` says what happens to
     the others). None: the whole vocabulary. A trained token takes 12 bytes for each of them."""

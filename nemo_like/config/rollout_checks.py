@@ -1,7 +1,7 @@
 """Rules of runs that sample completions: batch sizes, engines, validation."""
 
 from nemo_like.config.choices import Backend, Baseline
-from nemo_like.config.file_checks import REASONING_GYM
+from nemo_like.config.file_checks import REASONING_GYM, REWARD_MODEL
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.plan import plan_run, refit_transport
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges, value_of
@@ -22,6 +22,8 @@ _RANGES = Ranges(
         "data.num_train_rows": 1,
         "data.num_validation_rows": 1,
         "environment.num_processes": 1,
+        "environment.reward_model.num_threads": 1,
+        "environment.reward_model.rows_at_once": 1,
         "validation.every_steps": 0,
         "validation.num_generations_per_prompt": 1,
         "validation.temperature": 0,
@@ -37,6 +39,7 @@ _RANGES = Ranges(
     at_most={"validation.top_p": 1},
 )
 
+_VLLM_LOWEST = 0.01
 _GRPO_RANGES = Ranges(at_least={"grpo.max_sampling_rounds": 2})
 
 
@@ -48,9 +51,13 @@ def check_rollouts(config: RolloutRunConfig) -> None:
     check_ranges(config, Ranges(at_least={f"{config.section}.{name}": 1 for name in names}))
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
+    for token in config.generation.stop_token_ids:
+        if token < 0:
+            raise UserError(f"generation.stop_token_ids: {token} is no token's id; leave it out.")
     if not isinstance(config, EvalRunConfig):
         _check_micro_batches(config)
     _check_sizes(config)
+    _check_temperatures(config)
 
 
 def check_grpo(config: GRPORunConfig) -> None:
@@ -121,6 +128,11 @@ _GRPO_EFFECTS = (
 
 _EFFECTS = (
     Effect(
+        keys=("environment.reward_model",),
+        applies=lambda c: c.environment.reward == REWARD_MODEL,
+        why_not=f"environment.reward is not {REWARD_MODEL}",
+    ),
+    Effect(
         keys=("generation.engine_kwargs", "generation.tensor_parallel_size", "generation.sleep"),
         applies=lambda c: c.generation.backend is Backend.vllm,
         why_not="only generation.backend=vllm has it",
@@ -167,6 +179,18 @@ _EFFECTS = (
         why_not="there are no validation rows; set data.validation",
     ),
 )
+
+
+def _check_temperatures(config: RolloutRunConfig) -> None:
+    """vLLM samples at 0.01 where it is asked for less, and logprobs would be of another one."""
+    keys = ["generation.temperature", "validation.temperature"]
+    if isinstance(config, EvalRunConfig):
+        keys = ["eval.temperature"]
+    for key in keys:
+        value = value_of(config, key)
+        if config.generation.backend is Backend.vllm and 0 < value < _VLLM_LOWEST:
+            greedy = "" if key == "generation.temperature" else ", or 0, which is greedy"
+            raise UserError(f"{key}={value:g} must be at least {_VLLM_LOWEST}{greedy}.")
 
 
 def _check_micro_batches(config: RolloutRunConfig) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from nemo_like.config.choices import (
     Backend,
+    Dtype,
     MismatchAction,
     OverlongPrompts,
     Transport,
@@ -95,16 +96,37 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
+class GradingModelConfig:
+    """The reward model of ``environment.reward=reward_model``. It runs on the CPU, and every
+    grading process holds a copy of it: parameters x 4 bytes, or x 2 in 16 bits."""
+
+    model: str | None = None
+    """Folder ``final/`` of a run of ``run_rm.py``, or another of transformers' models for sequence
+    classification with one label; or a hub name. Its own tokenizer and chat template render prompt
+    and completion, and the score is read at the token that ends the completion, as in training it.
+    A completion that was cut off is scored as if it ended there."""
+    dtype: Dtype | None = None
+    """Parameters in compute. None: the folder's own, which is that of training."""
+    num_threads: int = 1
+    """CPU threads of each grading process."""
+    rows_at_once: int = 8
+    """Most completions of one forward pass: as many as wait when a grading process is free."""
+
+
+@dataclass(kw_only=True)
 class EnvironmentConfig:
     """What grades a completion."""
 
     reward: str = "reasoning_gym"
-    """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``file.py:function`` or
-    ``package.module.function``; ``def reward(prompt, completion, **fields) -> float | dict``."""
+    """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``reward_model`` (the score of
+    ``environment.reward_model``), ``file.py:function`` or ``package.module.function``; ``def
+    reward(prompt, completion, **fields) -> float | dict``, where fields are the row's, and
+    ``messages``, all of the prompt."""
     timeout_s: float = 10.0
     """Seconds that one completion may take to grade; after them its row is masked and counted."""
     num_processes: int = 1
     """Grading processes beside each generation worker."""
+    reward_model: GradingModelConfig = field(default_factory=GradingModelConfig)
 
 
 @dataclass(kw_only=True)

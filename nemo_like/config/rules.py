@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.errors import UserError
+
+_MOST = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,33 @@ def value_of(config: object, key: str) -> Any:
     for part in key.split("."):
         config = getattr(config, part)
     return config
+
+
+def check_values(config: TrainingRunConfig) -> None:
+    """Raise UserError for the first empty text, and for numbers beyond any use."""
+    for key, value in _items(config):
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, int) and abs(item) >= _MOST:
+                raise UserError(f"{key}={value} must be below {_MOST}.")
+            if isinstance(item, str) and not item.strip():
+                raise UserError(f"{key}={value!r}: empty text has no meaning here; leave it out.")
+
+
+def check_finite(config: TrainingRunConfig) -> None:
+    """Raise UserError for the first number that is infinite or none, whatever its range is."""
+    for key, value in _items(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key}={value} must be a finite number.")
+
+
+def _items(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key and its value."""
+    for one in dataclasses.fields(section):
+        key, value = f"{prefix}{one.name}", getattr(section, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from _items(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def check_ranges(config: TrainingRunConfig, ranges: Ranges) -> None:

@@ -34,7 +34,7 @@ class ClusterConfig:
     """The slice of Ray that a run reserves: bundles of one GPU, or of CPUs where there is none."""
 
     num_nodes: int = 1
-    """Nodes to reserve bundles on."""
+    """Different nodes to reserve bundles on."""
     gpus_per_node: int = 0
     """GPUs, and so bundles, of each node. 0: the run uses CPUs."""
     cpu_workers_per_node: int = 1
@@ -48,7 +48,7 @@ class ClusterConfig:
     several nodes the one that has the node's Ray address, unless GLOO_SOCKET_IFNAME or
     NCCL_SOCKET_IFNAME was set there when Ray was started; on one node gloo's and NCCL's choice."""
     start_timeout_s: float = 300.0
-    """Longest wait for nodes, placement groups, workers and engines to start."""
+    """Longest wait for nodes, workers and engines to start."""
     call_timeout_s: float = 1800.0
     """Longest wait for one phase of one step."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

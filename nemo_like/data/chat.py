@@ -65,6 +65,7 @@ class ChatTokenizer:
 
         The template writes the special tokens; none are added on top (no second BOS).
         """
+        self._refuse_lost_calls(messages)
         ids: list[int] = self._tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -83,6 +84,7 @@ class ChatTokenizer:
 
         Raises UserError, without the row's name, if neither way leads to the tokens.
         """
+        self._refuse_lost_calls(messages)
         turns = [
             index
             for index, message in enumerate(messages)
@@ -118,6 +120,14 @@ class ChatTokenizer:
         """Whether each id stands for the same token in both."""
         return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
 
+    def has_template_of(self, other: "ChatTokenizer") -> bool:
+        """Whether both render conversations with the same template, and end turns alike."""
+        ours, theirs = (
+            (one._tokenizer.chat_template, one._tokenizer.convert_ids_to_tokens(one.eos_token_ids))
+            for one in (self, other)
+        )
+        return ours == theirs
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -136,6 +146,18 @@ class ChatTokenizer:
         except UserError:
             return True  # what can't be derived can't be compared: the template's word counts
         return self._mask(*marked) == self._mask(*derived)
+
+    def _refuse_lost_calls(self, messages: Sequence[Message]) -> None:
+        """Many templates render a message's content and nothing else of it."""
+        for index, message in enumerate(messages):
+            for call in message.get("tool_calls") or ():
+                function = call.get("function")
+                name = (function if isinstance(function, dict) else call).get("name")
+                if str(name) not in self._text(messages, to_answer=False):
+                    raise UserError(
+                        f"the template leaves out the tool calls of message {index}; write them "
+                        "into its content, or use a template that takes them."
+                    )
 
     def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
         try:
@@ -281,12 +303,3 @@ def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
         extra = json.loads(path.read_text()).get("eos_token_id", [])
         ids |= set(extra) if isinstance(extra, list) else {extra}
     return tuple(sorted(i for i in ids if i is not None))
-
-
-@functools.cache
-def context_length(model_path: str) -> int:
-    """Most positions that the model of a folder was made for."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True).get_text_config()
-    return int(config.max_position_embeddings)

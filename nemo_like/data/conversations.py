@@ -16,7 +16,6 @@ from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, le
 from nemo_like.errors import UserError
 
 _FORMS = ({"messages"}, {"prompt", "completion"}, {"text"})
-_UNSUPPORTED = ("tools", "chat_template_kwargs", "images")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,8 @@ def completion_messages(content: object, name: str, where: str) -> list[Message]
     ):
         raise UserError(
             f"{where}: '{name}' must be text, or a list of {{'role', 'content'}} messages that "
-            "begins and ends with one of the assistant; what comes before it is the prompt."
+            "begins and ends with one of the assistant; what comes before it is the prompt"
+            f"{datasets.fault(messages)}."
         )
     return messages
 
@@ -128,12 +128,7 @@ def form_of(
     record: dict[str, Any], forms: Sequence[set[str]], description: str, where: str
 ) -> set[str]:
     """The one of ``forms`` whose entries a row has; UserError if it has those of none, or more."""
-    for name in _UNSUPPORTED:
-        if record.get(name):
-            raise UserError(
-                f"{where}: '{name}' is not supported; write what it adds into the messages, or "
-                "take it out of the row."
-            )
+    datasets.refuse_unsupported(record, where)
     given = set().union(*forms) & record.keys()
     if given not in forms:
         found = ", ".join(record) or "nothing"
@@ -166,7 +161,8 @@ def _conversation(record: dict[str, Any], system_prompt: str | None, where: str)
     ):
         raise UserError(
             f"{where}: 'messages' must be a list of at least two {{'role', 'content'}} messages "
-            "that ends with one of the assistant; take out what comes after it."
+            "that ends with one of the assistant; take out what comes after it"
+            f"{datasets.fault(messages)}."
         )
     return Conversation(
         where=where, messages=tuple(datasets.with_system_prompt(messages, system_prompt))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 from nemo_like.config.choices import OverlongPrompts
 from nemo_like.config.data_schema import TextDataConfig
 from nemo_like.config.rollout_schema import DEFAULT_TASKS, DataConfig
+from nemo_like.data import json_rows
 from nemo_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ REASONING_GYM = "reasoning_gym"
 VALIDATION_SEED_OFFSET = 1_000_003
 """From the seed of generated training rows to that of the held-out ones."""
 _RESERVED = ("completion",)
+UNSUPPORTED = ("tools", "chat_template_kwargs", "images")
+"""Entries of a row that change what a template renders elsewhere, and would have no effect here."""
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
 class HasPrompt(Protocol):
@@ -86,7 +90,9 @@ def records(
         generated = generate(tasks or DEFAULT_TASKS, num_rows, seed)
         found = ((f"row {index}", record) for index, record in enumerate(generated))
     else:
-        found = _read_jsonl(Path(source), key)
+        if not Path(source).is_file():
+            raise UserError(f"{key}={source}: no such file; give a .jsonl file or {REASONING_GYM}.")
+        found = json_rows.read(Path(source), key)
     empty = True
     for place, record in found:
         empty = False
@@ -188,22 +194,6 @@ def fingerprint(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not path.is_file():
-        raise UserError(f"{key}={path}: no such file; give a .jsonl file or {REASONING_GYM}.")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{key}={path}, line {number}: not JSON ({error.msg}).") from error
-            if not isinstance(record, dict):
-                raise UserError(f"{key}={path}, line {number}: a row must be a JSON object.")
-            yield f"line {number}", record
-
-
 def _row(index: int, record: dict[str, Any], system_prompt: str | None, where: str) -> Row:
     fields = dict(record)
     given = [name for name in ("prompt", "messages") if name in fields]
@@ -211,10 +201,21 @@ def _row(index: int, record: dict[str, Any], system_prompt: str | None, where: s
         found = ", ".join(record) or "nothing"
         raise UserError(f"{where}: a row needs either 'prompt' or 'messages'; it has {found}.")
     messages = prompt_messages(fields.pop(given[0]), given[0], system_prompt, where)
+    refuse_unsupported(record, where)
     for name in _RESERVED:
         if name in fields:
             raise UserError(f"{where}: '{name}' is what the model writes; rename that field.")
     return Row(index=index, messages=tuple(messages), fields=fields)
+
+
+def refuse_unsupported(record: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for an entry that would have no effect."""
+    for name in UNSUPPORTED:
+        if record.get(name):
+            raise UserError(
+                f"{where}: '{name}' is not supported; write what it adds into the messages, or "
+                "take it out of the row."
+            )
 
 
 def prompt_messages(
@@ -222,10 +223,14 @@ def prompt_messages(
 ) -> list[Message]:
     """The messages to answer that the entry ``name`` of a row holds, or has as a user's text."""
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if not is_messages(messages) or messages[-1]["role"] == "assistant":
+    if (
+        not is_messages(messages)
+        or messages[-1]["role"] == "assistant"
+        or all(message["role"] == "system" for message in messages)
+    ):
         raise UserError(
             f"{where}: '{name}' must be text, or a list of {{'role', 'content'}} messages that "
-            "ends with the one to answer."
+            f"ends with the one to answer{fault(messages)}."
         )
     return with_system_prompt(messages, system_prompt)
 
@@ -239,13 +244,28 @@ def with_system_prompt(messages: list[Message], system_prompt: str | None) -> li
 
 def is_messages(value: object) -> TypeGuard[list[Message]]:
     """Whether a row's entry is a list of at least one ``{"role", "content"}``, both text."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in value
-        )
-    )
+    return isinstance(value, list) and bool(value) and not fault(value)
+
+
+def fault(messages: object) -> str:
+    """What is wrong with the first message that cannot serve: the end of a sentence, or ''."""
+    if not isinstance(messages, list):
+        return ""
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            return f" (message {index} is no object)"
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                kind = {dict: "an object", list: "a list", type(None): "null"}
+                what = kind.get(type(message.get(name)), "no text")
+                return f" (the '{name}' of message {index} is {what}, not text)"
+        role = message["role"]
+        known = _OTHER_NAMES.get(role.lower(), role.lower())
+        if role != known and known in ("system", "user", "assistant", "tool"):
+            return f" (the role of message {index} is '{role}', which must be '{known}')"
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            return f" (the 'tool_calls' of message {index} are no list of objects)"
+        if message.get("weight", 1) != 1:
+            return f" (the 'weight' of message {index} is not supported)"
+    return ""

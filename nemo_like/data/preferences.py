@@ -136,10 +136,13 @@ def _split_prompt(
     if not (datasets.is_messages(chosen) and datasets.is_messages(rejected)):
         raise UserError(
             f"{where}: without 'prompt', 'chosen' and 'rejected' must be lists of {{'role', "
-            "'content'}} messages; give 'prompt' beside texts."
+            f"'content'}} messages; give 'prompt' beside texts"
+            f"{datasets.fault(chosen) or datasets.fault(rejected)}."
         )
     both = zip(chosen[:-1], rejected[:-1], strict=False)
     num_common = sum(1 for _ in takewhile(lambda two: two[0] == two[1], both))
+    while num_common and chosen[num_common - 1]["role"] == "assistant":
+        num_common -= 1  # a prompt ends with the message to answer
     if num_common == 0:
         raise UserError(
             f"{where}: 'chosen' and 'rejected' have no message in common at their beginning that "

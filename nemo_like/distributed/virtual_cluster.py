@@ -1,30 +1,32 @@
 """A slice of Ray as numbered bundles, in the order of nodes and GPUs."""
 
-import atexit
 import logging
 import os
-import signal
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import ray
-from ray.exceptions import AuthenticationError, GetTimeoutError
+from ray._private.state import available_resources_per_node
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_like.config.plan import NodeResources, ResourcePlan, check_fits
+from nemo_like.config.plan import (
+    NodeResources,
+    ResourcePlan,
+    check_fits,
+    in_words,
+    what_each_has,
+)
 from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.connection import check_head
 from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
-from nemo_like.errors import RunError, UserError, WaitTimeoutError
+from nemo_like.errors import RunError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
-# Workers write logs of their own; Ray's greetings say nothing that ours do not.
-_QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
-_CONNECT_TIMEOUT_S = 10.0
 _PROGRESS_EVERY_S = 10.0
 
 
@@ -34,7 +36,7 @@ class Bundle:
 
     group: PlacementGroup
     index: int
-    """Position in its placement group, which covers one node."""
+    """Position of its node in the placement group."""
     node_id: str
     address: str
     gpu_id: str | None
@@ -49,89 +51,8 @@ class Bundle:
         )
 
 
-def connect() -> Callable[[], None]:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine; returns how to leave.
-
-    A process that is connected already (a notebook, a test) stays so, and leaving does nothing.
-    Raises UserError, within seconds, if nothing answers at RAY_ADDRESS.
-    """
-    if ray.is_initialized():
-        return lambda: None
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    _join_or_start(os.environ.get("RAY_ADDRESS", ""))
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one in its place that aborts the process
-    return _leave
-
-
-def _leave() -> None:
-    try:
-        check_head()
-    except RunError:
-        # Two minutes of waiting for the head, within which Ray ends the process unheard.
-        atexit.unregister(ray.shutdown)
-    else:
-        ray.shutdown()
-
-
-def _join_or_start(address: str) -> None:
-    if not address:
-        ray.init(address="local", include_dashboard=False, **_QUIET)
-        return
-    if address.startswith("ray://"):
-        raise UserError(
-            f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
-            "between workers; use host:port of the cluster, or ray job submit."
-        )
-    if "://" in address:
-        raise UserError(
-            f"RAY_ADDRESS={address} is not an address of a cluster, which is host:port (port 6379 "
-            f"unless told otherwise); for a job server, use ray job submit --address {address}."
-        )
-    _check_reachable(address)
-    try:
-        ray.init(address=address, **_QUIET)
-    except AuthenticationError as error:
-        raise UserError(
-            f"RAY_ADDRESS={address} wants a token, and none was found; put the cluster's into "
-            "~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH."
-        ) from error
-    except (ConnectionError, RuntimeError) as error:
-        raise UserError(
-            f"RAY_ADDRESS={address} could not be joined: {error}; start that cluster, unset "
-            "RAY_ADDRESS to start one here, or, if it runs, see that this process has its token "
-            "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH)."
-        ) from error
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself retries a dead address for minutes; one TCP connection tells in seconds."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return  # "auto" and the like: Ray looks the address up itself
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise UserError(
-            f"RAY_ADDRESS={address}: nothing answers there ({error}); start that cluster, or unset "
-            "RAY_ADDRESS to start one here."
-        ) from error
-
-
-def check_head() -> None:
-    """RunError if the cluster's head can't be reached, for which Ray itself waits for ever."""
-    address = ray.get_runtime_context().gcs_address
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise RunError(
-            f"The driver on {ray.util.get_node_ip_address()} lost Ray's head at {address} "
-            f"({error}); mend the network or start Ray again, then go on with run.resume=true."
-        ) from error
-
-
 class VirtualCluster:
-    """Executes a ResourcePlan: one placement group a node, bundles numbered in physical order.
+    """Executes a ResourcePlan: as many different nodes, bundles numbered in physical order.
 
     Raises UserError at once if the cluster is too small, WaitTimeoutError if it stays busy.
     """
@@ -142,13 +63,13 @@ class VirtualCluster:
         self.plan = plan
         self._network_interface = network_interface
         check_fits(plan, alive_nodes())
-        self._groups: list[PlacementGroup] = []
+        # Ray grants all nodes or none, so that two runs never wait for each other's half. To Ray a
+        # node is one bundle: our workers take nothing from it, so it need not be cut up.
+        self._group = placement_group(
+            [plan.node_resources] * len(plan.bundles_per_node), strategy="STRICT_SPREAD"
+        )
         try:
-            self._groups = [
-                placement_group([dict(plan.bundle_resources)] * count, strategy="STRICT_PACK")
-                for count in plan.bundles_per_node
-            ]
-            self._wait_for_groups(timeout_s)
+            self._wait(timeout_s)
             self.bundles = self._number_bundles(timeout_s)
         except BaseException:
             self.shutdown()
@@ -162,69 +83,63 @@ class VirtualCluster:
 
     def shutdown(self) -> None:
         """Release the bundles; Ray ends the actors in them."""
-        groups, self._groups = self._groups, []
         try:
             check_head()
         except RunError:
             # Removal would wait for the head for ever. It ends a lost driver's job by itself.
             logger.warning("Ray's head does not answer; the run's bundles are left to it.")
             return
-        for group in groups:
-            remove_placement_group(group)
+        remove_placement_group(self._group)
 
-    def _wait_for_groups(self, timeout_s: float) -> None:
-        start = time.monotonic()
-        pending = [group.ready() for group in self._groups]
-        while pending:
-            left = timeout_s - (time.monotonic() - start)
-            _, pending = ray.wait(
-                pending, num_returns=len(pending), timeout=max(0.0, min(left, _PROGRESS_EVERY_S))
+    def _wait(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        ready = self._group.ready()
+        while True:
+            left = end - time.monotonic()
+            if ray.wait([ready], timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))[0]:
+                return
+            state = (
+                f"{len(self.plan.bundles_per_node)} node(s) with "
+                f"{in_words(self.plan.node_resources)} free each; free now: "
+                f"{what_each_has(alive_nodes(available_resources_per_node()))}"
             )
-            state = f"{len(self._groups) - len(pending)} of {len(self._groups)} nodes reserved"
-            if pending and left <= 0:
+            if left <= 0:
                 raise WaitTimeoutError(
-                    f"The driver waited {timeout_s:g} s for placement groups ({state}); wanted "
-                    f"{self.plan.bundle_resources} x {self.plan.bundles_per_node}, free now: "
-                    f"{_amounts(ray.available_resources())}. Another job may hold them; raise "
-                    "cluster.start_timeout_s or free them."
+                    f"The driver waited {timeout_s:g} s for {state}. Another job may hold them; "
+                    "raise cluster.start_timeout_s or free them."
                 )
-            if pending:
-                logger.info("Waiting for the cluster: %s", state)
+            logger.info("Waiting for %s", state)
 
     def _number_bundles(self, timeout_s: float) -> list[Bundle]:
-        """Ask every bundle where it is, and sort by node and GPU: rank order is physical order."""
-        probes = [
-            (group, index, self._probe(group, index))
-            for group, count in zip(self._groups, self.plan.bundles_per_node, strict=True)
-            for index in range(count)
-        ]
+        """Ask every node where it is, and sort by node and GPU: rank order is physical order."""
+        num_nodes = len(self.plan.bundles_per_node)
         try:
-            places = ray.get([probe for _, _, probe in probes], timeout=timeout_s)
+            places = ray.get([self._probe(index) for index in range(num_nodes)], timeout=timeout_s)
         except GetTimeoutError as error:
             raise WaitTimeoutError(
-                f"The driver waited {timeout_s:g} s for its {len(probes)} bundles to answer."
+                f"The driver waited {timeout_s:g} s for its {num_nodes} node(s) to answer."
             ) from error
-        several_nodes = len(self._groups) > 1
         bundles = [
             Bundle(
-                group=group,
+                group=self._group,
                 index=index,
                 node_id=node,
                 address=network.address,
                 gpu_id=gpu,
                 environment=worker_environment(
-                    network, self._network_interface, several_nodes=several_nodes
+                    network, self._network_interface, several_nodes=num_nodes > 1
                 ),
             )
-            for (group, index, _), (node, network, gpu) in zip(probes, places, strict=True)
+            for index, (node, network, gpus) in enumerate(places)
+            for gpu in gpus or [None] * self.plan.bundles_per_node[index]
         ]
         return sorted(bundles, key=physical_order)
 
-    def _probe(self, group: PlacementGroup, index: int) -> Any:
+    def _probe(self, index: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=index
+            placement_group=self._group, placement_group_bundle_index=index
         )
-        gpus = self.plan.bundle_resources.get("GPU", 0)
+        gpus = self.plan.node_resources.get("GPU", 0)
         return _where.options(num_gpus=gpus, num_cpus=0, scheduling_strategy=strategy).remote()
 
 
@@ -233,29 +148,29 @@ def reserve(plan: ResourcePlan, config: ClusterConfig) -> VirtualCluster:
     return VirtualCluster(plan, config.start_timeout_s, config.network_interface)
 
 
-def physical_order(bundle: Bundle) -> tuple[str, str, int, int]:
-    """Sort key: address and node (raylets may share an address), GPU, position."""
+def physical_order(bundle: Bundle) -> tuple[str, str, int]:
+    """Sort key: address and node (raylets may share an address), GPU."""
     gpu = bundle.gpu_id or ""
-    return (bundle.address, bundle.node_id, int(gpu) if gpu.isdigit() else -1, bundle.index)
+    return (bundle.address, bundle.node_id, int(gpu) if gpu.isdigit() else -1)
 
 
-def alive_nodes() -> list[NodeResources]:
-    """Every alive node and what it has in all."""
+def alive_nodes(
+    resources: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[NodeResources]:
+    """Every alive node with what it has in all, or in ``resources``, by its id."""
     return [
         NodeResources(
-            node_id=node["NodeID"], address=node["NodeManagerAddress"], resources=node["Resources"]
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            resources=node["Resources"] if resources is None else resources.get(node["NodeID"], {}),
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
 
 
-def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
-    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
-
-
 @ray.remote
-def _where() -> tuple[str, NodeNetwork, str | None]:
-    gpus = ray.get_gpu_ids()
+def _where() -> tuple[str, NodeNetwork, list[str]]:
     network = read_network(ray.util.get_node_ip_address(), os.environ)
-    return ray.get_runtime_context().get_node_id(), network, str(gpus[0]) if gpus else None
+    gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+    return ray.get_runtime_context().get_node_id(), network, gpus

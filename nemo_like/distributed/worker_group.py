@@ -16,6 +16,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from nemo_like.distributed.connection import check_head
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.failures import (
     death_message,
@@ -23,7 +24,7 @@ from nemo_like.distributed.failures import (
     is_disconnection,
 )
 from nemo_like.distributed.rank_layout import RankLayout
-from nemo_like.distributed.virtual_cluster import Bundle, check_head
+from nemo_like.distributed.virtual_cluster import Bundle
 from nemo_like.distributed.worker import AsyncHost, Host, Worker, WorkerContext
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 

@@ -1,8 +1,8 @@
 """What runs in a grading process: ``python -m nemo_like.environments.grading_process FD SPEC …``.
 
-One process grades one row at a time in its main thread, where libraries may set signal alarms. It
-talks to its pool over one socket: first a word on the import (None, or why it failed), then for
-each pickled row one pickled ``Verdict`` of plain numbers and text.
+It grades in its main thread, where libraries may set signal alarms. It talks to its pool over one
+socket: first a word on the import (None, or why it failed), then for each list of pickled rows a
+list of ``Verdict``, plain numbers and text.
 """
 
 import asyncio
@@ -17,11 +17,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from nemo_like.environments.protocol import Verdict
 from nemo_like.environments.rewards import (
     RewardFunction,
     error_place,
@@ -35,37 +36,51 @@ PARENT_POLL_S = 1.0
 # works while native code holds the interpreter lock.
 SELF_DESTRUCT_GRACE_S = 5.0
 
-Verdict = tuple[float | None, dict[str, float], str | None, str | None]
-"""Reward, metrics, error and answer of ``Grade``."""
+Grader = Callable[[Sequence[bytes]], list[Verdict]]
+"""One verdict for each pickled ``(prompt, completion, fields)``."""
 
 
-def main(argv: list[str]) -> None:
-    """Import the reward function, then grade rows until the pool closes the socket."""
+def main(argv: Sequence[str]) -> None:
+    """Grade by a reward function, one row after the other."""
+
+    def load(spec: str) -> Grader:
+        function = resolve_reward(spec)
+        return lambda rows: [grade_row(function, row) for row in rows]
+
+    serve(argv, load)
+
+
+def serve(argv: Sequence[str], load: Callable[[str], Grader]) -> None:
+    """Load what the pool's spec names (UserError goes to the pool), then grade until it closes."""
     file_descriptor, spec, timeout_s, memory_limit_bytes = argv
     connection = Connection(int(file_descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
     _die_with_parent(os.getppid())
     _limit_memory(int(memory_limit_bytes))
     try:
-        function = resolve_reward(spec)
+        grader = load(spec)
     except UserError as error:
         connection.send(str(error))
         return
     connection.send(None)
-    _serve(connection, function, float(timeout_s))
+    _serve(connection, grader, float(timeout_s))
 
 
-def _serve(connection: Connection, function: RewardFunction, timeout_s: float) -> None:
+def _serve(connection: Connection, grader: Grader, timeout_s: float) -> None:
+    own = os.getpid()
     while True:
         try:
-            row = connection.recv_bytes()
+            rows = connection.recv()
         except EOFError:
             return
-        faulthandler.dump_traceback_later(timeout_s + SELF_DESTRUCT_GRACE_S, exit=True)
-        verdict = grade_row(function, row)
+        limit_s = timeout_s * len(rows) + SELF_DESTRUCT_GRACE_S
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        verdicts = grader(rows)
+        if os.getpid() != own:  # the function forked, and one of the two has to answer
+            os._exit(0)
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind must not hit the next row
-        connection.send(verdict)
+        connection.send(verdicts)
 
 
 def grade_row(function: RewardFunction, row: bytes) -> Verdict:
@@ -121,7 +136,10 @@ def _number(what: str, value: Any) -> float:
     """Any finite real number, NumPy's and one-element tensors included, but no text."""
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
         raise UserError(f"{what} is a {type(value).__name__}, not a number.")
-    number = float(value)
+    try:
+        number = float(value)
+    except Exception as error:  # the value's own code: an array of two, an integer of 400 digits
+        raise UserError(f"{what} is a {type(value).__name__}, not one number: {error}.") from error
     if not math.isfinite(number):
         raise UserError(f"{what} is {number}, not a finite number.")
     return number

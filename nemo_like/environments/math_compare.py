@@ -15,30 +15,10 @@ from nemo_like.environments.math_expression import (
     proportional,
 )
 from nemo_like.environments.math_text import join_thousands, split_top_level, squash, tidy
+from nemo_like.environments.math_units import is_known_unit, is_words, strip_units
 
 LIST_SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 RELATION = r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>"
-MATH_WORDS = {"mod", "gcd", "lcm", "max", "min"}
-# Words that change a number's value rather than name its unit: "3 million", "5 minus 2".
-VALUE_WORD = re.compile(
-    r"\b(?:plus|minus|times|over|divided|multiplied|squared|cubed|hundred|thousand|million|billion|"
-    r"trillion|dozen|half|less|more|than|not|to|factorial|choose|power|base)\b",
-    re.IGNORECASE,
-)
-UNITS = {
-    "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "meter": "m",
-    "metre": "m", "kilometer": "km", "kilometre": "km", "inch": "in", "inche": "in", "foot": "ft",
-    "feet": "ft", "yard": "yd", "mile": "mi", "gram": "g", "kilogram": "kg", "pound": "lb",
-    "second": "sec", "minute": "min", "hour": "hr", "liter": "l", "litre": "l", "dollar": "dollar",
-    "cent": "cent", "day": "day", "week": "week", "month": "month", "year": "year", "munit": "m",
-    "gunit": "g", "sunit": "sec", "hunit": "hr", "lunit": "l",
-}  # fmt: skip
-KNOWN_UNITS = set(UNITS.values())
-WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
-QUANTITY = re.compile(
-    r"(?P<value>.*\d.*?)(?P<gap>\s*)(?P<unit>(?<=[\d)}\s])[a-zA-Z][a-zA-Z\s/.^{}\d-]*)"
-)
-PERCENT = re.compile(r"\s*(?:%|(?<![a-zA-Z])per ?cent(?:age)?(?: points?)?)\s*$", re.IGNORECASE)
 MAX_CHARACTERS = 400
 """Longer texts are no answers, but accidents: they are compared as they are."""
 MOST_WORDS = 4
@@ -68,6 +48,19 @@ def equal(gold: str, given: str) -> bool:
     return _equal(joined, join_thousands(given_text))
 
 
+def spelling(text: str) -> str:
+    r"""One spelling of an answer, and of a number one form: what votes are counted by.
+
+    >>> spelling(r"$\frac12$"), spelling("0.50"), spelling("x + 1")
+    ('1/2', '1/2', 'x+1')
+    """
+    if len(text) > MAX_CHARACTERS:
+        return squash(text)
+    tidied = join_thousands(tidy(text))
+    number = number_of(tidied)
+    return squash(tidied) if number is None else str(number)
+
+
 def gradable(gold: str) -> bool:
     """Whether an answer can be told from other answers: every part is read whole, or is a word."""
     text = join_thousands(tidy(gold)) if len(gold) <= MAX_CHARACTERS else ""
@@ -83,7 +76,7 @@ def _gradable(text: str) -> bool:
     sides = split_top_level(text, rf"(?<!\\)=|{RELATION}")
     if len(sides) > 1:
         return all(side and _gradable(side) for side in sides)
-    core, _, _ = _strip_units(text)
+    core, _, _ = strip_units(text)
     if is_words(core):
         return len(core.split()) <= MOST_WORDS and not re.search(r"[\\{}^_]", core)
     return number_of(core) is not None or parse(_strip_base(core)[0]) is not None
@@ -102,6 +95,8 @@ def read_items(text: str) -> Items | None:
     if text.count(r"\pm") == 1:
         return Items("", [text.replace(r"\pm", sign).strip(" +") for sign in "+-"])
     text = re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", text)
+    if text == r"\mathbb{R}":
+        return Items("()", [r"-\infty", r"\infty"])
     bracketed = re.fullmatch(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", text)
     if bracketed and split_top_level(text + " , x", ",")[:-1] == [text.strip()]:
         inner = [part for part in split_top_level(bracketed[2], "[,;]") if part]
@@ -181,12 +176,15 @@ def _items_equal(gold: str, a: Items | None, given: str, b: Items | None) -> boo
         if name is None or value == other:
             return False
         return _equal(gold, value) if a is not None else _equal(value, given)
+    goes_on = any(r"\ldots" in item for item in a.items + b.items)
+    if a.brackets == b.brackets == "{}" and not goes_on:
+        return _same_set(a.items, b.items)
     if len(a.items) != len(b.items):
         return False
     if a.variable and b.variable and a.variable != b.variable:
         return False
     if {a.brackets, b.brackets} <= {"", "{}"}:
-        ordered = any(r"\ldots" in item for item in a.items + b.items)
+        ordered = goes_on
     else:
         ordered = True
         one_is_bare = "" in (a.brackets, b.brackets) and "()" in (a.brackets, b.brackets)
@@ -205,6 +203,13 @@ def _same_members(gold: list[str], given: list[str]) -> bool:
             return False
         rest.remove(match)
     return True
+
+
+def _same_set(gold: list[str], given: list[str]) -> bool:
+    """Whether each member of one is in the other: a set may name one twice."""
+    return all(any(_equal(x, y) for y in given) for x in gold) and all(
+        any(_equal(x, y) for x in gold) for y in given
+    )
 
 
 def _assignment(text: str) -> tuple[str | None, str]:
@@ -228,9 +233,9 @@ def _scalars_equal(gold: str, given: str) -> bool:
         parts = [[part.strip() for part in text.split(":")] for text in (gold, given)]
         same = len(parts[0]) == len(parts[1])
         return same and all(_equal(a, b) for a, b in zip(*parts, strict=True))
-    gold, gold_unit, gold_percent = _strip_units(gold)
-    given, given_unit, given_percent = _strip_units(given)
-    if {gold_unit, given_unit} <= KNOWN_UNITS and gold_unit != given_unit:
+    gold, gold_unit, gold_percent = strip_units(gold)
+    given, given_unit, given_percent = strip_units(given)
+    if gold_unit != given_unit and is_known_unit(gold_unit) and is_known_unit(given_unit):
         return False
     gold, given = _matching_base(gold, given)
     if is_words(gold) or is_words(given):
@@ -247,43 +252,23 @@ def _percentages_equal(gold: str, gold_percent: bool, given: str, given_percent:
         return gold_percent or value is None or abs(value) > 1
     if gold_percent and given_percent:
         return False
-    hundredth = r"\frac{{{}}}{{100}}"
     if gold_percent:
-        return expressions_equal(hundredth.format(gold), given)
-    return expressions_equal(gold, hundredth.format(given))
+        return expressions_equal(_hundredth(gold), given)
+    return expressions_equal(gold, _hundredth(given))
 
 
-def is_words(text: str) -> bool:
-    """Whether the text holds a word that is no name of a function."""
-    if r"\begin" in text:
-        return False
-    return any(word.lower() not in MATH_WORDS for word in WORD.findall(text))
+def _hundredth(text: str) -> str:
+    """A decimal stays one, so that 33.3% is 1/3, rounded."""
+    decimal = re.fullmatch(r"(-?)(\d*)\.(\d+)", text)
+    if decimal is None:
+        return rf"\frac{{{text}}}{{100}}"
+    sign, whole, places = decimal.groups()
+    return f"{sign}{whole.zfill(3)[:-2]}.{whole.zfill(2)[-2:]}{places}"
 
 
 def _words(text: str) -> str:
     text = re.sub(r"[^\w\s.:/+-]", " ", text).casefold()
     return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
-
-
-def _strip_units(text: str) -> tuple[str, str, bool]:
-    """Split a quantity into its value, its unit ('' if none) and whether it is a percentage."""
-    percent = PERCENT.search(text)
-    if percent and percent.start() > 0:
-        return text[: percent.start()].strip(), "", True
-    match = QUANTITY.fullmatch(text)
-    if match is None:
-        return text, "", False
-    value, gap, unit = match["value"], match["gap"], match["unit"]
-    words = [word.lower() for word in re.findall("[a-zA-Z]+", unit)]
-    singular: str = words[0].removesuffix("s")
-    name = UNITS.get(singular, singular)
-    # Letters that touch a number are a product (2xyz), unless they spell a unit (35cm).
-    is_unit = (gap and len(words[0]) >= 3) or (name in KNOWN_UNITS and len(words[0]) >= 2)
-    has_digits = re.search(r"\d", re.sub(r"\^\{?[23]\}?", "", unit))
-    is_torn = value.count("{") != value.count("}")
-    if not is_unit or is_torn or has_digits or VALUE_WORD.search(unit) or is_words(value):
-        return text, "", False
-    return value.strip(), name, False
 
 
 def _strip_base(text: str) -> tuple[str, str]:

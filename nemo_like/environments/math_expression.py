@@ -98,6 +98,8 @@ def proportional(gold_sides: list[str], given_sides: list[str]) -> bool:
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> Parsed | None:
     """Parse the whole text, or nothing; numbers side by side ("2 3") are not taken for anything."""
+    if (number := number_of(text)) is not None:
+        return sympy.Rational(number.numerator, number.denominator)
     if re.search(r"\d \d", text) or _depth(text) > MAX_DEPTH:
         return None
     is_complex = IMAGINARY.search(text) is not None
@@ -114,7 +116,7 @@ def parse(text: str) -> Parsed | None:
     if not _num_digits(expression) <= MAX_DIGITS:
         return None
     floats = {value: sympy.Rational(str(value)) for value in expression.atoms(sympy.Float)}
-    units = {s: sympy.I for s in expression.atoms(sympy.Symbol) if is_complex and s.name == "i"}
+    units = {s: sympy.I for s in expression.free_symbols if is_complex and str(s) == "i"}
     return expression.xreplace(floats | units)
 
 

@@ -33,7 +33,9 @@ LEAD_IN = re.compile(
     re.IGNORECASE,
 )
 AFTERTHOUGHT = re.compile(
-    r"(?<=\S)[,;]?\s+(?:because|since|as|so|which|but|therefore|thus|hence|not)\b.*", re.IGNORECASE
+    r"(?<=\S)(?:[,;]?\s+(?:because|since|as|so|which|but|therefore|thus|hence|not)\b.*"
+    r"|\s+\((?!mod)[a-zA-Z]{3}[^()$\\]*\)$)",
+    re.IGNORECASE,
 )
 BARE_EXPRESSION = re.compile(r"(?!.*[a-zA-Z]{3})|.*\\")
 

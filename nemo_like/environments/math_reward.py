@@ -8,9 +8,11 @@ mathematics leaves a choice, it is made as follows.
   the answer itself.
 - 28%, 28 and 0.28 are right where 28% is asked for, since the question may say "in percent"; where
   0.28 is asked for, 28% is right and 0.28% is not.
-- Units and degree marks may be left out or added, but not be different known units (cm, m).
+- Units and degree marks may be left out or added, but not be different known units (cm, m; cm^2,
+  cm^3; km/h, m/s).
 - Order does not matter in sets and bare lists, and the braces of a set may be missing. It does in
-  pairs. A bare ``1, 2`` passes for the pair (1, 2). (1,234) is a pair and 1,234 a number.
+  pairs. A set may name a member twice. A bare ``1, 2`` passes for the pair (1, 2). (1,234) is a
+  pair and 1,234 a number.
 - An inequality in one unknown is its interval; open and closed ends differ.
 - ``x = 5`` and ``f(x) = 5`` pass for 5, but not ``2x = 5`` or ``x = 5k``.
 - A decimal with three significant digits or more passes for a number whose decimals never end, if
@@ -20,9 +22,10 @@ mathematics leaves a choice, it is made as follows.
 - Answers in words are compared as text, without regard to case and articles.
 """
 
+import math
 from typing import Any
 
-from nemo_like.environments.math_compare import equal, gradable
+from nemo_like.environments.math_compare import equal, gradable, spelling
 from nemo_like.environments.math_extract import extract, gold_answer
 
 __all__ = ["extract", "reward", "verify"]
@@ -35,14 +38,19 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
     read gets a reward of None, unless the completion has the very same text: nothing can be right
     or wrong there.
     """
-    gold = "" if answer is None else gold_answer(str(answer))
+    is_readable = isinstance(answer, (str, int)) or (
+        isinstance(answer, float) and math.isfinite(answer)
+    )
+    gold = gold_answer(str(answer)) if is_readable else ""
     given = extract(completion)
     is_right = given is not None and equal(gold, given)
     if not is_right and not gradable(gold):
-        return {"reward": None, "error": f"the row's answer cannot be read: {gold[:100]!r}"}
+        error = f"the row's answer cannot be read as a text or number: {str(answer)[:100]!r}"
+        return {"reward": None, "error": error}
     right = float(is_right)
     answered = float(given is not None)
-    return {"reward": right, "accuracy": right, "answered": answered, "answer": given}
+    stated = None if given is None else spelling(given)
+    return {"reward": right, "accuracy": right, "answered": answered, "answer": stated}
 
 
 def verify(response: str, gold: str) -> bool:

@@ -13,7 +13,7 @@ SYMBOLS = {
     "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "…": r"\ldots ", "⁄": "/",
     "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
     "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "≈": "=", "€": "", "£": "",
-    "¥": "",
+    "¥": "", "ℝ": r"\mathbb{R}", "∅": r"\emptyset ",
 }  # fmt: skip
 VULGAR = re.compile("[¼-¾⅐-⅞]")
 SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -26,6 +26,7 @@ FUNCTIONS = (
     "theta|alpha|beta|gamma|lambda"
 )
 NOT_LETTER = r"(?![a-zA-Z])"
+DEGREE = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree\b)"
 
 REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
@@ -46,6 +47,8 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\gt{NOT_LETTER}", ">"),
         (rf"\\colon{NOT_LETTER}", ":"),
         (rf"\\approx{NOT_LETTER}", "="),
+        (rf"\\varnothing{NOT_LETTER}|\\\{{\s*\\\}}", r"\\emptyset "),
+        (rf"\\mathbb\s*\{{?\s*R\s*\}}?|\\R{NOT_LETTER}", r"\\mathbb{R}"),
         (r"\\%", "%"),
         (r"\\[cld]?dots|\.\.\.+", r"\\ldots "),
         # A letter set as text after a number is a unit: 3\text{ m}, 5\mathrm{m/s}.
@@ -53,13 +56,19 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\(?:{MACROS})\s*\{{\s*([a-zA-Z]|[\d.,]+)\s*\}}", r"\1"),
         (rf"\\(?:{MACROS})\s*\{{([^{{}}]*)\}}", r" \1 "),
         (r"\{\\rm\s+([^{}]*)\}", r"\1"),
-        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b", ""),
+        (rf"{DEGREE}\s*C{NOT_LETTER}", " celsius "),
+        (rf"{DEGREE}\s*F{NOT_LETTER}", " fahrenheit "),
+        (DEGREE, ""),
         (r"\*\*", "^"),
         (r"\*", r"\\cdot "),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
         (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
         (rf"(?<![\\a-zA-Z])({FUNCTIONS}){NOT_LETTER}", r"\\\1 "),
         (r"(?<![\\a-zA-Z])sqrt(?=\d)", r"\\sqrt "),
         (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
+        # The real root, where a parser would take the principal one of three.
+        (r"\\sqrt\s*\[(\d*[13579])\]\s*\{\s*-\s*([\d./]+)\s*\}", r"(-\\sqrt[\1]{\2})"),
+        (r"\\log\s*_\s*(\w)\s*(?=[\w\\])", r"\\log_{\1} "),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*\{([^{}]*)\}\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
@@ -76,8 +85,8 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^ ?(?:= ?)?| ?[.;,]? ?$", ""),
     )
 )
-THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
-SPACED_THOUSANDS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
+SPACED_THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
 
 
 def tidy(text: str) -> str:

@@ -21,11 +21,18 @@ class Grade:
     if the environment does not say."""
 
 
+Verdict = tuple[float | None, dict[str, float], str | None, str | None]
+"""Reward, metrics, error and answer of a ``Grade``, as they leave a grading process."""
+
+
 class Environment(Protocol):
     """Grades completions; safe for many concurrent calls from one event loop."""
 
     async def grade(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Grade:
-        """Grade one completion within the environment's time limit; never raises for one row."""
+        """Grade one completion within the environment's time limit; never raises for one row.
+
+        ``fields``: the row's own, and ``messages``, all of the prompt.
+        """
         ...
 
     def shutdown(self) -> None:

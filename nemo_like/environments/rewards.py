@@ -89,7 +89,7 @@ def _unknown_spec(spec: str) -> str:
     near = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return (
-        f"environment.reward={spec} is not known{hint}; use reasoning_gym, math, "
+        f"environment.reward={spec} is not known{hint}; use reasoning_gym, math, reward_model, "
         "file.py:function or package.module.function."
     )
 
@@ -178,4 +178,4 @@ def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:
         )
     own = {"prompt", "completion"}
     accepted = None if takes_all else named - own
-    return RewardFunction(spec, function, accepted, frozenset(required - own))
+    return RewardFunction(spec, function, accepted, frozenset(required - own - {"messages"}))

@@ -34,10 +34,10 @@ class Generation(Generic[W]):
             GenerationWorker.connect, links, buckets, self.group.timeout_s
         )
 
-    def submit_load(self, version: int) -> Pending[float]:
+    def submit_load(self, version: int, *, adapters_only: bool) -> Pending[float]:
         """Begin to receive weights; the seconds that it takes in each replica."""
         self.weight_version = None
-        return self.group.submit(GenerationWorker.load_weights, version)
+        return self.group.submit(GenerationWorker.load_weights, version, adapters_only)
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache; CUDA graphs stay."""

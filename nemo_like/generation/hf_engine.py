@@ -27,10 +27,12 @@ from nemo_like.generation.protocol import (
     Link,
     SamplingParams,
 )
+from nemo_like.models.adapters import inject_adapters, sent_name
+from nemo_like.weights.adapters import check_adapters, check_buckets
 from nemo_like.weights.broadcast import BroadcastReceiver
-from nemo_like.weights.buckets import Bucket, announced_tensors
+from nemo_like.weights.buckets import Bucket
 from nemo_like.weights.ipc import IpcReceiver
-from nemo_like.weights.manifest import check_tensors, check_version, expected_tensors
+from nemo_like.weights.manifest import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +97,13 @@ class HFEngine:
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Connect to the sender of weights."""
-        expected = expected_tensors(self._config.model_path, getattr(torch, self._config.dtype))
-        check_tensors(announced_tensors(buckets), expected)
+        dtype = getattr(torch, self._config.dtype)
+        check_buckets(buckets, self._config.model_path, dtype, self._config.lora)
         device = torch.device(self._config.device)
         self._receiver = await asyncio.to_thread(link.receiver, 0, buckets, device, timeout_s)
 
-    async def load_weights(self, version: int) -> None:
-        """Replace all weights; RunError as the protocol says. There is no cache to reset."""
+    async def load_weights(self, version: int, *, adapters_only: bool = False) -> None:
+        """Replace weights; RunError as the protocol says. There is no cache to reset."""
         if self._model is None or self._receiver is None:
             raise RunError(f"Refit {version} came before the engine had started.")
         if self._num_running:
@@ -110,10 +112,12 @@ class HFEngine:
                 "wait for them first."
             )
         check_version(version, self._version)
+        check_adapters(version, self._version, self._config.lora, adapters_only=adapters_only)
         # Without a version the engine refuses to generate until every tensor is in place.
         self._version = None
         async with self._model_in_use:  # By a batch whose callers have all given up.
-            await asyncio.to_thread(_copy_weights, self._model, self._receiver.tensors(version))
+            tensors = self._receiver.tensors(version, adapters_only=adapters_only)
+            await asyncio.to_thread(_copy_weights, self._model, tensors)
         self._version = version
 
     async def sleep(self) -> None:
@@ -297,13 +301,15 @@ def _build_model(config: EngineConfig) -> PreTrainedModel:
     architecture = AutoConfig.from_pretrained(config.model_path)
     with torch.device(config.device):
         model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
+        if config.lora is not None:
+            inject_adapters(model, config.lora)
     return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def _copy_weights(model: PreTrainedModel, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Overwrite the model's tensors in place; tied copies share storage and follow."""
-    own = model.state_dict()
+    own = {sent_name(name): tensor for name, tensor in model.state_dict().items()}
     for name, tensor in tensors:
         own[name].copy_(tensor)
     model.tie_weights()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from nemo_like.config.policy_schema import LoraConfig
 from nemo_like.weights.broadcast import BroadcastLink
 from nemo_like.weights.buckets import Bucket
 from nemo_like.weights.ipc import IpcLink
@@ -87,6 +88,9 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     """KV cache that the run can use at most. None: what the share holds; vLLM measures that, which
     goes wrong where others use the GPU at the same time."""
+    lora: LoraConfig | None = None
+    """Adapters that the engine computes with beside the model. None: it gets them merged into it,
+    or there are none."""
     sleep: bool = False
     """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]
@@ -112,14 +116,15 @@ class Engine(Protocol):
         """Connect to the sender of weights, whose refits come as ``buckets``.
 
         Raises RunError unless their names, shapes and dtypes together are exactly those of the
-        model's own architecture (tied copies sent once).
+        model's own architecture (tied copies sent once) and of the adapters it was started with.
         """
         ...
 
-    async def load_weights(self, version: int) -> None:
-        """Replace all weights by those that the sender sends, then reset every cache.
+    async def load_weights(self, version: int, *, adapters_only: bool = False) -> None:
+        """Replace weights, all or those of adapters, by what is sent, then reset every cache.
 
-        Raises RunError if ``version`` is not newer than that of the weights held, or if the sender
+        Raises RunError if ``version`` is not newer than that of the weights held, if adapters come
+        alone to an engine that lacks weights of a model or was started without, or if the sender
         fails or sends another; in the latter cases the engine refuses to generate from then on.
         """
         ...

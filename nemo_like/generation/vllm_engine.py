@@ -19,6 +19,7 @@ import torch
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -40,9 +41,10 @@ from nemo_like.generation.vllm_environment import (
     start_fork_server,
 )
 from nemo_like.generation.vllm_processes import engine_processes
-from nemo_like.generation.vllm_settings import engine_args
-from nemo_like.weights.buckets import Bucket, announced_tensors
-from nemo_like.weights.manifest import check_tensors, check_version, expected_tensors
+from nemo_like.generation.vllm_settings import ADAPTER_ID, engine_args
+from nemo_like.weights.adapters import check_adapters, check_buckets
+from nemo_like.weights.buckets import Bucket
+from nemo_like.weights.manifest import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,10 @@ class VLLMEngine:
         self._processes: list[psutil.Process] = []
         self._version: int | None = None
         self._num_running = 0
+        # vLLM looks at the path of an adapter only if it does not hold it.
+        self._adapter = (
+            None if config.lora is None else LoRARequest("adapter", ADAPTER_ID, "none, from refits")
+        )
 
     async def start(self) -> None:
         """Bring the engine up; UserError for what vLLM refuses, RunError if its processes fail."""
@@ -108,14 +114,13 @@ class VLLMEngine:
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Check what will come, then connect every rank to its sender."""
-        expected = expected_tensors(self._config.model_path, getattr(torch, self._config.dtype))
-        check_tensors(announced_tensors(buckets), expected)
-        await self._call(
-            "connect_refit", "to connect to its sender", pickle.dumps((link, buckets, timeout_s))
-        )
+        dtype, lora = getattr(torch, self._config.dtype), self._config.lora
+        check_buckets(buckets, self._config.model_path, dtype, lora)
+        pickled = pickle.dumps((link, buckets, timeout_s, lora))
+        await self._call("connect_refit", "to connect to its sender", pickled)
 
-    async def load_weights(self, version: int) -> None:
-        """Replace all weights and reset every cache; RunError as the protocol says."""
+    async def load_weights(self, version: int, *, adapters_only: bool = False) -> None:
+        """Replace weights and reset every cache; RunError as the protocol says."""
         llm = self._llm
         if llm is None:
             raise RunError(f"Refit {version} came before the engine had started.")
@@ -125,9 +130,10 @@ class VLLMEngine:
                 "wait for them first."
             )
         check_version(version, self._version)
+        check_adapters(version, self._version, self._config.lora, adapters_only=adapters_only)
         # Until all is done the engine has no version, so that it refuses to generate if this fails.
         self._version = None
-        await self._call("load_refit", "a refit", version)
+        await self._call("load_refit", "a refit", version, adapters_only)
         # The workers have reset their encoder and multimodal caches, the scheduler has not.
         await self._alive(llm.reset_mm_cache())
         await self._alive(llm.reset_encoder_cache())
@@ -174,6 +180,7 @@ class VLLMEngine:
             {"type": "token", "prompt_token_ids": request.prompt_ids},
             _sampling_params(request.sampling, request.seed, max_new_tokens),
             request.request_id,
+            lora_request=self._adapter,
         )
         try:
             async for output in outputs:
@@ -183,10 +190,10 @@ class VLLMEngine:
             raise self._failure(f"request {request.request_id}", error) from None
         raise RunError(f"vLLM ended request {request.request_id} without a completion.")
 
-    async def _call(self, method: str, what: str, argument: Any) -> None:
+    async def _call(self, method: str, what: str, *arguments: Any) -> None:
         """Call a method of ``RefitExtension`` on every rank."""
         assert self._llm is not None
-        await self._alive(self._llm.collective_rpc(method, args=(argument,)), what)
+        await self._alive(self._llm.collective_rpc(method, args=arguments), what)
 
     async def _alive(self, call: Coroutine[Any, Any, Any], what: str = "a refit") -> Any:
         """Await a call to the engine's process; RunError if it fails or that process ends."""

@@ -7,8 +7,12 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
+import torch
+
+from nemo_like.config.lora_checks import ADAPTER_RANKS
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
+from nemo_like.weights.adapters import expected_adapters
 
 OWNED_KEYS = (
     "model",
@@ -27,6 +31,11 @@ OWNED_KEYS = (
     "scheduler_cls",
     "enable_sleep_mode",
     "distributed_executor_backend",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "lora_dtype",
+    "lora_target_modules",
 )
 """Engine arguments that follow from the rest of the configuration or that exactness needs."""
 
@@ -37,6 +46,9 @@ CPU_BATCHED_TOKENS = 4096
 CPU_BLOCK_TOKENS = 32
 """Tokens of a KV block on the CPU. Only whole blocks of a prompt are shared between siblings, and
 with vLLM's 128 short prompts have none; the CPU kernels want multiples of 32."""
+
+ADAPTER_ID = 1
+"""Of the one adapter, in vLLM."""
 
 WORKSPACE_BYTES = 2 * 2**30
 """What an engine takes of a GPU beside weights and KV cache: CUDA, graphs, activations."""
@@ -81,9 +93,24 @@ def engine_args(
         "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
         "disable_log_stats": True,
     }
+    args |= _adapter_args(config)
     if config.device == "cpu":
         return args | _cpu_args(config) | config.engine_kwargs
     return args | _gpu_args(config, gpu_memory_bytes)
+
+
+def _adapter_args(config: EngineConfig) -> dict[str, Any]:
+    if config.lora is None:
+        return {}
+    expected = expected_adapters(config.model_path, getattr(torch, config.dtype), config.lora)
+    layers = {name.rsplit(".", 3)[-3] for name in expected}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(one for one in ADAPTER_RANKS if one >= config.lora.rank),
+        # All others stay as they are, without a place for adapters.
+        "lora_target_modules": sorted(layers),
+    }
 
 
 def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:

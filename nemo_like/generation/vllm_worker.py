@@ -20,6 +20,9 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import sampler
 
+from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.generation.vllm_lora import replace_adapters, without_adapters
+from nemo_like.weights.adapters import is_adapter
 from nemo_like.weights.broadcast import BroadcastReceiver
 from nemo_like.weights.ipc import IpcReceiver
 
@@ -40,32 +43,57 @@ class RefitExtension:
     rank: int
 
     def connect_refit(self, pickled: bytes) -> None:
-        """Connect this rank to its sender; ``pickled`` holds link, buckets and timeout."""
+        """Connect this rank to its sender; ``pickled``: link, buckets, timeout and adapters."""
         # vLLM's own serialiser would not bring dataclasses over.
-        link, buckets, timeout_s = pickle.loads(pickled)
+        link, buckets, timeout_s, self.refit_lora = pickle.loads(pickled)
         self.refit_receiver: IpcReceiver | BroadcastReceiver = link.receiver(
             self.rank, buckets, self.device, timeout_s
         )
         use_cheap_logprobs()
 
-    def load_refit(self, version: int) -> None:
+    def load_refit(self, version: int, adapters_only: bool) -> None:
         """Replace the weights of this rank by its shards of the tensors that arrive."""
-        # It warns of layers without weights of their own (rotary embeddings, tied heads) each time.
-        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-        tensors = self.refit_receiver.tensors(version)
-        model = self.model_runner.get_model()
-        # vLLM 0.26 leaves it to the caller to set the configuration that layers look up.
+        tensors = self.refit_receiver.tensors(version, adapters_only=adapters_only)
+        lora: LoraConfig | None = self.refit_lora
+        if lora is None:
+            _load_model(self, tensors)
+            _exhaust(tensors)
+            return
+        adapters: dict[str, Tensor] = {}
+        if not adapters_only:
+            with without_adapters(self.model_runner.get_model()):
+                _load_model(self, _keeping_adapters(tensors, adapters))
+        _exhaust(_keeping_adapters(tensors, adapters))
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            if _computes_with_loaded_weights(model):
-                model.load_weights(tensors)
-            else:
-                # Unpacks layer by layer what start-up packed for the kernels, and keeps every
-                # tensor's address, which CUDA graphs rely on. It keeps tensors until their layer
-                # is complete, hence the copies.
-                self.reload_weights(weights_iterator=((n, t.clone()) for n, t in tensors))
-            if current_platform.is_cpu():
-                _pack_output_heads(model)
-        _exhaust(tensors)
+            replace_adapters(self.model_runner, adapters, lora)
+
+
+def _load_model(worker: RefitExtension, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    # It warns of layers without weights of their own (rotary embeddings, tied heads) each time.
+    logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+    model = worker.model_runner.get_model()
+    # vLLM 0.26 leaves it to the caller to set the configuration that layers look up.
+    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        if _computes_with_loaded_weights(model):
+            model.load_weights(tensors)
+        else:
+            # Unpacks layer by layer what start-up packed for the kernels, and keeps every
+            # tensor's address, which CUDA graphs rely on. It keeps tensors until their layer
+            # is complete, hence the copies.
+            worker.reload_weights(weights_iterator=((n, t.clone()) for n, t in tensors))
+        if current_platform.is_cpu():
+            _pack_output_heads(model)
+
+
+def _keeping_adapters(
+    tensors: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """``tensors``, but those of adapters go to ``adapters`` as copies."""
+    for name, tensor in tensors:
+        if is_adapter(name):
+            adapters[name] = tensor.clone()
+        else:
+            yield name, tensor
 
 
 def _computes_with_loaded_weights(model: nn.Module) -> bool:

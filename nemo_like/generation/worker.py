@@ -44,10 +44,10 @@ class GenerationWorker(Worker):
         """Connect to what will send this replica weights; see ``Engine.connect``."""
         await self.engine.connect(link, buckets, timeout_s)
 
-    async def load_weights(self, version: int) -> float:
-        """Replace all weights; see ``Engine.load_weights``. Returns the seconds that it took."""
+    async def load_weights(self, version: int, adapters_only: bool) -> float:
+        """Replace weights; see ``Engine.load_weights``. Returns the seconds that it took."""
         start = time.monotonic()
-        await self.engine.load_weights(version)
+        await self.engine.load_weights(version, adapters_only=adapters_only)
         return time.monotonic() - start
 
     async def sleep(self) -> None:

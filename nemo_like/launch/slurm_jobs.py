@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -80,8 +81,14 @@ class Task:
 
 
 def submit(script: str) -> str:
-    """The id of the new job; RunError with Slurm's own words if it is refused."""
-    told = _ask("sbatch", "--parsable", stdin=script)
+    """The id of the new job; RunError with Slurm's own words if it is refused.
+
+    Options go on the command line too: SBATCH_TIMELIMIT and its like would win over the script.
+    """
+    header = script.partition("\n\n")[0].splitlines()[1:]
+    typed = [line.removeprefix("#SBATCH ") for line in header]
+    options = [word for line in typed for word in shlex.split(line, comments=True)]
+    told = _ask("sbatch", "--parsable", *options, stdin=script)
     return told.strip().partition(";")[0]  # The name of the cluster may follow.
 
 
@@ -216,7 +223,7 @@ def _accounted(job: str, log_dir: Path) -> list[Task]:
     ]
 
 
-def _ask(*command: str, stdin: str | None = None) -> str:
+def _ask(*command: str, stdin: str = "") -> str:
     """What a command of Slurm printed; RunError with its own words if it failed."""
     try:
         done = subprocess.run(

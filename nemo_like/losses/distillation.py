@@ -33,6 +33,9 @@ class DistillationLoss:
     """
 
     config: DistillationLossConfig
+    vocabulary: int | None = None
+    """Ids from here on are padding that the teacher does not have: the student's distribution is
+    renormalised over the others. None: none."""
     ids_column: ClassVar[str] = keys.TEACHER_IDS
 
     def __call__(
@@ -41,7 +44,8 @@ class DistillationLoss:
         """Loss and metrics of one micro-batch; see ``Loss``.
 
         ``logprobs_at`` [N, K] with gradient: the student's logprobs of ``keys.TEACHER_IDS``, each
-        under a softmax over its whole vocabulary, at the teacher's temperature.
+        under a softmax over its whole vocabulary (below ``vocabulary``), at the teacher's
+        temperature.
         """
         at, _ = trained_tokens(batch)
         student = logprobs_at[at].float()

@@ -28,7 +28,8 @@ class Loss(Protocol):
 
     A loss with an attribute ``needs_entropy`` that is True finds the token column
     ``keys.ENTROPIES`` in its batch. One with an attribute ``ids_column``, the name of a token
-    column of vocabulary ids [N, K], is given logprobs [N, K] of these in place of each token's own.
+    column of vocabulary ids [N, K], is given logprobs [N, K] of these in place of each token's own;
+    if it has an attribute ``vocabulary``, a number, they are under a softmax over lower ids alone.
     """
 
     def __call__(
@@ -47,6 +48,11 @@ def needs_entropy(loss: Loss) -> bool:
 def ids_column(loss: Loss) -> str | None:
     """The token column of ids whose logprobs ``loss`` is to be given; None: those of each token."""
     return getattr(loss, "ids_column", None)
+
+
+def vocabulary(loss: Loss) -> int | None:
+    """Where the ids end that ``loss`` is about; None: with the model's vocabulary."""
+    return getattr(loss, "vocabulary", None)
 
 
 def apply_loss(

@@ -17,6 +17,8 @@ from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics
 
+_ROUNDING = 1e-6
+
 
 @dataclass(frozen=True)
 class ValueLoss:
@@ -73,4 +75,7 @@ def explained_variance(numbers: Mapping[str, float]) -> float:
     """
     of_returns = numbers["train/return_square"] - numbers["train/return"] ** 2
     of_errors = numbers["train/value_error_square"] - numbers["train/value_error"] ** 2
-    return 1 - of_errors / of_returns if of_returns > 0 else math.nan
+    # Squares are means in float32: less than this is what equal returns such as 0.95 leave.
+    if of_returns <= _ROUNDING * numbers["train/return_square"]:
+        return math.nan
+    return 1 - of_errors / of_returns

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.protocol import Loss, ids_column, needs_entropy
+from nemo_like.losses.protocol import Loss, ids_column, needs_entropy, vocabulary
 from nemo_like.policy.inputs import ModelInputs
 
 MicroBatches = Sequence[TensorBatch | None]
@@ -29,6 +29,9 @@ class Call:
     """int64 [M, K]: vocabulary ids whose logprobs are wanted beside the token's own."""
     top_k: int = 0
     """Above 0: that many of the most likely tokens are wanted, and nothing else."""
+    vocabulary: int | None = None
+    """Distributions of ``ids`` and ``top_k`` leave out ids from here on, exactly as if their logits
+    were -infinity. None: none."""
 
 
 class Calls:
@@ -55,7 +58,7 @@ def calls_for_loss(loss: Loss, calls: Sequence[Call], micro_batches: MicroBatche
         calls = [replace(call, entropy_trains=True) for call in calls]
     if column := ids_column(loss):
         return [
-            replace(call, ids=_ids(call.inputs, batch, column))
+            replace(call, ids=_ids(call.inputs, batch, column), vocabulary=vocabulary(loss))
             for call, batch in zip(calls, micro_batches, strict=True)
         ]
     return list(calls)

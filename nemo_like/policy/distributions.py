@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from nemo_like.policy.head import Head, HeadCall, add_product_, multiply
 
@@ -69,6 +70,9 @@ def _top_of_chunk(
         best, ids = logits.topk(k)
     ids = ids + call.first_token_id
     if call.group is not None:
+        missing = min(k, head.widest or own) - best.shape[1]
+        if missing > 0:  # ranks exchange equally many; k is at most what all have together
+            best, ids = pad(best, (0, missing), value=-torch.inf), pad(ids, (0, missing))
         best, ids = _gather(best, call.group), _gather(ids, call.group)
         if k < best.shape[1]:
             best, at = best.topk(k)

@@ -4,7 +4,7 @@ Legend: ``H`` hidden width, ``V`` rows of this rank's slice of the vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -32,6 +32,19 @@ class Head:
     """Vocabulary id of the first row of ``weight``."""
     group: dist.ProcessGroup | None = None
     """Ranks that hold the other slices, of any sizes above 0. None: ``weight`` is the whole."""
+    widest: int | None = None
+    """Rows of the largest slice. None: all have as many."""
+
+    def below(self, end: int) -> "Head":
+        """The head over the ids below ``end`` alone, of which every rank must have one.
+
+        Its distributions are this one's with the other logits at -infinity: renormalised over what
+        is left, exactly.
+        """
+        rows = min(end - self.first_token_id, len(self.weight))
+        assert rows > 0, (end, self.first_token_id)
+        bias = None if self.bias is None else self.bias[:rows]
+        return replace(self, weight=self.weight[:rows], bias=bias, widest=len(self.weight))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 
 from nemo_like.config.choices import Batching, Offload, Output
 from nemo_like.config.layout import num_stages
@@ -90,7 +91,8 @@ def _empty_model(path: str, config: PolicyConfig, output: Output) -> PreTrainedM
     attention = PACKED if config.batching is Batching.packed else config.attention.value
     kind, settings = model_class(path, output)
     with init_empty_weights(include_buffers=False):
-        model = kind.from_config(settings, dtype=torch.float32, attn_implementation=attention)
+        with no_init_weights():  # drawing none for the meta device takes a millisecond a tensor
+            model = kind.from_config(settings, dtype=torch.float32, attn_implementation=attention)
         if config.lora.rank:
             add_adapters(model, config.lora)
     model.tie_weights()

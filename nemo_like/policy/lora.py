@@ -20,13 +20,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from nemo_like.config.policy_schema import LoraConfig
-from nemo_like.errors import UserError
+from nemo_like.models.adapters import NAME, inject_adapters
 from nemo_like.policy.names import hf_name
 from nemo_like.policy.shards import local_part
+from nemo_like.weights.adapters import A
 
-_NAME = "default"
-"""The one adapter's name in peft."""
-_A, _B = f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"
+_A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -34,23 +33,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
     Raises UserError if a target is the name of no linear layer.
     """
-    import peft  # needs a second to import, and few runs have adapters
-
-    linear = {
-        name.rpartition(".")[2] for name, each in model.named_modules() if type(each) is nn.Linear
-    }
-    for target in config.targets:
-        if target not in linear:
-            raise UserError(
-                f"policy.lora.targets: {target} is no linear layer of {type(model).__name__}; "
-                f"there are {', '.join(sorted(linear))}."
-            )
-    settings = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # fractions work
-        target_modules=list(config.targets) or "all-linear",
-    )
-    peft.inject_adapter_in_model(settings, model)
+    inject_adapters(model, config)
     for name, parameter in model.named_parameters():
         if name.startswith("score."):  # a head that begins at 0 can't stay there
             parameter.requires_grad_(True)
@@ -116,7 +99,7 @@ def adapters_of(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Adapte
         f"{name.removesuffix(_A)}.weight": Adapter(
             a=tensor,
             b=state[name.removesuffix(_A) + _B],
-            scale=adapted[0].scaling[_NAME],  # all have the same
+            scale=adapted[0].scaling[NAME],  # all have the same
         )
         for name, tensor in state.items()
         if name.endswith(_A)
@@ -126,12 +109,9 @@ def adapters_of(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Adapte
 def write_adapter(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, base: str) -> None:
     """A folder that ``peft.PeftModel.from_pretrained`` loads onto the model of ``base``."""
     folder.mkdir(parents=True, exist_ok=True)
-    named = {
-        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor
-        for name, tensor in tensors.items()
-    }
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    targets = {name.removesuffix(_A).rpartition(".")[2] for name in tensors if name.endswith(_A)}
+    targets = {name.removesuffix(A).rpartition(".")[2] for name in tensors if name.endswith(A)}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

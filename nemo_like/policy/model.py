@@ -112,12 +112,21 @@ class LogprobModel(nn.Module):
         """Float32 [2 K or 2 + K, M]: of the most likely tokens, or of each token and given ids."""
         chunks = {"temperature": call.temperature, "chunk_tokens": self.settings.chunk_tokens}
         if call.top_k:
-            logprobs, ids = top_logprobs(at, head, call.top_k, **chunks)
+            common = head if call.vocabulary is None else head.below(call.vocabulary)
+            logprobs, ids = top_logprobs(at, common, call.top_k, **chunks)
             return torch.cat([logprobs.t(), ids.t().to(logprobs.dtype)])
         assert call.ids is not None
-        ids = torch.cat([call.inputs.target_ids[:, None], call.ids], dim=1)
-        logprobs, entropy = logprobs_at(at, ids, head, with_entropy=call.with_entropy, **chunks)
-        own, others = logprobs[:, :1].t(), logprobs[:, 1:].t()
+        own_ids = call.inputs.target_ids[:, None]
+        if call.vocabulary is None:
+            ids = torch.cat([own_ids, call.ids], dim=1)
+            logprobs, entropy = logprobs_at(at, ids, head, with_entropy=call.with_entropy, **chunks)
+            own, others = logprobs[:, :1].t(), logprobs[:, 1:].t()
+        else:  # the token itself was sampled from all of the vocabulary
+            own, entropy = logprobs_at(
+                at.detach(), own_ids, head, with_entropy=call.with_entropy, **chunks
+            )
+            common = head.below(call.vocabulary)
+            own, others = own.t(), logprobs_at(at, call.ids, common, **chunks)[0].t()
         return torch.cat([own, own.detach() * 0 if entropy is None else entropy[None], others])
 
     def _head(self, dtype: torch.dtype) -> Head:

@@ -101,15 +101,16 @@ class Policy:
         shards = self._shards(batch, plan)
         _add(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
 
-    def top_logprobs(self, batch: RemoteBatch, k: int) -> None:
+    def top_logprobs(self, batch: RemoteBatch, k: int, vocabulary: int | None = None) -> None:
         """Add token columns ``teacher_ids`` and ``teacher_logprobs`` of the ``k`` likeliest tokens.
 
         They are in falling order; if the vocabulary has no more than ``k``, all are, in order of
-        id. Zeros where no token trains.
+        id. Zeros where no token trains. ``vocabulary``: ids from here on are left out.
         """
         plan = self._plan(batch)
         shards = self._shards(batch, plan)
-        _add(batch, plan, self.group.scatter(PolicyWorker.top_logprobs, shards, k, last="pp"))
+        ask = PolicyWorker.top_logprobs
+        _add(batch, plan, self.group.scatter(ask, shards, k, vocabulary, last="pp"))
 
     def derive(
         self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
@@ -156,9 +157,9 @@ class Policy:
         shards = self._train_shards(batch, loss, rows_per_unit)
         return merge(self.group.scatter(PolicyWorker.evaluate, shards, last="pp"))
 
-    def submit_weights(self) -> Pending[float]:
+    def submit_weights(self, *, adapters_only: bool) -> Pending[float]:
         """Begin to hand the weights to the engines; the seconds that it takes on each rank."""
-        return self.group.submit(PolicyWorker.send_weights, self.weight_version)
+        return self.group.submit(PolicyWorker.send_weights, self.weight_version, adapters_only)
 
     def release_memory(self) -> None:
         """Give GPU memory that is only cached back."""

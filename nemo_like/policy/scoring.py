@@ -9,7 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.errors import RunError
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.observe.metrics import Metrics, merge
 from nemo_like.policy.calls import Call, MicroBatches, calls_for_loss
@@ -68,16 +70,30 @@ def scores(engine: TrainEngine, micro_batches: MicroBatches, temperature: float)
 
 
 def best_tokens(
-    engine: TrainEngine, micro_batches: MicroBatches, temperature: float, k: int
+    engine: TrainEngine,
+    micro_batches: MicroBatches,
+    temperature: float,
+    k: int,
+    vocabulary: int | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Ids int64 [N, K] and logprobs [N, K] of each micro-batch; none on ranks that do not answer.
 
     Of the ``k`` most likely tokens, in falling order; all tokens in order of id if there are fewer.
-    Zeros where no token trains.
+    Zeros where no token trains. ``vocabulary``: see ``Call``. Raises RunError for a row with an id
+    that this model has no embedding of.
     """
+    known = engine.stages[0].causal_lm.config.get_text_config().vocab_size
+    for batch in micro_batches:
+        highest = 0 if batch is None else int(batch.tokens[keys.INPUT_IDS].max())
+        if highest >= known:
+            raise RunError(
+                f"A row has the token id {highest}, which no token of the tokenizer has, and the "
+                f"teacher's embedding ends at {known}: the student sampled padding of its "
+                "vocabulary; give the teacher's embedding as many rows."
+            )
 
     def ask(calls: Sequence[Call]) -> list[Call]:
-        return [replace(call, top_k=k) for call in calls]
+        return [replace(call, top_k=k, vocabulary=vocabulary) for call in calls]
 
     with engine.diagnostics.phase("best_tokens"):
         outputs = _outputs(engine, micro_batches, temperature, ask)

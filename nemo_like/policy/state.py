@@ -25,22 +25,48 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nemo_like.config.choices import Output
+from nemo_like.models.adapters import sent_name
 from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.loading import model_class, tied_names
 from nemo_like.policy.lora import Adapter, adapters_of, is_adapter, write_adapter
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.names import hf_name
+from nemo_like.weights.adapters import travels_apart
 from nemo_like.weights.manifest import expected_tensors
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
 
 
-def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def refit_tensors(
+    engine: TrainEngine, dtype: torch.dtype, *, adapters_only: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """What a refit carries, in the order of ``plan_refit``; collective."""
+    if not travels_apart(engine.config.lora):
+        yield from full_tensors(engine, dtype)
+        return
+    if not adapters_only:
+        yield from full_tensors(engine, dtype, merged=False)
+    yield from adapter_tensors(engine, dtype)
+
+
+def adapter_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of an adapter by the name that it travels by, whole; collective."""
+    engine.synchronize()
+    for stage in engine.stages:
+        for name, tensor in stage.state_dict().items():
+            if is_adapter(name):
+                yield sent_name(hf_name(name)), _whole(tensor.detach(), dtype, engine.device)
+
+
+def full_tensors(
+    engine: TrainEngine, dtype: torch.dtype, *, merged: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the architecture once, by its Hugging Face name, whole, in ``dtype``.
 
-    A value model has ``score`` in place of an output head. Collective: all ranks must draw from it
-    at the same pace. With a pipeline, each tensor is sent from the stage that has it to the others.
+    ``merged``: adapters are added to their matrices, in float32. A value model has ``score`` in
+    place of an output head. Collective: all ranks must draw from it at the same pace. With a
+    pipeline, each tensor is sent from the stage that has it to the others.
     """
     engine.synchronize()
     state: dict[str, Tensor] = {}
@@ -50,7 +76,8 @@ def full_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str,
         for name, tensor in stage.state_dict().items():
             if hf_name(name) not in ties:
                 state[hf_name(name)] = tensor
-        adapters |= adapters_of(stage, state)
+        if merged:
+            adapters |= adapters_of(stage, state)
     pp = engine.mesh.group("pp")
     owners = _owners(list(state), pp)
     if engine.setup.output is not Output.logprobs:  # one stage, which has all of them
@@ -160,10 +187,7 @@ def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
             # A gathered tensor may be a view of a padded buffer, which safetensors would refuse.
             state[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
     adapters = {
-        hf_name(name): _whole(tensor.detach(), torch.float32, engine.device).cpu().contiguous()
-        for stage in engine.stages
-        for name, tensor in stage.state_dict().items()
-        if is_adapter(name)
+        name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(engine, torch.float32)
     }
     if not write:
         return

@@ -30,16 +30,16 @@ from nemo_like.policy.engine import EngineSetup, MicroBatches, TrainEngine
 from nemo_like.policy.probe import check_architecture
 from nemo_like.policy.state import (
     export_folder,
-    full_tensors,
     load_checkpoint,
     load_weights,
+    refit_tensors,
     save_checkpoint,
 )
 from nemo_like.policy.warm_up import warm_up
+from nemo_like.weights.adapters import plan_refit, travels_apart
 from nemo_like.weights.broadcast import BroadcastSender
-from nemo_like.weights.buckets import Bucket, plan_buckets
+from nemo_like.weights.buckets import Bucket
 from nemo_like.weights.ipc import IpcAddress, IpcSender
-from nemo_like.weights.manifest import expected_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -230,10 +230,11 @@ class PolicyWorker(Worker):
         tokens = {column: torch.cat(parts).cpu() if parts else torch.zeros(0)}
         return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
 
-    def top_logprobs(self, shard: Shard, k: int) -> ObjectRef | None:
+    def top_logprobs(self, shard: Shard, k: int, vocabulary: int | None) -> ObjectRef | None:
         """A reference to token columns ``teacher_ids`` and ``teacher_logprobs``; see ``score``."""
         micro_batches = shard.micro_batches(self._device)
-        parts = scoring.best_tokens(self._engine, micro_batches, shard.temperature, k)
+        temperature = shard.temperature
+        parts = scoring.best_tokens(self._engine, micro_batches, temperature, k, vocabulary)
         if not self._engine.mesh.answers:
             return None
         none = (torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k))
@@ -260,8 +261,8 @@ class PolicyWorker(Worker):
         self, num_receivers: int, transport: Transport, bucket_bytes: int
     ) -> SenderAddress:
         """Plan the buckets and listen for ``num_receivers`` engine ranks; tells them where."""
-        expected = expected_tensors(self._setup.model_path, self._dtype)
-        buckets = plan_buckets(expected, bucket_bytes)
+        lora = self._config.lora if travels_apart(self._config.lora) else None
+        buckets = plan_refit(self._setup.model_path, self._dtype, lora, bucket_bytes)
         told = buckets if self.context.rank == 0 else ()
         timeout_s = self._setup.timeout_s
         if not num_receivers:  # This rank only takes part in gathering.
@@ -279,12 +280,12 @@ class PolicyWorker(Worker):
         if self._sender is not None:
             self._sender.accept()
 
-    def send_weights(self, version: int) -> float:
-        """Hand all weights to the engines; returns the seconds that it took; collective."""
+    def send_weights(self, version: int, adapters_only: bool) -> float:
+        """Hand weights to the engines; returns the seconds that it took; collective."""
         start = time.monotonic()
-        tensors = full_tensors(self._engine, self._dtype)
+        tensors = refit_tensors(self._engine, self._dtype, adapters_only=adapters_only)
         if self._sender is not None:
-            self._sender.send(tensors, version)
+            self._sender.send(tensors, version, adapters_only=adapters_only)
         else:
             for _ in tensors:
                 pass

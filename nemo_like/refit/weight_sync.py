@@ -17,10 +17,11 @@ from nemo_like.config.plan import ResourcePlan, refit_transport
 from nemo_like.config.rollout_schema import RefitConfig
 from nemo_like.distributed.worker_group import wait_together
 from nemo_like.generation.generation import Generation
-from nemo_like.generation.protocol import EngineMemory, Link
+from nemo_like.generation.protocol import EngineConfig, EngineMemory, Link
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker, SenderAddress
+from nemo_like.weights.adapters import numbered
 from nemo_like.weights.broadcast import BroadcastLink
 from nemo_like.weights.buckets import total_bytes
 from nemo_like.weights.ipc import IpcLink
@@ -37,13 +38,13 @@ class WeightSync:
         policy: Policy,
         generation: Generation[Any],
         plan: ResourcePlan,
-        *,
-        sleep: bool,
+        engine: EngineConfig,
     ) -> None:
-        """Connect both sides; ``sleep`` says whether engines free their memory between rollouts."""
+        """Connect both sides; ``engine`` is what each replica was started with."""
         self._policy = policy
         self._generation = generation
-        self._sleep = sleep
+        self._sleep = engine.sleep
+        self._adapters_apart = engine.lora is not None
         transport = refit_transport(config, plan)
         opened = policy.group.submit_each(
             PolicyWorker.open_sender,
@@ -55,6 +56,8 @@ class WeightSync:
         links = links_to(transport, plan, senders, policy.group.contexts[0].address)
         buckets = senders[0].buckets
         self._num_bytes = total_bytes(buckets)
+        alone = numbered(buckets, adapters_only=True)
+        self._adapter_bytes = total_bytes([bucket for _, bucket in alone])
         wait_together(
             policy.group.submit(PolicyWorker.accept_receivers),
             generation.submit_connect(links, buckets),
@@ -71,18 +74,23 @@ class WeightSync:
     def give_to_generation(self) -> Metrics:
         """Wake generation and refit it; afterwards it may sample."""
         policy, generation = self._policy, self._generation
+        # No version: never refitted, asleep since then (which drops the model too), or failed.
+        adapters_only = self._adapters_apart and generation.weight_version is not None
         if self._sleep:
             policy.release_memory()
             generation.wake(EngineMemory.weights)
         sent, loaded = wait_together(
-            policy.submit_weights(), generation.submit_load(policy.weight_version)
+            policy.submit_weights(adapters_only=adapters_only),
+            generation.submit_load(policy.weight_version, adapters_only=adapters_only),
         )
         generation.weight_version = policy.weight_version
         if self._sleep:
             policy.release_memory()
             generation.wake(EngineMemory.kv_cache)
         return {
-            "refit/bytes": Metric(self._num_bytes, reduce=Reduce.max),
+            "refit/bytes": Metric(
+                self._adapter_bytes if adapters_only else self._num_bytes, reduce=Reduce.max
+            ),
             "time/refit_send_s": Metric(max(sent), reduce=Reduce.max),
             "time/refit_load_s": Metric(max(loaded), reduce=Reduce.max),
         }

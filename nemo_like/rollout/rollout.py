@@ -84,7 +84,8 @@ async def run_task(
         )
     )
     text = chat.decode(completion.token_ids)
-    grade = await environment.grade(task.row.prompt, text, task.row.fields)
+    fields = task.row.fields | {"messages": list(task.row.messages)}
+    grade = await environment.grade(task.row.prompt, text, fields)
     return Trajectory(
         task=task, prompt_ids=prompt_ids, completion=completion, text=text, grade=grade
     )

@@ -17,6 +17,7 @@ from nemo_like.generation.protocol import EngineConfig, SamplingParams
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.trajectories import TrajectoryRow, TrajectoryWriter
+from nemo_like.rollout import graders
 from nemo_like.rollout.collate import collate_rows, collate_tokens
 from nemo_like.rollout.rollout import RolloutTask, Sample, Trajectory, as_sample, run_task
 
@@ -71,14 +72,8 @@ class RolloutWorker(GenerationWorker):
 
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine, the grading processes and the tokenizer, at the same time."""
-        pool = asyncio.to_thread(
-            GradingPool,
-            setup.environment.reward,
-            timeout_s=setup.environment.timeout_s,
-            num_processes=setup.environment.num_processes,
-        )
         self._environment, self._chat, _ = await asyncio.gather(
-            pool,
+            asyncio.to_thread(graders.start_pool, setup.environment),
             asyncio.to_thread(ChatTokenizer, setup.model_path),
             self.start_engine(setup.backend, setup.engine),
         )

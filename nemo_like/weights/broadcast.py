@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nemo_like.errors import RunError
+from nemo_like.weights.adapters import largest, numbered
 from nemo_like.weights.buckets import ALIGNMENT_BYTES, NUM_BUFFERS, Bucket
 
 _HEADER_BYTES = ALIGNMENT_BYTES
@@ -59,18 +60,21 @@ class BroadcastSender:
         """Form the group; returns once all have joined (gloo), or at once (NCCL joins later)."""
         self._group = _join(self._store, _SENDER, self.world_size, self._device, self._timeout)
 
-    def send(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def send(
+        self, tensors: Iterator[tuple[str, Tensor]], version: int, *, adapters_only: bool = False
+    ) -> None:
         """Broadcast all ``tensors`` in the order of the buckets; RunError if a peer is gone.
 
         Peers learn of a failure here by the end of this process only.
         """
-        buffers = _new_buffers(self._buckets, self._device)
+        buckets = numbered(self._buckets, adapters_only=adapters_only)
+        buffers = _new_buffers(buckets, self._device)
         pending: list[Any] = []
-        for i, bucket in enumerate(self._buckets):
+        for i, (number, bucket) in enumerate(buckets):
             if i >= NUM_BUFFERS:
                 _wait(pending[i - NUM_BUFFERS])
             buffer = buffers[i % NUM_BUFFERS]
-            header = torch.tensor([version, i], dtype=torch.int64)
+            header = torch.tensor([version, number], dtype=torch.int64)
             buffer[: header.nbytes].view(torch.int64).copy_(header)
             bucket.fill(buffer[_HEADER_BYTES:], tensors)
             pending.append(_broadcast(self._group, buffer[: _HEADER_BYTES + bucket.num_bytes]))
@@ -88,30 +92,30 @@ class BroadcastReceiver:
         self._buckets = buckets
         self._device = device
 
-    def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, version: int, *, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of one refit by name; each is overwritten once two more buckets are drawn.
 
         Raises RunError if the sender is gone or sends another version.
         """
-        buffers = _new_buffers(self._buckets, self._device)
-        arriving = self._receive(0, buffers)
-        for i, bucket in enumerate(self._buckets):
+        buckets = numbered(self._buckets, adapters_only=adapters_only)
+        buffers = _new_buffers(buckets, self._device)
+        arriving = self._receive(buckets[0][1], buffers[0])
+        for i, (number, bucket) in enumerate(buckets):
             _wait(arriving)
-            if i + 1 < len(self._buckets):
+            if i + 1 < len(buckets):
                 # The other buffer was read to its end in the turn before, on this same stream.
-                arriving = self._receive(i + 1, buffers)
+                arriving = self._receive(buckets[i + 1][1], buffers[(i + 1) % NUM_BUFFERS])
             buffer = buffers[i % NUM_BUFFERS]
             found = tuple(buffer[:16].view(torch.int64).tolist())
-            if found != (version, i):
+            if found != (version, number):
                 raise RunError(
-                    f"Refit {version} was announced, and bucket {i} is number {found[1]} of refit "
-                    f"{found[0]}."
+                    f"Refit {version} was announced, and bucket {number} is number {found[1]} of "
+                    f"refit {found[0]}."
                 )
             yield from bucket.views(buffer[_HEADER_BYTES:])
 
-    def _receive(self, i: int, buffers: Sequence[Tensor]) -> Any:
-        size = _HEADER_BYTES + self._buckets[i].num_bytes
-        return _broadcast(self._group, buffers[i % NUM_BUFFERS][:size])
+    def _receive(self, bucket: Bucket, buffer: Tensor) -> Any:
+        return _broadcast(self._group, buffer[: _HEADER_BYTES + bucket.num_bytes])
 
 
 def _wait(work: Any) -> None:
@@ -122,8 +126,8 @@ def _wait(work: Any) -> None:
         raise RunError(f"The other side of the refit is gone: {reason}") from error
 
 
-def _new_buffers(buckets: Sequence[Bucket], device: torch.device) -> list[Tensor]:
-    size = _HEADER_BYTES + max(bucket.num_bytes for bucket in buckets)
+def _new_buffers(buckets: Sequence[tuple[int, Bucket]], device: torch.device) -> list[Tensor]:
+    size = _HEADER_BYTES + largest(buckets)
     return [torch.empty(size, dtype=torch.uint8, device=device) for _ in buckets[:NUM_BUFFERS]]
 
 

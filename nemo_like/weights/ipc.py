@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_like.errors import RunError
+from nemo_like.weights.adapters import largest, numbered
 from nemo_like.weights.buckets import NUM_BUFFERS, Bucket
 
 _DEVICE_ARGUMENT = 6
@@ -85,35 +86,42 @@ class IpcSender:
             self._receivers.append(_Peer(connection, self._timeout_s))
         self._listener.close()
 
-    def send(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def send(
+        self, tensors: Iterator[tuple[str, Tensor]], version: int, *, adapters_only: bool = False
+    ) -> None:
         """Hand over all ``tensors`` in the order of the buckets.
 
         Raises RunError if a receiver refuses or is gone; receivers learn of a failure here.
         """
         try:
-            self._send(tensors, version)
+            self._send(tensors, version, numbered(self._buckets, adapters_only=adapters_only))
         except BaseException as error:
             for receiver in self._receivers:
                 receiver.send_last(_Failure(f"{type(error).__name__}: {error}"))
             raise
 
-    def _send(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        size = max(bucket.num_bytes for bucket in self._buckets)
+    def _send(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        version: int,
+        buckets: Sequence[tuple[int, Bucket]],
+    ) -> None:
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what receivers have let go of since the last refit
         with ExitStack() as stack:
-            shared = [_Shared(size, self._device) for _ in self._buckets[:NUM_BUFFERS]]
+            size = largest(buckets)
+            shared = [_Shared(size, self._device) for _ in buckets[:NUM_BUFFERS]]
             for buffer in shared:
                 stack.callback(buffer.close)
             self._tell(_Start(version, tuple(buffer.handle for buffer in shared)))
-            for i, bucket in enumerate(self._buckets):
+            for i, (number, bucket) in enumerate(buckets):
                 if i >= NUM_BUFFERS:
-                    self._await_taken(i - NUM_BUFFERS)
+                    self._await_taken(buckets[i - NUM_BUFFERS][0])
                 bucket.fill(shared[i % NUM_BUFFERS].tensor, tensors)
                 _synchronize(self._device)
-                self._tell(i)
-            for i in range(max(0, len(self._buckets) - NUM_BUFFERS), len(self._buckets)):
-                self._await_taken(i)
+                self._tell(number)
+            for number, _ in buckets[-NUM_BUFFERS:]:
+                self._await_taken(number)
 
     def _tell(self, message: Any) -> None:
         for receiver in self._receivers:
@@ -134,7 +142,7 @@ class IpcReceiver:
         self._buckets = buckets
         self._device = device
 
-    def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, version: int, *, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of one refit by name; each is overwritten once two more buckets are drawn.
 
         Raises RunError if the sender fails, is gone, or sends another version.
@@ -147,11 +155,12 @@ class IpcReceiver:
                     f"Refit {version} was announced, and the sender began refit {start.version}."
                 )
             buffers = [rebuild(self._device) for rebuild in start.buffers]
-            for i, bucket in enumerate(self._buckets):
-                self._peer.expect(i)
+            buckets = numbered(self._buckets, adapters_only=adapters_only)
+            for i, (number, bucket) in enumerate(buckets):
+                self._peer.expect(number)
                 yield from bucket.views(buffers[i % NUM_BUFFERS])
                 _synchronize(self._device)
-                self._peer.send(i)
+                self._peer.send(number)
         except GeneratorExit:
             self._peer.send_last(_Failure("it stopped reading; its own log says why."))
             raise

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_like.errors import RunError
 
@@ -26,9 +26,7 @@ def expected_tensors(model_path: str, dtype: torch.dtype) -> dict[str, TensorSpe
     embedding's), and buffers that are not saved (rotary frequencies) not at all. Treat the result
     as read-only: it is cached.
     """
-    config = AutoConfig.from_pretrained(model_path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = empty_model(model_path, dtype)
     specs: dict[str, TensorSpec] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -36,6 +34,13 @@ def expected_tensors(model_path: str, dtype: torch.dtype) -> dict[str, TensorSpe
             seen.add(id(tensor))
             specs[name] = (tuple(tensor.shape), tensor.dtype)
     return specs
+
+
+def empty_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The architecture without memory for its tensors."""
+    config = AutoConfig.from_pretrained(model_path)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:

@@ -1,0 +1,63 @@
+"""Rows of a .jsonl file: what is not plain JSON is refused with its line."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nemo_like.errors import UserError
+
+_SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
+
+
+def read(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row's line, for messages, and its entries; empty lines and a BOM are left out.
+
+    Raises UserError naming ``key`` and the line of what is no JSON object in UTF-8, and of what
+    Python would read in silence as something else: a name given twice (the last would count), NaN.
+    """
+    with path.open("rb") as file:
+        # Not split by `file`, whose lines end at \n alone.
+        lines = file.read().removeprefix(b"\xef\xbb\xbf").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = _parse(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{key}={path}, line {number}: not UTF-8 (byte {error.start + 1}); save the file "
+                "as UTF-8."
+            ) from error
+        except RecursionError as error:
+            raise UserError(f"{key}={path}, line {number}: nested too deep.") from error
+        except ValueError as error:  # JSONDecodeError is one, and so is an integer too long
+            reason = getattr(error, "msg", str(error).partition(":")[0])
+            raise UserError(f"{key}={path}, line {number}: not JSON ({reason}).") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{key}={path}, line {number}: a row must be a JSON object.")
+        yield f"line {number}", record
+
+
+def _parse(text: str) -> Any:
+    record = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("half of a surrogate pair, which is no character") from error
+    return record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"'{twice}' is given twice")
+    return record
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number; write null")

@@ -1,0 +1,161 @@
+"""Joining a Ray cluster and leaving it, with a limit where Ray itself would wait for minutes."""
+
+import atexit
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import ray
+from ray.exceptions import AuthenticationError
+
+from nemo_like.errors import RunError, UserError
+
+# Workers write logs of their own; Ray's greetings say nothing that ours do not.
+_QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
+_ANSWER_TIMEOUT_S = 10.0
+_JOIN_TIMEOUT_S = 30.0
+_HTTP2_SETTINGS = 4
+"""Type of the frame with which every gRPC server, such as Ray's head, greets, unasked."""
+
+
+def connect() -> Callable[[], None]:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine; returns how to leave.
+
+    A process that is connected already (a notebook, a test) stays so, and leaving does nothing.
+    Raises UserError if no Ray of this version answers at RAY_ADDRESS, RunError if its head does not
+    go on answering; both within half a minute.
+    """
+    if ray.is_initialized():
+        return lambda: None
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "local"):
+        ray.init(address="local", include_dashboard=False, **_QUIET)
+    else:
+        _join(address)
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one in its place that aborts the process
+    return _leave
+
+
+def check_head() -> None:
+    """RunError if the cluster's head does not answer, for which Ray itself waits for ever."""
+    address = ray.get_runtime_context().gcs_address
+    try:
+        _expect_head(address)
+    except OSError as error:
+        raise RunError(
+            f"The driver on {ray.util.get_node_ip_address()} lost Ray's head at {address} "
+            f"({error}); mend the network or start Ray again, then go on with run.resume=true."
+        ) from error
+
+
+def _leave() -> None:
+    try:
+        check_head()
+    except RunError:
+        _give_up_ray()
+    else:
+        ray.shutdown()
+
+
+def _give_up_ray() -> None:
+    """Let this process end without Ray's consent, and with exit code 1.
+
+    Ray's own end waits for the head for two minutes and then ends the process unheard; without it
+    Ray's threads crash an interpreter that is being taken down.
+    """
+    atexit.unregister(ray.shutdown)
+    atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _join(address: str) -> None:
+    if address.startswith("ray://"):
+        raise UserError(
+            f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
+            "between workers; use host:port of the cluster, or ray job submit."
+        )
+    if "://" in address:
+        raise UserError(
+            f"RAY_ADDRESS={address} is not an address of a cluster, which is host:port (port 6379 "
+            f"unless told otherwise); for a job server, use ray job submit --address {address}."
+        )
+    _check_answer(address)
+    try:
+        _init_within(address, _JOIN_TIMEOUT_S)
+    except AuthenticationError as error:
+        raise UserError(
+            f"RAY_ADDRESS={address} wants a token, and none was found; put the cluster's into "
+            "~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH."
+        ) from error
+    except TimeoutError as error:
+        raise RunError(
+            f"RAY_ADDRESS={address}: ray.init could not join that cluster within "
+            f"{_JOIN_TIMEOUT_S:g} s; see that its head is well (ray status) and that this machine "
+            "is one of its nodes (ray start), or unset RAY_ADDRESS to start one here."
+        ) from error
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"RAY_ADDRESS={address} could not be joined: {' '.join(str(error).split())}; see that "
+            "that cluster runs, with this Ray and this Python, and that this process has its token "
+            "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH), or unset RAY_ADDRESS to start one here."
+        ) from error
+
+
+def _init_within(address: str, limit_s: float) -> None:
+    """ray.init; TimeoutError after ``limit_s``.
+
+    Its waits are in C++, where no signal reaches them, so it has a thread, which may be left.
+    """
+    done: Future[None] = Future()
+
+    def init() -> None:
+        try:
+            ray.init(address=address, **_QUIET)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=init, name="ray.init", daemon=True).start()
+    try:
+        done.result(limit_s)
+    except (TimeoutError, KeyboardInterrupt):
+        _give_up_ray()
+        raise
+
+
+def _check_answer(address: str) -> None:
+    try:
+        _expect_head(address)
+    except (OSError, OverflowError) as error:  # The latter for port 65536.
+        raise UserError(
+            f"RAY_ADDRESS={address}: no Ray answers there ({error}); start that cluster, or unset "
+            "RAY_ADDRESS to start one here."
+        ) from error
+
+
+def _expect_head(address: str) -> None:
+    """OSError if nothing, something that says nothing, or something else listens there."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto" and the like: Ray looks the address up itself
+    with socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIMEOUT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") == "1":
+            return  # It waits for our first word then, which is Ray's to say.
+        try:
+            greeting = connection.recv(4)
+        except TimeoutError as error:
+            raise TimeoutError(f"connected, and silent for {_ANSWER_TIMEOUT_S:g} s") from error
+    if len(greeting) < 4 or greeting[3] != _HTTP2_SETTINGS:
+        raise ConnectionError(f"what listens greets with {greeting!r}, as Ray does not")

@@ -1,0 +1,100 @@
+"""Words in mathematical answers: units, which may be left out, and words that are the answer."""
+
+import re
+
+MATH_WORDS = {"mod", "gcd", "lcm", "max", "min"}
+# Words that change a number's value rather than name its unit: "3 million", "5 minus 2".
+VALUE_WORD = re.compile(
+    r"\b(?:plus|minus|times|over|divided|multiplied|squared|cubed|hundred|thousand|million|billion|"
+    r"trillion|dozen|half|less|more|than|not|to|factorial|choose|power|base)\b",
+    re.IGNORECASE,
+)
+UNITS = {
+    "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "meter": "m",
+    "metre": "m", "kilometer": "km", "kilometre": "km", "inch": "in", "inche": "in", "foot": "ft",
+    "feet": "ft", "yard": "yd", "mile": "mi", "gram": "g", "kilogram": "kg", "pound": "lb",
+    "second": "sec", "minute": "min", "hour": "hr", "liter": "l", "litre": "l", "dollar": "dollar",
+    "cent": "cent", "day": "day", "week": "week", "month": "month", "year": "year", "munit": "m",
+    "gunit": "g", "sunit": "sec", "hunit": "hr", "lunit": "l", "milliliter": "ml",
+    "millilitre": "ml", "milligram": "mg", "millisecond": "ms", "celsiu": "celsius",
+    "fahrenheit": "fahrenheit", "mph": "mi/hr", "kph": "km/hr", "kmh": "km/hr",
+}  # fmt: skip
+KNOWN_UNITS = {unit for unit in UNITS.values() if "/" not in unit}
+OF_LETTER = {"s": "sec", "h": "hr", "m": "m", "g": "g", "l": "l"}
+"""What a letter stands for where it can be no variable: below the line of a unit."""
+POWERS = {"square": "2", "sq": "2", "cubic": "3"}
+# Signs beside which short words are products of variables: xy + 1, 2xy.
+ALGEBRA = re.compile(r"[+^=_\\{}-]|\d[a-z]")
+WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
+QUANTITY = re.compile(
+    r"(?P<value>.*\d.*?)(?P<gap>\s*)(?P<unit>(?<=[\d)}\s])[a-zA-Z][a-zA-Z\s/.^{}\d-]*)"
+)
+PERCENT = re.compile(r"\s*(?:%|(?<![a-zA-Z])per ?cent(?:age)?(?: points?)?)\s*$", re.IGNORECASE)
+
+
+def is_words(text: str) -> bool:
+    """Whether the text holds a word that is no name of a function, and no product as in xy + 1."""
+    if r"\begin" in text:
+        return False
+    words = [word for word in WORD.findall(text) if word.lower() not in MATH_WORDS]
+    return any(not _is_product(word) for word in words) or bool(words and not ALGEBRA.search(text))
+
+
+def _is_product(word: str) -> bool:
+    """Whether a word in an expression is some variables side by side."""
+    return len(word) <= 3 and word.islower() and word not in KNOWN_UNITS
+
+
+def is_known_unit(unit: str) -> bool:
+    """Whether units of this name, from ``strip_units``, can differ from others."""
+    return all(part.rstrip("^23") in KNOWN_UNITS for part in unit.split("/"))
+
+
+def _unit_name(text: str) -> str:
+    """One name for all spellings of a unit; the first word if the others are not known.
+
+    >>> _unit_name("kilometers per hour"), _unit_name("square feet"), _unit_name("cm of wire")
+    ('km/hr', 'ft^2', 'cm')
+    """
+    first, *below = re.split(r"/|(?<![a-z])per(?![a-z])", text.lower())
+    factors = [_factor(first, {}), *(_factor(one, OF_LETTER) for one in below)]
+    known = [one for one in factors if one is not None]
+    return "/".join(known) if len(known) == len(factors) else _singular(text)
+
+
+def _factor(text: str, letters: dict[str, str]) -> str | None:
+    tokens = re.findall(r"[a-z]+|[23]", text)
+    powers = [POWERS.get(token, token) for token in tokens if token in POWERS or token.isdigit()]
+    words = [token for token in tokens if token not in POWERS and not token.isdigit()]
+    if len(words) != 1 or len(powers) > 1:
+        return None
+    name = letters.get(words[0], _singular(words[0]))
+    if not is_known_unit(name):
+        return None
+    return f"{name}^{powers[0]}" if powers else name
+
+
+def _singular(text: str) -> str:
+    """Name of the unit that the first word of the text is."""
+    word: str = re.findall("[a-z]+", text.lower())[0].removesuffix("s")
+    return UNITS.get(word, word)
+
+
+def strip_units(text: str) -> tuple[str, str, bool]:
+    """Split a quantity into its value, its unit ('' if none) and whether it is a percentage."""
+    percent = PERCENT.search(text)
+    if percent and percent.start() > 0:
+        return text[: percent.start()].strip(), "", True
+    match = QUANTITY.fullmatch(text)
+    if match is None:
+        return text, "", False
+    value, gap, unit = match["value"], match["gap"], match["unit"]
+    first = re.findall("[a-zA-Z]+", unit)[0].lower()
+    # Letters that touch a number are a product (2xyz), unless they spell a unit (35cm).
+    is_known = is_known_unit(_singular(unit)) or first in POWERS
+    is_unit = (gap and len(first) >= 3) or (is_known and len(first) >= 2)
+    has_digits = re.search(r"\d", re.sub(r"\^\{?[23]\}?", "", unit))
+    is_torn = value.count("{") != value.count("}")
+    if not is_unit or is_torn or has_digits or VALUE_WORD.search(unit) or is_words(value):
+        return text, "", False
+    return value.strip(), _unit_name(unit), False

@@ -1,0 +1,195 @@
+"""The part of ``nemo-like plan`` on memory: of each model, and of those that share bundles."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_like.config.layout import ParallelSizes, parallel_sizes
+from nemo_like.config.memory import PhaseMemory, Role, predict_memory
+from nemo_like.config.model_shape import ModelShape, read_model_shape
+from nemo_like.config.plan import ResourcePlan
+from nemo_like.config.policy_schema import LoraConfig, PolicyConfig
+from nemo_like.config.rules import value_of
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.sampling_run_schema import DistillationRunConfig, PPORunConfig
+from nemo_like.config.text_run_schema import (
+    OffPolicyDistillationRunConfig,
+    RewardModelRunConfig,
+    TextRunConfig,
+)
+from nemo_like.launch.tables import abbreviated, gib, table
+from nemo_like.models.resolve import resolve_model
+
+# Columns of the memory table, from what lasts to what comes and goes.
+_PARTS = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "gathered",
+    "reducing",
+    "activations",
+    "working",
+    "logits",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """One of a run's models."""
+
+    name: str
+    config: PolicyConfig
+    shape: ModelShape
+    sizes: ParallelSizes
+    role: Role
+    shares: bool = True
+    """Whether it is on the policy's bundles."""
+
+
+_Predicted = Sequence[tuple[_Model, dict[int, tuple[PhaseMemory, ...]]]]
+"""Each model, the policy first, with its phases by pipeline rank, of those that are shown."""
+
+
+def predict_models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) -> _Predicted:
+    """What ``memory_lines`` shows; UserError for a model whose size is not known.
+
+    ``folder``: the policy's model.
+    """
+    return [(model, _phases(config, model)) for model in _models(config, plan, folder)]
+
+
+def _models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]:
+    distills = isinstance(config, DistillationRunConfig | OffPolicyDistillationRunConfig)
+    role = Role(
+        scalar_head=isinstance(config, RewardModelRunConfig),
+        with_reference=config.keeps_reference,
+        many_ids=distills,
+    )
+    sizes = parallel_sizes(config.policy, len(plan.policy))
+    shape = read_model_shape(folder)
+    policy = _Model(name="policy", config=config.policy, shape=shape, sizes=sizes, role=role)
+    models = [policy]
+    if isinstance(config, PPORunConfig) and config.critic.enabled:
+        critic = config.critic_policy
+        models.append(
+            _Model(
+                name="critic",
+                config=critic,
+                shape=read_model_shape(resolve_model(critic.model, "critic.model")),
+                sizes=parallel_sizes(critic, len(plan.critic or plan.policy)),
+                role=Role(scalar_head=True),
+                shares=not plan.critic,
+            )
+        )
+    if distills:
+        assert config.teacher.model is not None
+        teacher = replace(config.policy, model=config.teacher.model, lora=LoraConfig())
+        shape = read_model_shape(resolve_model(teacher.model, "teacher.model"))
+        asked = Role(trains=False)
+        models.append(replace(policy, name="teacher", config=teacher, shape=shape, role=asked))
+    return models
+
+
+def _phases(config: TrainingRunConfig, model: _Model) -> dict[int, tuple[PhaseMemory, ...]]:
+    return {
+        pipeline_rank: predict_memory(
+            model.shape,
+            model.config,
+            model.sizes.num_ranks,
+            pipeline_rank=pipeline_rank,
+            num_micro_batches=micro_batches(config, model.sizes),
+            role=model.role,
+        )
+        for pipeline_rank in abbreviated(model.sizes.pp)
+    }
+
+
+def memory_lines(config: TrainingRunConfig, predicted: _Predicted) -> Iterator[str]:
+    """A table for each model (and stage), and the peak of models that share bundles."""
+    gpu = config.cluster.gpus_per_node > 0
+    for model, phases_of in predicted:
+        if model.name == "policy":
+            yield (
+                f"Memory      of a policy rank on its {'GPU' if gpu else 'host'}, GiB, predicted "
+                f"for full micro-batches of {config.policy.model} "
+                f"({model.shape.num_parameters / 1e6:.4g} M parameters)"
+            )
+            on_top = "CUDA's context, NCCL's buffers" if gpu else "The process itself"
+            yield f"            {on_top}, fragmentation and a generation engine come on top."
+        else:
+            yield ""
+            yield f"Memory      of a {model.name} rank, {model.config.model}"
+        for pipeline_rank, phases in phases_of.items():
+            yield ""
+            if model.sizes.pp > 1:
+                yield _stage_name(model.sizes, pipeline_rank)
+            yield from _phase_table(phases)
+    yield from _together([(one.name, of[0]) for one, of in predicted if one.shares])
+
+
+def _stage_name(sizes: ParallelSizes, pipeline_rank: int) -> str:
+    per_stage = sizes.num_ranks // sizes.pp
+    first = pipeline_rank * per_stage
+    ranks = f"ranks {first} to {first + per_stage - 1}" if per_stage > 1 else f"rank {first}"
+    return f"pp {pipeline_rank} ({ranks})"
+
+
+def _together(models: Sequence[tuple[str, Sequence[PhaseMemory]]]) -> Iterator[str]:
+    """The peak of a bundle with several models, of which one is at work: others keep what lasts.
+
+    (They have no pipeline: neither a scalar head nor distillation goes with one.)
+    """
+    if len(models) == 1:
+        return
+    lasting = {name: _lasting(phases) for name, phases in models}
+    peaks = [
+        (phase.total + sum(size for other, size in lasting.items() if other != name), name, phase)
+        for name, phases in models
+        for phase in phases
+    ]
+    size, name, phase = max(peaks, key=lambda peak: peak[0])
+    others = " and ".join(other for other in lasting if other != name)
+    yield ""
+    yield (
+        f"together: {gib(size)} GiB in the {name}'s {phase.name}, beside what lasts of the {others}"
+    )
+
+
+def _lasting(phases: Sequence[PhaseMemory]) -> float:
+    """Between a model's turns; in the second phase gradients are only DDP's buckets."""
+    return sum(phases[1].parts.get(part, 0.0) for part in ("parameters", "optimizer", "gradients"))
+
+
+def _phase_table(phases: Sequence[PhaseMemory]) -> Iterator[str]:
+    parts = [part for part in _PARTS if any(part in phase.parts for phase in phases)]
+    hosts = any(phase.host for phase in phases)
+    rows = [
+        [
+            phase.name,
+            *(gib(phase.parts.get(part, 0.0)) for part in parts),
+            gib(phase.total),
+            *([gib(phase.host)] if hosts else []),
+        ]
+        for phase in phases
+    ]
+    yield from table(["phase", *parts, "total", *(["on host"] if hosts else [])], rows)
+    most = max(phases, key=lambda phase: phase.total)
+    yield f"peak: {gib(most.total)} GiB ({most.name})"
+
+
+def micro_batches(config: TrainingRunConfig, sizes: ParallelSizes) -> int:
+    """Micro-batches of one rank if every row is as long as it may be, without prompts."""
+    policy = config.policy
+    fitting = policy.micro_batch_tokens // longest_row(config)
+    rows = math.ceil(config.rows_per_step / sizes.dp)
+    return math.ceil(rows / min(fitting, policy.micro_batch_size or fitting))
+
+
+def longest_row(config: TrainingRunConfig) -> int:
+    """Most tokens of a row, without its prompt where that is not known."""
+    if isinstance(config, RolloutRunConfig):
+        return config.generation.max_new_tokens
+    assert isinstance(config, TextRunConfig)
+    longest: int | None = value_of(config, "data.max_length")
+    return longest or config.policy.micro_batch_tokens // config.passes.rows_per_unit

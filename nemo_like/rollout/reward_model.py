@@ -1,0 +1,117 @@
+"""Rewards by a reward model: its score of prompt and completion, as its trainer would give it.
+
+``python -m nemo_like.rollout.reward_model FD SPEC …`` is a grading process that holds the model.
+"""
+
+import json
+import pickle
+import resource
+import sys
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForSequenceClassification
+from transformers.utils.logging import disable_progress_bar
+
+from nemo_like.config.choices import Batching, Dtype
+from nemo_like.config.rollout_schema import GradingModelConfig
+from nemo_like.data.token_rows import TokenRow, collate
+from nemo_like.environments.grading_process import Grader, serve, to_verdict
+from nemo_like.environments.protocol import Verdict
+from nemo_like.errors import UserError
+from nemo_like.policy.calls import Call, Calls
+from nemo_like.policy.inputs import InputLayout, model_inputs
+from nemo_like.policy.model import HeadSettings, ValueModel
+from nemo_like.rollout.reward_text import KEY, RewardText
+
+_GIB = 2**30
+_CHUNK_TOKENS = 1  # of logits, which a value model does not make
+
+
+class RewardModel:
+    """A loaded reward model."""
+
+    def __init__(self, config: GradingModelConfig) -> None:
+        """Raises UserError if it cannot be loaded, or not within this process's memory limit."""
+        self.text = RewardText(config)
+        _check_memory(self.text, config.dtype)
+        try:
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                self.text.folder,
+                dtype="auto" if config.dtype is None else getattr(torch, config.dtype.value),
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise UserError(f"{KEY}={self.text.folder} cannot be loaded: {first_line}") from error
+        if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
+            raise UserError(
+                f"{KEY}={self.text.folder} is no whole reward model: its files lack {missing[0]}; "
+                "give the folder final/ of a run of examples/run_rm.py."
+            )
+        self._model = ValueModel(model, HeadSettings(chunk_tokens=_CHUNK_TOKENS))
+
+    @torch.inference_mode()
+    def scores(self, rows: Sequence[TokenRow]) -> list[float]:
+        """The value at the last token of each row.
+
+        In transformers' own layout, which every architecture supports.
+        """
+        batch = collate(rows)
+        inputs = model_inputs(batch, InputLayout(batching=Batching.padded), every_token=True)
+        values = self._model(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
+        return values[batch.starts + batch.lengths - 1].tolist()
+
+    def grade(self, rows: Sequence[bytes]) -> list[Verdict]:
+        """See ``Grader``: one pass over the rows that can be read."""
+        verdicts: list[Verdict | None] = []
+        readable: list[TokenRow] = []
+        for row in rows:
+            _, completion, fields = pickle.loads(row)
+            try:
+                readable.append(self.text.encode(fields["messages"], completion))
+                verdicts.append(None)
+            except UserError as error:
+                verdicts.append(_failed(str(error)))
+        try:
+            scored = map(_verdict, self.scores(readable) if readable else [])
+        except (RuntimeError, MemoryError) as error:  # no memory for a batch this large
+            scored = iter([_failed(f"reward model: {error}")] * len(readable))
+        return [verdict or next(scored) for verdict in verdicts]
+
+
+def load(spec: str) -> Grader:
+    """``spec``: a ``GradingModelConfig`` as JSON."""
+    config = GradingModelConfig(**json.loads(spec))
+    config.dtype = None if config.dtype is None else Dtype(config.dtype)
+    torch.set_num_threads(config.num_threads)
+    disable_progress_bar()
+    return RewardModel(config).grade
+
+
+def _verdict(score: float) -> Verdict:
+    try:
+        return to_verdict(score)
+    except UserError as error:  # not finite
+        return _failed(f"reward model: {error}")
+
+
+def _failed(why: str) -> Verdict:
+    return None, {}, why, None
+
+
+def _check_memory(text: RewardText, dtype: Dtype | None) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    needed = text.num_bytes(dtype)
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise UserError(
+            f"{KEY}={text.folder} takes {needed / _GIB:.3g} GiB in every grading process, and each "
+            f"may use {limit / _GIB:.3g} GiB (half of the machine's memory, by "
+            "environment.num_processes); lower that number, or set "
+            "environment.reward_model.dtype=bfloat16."
+        )
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:], load)

@@ -1,0 +1,99 @@
+"""Ray workers as forks of one process that has imported what they need, which takes seconds each.
+
+Each is a process of its own all the same: its id, environment, log and end. The workers of
+runs that tests start as commands import for themselves, as users' workers do.
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.typed_command import become
+from tests.warm_process import end_with
+
+_CLIENT = Path(__file__).with_name("fork_client.py")
+_NUM_STREAMS = 3
+
+
+class ForkServer:
+    """``command``, in place of ``python``, runs a script in a fork of it until it is closed."""
+
+    def __init__(self, *modules: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        address = f"{self._folder.name}/socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)  # requests wait here while the server still imports
+            number = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forked_workers", str(number), *modules],
+                cwd=Path(__file__).parent.parent,
+                stdin=subprocess.PIPE,
+                pass_fds=[number],
+                start_new_session=True,  # an interrupt of the tests is no signal to their workers
+            )
+        # Without site-packages the client takes 20 ms, and an idle one few megabytes.
+        self.command = shlex.join([sys.executable, "-I", "-S", str(_CLIENT), address])
+
+    def close(self) -> None:
+        """End the server; its forks go on."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _serve(listener: socket.socket, modules: list[str]) -> None:
+    """Fork at each request, until the end of standard input, which comes with that of the tests."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead
+    ready = False
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        client = listener.accept()[0]
+        request, streams = _receive(client)
+        if not ready:
+            _prepare(request["env"], modules)
+            ready = True
+        if os.fork() == 0:
+            listener.close()
+            end_with(_run, request, streams)  # the client sees its connection end with this process
+        client.close()
+        for stream in streams:
+            os.close(stream)
+
+
+def _prepare(env: dict[str, str], modules: list[str]) -> None:
+    """Import in a worker's environment, from which Ray takes its settings at that time."""
+    os.environ.update(env)
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # or every fork's first collection would copy all that it shares
+
+
+def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    request, streams, _, _ = socket.recv_fds(client, 1 << 16, _NUM_STREAMS)
+    while not request.endswith(b"\n"):
+        request += client.recv(1 << 16)
+    return json.loads(request), streams
+
+
+def _run(request: dict[str, Any], streams: list[int]) -> None:
+    os.setsid()  # Ray may end a worker with its whole process group
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    become(**request)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
