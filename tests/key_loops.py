@@ -122,8 +122,8 @@ class StandIn:
     def score(self, batch: RemoteBatch, column: str) -> None:
         self.calls.append(("score", column))
 
-    def top_logprobs(self, batch: RemoteBatch, k: int) -> None:
-        self.calls.append(("top_logprobs", k))
+    def top_logprobs(self, batch: RemoteBatch, k: int, vocabulary: int | None = None) -> None:
+        self.calls.append(("top_logprobs", k, vocabulary))
 
     def derive(self, batch: RemoteBatch, make: Any) -> Any:
         columns, summary = make(local_rows() if not hasattr(make, "moments") else _with_gae())

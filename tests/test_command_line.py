@@ -189,7 +189,7 @@ def inputs(tmp_path, tiny_model):
     (tmp_path / "no_template" / "chat_template.jinja").unlink()
     finished = tmp_path / "finished" / "checkpoints" / "step_3"
     finished.mkdir(parents=True)
-    (finished / "files.json").write_text('{"policy/model.distcp": [10, 5]}')
+    (finished / "files.json").write_text('{"policy/model.distcp": [10, 5], "driver.json": [2, 5]}')
     return tmp_path
 
 
