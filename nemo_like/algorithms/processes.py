@@ -12,8 +12,9 @@ from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.plan import plan_run
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import EvalRunConfig
+from nemo_like.distributed.connection import connect
 from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.virtual_cluster import VirtualCluster, connect, reserve
+from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import UserError
