@@ -149,11 +149,14 @@ class ChatTokenizer:
 
     def _refuse_lost_calls(self, messages: Sequence[Message]) -> None:
         """Many templates render a message's content and nothing else of it."""
+        if not any(message.get("tool_calls") for message in messages):
+            return
+        text = self._text(messages, to_answer=False)
         for index, message in enumerate(messages):
             for call in message.get("tool_calls") or ():
                 function = call.get("function")
                 name = (function if isinstance(function, dict) else call).get("name")
-                if str(name) not in self._text(messages, to_answer=False):
+                if str(name) not in text:
                     raise UserError(
                         f"the template leaves out the tool calls of message {index}; write them "
                         "into its content, or use a template that takes them."

@@ -1,5 +1,6 @@
 """Rows of a .jsonl file: what is not plain JSON is refused with its line."""
 
+import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -17,10 +18,7 @@ def read(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises UserError naming ``key`` and the line of what is no JSON object in UTF-8, and of what
     Python would read in silence as something else: a name given twice (the last would count), NaN.
     """
-    with path.open("rb") as file:
-        # Not split by `file`, whose lines end at \n alone.
-        lines = file.read().removeprefix(b"\xef\xbb\xbf").splitlines()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
@@ -38,6 +36,15 @@ def read(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(record, dict):
             raise UserError(f"{key}={path}, line {number}: a row must be a JSON object.")
         yield f"line {number}", record
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """One at a time: a file may be larger than memory. ``file`` itself splits at \\n alone."""
+    with path.open("rb") as file:
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
+        for part in file:
+            yield from part.splitlines()
 
 
 def _parse(text: str) -> Any:
