@@ -209,7 +209,7 @@ def start_teacher(
         teacher,
         config.cluster,
         setup.cluster,
-        log_dir=str(run.dir / "logs"),
+        log_dir=run.log_dir,
         role="teacher",
         meter=setup.meter,
     )

@@ -19,8 +19,7 @@ from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
-from nemo_like.errors import UserError
-from nemo_like.models.context import context_length
+from nemo_like.models.context import context_for
 from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.policy.policy import Policy
 from nemo_like.rollout import graders
@@ -55,14 +54,9 @@ def run_eval(config: EvalRunConfig, processes: Processes) -> None:
 def prepare(config: EvalRunConfig, rows: Rows, model_path: str) -> Prepared:
     """Render and check every prompt; raises UserError."""
     chat = ChatTokenizer(model_path)
-    context = context_length(model_path)
     most_new = config.eval.max_new_tokens or config.generation.max_new_tokens
-    if most_new >= context:
-        section = "generation" if config.eval.max_new_tokens is None else "eval"
-        raise UserError(
-            f"{section}.max_new_tokens={most_new} does not fit the model's context of {context} "
-            "tokens with a prompt; use less."
-        )
+    section = "generation" if config.eval.max_new_tokens is None else "eval"
+    context = context_for(model_path, f"{section}.max_new_tokens", most_new)
     graders.check_reward_model(config.environment, {"data.validation": rows.validation}, chat)
     checked, longest = check_lengths(
         rows.validation, chat, context, context, most_new, config.data, "data.validation"

@@ -37,7 +37,6 @@ class Processes:
     rows: Rows
     cluster: VirtualCluster
     meter: DriverMeter
-    log_dir: str
     policy: "WorkerGroup[PolicyWorker]"
     generation: "WorkerGroup[RolloutWorker]"
     missing: list[Pending[list[str]]]
@@ -55,13 +54,12 @@ def started(config: RolloutRunConfig, name: str) -> Iterator[Processes]:
             stack.callback(connect())
             cluster = stack.enter_context(reserve(plan_run(config), config.cluster))
         meter = DriverMeter()
-        log_dir = str(run.dir / "logs")
         of_policy = policy_group(
-            config.policy, config.cluster, cluster, log_dir=log_dir, meter=meter
+            config.policy, config.cluster, cluster, log_dir=run.log_dir, meter=meter
         )
         stack.callback(of_policy.shutdown)
         replicas = rollout_group(
-            config.generation, config.cluster, cluster, log_dir=log_dir, meter=meter
+            config.generation, config.cluster, cluster, log_dir=run.log_dir, meter=meter
         )
         stack.callback(replicas.shutdown)
         paths = [str(run.dir / "config.yaml"), model_path]
@@ -78,7 +76,6 @@ def started(config: RolloutRunConfig, name: str) -> Iterator[Processes]:
             rows=rows,
             cluster=cluster,
             meter=meter,
-            log_dir=log_dir,
             policy=of_policy,
             generation=replicas,
             missing=missing,

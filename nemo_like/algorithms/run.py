@@ -131,6 +131,11 @@ class Run:
         with self.spans.span(name), self._progress.phase(name):
             yield
 
+    @property
+    def log_dir(self) -> str:
+        """Where each worker has a file of its own."""
+        return str(self.dir / "logs")
+
     def start_phase(self, name: str) -> AbstractContextManager[None]:
         """``span`` for start-up phases, which also says in the log that it began."""
         logger.info("Starting: %s", name.replace("_", " "))

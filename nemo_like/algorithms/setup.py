@@ -21,9 +21,8 @@ from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker import Worker
-from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
-from nemo_like.models.context import context_length
+from nemo_like.models.context import context_for
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
@@ -84,15 +83,10 @@ class Setup:
 def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
     """Render and check every prompt; raises UserError."""
     chat = ChatTokenizer(model_path)
-    context = context_length(model_path)
     most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)
-    if most_new >= context:
-        is_longer = most_new > config.generation.max_new_tokens
-        section = "validation" if is_longer else "generation"
-        raise UserError(
-            f"{section}.max_new_tokens={most_new} does not fit the model's context of {context} "
-            "tokens with a prompt; use less."
-        )
+    is_longer = most_new > config.generation.max_new_tokens
+    section = "validation" if is_longer else "generation"
+    context = context_for(model_path, f"{section}.max_new_tokens", most_new)
     data = config.data
     longest = 0
     checked: dict[str, list[Row]] = {}
@@ -193,7 +187,7 @@ def _critic(config: RolloutRunConfig, processes: Processes, critic: CriticSetup)
         critic.config,
         config.cluster,
         processes.cluster,
-        log_dir=processes.log_dir,
+        log_dir=processes.run.log_dir,
         role="critic",
         on=processes.cluster.plan.critic,
         meter=processes.meter,

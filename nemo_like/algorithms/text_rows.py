@@ -155,9 +155,7 @@ def start(
         plan = plan_run(config)
         cluster = stack.enter_context(reserve(plan, config.cluster))
     meter = DriverMeter()
-    group = policy_group(
-        config.policy, config.cluster, cluster, log_dir=str(run.dir / "logs"), meter=meter
-    )
+    group = policy_group(config.policy, config.cluster, cluster, log_dir=run.log_dir, meter=meter)
     policy = Policy(
         config.policy,
         config.cluster,

@@ -18,3 +18,14 @@ def context_length(model_path: str) -> int:
             "tokens of a row; add it."
         )
     return positions
+
+
+def context_for(model_path: str, key: str, max_new_tokens: int) -> int:
+    """``context_length``; UserError, naming ``key``, if completions leave no room for a prompt."""
+    context = context_length(model_path)
+    if max_new_tokens >= context:
+        raise UserError(
+            f"{key}={max_new_tokens} does not fit the model's context of {context} tokens with a "
+            "prompt; use less."
+        )
+    return context
