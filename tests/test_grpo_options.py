@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nemo_like.algorithms.grpo import add_advantages, make_loss, mini_batches, signal
+from nemo_like.algorithms.self_check import RewardWatch
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps
@@ -59,6 +60,23 @@ def test_a_group_has_a_signal_by_its_raw_rewards():
     batch = batch_of([0, 0, 1, 0], [0, 0, 1, 1], **{keys.NUM_LOSS_TOKENS: [32, 8, 8, 8]})
     advantages(batch, "advantage.overlong_buffer_tokens=16")
     assert signal(batch).tolist() == [False, False, True, True]
+
+
+def test_rewards_that_teach_nothing_for_five_steps_are_said_once(caplog):
+    equal, mixed = batch_of([0, 0], [0, 1]), batch_of([0, 1], [0, 1])
+    watch, unanswered = RewardWatch("reasoning_gym"), {"rollout/answered": Metric(0.0)}
+    for batch in [equal] * 4 + [mixed] + [equal] * 4:
+        watch(batch, unanswered)
+    assert not caplog.records
+    for _ in range(9):
+        watch(equal, unanswered)
+    (record,) = caplog.records
+    assert record.message == (
+        "All completions of 5 steps in a row had the reward 0, which teaches nothing: read some in "
+        "trajectories.jsonl; none states an answer as environment.reward=reasoning_gym reads it "
+        "(<answer>...</answer>): ask for that in data.system_prompt, or use "
+        "environment.reward=math."
+    )
 
 
 def test_each_pass_deals_whole_groups_to_mini_batches_anew():

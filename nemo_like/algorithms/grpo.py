@@ -24,6 +24,7 @@ from nemo_like.advantages import (
 from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
+    RewardWatch,
     check_ratios,
     check_sampled,
     gap_check,
@@ -72,6 +73,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
     loss = make_loss(config)
     if reuse:
         logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
+    watch_rewards = RewardWatch(config.environment.reward)
     for step in run.steps(
         grpo.max_steps,
         setup.models,
@@ -86,6 +88,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
             batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
         num_made = step - run.first_step
         check_sampled(config, batch, policy.weight_version, num_made)
+        watch_rewards(batch, metrics)
         check = gap_check(config, num_made)
         if not reuse or config.loss.kl_coef > 0:
             with run.span("logprobs"):

@@ -19,6 +19,7 @@ from nemo_like.algorithms.grpo import batch_metrics, make_loss, mini_batches
 from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
+    RewardWatch,
     check_ratios,
     check_sampled,
     gap_check,
@@ -95,6 +96,7 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
     kl = config.loss.kl_estimator if config.kl_in_reward else None
     reuse = config.reuses_logprobs
     loss, value_loss = make_loss(config), ValueLoss(config.value_loss)
+    watch_rewards = RewardWatch(config.environment.reward)
     for step in run.steps(
         ppo.max_steps,
         setup.models,
@@ -106,6 +108,7 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
         batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
         num_made = step - run.first_step
         check_sampled(config, batch, policy.weight_version, num_made)
+        watch_rewards(batch, metrics)
         check = gap_check(config, num_made)
         if not reuse or config.loss.kl_coef > 0:
             with run.span("logprobs"):

@@ -29,6 +29,7 @@ MAX_LOG_RATIO = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.5, Dtype.float16: 0.5 / 
 
 # Weights that an engine failed to replace show from the second refit on.
 NUM_CHECKED_STEPS = 3
+NUM_CONSTANT_STEPS = 5
 
 
 def check_sampled(
@@ -122,6 +123,37 @@ def warn_of_gap(config: RolloutRunConfig, metrics: Metrics) -> None:
             gap.value,
             limit,
             config.mismatch.action,
+        )
+
+
+@dataclass
+class RewardWatch:
+    """Says so if rewards teach nothing: those of several steps in a row were all one number."""
+
+    reward: str
+    """``environment.reward``."""
+    _num_steps: int = 0
+
+    def __call__(self, batch: RemoteBatch, metrics: Metrics) -> None:
+        """Look at a step's batch and at what its rollout measured."""
+        rewards = batch.rows[keys.REWARDS][batch.rows[keys.SAMPLE_MASK]]
+        self._num_steps = self._num_steps + 1 if len(rewards.unique()) == 1 else 0
+        if self._num_steps != NUM_CONSTANT_STEPS:
+            return
+        remedy = "read some in trajectories.jsonl"
+        answered = metrics.get("rollout/answered")
+        if answered is not None and answered.value == 0:
+            remedy += f"; none states an answer as environment.reward={self.reward} reads it"
+            if self.reward == "reasoning_gym":
+                remedy += (
+                    " (<answer>...</answer>): ask for that in data.system_prompt, or use "
+                    "environment.reward=math"
+                )
+        logger.warning(
+            "All completions of %d steps in a row had the reward %g, which teaches nothing: %s.",
+            NUM_CONSTANT_STEPS,
+            rewards[0].item(),
+            remedy,
         )
 
 

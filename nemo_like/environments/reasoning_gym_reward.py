@@ -37,15 +37,17 @@ def reward(
     """Score the completion's last ``<answer>…</answer>`` with the verifier of ``task``.
 
     The score may be partial credit, as the task defines it; ``accuracy`` counts full marks only.
-    Without an answer both are 0: some verifiers pay a little for any text at all.
+    Without an answer both are 0: some verifiers pay a little for any text at all. ``answered`` says
+    whether there was one.
     """
     given = extract_answer(completion)
     if given is None:
-        return {"reward": 0.0, "accuracy": 0.0, "answer": None}
+        return {"reward": 0.0, "accuracy": 0.0, "answered": 0.0, "answer": None}
     verifier = _verifier(task, json.dumps(parameters or {}, sort_keys=True))
     entry = {"question": prompt, "answer": answer, "metadata": unpack(metadata)}
     score = float(verifier.score_answer(given, entry))
-    return {"reward": score, "accuracy": float(score >= 1), "answer": given}
+    full = float(score >= 1)
+    return {"reward": score, "accuracy": full, "answered": 1.0, "answer": given}
 
 
 def extract_answer(completion: str) -> str | None:
