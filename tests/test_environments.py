@@ -47,6 +47,7 @@ def by_completion(prompt, completion, **fields):
         return {"reward": 1.0 if child else -1.0, "child": child}
     if completion == "child":
         subprocess.Popen(["sleep", fields["seconds"]])
+        subprocess.Popen(["sleep", fields["seconds"] + "1"], start_new_session=True)
         time.sleep(60)
     if completion == "alarm":
         signal.signal(signal.SIGALRM, lambda *_: None)
@@ -206,17 +207,19 @@ def test_shutdown_ends_the_processes_and_what_they_started(reward_file):
 
     async def shut_down_while_busy():
         waiting = [asyncio.create_task(pool.grade("p", "child", {"seconds": seconds}))] * 2
-        while not running("sleep " + seconds):
+        while not running(f"sleep {seconds}1"):
             await asyncio.sleep(0.02)
         pool.shutdown()
         return await asyncio.gather(*waiting)
 
     grades = asyncio.run(shut_down_while_busy())
     assert all(g.reward is None and "shut down" in g.error for g in grades)
-    assert not running("sleep " + seconds)
+    assert not running(f"sleep {seconds}")
+    assert not running(f"sleep {seconds}1"), "in a session of its own"
 
 
 def test_grading_processes_do_not_outlive_a_killed_parent(reward_file):
+    seconds = f"62.{os.getpid()}"
     parent = subprocess.Popen(
         [
             sys.executable,
@@ -226,18 +229,21 @@ def test_grading_processes_do_not_outlive_a_killed_parent(reward_file):
                 from nemo_like.environments.grading_pool import GradingPool
                 pool = GradingPool("{reward_file}:by_completion", timeout_s=50)
                 print(int(asyncio.run(pool.grade("p", "pid", {{}})).reward), flush=True)
-                asyncio.run(pool.grade("p", "hang", {{}}))
+                asyncio.run(pool.grade("p", "child", {{"seconds": "{seconds}"}}))
             """),
         ],
         stdout=subprocess.PIPE,
     )
     pid = int(parent.stdout.readline())
+    deadline = time.monotonic() + 30
+    while not running(f"sleep {seconds}1") and time.monotonic() < deadline:
+        time.sleep(0.05)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+    assert not running(f"sleep {seconds}1"), "what the reward function had started"
 
 
 def running(command: str) -> bool:

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from nemo_like.environments.process_tree import kill_tree
 from nemo_like.environments.protocol import Grade, Verdict
 from nemo_like.errors import UserError
 
@@ -150,7 +151,7 @@ class _GradingProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": path},
-                start_new_session=True,  # so that killing the group ends what it started as well
+                start_new_session=True,  # leads a group: see kill_tree
             )
         self._connection = Connection(ours.detach())
         self._ready_by = time.monotonic() + self._start_timeout_s
@@ -222,8 +223,7 @@ class _GradingProcess:
     def _kill(self) -> None:
         if self._is_killed:
             return  # its number may belong to another process by now
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_tree(self._process.pid)
         self._process.wait()
         self._is_killed = True
 

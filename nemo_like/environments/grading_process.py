@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from nemo_like.environments.process_tree import kill_tree
 from nemo_like.environments.protocol import Verdict
 from nemo_like.environments.rewards import (
     RewardFunction,
@@ -146,12 +147,12 @@ def _number(what: str, value: Any) -> float:
 
 
 def _die_with_parent(parent: int) -> None:
-    """End the process group when the pool's process is gone, even in the middle of a row."""
+    """End with all that was started when the pool's process is gone, even in a row's middle."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_S)
-        os.killpg(0, signal.SIGKILL)
+        kill_tree(os.getpid())
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
