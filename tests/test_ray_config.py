@@ -155,6 +155,8 @@ WRONG = [
     ("raycluster", (*KUBERNETES, "--memory", "lots"), "--memory=lots must be an amount such as"),
     ("raycluster", (*KUBERNETES, "--name", "My_Cluster"), "--name=My_Cluster must be at most 40"),
     ("raycluster", (*KUBERNETES, "--volume", "/shared"), "--volume=/shared must be SOURCE:/PATH"),
+    ("raycluster", (*KUBERNETES, "--volume", "My_claim:/shared"), "My_claim is no name of"),
+    ("raycluster", (*KUBERNETES, "--secret-env", "A=b=c"), "b=c is no name of Kubernetes"),
     ("raycluster", (*KUBERNETES, "--env", "WANDB_API_KEY"), "--env=WANDB_API_KEY must be NAME="),
     ("raycluster", (*KUBERNETES, "--image", "a/b:latest"), "--image=a/b:latest must be pinned"),
     ("raycluster", (*KUBERNETES, "--image", "host:50/b"), "--image=host:50/b must be pinned"),
@@ -166,6 +168,8 @@ WRONG = [
         "run.dir=/other/x must be a folder below /shared",
     ),
     ("autoscaler", MACHINES, "has 2 worker(s) beside the head, and cluster.num_nodes=1"),
+    ("autoscaler", (*MACHINES, "--hosts", "h,a,"), "must be different machines"),
+    ("autoscaler", (*MACHINES, "--hosts", "h,a,a"), "must be different machines"),
     ("autoscaler", MACHINES[:6], "--kind=autoscaler needs --ssh-user"),
     ("autoscaler", (*MACHINES, "--secret-env", "A=b"), "--kind=autoscaler has none"),
 ]

@@ -228,6 +228,11 @@ REFUSED = [
     ({"extra": ["--comment=it's"]}, 'extra="--comment=it\'s": No closing quotation'),
     ({"extra": ["--nodes=3"]}, "cluster.num_nodes decides that"),
     ({"extra": ["-t 5"]}, "cluster.slurm.time decides that"),
+    ({"extra": ["-N2"]}, "cluster.num_nodes decides that"),
+    ({"extra": ["--part=x"]}, "cluster.slurm.partition decides that"),
+    ({"extra": ["--gpus=4"]}, "cluster.gpus_per_node decides that"),
+    ({"extra": ["-D/"]}, "the folder that you submit from decides that"),
+    ({"extra": ["--wait"]}, "ends with the job's id; leave it out"),
 ]
 
 

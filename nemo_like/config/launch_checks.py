@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+from collections.abc import Sequence
 
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges, value_of
 from nemo_like.config.run_schema import TrainingRunConfig
@@ -12,13 +13,14 @@ _SECTION = "cluster.slurm"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d\d))?(?::(?P<third>\d\d))?")
 _MEMORY = re.compile(r"\d+[KMGT]?")
 _MOUNT = re.compile(r"/[^,:]*:/[^,:]*(:[^,:]+)?")
-_OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w-]*)")
+_OPTION = re.compile(r"--(?P<long>[A-Za-z][\w-]*)|-(?P<short>[A-Za-z])")
 
 # Options that say what a key says already, by the key.
 _OPTIONS_OF_KEYS = {
     "cluster.num_nodes": ("nodes", "N", "ntasks", "n", "ntasks-per-node"),
-    "cluster.gpus_per_node": ("gpus-per-node",),
+    "cluster.gpus_per_node": ("gpus-per-node", "gpus", "G"),
     "--multirun": ("array", "a"),
+    "the folder that you submit from": ("chdir", "D"),
     f"{_SECTION}.partition": ("partition", "p"),
     f"{_SECTION}.account": ("account", "A"),
     f"{_SECTION}.qos": ("qos", "q"),
@@ -29,6 +31,7 @@ _OPTIONS_OF_KEYS = {
     f"{_SECTION}.signal_before_s": ("signal",),
     f"{_SECTION}.log_dir": ("output", "o", "error", "e"),
 }
+_SUBMITS_OTHERWISE = ("wait", "W", "test-only", "wrap")
 
 
 def check_slurm(config: TrainingRunConfig) -> None:
@@ -79,8 +82,20 @@ def _check_option(option: str) -> None:
     except ValueError as error:
         raise UserError(f"{_SECTION}.extra={option!r}: {error}; close the quote.") from error
     for key, names in _OPTIONS_OF_KEYS.items():
-        if found["name"] in names:
+        if _is_one_of(found, names):
             raise UserError(f"{_SECTION}.extra={option!r}: {key} decides that; use it instead.")
+    if _is_one_of(found, _SUBMITS_OTHERWISE):
+        raise UserError(
+            f"{_SECTION}.extra={option!r}: nemo-like slurm submit hands over its script and ends "
+            "with the job's id; leave it out."
+        )
+
+
+def _is_one_of(option: re.Match[str], names: Sequence[str]) -> bool:
+    """As sbatch reads it: -N2 is -N, and a long name may be cut short."""
+    if (short := option["short"]) is not None:
+        return short in names
+    return any(name.startswith(option["long"]) for name in names if len(name) > 1)
 
 
 def _seconds(time: str) -> int:

@@ -34,6 +34,8 @@ _GROUP = 1000
 _KEEP_FAILED_S = 300
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+"""What Kubernetes takes for the name of a volume claim or a Secret."""
 _QUANTITY = re.compile(r"[1-9][0-9]*[KMGT]i")
 
 
@@ -108,6 +110,10 @@ def _check(options: argparse.Namespace) -> None:
     source, _, path = options.volume.partition(":")
     if not source or not PurePosixPath(path).is_absolute() or path == "/":
         raise UserError(f"--volume={options.volume} must be SOURCE:/PATH.")
+    secrets = [pair.partition("=")[2] for pair in options.secret_env]
+    for name in (source, *secrets) if kubernetes else ():
+        if name and not _OBJECT.fullmatch(name):
+            raise UserError(f"{name} is no name of Kubernetes: small letters, digits, - and dots.")
     for option, pairs in (("--env", options.env), ("--secret-env", options.secret_env)):
         for name, equals, value in (pair.partition("=") for pair in pairs):
             if not _VARIABLE.fullmatch(name) or not equals or (option != "--env" and not value):
@@ -232,6 +238,8 @@ def _autoscaler(options: argparse.Namespace, plan: ResourcePlan) -> dict[str, An
     """Containers on given machines; Ray sizes their /dev/shm and finds the NVIDIA runtime."""
     head, *workers = [host.strip() for host in options.hosts.split(",")]
     num_nodes = len(plan.bundles_per_node)
+    if "" in (head, *workers) or len({head, *workers}) <= len(workers):
+        raise UserError(f"--hosts={options.hosts} must be different machines between commas.")
     if len(workers) != num_nodes:
         raise UserError(
             f"--hosts={options.hosts} has {len(workers)} worker(s) beside the head, and "
