@@ -59,7 +59,10 @@ def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None
 
 def end_on_error(action: Callable[[], None]) -> None:
     """Carry out ``action``; failures with an explanation end the process without a traceback."""
-    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _raise_interrupt)
     try:
         action()
     except (UserError, RunError, WaitTimeoutError) as error:
@@ -73,11 +76,12 @@ def end_on_error(action: Callable[[], None]) -> None:
         sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
         sys.exit(EXIT_INTERRUPTED)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
-    """Schedulers end a job with SIGTERM: leave through the same clean-up as Ctrl-C."""
+    """Schedulers send SIGTERM, a closed terminal SIGHUP: leave through Ctrl-C's clean-up."""
     raise KeyboardInterrupt
 
 

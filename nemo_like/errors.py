@@ -22,4 +22,5 @@ class StoppedError(Exception):
 
 
 class WorkerDiedError(RunError):
-    """A Ray worker process ended by itself; the message: class, rank, node, phase and log tail."""
+    """A worker, or a process of its own, ended by itself; the driver's message: role, rank, node,
+    phase and log tail."""

@@ -49,6 +49,9 @@ class Probe(Worker):
             os._exit(9)
         time.sleep(60)
 
+    def lose_its_engine(self) -> None:
+        raise WorkerDiedError("the process of its engine died.")
+
     def hang(self) -> None:
         time.sleep(600)
 
@@ -95,6 +98,9 @@ def test_a_bug_keeps_its_traceback(group):
 
 def test_a_dead_worker_is_named_with_rank_node_phase_and_log(group):
     group.call(Probe.ready)
+    lost = r"probe rank 2 on \S+ died in lose_its_engine: the process of its engine died\..*log"
+    with pytest.raises(WorkerDiedError, match=lost):
+        group.call_rank(2, Probe.lose_its_engine)
     with pytest.raises(WorkerDiedError) as error:
         group.call(Probe.die)
     message = str(error.value)
@@ -109,6 +115,16 @@ def test_a_wait_that_is_too_long_names_who_and_where(group):
         WaitTimeoutError, match=r"waited 1 s for 4 of 4 probe workers in hang: probe rank 0 on"
     ):
         group.waiting(1).call(Probe.hang)
+
+
+def test_who_hangs_is_named_beside_those_that_wait_for_it(group):
+    """Such as both sides of a refit."""
+    short = group.waiting(1)
+    stuck = short.submit(Probe.hang)
+    with pytest.raises(
+        WaitTimeoutError, match=r"workers in hang: [^;]*, and for 4 of 4 probe workers in place: "
+    ):
+        wait_together(stuck, short.submit(Probe.place))
 
 
 def test_answers_of_thousands_of_ranks_are_taken_at_once(group):
@@ -249,7 +265,7 @@ WRONG_ADDRESSES = """
     import threading
     from nemo_like.cli import end_on_error
     from nemo_like.distributed.connection import connect
-    from nemo_like.errors import UserError
+    from nemo_like.errors import RunError, UserError
 
     def greet(listener):
         connection, _ = listener.accept()
@@ -271,21 +287,28 @@ WRONG_ADDRESSES = """
 
 
 def test_a_wrong_ray_address_is_named_within_seconds(tmp_path):
+    """And a folder that Ray cannot write, where it is to be started."""
     start = time.monotonic()
     program = """
     for address in ("127.0.0.1:1", "ray://head:10001", "http://head:8265", greeting):
         print(answer(address))
+    os.environ |= {"RAY_ADDRESS": "", "RAY_TMPDIR": "/proc/nowhere"}
+    try:
+        connect()
+    except RunError as error:
+        print(error)
 """
     no_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
     result = run_script(WRONG_ADDRESSES + program, tmp_path, **no_token)
     assert time.monotonic() - start < 60
     assert result.returncode == 0, result.stderr[-3000:]
-    dead, client, server, tokenless = result.stdout.splitlines()
+    dead, client, server, tokenless, unwritable = result.stdout.splitlines()
     assert "RAY_ADDRESS=IT: no Ray answers there ([Errno 111] Connection refused)" in dead
     assert "RAY_ADDRESS=IT is a Ray Client address" in client
     assert "RAY_ADDRESS=IT is not an address of a cluster" in server
     assert "use ray job submit --address IT" in server
     assert "RAY_ADDRESS=IT wants a token, and none was found" in tokenless
+    assert "Ray could not be started on this machine: [Errno 2]" in unwritable
 
 
 @pytest.mark.full
@@ -300,4 +323,52 @@ def test_a_head_that_dies_while_it_is_joined_ends_the_run_within_half_a_minute(t
     assert result.returncode == 1, result.stderr[-3000:]
     assert "Error: RAY_ADDRESS=127.0.0.1:" in result.stderr
     assert "ray.init could not join that cluster within 30 s; see that its head" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+RAY_DIES = """
+    import psutil
+    from nemo_like.cli import end_on_error
+    from nemo_like.config.plan import plan_resources
+    from nemo_like.config.schema import ClusterConfig
+    from nemo_like.distributed.connection import connect
+    from nemo_like.distributed.virtual_cluster import VirtualCluster
+    from nemo_like.distributed.worker import Worker
+    from nemo_like.distributed.worker_group import WorkerGroup
+
+    def run():
+        leave = connect()
+        try:
+            with VirtualCluster(plan_resources(ClusterConfig(), 1), 60.0) as cluster:
+                bundles = [[bundle] for bundle in cluster.bundles]
+                group = WorkerGroup(lambda: Worker, "probe", bundles, timeout_s=60, log_dir="LOGS")
+                group.call(Worker.ready)
+                (doomed,) = [p for p in psutil.Process().children() if p.name() == NAME]
+                doomed.kill()
+                doomed.wait()
+                while True:
+                    group.call(Worker.ready)
+        finally:
+            leave()
+
+    end_on_error(run)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("gcs_server", "lost Ray's head at "),
+        ("raylet", "died in ready: the raylet, Ray's own process on that node, was ended"),
+    ],
+)
+def test_a_process_of_rays_that_is_killed_ends_the_run_at_once_and_by_name(
+    tmp_path, name, sentence
+):
+    start = time.monotonic()
+    result = run_script(RAY_DIES.replace("NAME", repr(name)), tmp_path)
+    assert time.monotonic() - start < 50
+    assert result.returncode == 1, result.stderr[-3000:]
+    assert sentence in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr

@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from nemo_like.cli import end_on_error
 from nemo_like.errors import UserError
 from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, records
 from tests.warm_process import WarmProcess
@@ -396,6 +397,23 @@ def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(
     assert "policy rank 0 on " in output
     assert "died in " in output
     assert TRACEBACK not in output
+
+
+def test_a_closed_terminal_ends_a_run_in_order_except_under_nohup(capsys):
+    def close_terminal():
+        os.kill(os.getpid(), signal.SIGHUP)
+        sys.stderr.write("went on")
+
+    with pytest.raises(SystemExit) as ended:
+        end_on_error(close_terminal)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.startswith("Interrupted; ")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        end_on_error(close_terminal)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert capsys.readouterr().err == "went on"
 
 
 def test_an_interrupt_ends_in_order(warm, tmp_path):

@@ -466,7 +466,7 @@ def test_the_end_of_an_engine_fails_what_is_pending_and_leaves_no_process(case):
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
 
     results = case.run(end_amid_sampling())
-    assert {type(result) for result in results} == {RunError}
+    assert all(isinstance(result, RunError) for result in results)
     assert any(word in str(results[0]) for word in ("its process died", "shut down", "abort"))
     with pytest.raises(RunError):
         case.generate(case.requests(1))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import ray
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RayError
 
 from nemo_like.errors import RunError, UserError
 
@@ -28,14 +28,14 @@ def connect() -> Callable[[], None]:
 
     A process that is connected already (a notebook, a test) stays so, and leaving does nothing.
     Raises UserError if no Ray of this version answers at RAY_ADDRESS, RunError if its head does not
-    go on answering; both within half a minute.
+    go on answering, both within half a minute; RunError if Ray cannot be started here.
     """
     if ray.is_initialized():
         return lambda: None
     on_sigterm = signal.getsignal(signal.SIGTERM)
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
-        ray.init(address="local", include_dashboard=False, **_QUIET)
+        _start()
     else:
         _join(address)
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one in its place that aborts the process
@@ -77,6 +77,17 @@ def _end_at_once() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def _start() -> None:
+    try:
+        ray.init(address="local", include_dashboard=False, **_QUIET)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise RunError(
+            f"Ray could not be started on this machine: {' '.join(str(error).split())}; see that "
+            "its folders can be written (~/.ray for its token; /tmp, or a short path in "
+            "RAY_TMPDIR, for its sessions), and what the variables RAY_... say."
+        ) from error
 
 
 def _join(address: str) -> None:

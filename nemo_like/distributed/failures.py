@@ -1,5 +1,7 @@
 """What a worker's failure is called: who, where, in which phase, why, and the end of its log."""
 
+import socket
+
 import psutil
 import ray
 
@@ -9,6 +11,7 @@ _LOG_TAIL_LINES = 12
 _GLOO = "gloo/transport/"
 """In every message of gloo's about a connection; it has no error type of its own."""
 _NODE_LOST = "the actor's node was terminated"
+_ANSWER_TIMEOUT_S = 5.0
 
 
 def is_disconnection(cause: BaseException) -> bool:
@@ -33,19 +36,33 @@ def death_message(context: WorkerContext, phase: str, error: Exception) -> str:
     tail = _log_tail(context)
     return (
         f"{context.name} on {context.address} died in {phase}: "
-        f"{_reason(error)} {_memory_note(context.address)}"
+        f"{_reason(context.node_id, error)} {_memory_note(context.address)}"
         f"Its log is {context.log_path}"
         + (f" and ends with:\n{tail}" if tail else " (empty, or on that node).")
     )
 
 
-def _reason(error: Exception) -> str:
+def _reason(node_id: str, error: Exception) -> str:
     """The line that says most: Ray names a lost node on the last of many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return f"{type(error).__name__}."
     lost = next((line for line in lines if line.startswith(_NODE_LOST)), None)
-    return lines[0] if lost is None else f"its node was lost ({lost.partition(': ')[2]})."
+    if lost is not None:
+        return f"its node was lost ({lost.partition(': ')[2]})."
+    if _raylet_is_gone(node_id):
+        return "the raylet, Ray's own process on that node, was ended."
+    return lines[0] if lines else f"{type(error).__name__}."
+
+
+def _raylet_is_gone(node_id: str) -> bool:
+    """Whether nothing listens where the node's raylet did: its workers end with it, unexplained."""
+    for node in ray.nodes():
+        if node["NodeID"] == node_id:
+            place = node["NodeManagerAddress"], node["NodeManagerPort"]
+            try:
+                socket.create_connection(place, _ANSWER_TIMEOUT_S).close()
+            except OSError as error:
+                return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def _log_tail(context: WorkerContext) -> str:

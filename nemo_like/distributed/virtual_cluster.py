@@ -98,6 +98,7 @@ class VirtualCluster:
             left = end - time.monotonic()
             if ray.wait([ready], timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))[0]:
                 return
+            check_head()
             state = (
                 f"{len(self.plan.bundles_per_node)} node(s) with "
                 f"{in_words(self.plan.node_resources)} free each; free now: "

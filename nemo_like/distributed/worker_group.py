@@ -3,7 +3,7 @@
 import copy
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -34,7 +34,8 @@ W = TypeVar("W", bound=Worker)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PROGRESS_EVERY_S = 60.0
+_PROGRESS_EVERY_S = 30.0
+"""Less than the minute after which Ray ends a driver whose head is gone, unheard."""
 _ECHO_S = 2.0
 """Ray reports a dead process later than its peers do a broken connection."""
 
@@ -128,7 +129,7 @@ class WorkerGroup(Generic[W]):
     def submit_missing(self, paths: list[str]) -> "Pending[list[str]]":
         """Those of ``paths`` that each rank's node does not see; before anything is imported."""
         refs = {actor.missing.remote(paths): rank for rank, actor in enumerate(self.actors)}
-        return Pending(group=self, refs=refs, phase="missing")
+        return Pending(group=self, refs=refs, phase="start-up")
 
     def submit_each(
         self,
@@ -203,6 +204,8 @@ class WorkerGroup(Generic[W]):
             return ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, WorkerDiedError):  # a process of the worker's own, such as vLLM's
+                raise WorkerDiedError(death_message(context, phase, cause)) from None
             if isinstance(cause, (UserError, RunError, WaitTimeoutError)):
                 raise type(cause)(f"{cause}") from None
             if is_disconnection(cause):
@@ -210,16 +213,6 @@ class WorkerGroup(Generic[W]):
             raise
         except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
             raise WorkerDiedError(death_message(context, phase, error)) from error
-
-    def timeout_message(self, ranks: Sequence[int], phase: str) -> str:
-        """Who is late in ``phase``, where, and what to do."""
-        late = [self.contexts[rank] for rank in ranks]
-        who = ", ".join(f"{context.name} on {context.address}" for context in late[:8])
-        return (
-            f"The driver waited {self.timeout_s:g} s for {len(late)} of {self.world_size} "
-            f"{self.role} workers in {phase}: {who}; their logs are in {late[0].log_dir}. Raise "
-            "cluster.call_timeout_s (or start_timeout_s) if the work is only slow."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +228,10 @@ class Pending(Generic[R]):
         """What one finished call returned; raises its failure."""
         return self.group.result(ref, self.refs[ref], self.phase)
 
+    def late(self, pending: Collection[Any]) -> list[WorkerContext]:
+        """Whose calls are among ``pending``."""
+        return [self.group.contexts[rank] for ref, rank in self.refs.items() if ref in pending]
+
 
 def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
     """Results of each of ``calls``, in rank order.
@@ -242,6 +239,7 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
     The first failure on any rank of any group is raised without waiting for the others, and so is
     WaitTimeoutError after the first group's limit.
     """
+    check_head()  # Workers go on without it for a minute; steps may all be shorter than a wait.
     start = time.monotonic()
     results: dict[Any, Any] = {}
     owner = {ref: call for call in calls for ref in call.refs}
@@ -259,17 +257,32 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
             except RunError as error:
                 raise _root_cause(error, {ref: owner[ref] for ref in pending}) from error.__cause__
         if pending and (left <= 0 or not done):
-            call = owner[pending[0]]
-            late = [call.refs[ref] for ref in pending if ref in call.refs]
             if left <= 0:
-                raise WaitTimeoutError(call.group.timeout_message(late, call.phase))
-            names = ", ".join(call.group.contexts[rank].name for rank in late[:4])
+                raise WaitTimeoutError(_timeout_message(calls, set(pending)))
+            call = owner[pending[0]]
+            names = ", ".join(context.name for context in call.late(set(pending))[:4])
             logger.info("Waiting for %s in %s, %.0f s", names, call.phase, time.monotonic() - start)
             check_head()
     meter.waited(time.monotonic() - start)
     ordered = [[results[ref] for ref in sorted(c.refs, key=c.refs.__getitem__)] for c in calls]
     meter.count(ordered)
     return ordered
+
+
+def _timeout_message(calls: Sequence[Pending[Any]], pending: Collection[Any]) -> str:
+    """Who is late, where, and what to do; one that hangs keeps others waiting."""
+    groups = []
+    for call in calls:
+        if late := call.late(pending):
+            who = ", ".join(f"{context.name} on {context.address}" for context in late[:8])
+            role, size = call.group.role, call.group.world_size
+            groups.append(f"{len(late)} of {size} {role} workers in {call.phase}: {who}")
+    group = calls[0].group
+    return (
+        f"The driver waited {group.timeout_s:g} s for {', and for '.join(groups)}; their logs are "
+        f"in {group.contexts[0].log_dir}. Raise cluster.call_timeout_s (or start_timeout_s) if the "
+        "work is only slow."
+    )
 
 
 def _root_cause(error: RunError, pending: Mapping[Any, Pending[Any]]) -> RunError:

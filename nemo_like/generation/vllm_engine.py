@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from nemo_like.errors import RunError, UserError
+from nemo_like.errors import RunError, UserError, WorkerDiedError
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
@@ -215,10 +215,7 @@ class VLLMEngine:
             return RunError(f"vLLM failed {what}: the engine was shut down.")
         if self._llm.errored:
             pids = ", ".join(str(process.pid) for process in self._processes)
-            return RunError(
-                f"vLLM failed {what}: its process died (of {pids}); the cause is in this worker's "
-                "log, unless the system killed it for memory."
-            )
+            return WorkerDiedError(f"vLLM failed {what}: its process died (of {pids}).")
         return RunError(f"vLLM failed {what}: {type(error).__name__}: {error}")
 
 
@@ -240,7 +237,7 @@ def _launch(config: EngineConfig) -> AsyncLLM:
         except (TypeError, ValueError) as error:
             raise UserError(f"vLLM refuses the engine's configuration: {error}") from error
         except RuntimeError as error:
-            raise RunError(f"The vLLM engine did not start: {error}") from error
+            raise WorkerDiedError(f"The vLLM engine did not start: {error}") from error
 
 
 def _sampling_params(
