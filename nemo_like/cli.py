@@ -1,6 +1,7 @@
 """The boundary between a command line and a run: composes, checks, and ends with one sentence."""
 
 import argparse
+import errno
 import functools
 import logging
 import signal
@@ -30,6 +31,9 @@ EXIT_USER_ERROR = 2
 EXIT_RUN_ERROR = 1
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+# A file system that has no room, may not be written or is broken.
+_DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 # Hydra's own modes, which compose by themselves and run nothing of ours.
 _HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
@@ -65,6 +69,15 @@ def end_on_error(action: Callable[[], None]) -> None:
         logger.debug("The run ended here:", exc_info=True)
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_ERROR)
+    except OSError as error:
+        if error.errno not in _DISK_REFUSES:
+            raise
+        logger.debug("The run ended here:", exc_info=True)
+        sys.stderr.write(
+            f"Error: {error.filename or 'a file'} cannot be written: {error.strerror}; make room "
+            "or repair the file system, then continue with run.resume=true.\n"
+        )
+        sys.exit(EXIT_RUN_ERROR)
     except StoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")
         sys.exit(EXIT_STOPPED)

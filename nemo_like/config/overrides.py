@@ -34,6 +34,8 @@ def check_overrides(overrides: Sequence[str], schema: type) -> None:
             override = parser.parse_override(typed)
         except HydraException as error:
             raise _unreadable(typed, schema) from error
+        if not override.key_or_group:
+            raise _unreadable(typed, schema)
         if not re.match(r"hydra([./]|$)", override.key_or_group):
             _check_key(typed, override, kinds, schema)
 
