@@ -191,7 +191,7 @@ def test_a_disk_that_refuses_is_no_traceback(number, capsys):
     told = f"Error: runs/x/config.yaml cannot be written: {os.strerror(number)}; make room"
     assert told in capsys.readouterr().err
     with pytest.raises(FileNotFoundError):  # which no disk is at fault for
-        end_on_error(lambda: Path("no/such").read_text())
+        end_on_error(lambda: Path("no/such").unlink())
 
 
 def test_a_full_disk_under_a_checkpoint_is_one_sentence(tmp_path):
