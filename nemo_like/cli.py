@@ -1,10 +1,12 @@
 """The boundary between a command line and a run: composes, checks, and ends with one sentence."""
 
+import argparse
+import errno
 import functools
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,16 +15,14 @@ import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from nemo_like.config.load import (
-    accept_free_keys,
-    check_overrides,
-    compose_raw,
-    load,
-    register,
-    schema_of,
-)
+from nemo_like.config.config_files import check_config_files, schema_of
+from nemo_like.config.load import check_algorithm, compose_raw, explain, load, register
+from nemo_like.config.overrides import accept_free_keys, check_overrides
+from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.errors import RunError, StoppedError, UserError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,9 @@ EXIT_USER_ERROR = 2
 EXIT_RUN_ERROR = 1
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+# A file system that has no room, may not be written or is broken.
+_DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 # Hydra's own modes, which compose by themselves and run nothing of ours.
 _HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
@@ -69,6 +72,15 @@ def end_on_error(action: Callable[[], None]) -> None:
         logger.debug("The run ended here:", exc_info=True)
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_ERROR)
+    except OSError as error:
+        if error.errno not in _DISK_REFUSES:
+            raise
+        logger.debug("The run ended here:", exc_info=True)
+        sys.stderr.write(
+            f"Error: {error.filename or 'a file'} cannot be written: {error.strerror}; make room "
+            "or repair the file system, then continue with run.resume=true.\n"
+        )
+        sys.exit(EXIT_RUN_ERROR)
     except StoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")
         sys.exit(EXIT_STOPPED)
@@ -87,15 +99,49 @@ def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
 
 def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> None:
     """Compose and check what each job would run with."""
-    parsed = get_args_parser().parse_args(arguments)  # Hydra's own
-    overrides = list(parsed.overrides)
+    parsed = _parse(arguments)
     directory = Path(parsed.config_path) if parsed.config_path else config_dir
     extra_dir = Path(parsed.config_dir) if parsed.config_dir else None
-    name = parsed.config_name or config_name
-    for job in jobs(directory, name, overrides, extra_dir, multirun=parsed.multirun):
+    name = config_name if parsed.config_name is None else parsed.config_name
+    configs = []
+    for job in jobs(directory, name, parsed.overrides, extra_dir, multirun=parsed.multirun):
         raw = compose_raw(directory, name, job, extra_dir)
         if parsed.cfg is None:
-            load(raw)
+            configs.append(load(raw))
+            check_algorithm(sys.argv[0], configs[-1], schema_of([config_dir], config_name))
+        elif parsed.resolve:
+            try:
+                OmegaConf.resolve(raw)
+            except OmegaConfBaseException as error:
+                raise explain(error, schema_of([config_dir], config_name)) from error
+    check_run_dirs(configs)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """What Hydra's own parser makes of the command line; raises UserError instead of exiting."""
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        parsed, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}; --hydra-help lists the options.") from error
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} is not an option; keys are given without dashes, key=value, and "
+            "--hydra-help lists the options."
+        )
+    return parsed
+
+
+def check_run_dirs(configs: Sequence[TrainingRunConfig]) -> None:
+    """The jobs of a sweep must not share a folder; raises UserError."""
+    folders = [config.run.dir for config in configs if config.run.dir is not None]
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise UserError(
+                f"run.dir={folder} would be written by several jobs; leave it out, or put what "
+                "differs into it: run.dir='runs/seed_${run.seed}'."
+            )
 
 
 def jobs(
@@ -111,9 +157,16 @@ def jobs(
     Raises UserError for keys that do not exist.
     """
     folders = [config_dir] + ([extra_dir] if extra_dir else [])
-    check_overrides(overrides, schema_of(folders, config_name))
+    check_config_files(folders, config_name)
+    schema = schema_of(folders, config_name)
+    check_overrides(overrides, schema)
     if not multirun:
         return [overrides]
     parsed = OverridesParser.create().parse_overrides(overrides)
-    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    try:
+        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except HydraException as error:  # what Hydra can only expand while it runs
+        raise UserError(
+            f"--multirun cannot expand glob(...) ({error}); list the values, a,b,c."
+        ) from error
     return [list(job) for batch in batches for job in batch]

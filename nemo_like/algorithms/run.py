@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import psutil
 
-from nemo_like.algorithms.run_folder import make_run_dir, save_config
+from nemo_like.algorithms.run_folder import claim, make_run_dir, save_config
 from nemo_like.checkpoint import Checkpoints, DriverState
 from nemo_like.config.choices import WandbMode
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
@@ -81,6 +81,8 @@ class Run:
         self.config = config
         self._metric, self._smaller_is_better = _best_metric(config)
         self.dir = make_run_dir(config, name)
+        self._exit = ExitStack()
+        self._exit.enter_context(claim(self.dir))
         self.spans = Spans()
         self._start = time.monotonic()
         terminal = live_terminal(config.logging.console)
@@ -95,7 +97,6 @@ class Run:
         self._step_metrics: Metrics = {}
         self._process_began = psutil.Process().create_time()
         self._start_up = {"time/imports_s": time.time() - self._process_began}
-        self._exit = ExitStack()
         self._max_steps = 0
         self._told_to_stop = False
         samples = isinstance(config, RolloutRunConfig)

@@ -1,11 +1,12 @@
 """A run's folder: made new or continued, with the configuration that it ran with."""
 
 import contextlib
+import fcntl
 import logging
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -59,6 +60,25 @@ def make_run_dir(config: TrainingRunConfig, name: str) -> Path:
     except OSError as error:
         raise UserError(f"run.dir={config.run.dir} cannot be written: {error}") from error
     raise UserError(f"runs/{stem} exists a hundred times; set run.dir.")
+
+
+def claim(folder: Path) -> TextIO:
+    """Keep other runs out of ``folder`` until what is returned is closed, or this process ends.
+
+    Raises UserError if another run is in it. ``run.log`` is what is locked.
+    """
+    held = (folder / "run.log").open("a")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        held.close()
+        raise UserError(
+            f"run.dir={folder} is being written by another run; end that one, wait for it, or "
+            "choose another folder."
+        ) from error
+    except OSError as error:  # a file system without locks
+        logger.warning("%s cannot be locked (%s): start no other run in it.", folder, error)
+    return held
 
 
 def _read(path: Path) -> dict[str, Any]:

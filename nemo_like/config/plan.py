@@ -12,6 +12,8 @@ from nemo_like.errors import UserError
 
 _ROUNDING = 1e-6
 """0.3 CPUs hold three workers of 0.1."""
+_MOST_ENGINES = 100_000
+"""What no cluster has; lists of bundles are built from here on."""
 _MOST_SHOWN = 32
 
 
@@ -83,6 +85,12 @@ def plan_resources(
     """
     per_node = cluster.gpus_per_node or cluster.cpu_workers_per_node
     num_bundles = cluster.num_nodes * per_node
+    if num_bundles * num_engines_per_bundle > _MOST_ENGINES:
+        raise UserError(
+            f"cluster.num_nodes={cluster.num_nodes} with {per_node} worker(s) each, and "
+            f"{num_engines_per_bundle} engine(s) a worker, are more than {_MOST_ENGINES}; lower "
+            "them."
+        )
     total = num_bundles - _critic_workers(num_critic_workers, num_bundles)
     separate = cluster.num_generation_workers
     if separate is not None and not 0 < separate < total:

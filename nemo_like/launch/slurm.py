@@ -16,9 +16,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_like.cli import jobs
+from nemo_like.cli import check_run_dirs, jobs
 from nemo_like.config.launch_schema import SlurmConfig
-from nemo_like.config.load import compose_raw, load, schema_of
+from nemo_like.config.load import check_algorithm, compose_raw, load
 from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.config.schemas import SCHEMAS
 from nemo_like.errors import UserError
@@ -94,7 +94,9 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
         raw = compose_raw(folder, name, job, extra_dir)
         configs.append(load(raw))
         _check_run_dir(raw, configs)
-    _check_algorithm(script, own, configs[0])
+    check_run_dirs(configs)
+    if f"{own}_schema" in SCHEMAS:  # Scripts of the user's own may run any.
+        check_algorithm(script, configs[0], SCHEMAS[f"{own}_schema"])
     head = ["python", script, *([f"--config-name={named}"] if named else [])]
     # Hydra looks for relative ones beside the script; here they are where they are typed.
     if options.config_path:
@@ -106,7 +108,7 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
 
 
 def _check_run_dir(raw: DictConfig, configs: Sequence[TrainingRunConfig]) -> None:
-    """Tasks must not share a folder, and a job that is queued again must find its own."""
+    """Tasks have the same machines, and a job that is queued again must find its folder."""
     config = configs[-1]
     written = OmegaConf.to_container(raw.run, resolve=False)
     assert isinstance(written, dict)
@@ -119,22 +121,6 @@ def _check_run_dir(raw: DictConfig, configs: Sequence[TrainingRunConfig]) -> Non
         raise UserError(
             "--multirun cannot change cluster.*: the tasks of a job array have the same machines; "
             "submit one job each."
-        )
-    folders = [one.run.dir for one in configs]
-    if config.run.dir is not None and folders.count(config.run.dir) > 1:
-        raise UserError(
-            f"run.dir={config.run.dir} would be written by several tasks; leave it out, or put "
-            "what differs into it: run.dir='runs/seed_${run.seed}'."
-        )
-
-
-def _check_algorithm(script: str, own: str, config: TrainingRunConfig) -> None:
-    """``run_sft.py`` cannot run a configuration of DPO; scripts of the user's own may."""
-    if f"{own}_schema" in SCHEMAS and not isinstance(config, schema_of([CONFIGS], own)):
-        other = next(name for name, kind in SCHEMAS.items() if kind is type(config))
-        raise UserError(
-            f"{script} cannot run this configuration, which is one of "
-            f"run_{other.removesuffix('_schema')}.py; use that, or another --config-name."
         )
 
 

@@ -41,6 +41,11 @@ def file_only(record: logging.LogRecord) -> bool:
     return getattr(record, "file_only", False)
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """A full disk costs lines here: tracebacks of logging would hide what ends the run."""
+
+
 class ShortFormatter(logging.Formatter):
     """``12:03:04 message``; from warnings on, ``12:03:04 WARNING message``."""
 
@@ -78,7 +83,7 @@ def _console_handler(terminal: "Terminal | None") -> logging.Handler:
 
 def _file_handler(path: Path) -> logging.Handler:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.name = _FILE_HANDLER
     handler.setFormatter(logging.Formatter(_FULL_FORMAT))
     return handler

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as dcp_load
 import torch.distributed.checkpoint.state_dict_saver as dcp_save
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nemo_like.config.choices import Output
+from nemo_like.errors import RunError
 from nemo_like.models.adapters import sent_name
 from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.loading import model_class, tied_names
@@ -35,6 +39,7 @@ from nemo_like.policy.names import hf_name
 from nemo_like.weights.adapters import travels_apart
 from nemo_like.weights.manifest import expected_tensors
 
+_REFUSED = "{} could not be written ({}); make room, then continue with run.resume=true."
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
 
 
@@ -128,10 +133,25 @@ def _owners(names: list[str], pp: dist.ProcessGroup | None) -> dict[str, int]:
     return {name: rank for rank in reversed(range(len(everyone))) for name in everyone[rank]}
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A file system that refuses is a RunError, whichever library writes."""
+    try:
+        yield
+    except CheckpointException as error:  # of torch: what each rank met, and no Exception itself
+        cause, _ = next(iter(error.failures.values()))
+        if not isinstance(cause, (OSError, RuntimeError)):  # torch's archives raise the latter
+            raise
+        raise RunError(_REFUSED.format(folder, cause)) from error
+    except (OSError, SafetensorError) as error:
+        raise RunError(_REFUSED.format(folder, error)) from error
+
+
 def save_checkpoint(folder: Path, engine: TrainEngine) -> None:
     """Each rank writes its own shards of model and optimizer; collective."""
     engine.synchronize()
-    dcp_save.save(_joined(engine, _stage_states(engine)), checkpoint_id=str(folder))
+    with writing(folder):
+        dcp_save.save(_joined(engine, _stage_states(engine)), checkpoint_id=str(folder))
 
 
 def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
@@ -180,7 +200,6 @@ def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
 
     Tokenizer, chat template and generation settings are copied as they are.
     """
-    source = Path(engine.setup.model_path)
     state: dict[str, Tensor] = {}
     for name, tensor in full_tensors(engine, engine.dtype):
         if write:
@@ -189,8 +208,16 @@ def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
     adapters = {
         name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(engine, torch.float32)
     }
-    if not write:
-        return
+    if write:
+        with writing(target):
+            _write_folder(engine, target, state, adapters)
+
+
+def _write_folder(
+    engine: TrainEngine, target: Path, state: dict[str, Tensor], adapters: dict[str, Tensor]
+) -> None:
+    """Aside first, so that what stands at ``target`` is whole."""
+    source = Path(engine.setup.model_path)
     aside = target.with_name(f".{target.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
