@@ -406,21 +406,21 @@ def test_a_loss_is_float32_whatever_the_model_gives(name):
 # Refusals.
 
 
-def dpo(**loss):
+def dpo_run(**loss):
     return DPORunConfig(loss=DPOLossConfig(**loss))
 
 
-def reward_model(**loss):
+def reward_model_run(**loss):
     return RewardModelRunConfig(loss=RewardModelLossConfig(**loss))
 
 
-def ppo(**loss):
+def ppo_run(**loss):
     config = PPORunConfig(value_loss=ValueLossConfig(**loss))
     config.ppo.num_mini_batches = 2  # values are clipped from the second update on
     return config
 
 
-def distillation(**loss):
+def distillation_run(**loss):
     teacher = TeacherConfig(model="embedded")
     return DistillationRunConfig(loss=DistillationLossConfig(**loss), teacher=teacher)
 
@@ -428,21 +428,21 @@ def distillation(**loss):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dpo(beta=0.0), "loss.beta=0.0 must be a finite number above 0"),
-        (dpo(sft_coef=-1.0), "loss.sft_coef=-1.0 must be"),
-        (dpo(label_smoothing=0.5), "must be in [0, 0.5); if most"),
-        (dpo(robust=True), "loss.robust=true would have no effect: loss.label_smoothing is 0"),
+        (dpo_run(beta=0.0), "loss.beta=0.0 must be a finite number above 0"),
+        (dpo_run(sft_coef=-1.0), "loss.sft_coef=-1.0 must be"),
+        (dpo_run(label_smoothing=0.5), "must be in [0, 0.5); if most"),
+        (dpo_run(robust=True), "loss.robust=true would have no effect: loss.label_smoothing is 0"),
         (
-            dpo(kind=IPO, target_margin=0.5),
+            dpo_run(kind=IPO, target_margin=0.5),
             "loss.target_margin=0.5 would have no effect: loss.kind=ipo aims at",
         ),
-        (reward_model(center_coef=-0.1), "loss.center_coef=-0.1"),
-        (reward_model(margin=math.inf), "loss.margin=inf"),
-        (reward_model(label_smoothing=NAN), "in [0, 0.5)"),
-        (ppo(clip=0.0), "value_loss.clip=0.0 must be a finite"),
-        (distillation(alpha=1.0), "loss.alpha=1.0 must be in"),
+        (reward_model_run(center_coef=-0.1), "loss.center_coef=-0.1"),
+        (reward_model_run(margin=math.inf), "loss.margin=inf"),
+        (reward_model_run(label_smoothing=NAN), "in [0, 0.5)"),
+        (ppo_run(clip=0.0), "value_loss.clip=0.0 must be a finite"),
+        (distillation_run(alpha=1.0), "loss.alpha=1.0 must be in"),
         (
-            distillation(alpha=0.3),
+            distillation_run(alpha=0.3),
             "loss.alpha=0.3 would have no effect: forward_kl and reverse_kl have one side",
         ),
     ],
@@ -457,13 +457,13 @@ def test_what_cannot_work_or_has_no_effect_is_refused_by_name(config, message):
 @pytest.mark.parametrize(
     "config",
     [
-        dpo(),
-        dpo(kind=HINGE, target_margin=0.5, label_smoothing=0.1, robust=True),
-        reward_model(),
-        ppo(),
-        ppo(clip=None),
-        distillation(),
-        distillation(kind=Divergence.jsd, alpha=0.1),
+        dpo_run(),
+        dpo_run(kind=HINGE, target_margin=0.5, label_smoothing=0.1, robust=True),
+        reward_model_run(),
+        ppo_run(),
+        ppo_run(clip=None),
+        distillation_run(),
+        distillation_run(kind=Divergence.jsd, alpha=0.1),
     ],
     ids=lambda config: config.section,
 )

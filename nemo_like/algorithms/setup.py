@@ -39,6 +39,7 @@ class Prepared:
     validation_rows: list[Row]
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    """Tokens of the longest prompt and the longest completion together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,9 @@ class RolloutResult:
 
     tokens: ObjectRef
     lengths: Tensor
+    """int64 [B], tokens of each row."""
     rows: dict[str, Tensor]
+    """Columns of shape [B]; see ``batch.keys``."""
     metrics: Metrics
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
