@@ -31,9 +31,9 @@ from workloads import (
     Inputs,
     Workload,
     add_arguments,
-    engine_environment,
     prepare,
     read_rows,
+    set_environment,
 )
 
 HERE = Path(__file__).resolve().parent
@@ -45,6 +45,7 @@ def main() -> None:
     # As an exception, so that what was started is ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     args = parse_arguments(sys.argv[1:])
+    set_environment()
     workload: Workload = WORKLOADS[args.workload]
     args.steps = args.steps or workload.steps
     inputs = prepare(workload, args.work, args.steps, args.seed)
@@ -156,13 +157,11 @@ def run(command: Sequence[str], log: Path, limit_s: float) -> Record:
     begin = time.monotonic()
     sys.stdout.write(f"{' '.join(command)}\n  -> {log}\n")
     sys.stdout.flush()
-    environment = engine_environment() | os.environ
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
             start_new_session=True,
         )
         in_time = False

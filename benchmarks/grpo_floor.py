@@ -12,7 +12,6 @@ prefix caching) on the first step's prompts, the prefix cache reset before each 
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +23,10 @@ from workloads import (
     Workload,
     add_arguments,
     count_parameters,
-    engine_environment,
     prepare,
     read_rows,
     render,
+    set_environment,
 )
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -47,8 +46,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5, help="after one to warm up")
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON: arguments of LLM")
     args = parser.parse_args()
-    for name, value in engine_environment().items():
-        os.environ.setdefault(name, value)
+    set_environment()
     workload = WORKLOADS[args.workload]
     inputs = prepare(workload, args.work, args.steps or workload.steps, args.seed)
     record = {"num_parameters": count_parameters(inputs.model)}

@@ -10,9 +10,10 @@ from typing import Any
 
 from workloads import Workload
 
+from nemo_like.config.step_time import PEAK_FLOPS
+
 Record = dict[str, Any]
 
-PEAK_FLOPS = 989e12
 NUM_WARMUP_STEPS = 3
 PHASES = ("rollout", "refit", "logprobs", "train")
 

@@ -19,7 +19,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,10 +32,10 @@ from workloads import (
     Inputs,
     Workload,
     add_arguments,
-    engine_environment,
     prepare,
     read_rows,
     render,
+    set_environment,
 )
 
 
@@ -53,8 +52,7 @@ def main() -> None:
         default=importlib.util.find_spec("liger_kernel") is not None,
     )
     args = parser.parse_args()
-    for name, value in engine_environment().items():
-        os.environ.setdefault(name, value)
+    set_environment()
     workload = WORKLOADS[args.workload]
     args.steps = args.steps or workload.steps
     inputs = prepare(workload, args.work, args.steps, args.seed)

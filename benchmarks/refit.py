@@ -11,14 +11,13 @@ resetting caches and, where engines sleep, waking them.
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from workloads import SHAPES, engine_environment, random_model
+from workloads import SHAPES, random_model, set_environment
 
 from nemo_like.algorithms.processes import started
 from nemo_like.algorithms.setup import prepare, start
@@ -36,7 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a .jsonl file to append to")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
-    os.environ.update(engine_environment() | os.environ)
+    set_environment()
     model = args.work.resolve() / args.shape
     random_model(args.shape, model)
     record = measure(model, args.times, args.overrides)

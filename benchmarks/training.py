@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoConfig, AutoModelForCausalLM
-from workloads import SHAPES
+from workloads import SHAPES, count_parameters
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
@@ -36,13 +36,13 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Batching, Checkpointing, DataParallel, Dtype, Offload
 from nemo_like.config.loss_schema import LossConfig
 from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
+from nemo_like.config.step_time import PEAK_FLOPS
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, TrainEngine
 
-PEAK_FLOPS = 989e12
 _CHOICES: dict[str, Any] = {
     "dtype": Dtype,
     "activation_checkpointing": Checkpointing,
@@ -170,7 +170,7 @@ def measure(
     record["loss"], record["grad_norm"] = metrics.get("train/loss"), metrics["train/grad_norm"]
     tokens = sum(lengths) * sizes.dp / args.gpus
     shape = SHAPES[args.shape]
-    num_parameters = count_parameters(folder)
+    num_parameters = count_parameters(Path(folder))
     attention = shape["num_hidden_layers"] * shape["hidden_size"] * args.length
     flops = {
         "train": 6 * (num_parameters + attention),
@@ -226,12 +226,6 @@ def parse(text: str) -> PolicyConfig:
         target, name = (parallel, key[9:]) if key.startswith("parallel.") else (changes, key)
         target[name] = _CHOICES[name](value) if name in _CHOICES else json.loads(value)
     return dataclasses.replace(PolicyConfig(parallel=ParallelConfig(**parallel)), **changes)
-
-
-def count_parameters(folder: str) -> int:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return sum(each.numel() for each in model.parameters())
 
 
 def matmul_rate(device: torch.device) -> float:

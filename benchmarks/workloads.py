@@ -5,9 +5,9 @@ imported where it is used.
 """
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import struct
@@ -249,16 +249,12 @@ def count_parameters(model: Path) -> int:
     return total
 
 
-def engine_environment() -> dict[str, str]:
-    """Variables for processes with vLLM on a machine without a network."""
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    if importlib.util.find_spec("flashinfer") is None:
-        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    return variables
+def set_environment() -> None:
+    """What this process and those that it starts need for any vLLM, without a network."""
+    from nemo_like.generation.vllm_environment import common_variables
+
+    for name, value in {"HF_HUB_OFFLINE": "1", **common_variables()}.items():
+        os.environ.setdefault(name, value)
 
 
 def _write_rows(path: Path, rows: Any) -> None:

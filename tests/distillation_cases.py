@@ -14,7 +14,7 @@ from nemo_like.config.preference_schema import DistillationLossConfig
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.observe.metrics import values
 from nemo_like.policy.engine import EngineSetup, TrainEngine
-from nemo_like.policy.scoring import best_tokens, evaluate
+from nemo_like.policy.scoring import evaluate, top_logprobs
 from tests.three_steps import (
     LENGTHS,
     TEMPERATURE,
@@ -82,7 +82,7 @@ def answer(
     """Add the teacher's columns to each share."""
     real = [each for each in shares if each is not None]
     for share, (ids, logprobs) in zip(
-        real, best_tokens(frozen, shares, TEMPERATURE, k, end), strict=True
+        real, top_logprobs(frozen, shares, TEMPERATURE, k, end), strict=True
     ):
         share.tokens[keys.TEACHER_IDS] = ids
         share.tokens[keys.TEACHER_LOGPROBS] = logprobs

@@ -4,8 +4,6 @@ Each is a process of its own all the same: its id, environment, log and end. The
 runs that tests start as commands import for themselves, as users' workers do.
 """
 
-import gc
-import importlib
 import json
 import os
 import select
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.typed_command import become
-from tests.warm_process import end_with
+from tests.warm_process import end_with, warm_up
 
 _CLIENT = Path(__file__).with_name("fork_client.py")
 _NUM_STREAMS = 3
@@ -61,7 +59,8 @@ def _serve(listener: socket.socket, modules: list[str]) -> None:
         client = listener.accept()[0]
         request, streams = _receive(client)
         if not ready:
-            _prepare(request["env"], modules)
+            os.environ.update(request["env"])  # from which Ray takes its settings when imported
+            warm_up(modules)
             ready = True
         if os.fork() == 0:
             listener.close()
@@ -69,14 +68,6 @@ def _serve(listener: socket.socket, modules: list[str]) -> None:
         client.close()
         for stream in streams:
             os.close(stream)
-
-
-def _prepare(env: dict[str, str], modules: list[str]) -> None:
-    """Import in a worker's environment, from which Ray takes its settings at that time."""
-    os.environ.update(env)
-    for module in modules:
-        importlib.import_module(module)
-    gc.freeze()  # or every fork's first collection would copy all that it shares
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:

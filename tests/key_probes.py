@@ -144,9 +144,12 @@ def validated(config: Any) -> Any:
 
 def started(config: Any) -> Any:
     """What generation workers start with: engine, vLLM's arguments, environment."""
-    plan, found = plan_run(config), _ready(config)
-    run: Any = SimpleNamespace(dir=Path("never-made"), first_step=0)
-    made = _rollout_setup(config, run, found, plan)
+    processes: Any = SimpleNamespace(
+        run=SimpleNamespace(dir=Path("never-made"), first_step=0),
+        cluster=SimpleNamespace(plan=plan_run(config)),
+        model_path=str(resolve_model(config.policy.model)),
+    )
+    made = _rollout_setup(config, processes, _ready(config))
     known = ("max_num_seqs", "gpu_memory_utilization", "enforce_eager")
     return made, engine_args(made.engine, known, 80 << 30)
 

@@ -88,7 +88,7 @@ def optimizer(model: str, by: Callable[[Any], Any]) -> list[Entry]:
 _RANKS = "cluster.cpu_workers_per_node=4"
 _GPU = "cluster.gpus_per_node=1"
 _DDP = f"{_RANKS} policy.parallel.data_parallel=ddp"
-_ENGINE, _STATE = "tests/test_training_engine.py::test_", "tests/test_training_state.py::test_"
+_ENGINE = "tests/test_training_engine.py::test_"
 _HERE = "tests/test_every_key.py::test_"
 
 _SLURM = "cluster.slurm"
@@ -167,7 +167,7 @@ TRAINING = [
     ),
     *seen(trained, "policy.parallel.data_parallel=ddp"),
     *proven(
-        f"{_STATE}sharded_ranks_reduce_gradients_once_a_step_if_they_keep_parameters",
+        f"{_ENGINE}sharded_ranks_reduce_gradients_once_a_step_if_they_keep_parameters",
         "policy.parallel.reshard_after_forward=false",
     ),
     *proven(
@@ -225,7 +225,7 @@ CONTEXT_AND_TENSOR = [
         beside=_RANKS,
     ),
     *proven(
-        f"{_STATE}the_checks_find_one_copy_of_a_layers_norm_on_four_ranks",
+        f"{_ENGINE}the_checks_find_one_copy_of_a_layers_norm_on_four_ranks",
         "policy.parallel.sequence_parallel=true",
         beside=f"{_RANKS} policy.parallel.tensor_parallel_size=2",
     ),

@@ -21,6 +21,7 @@ from nemo_like.distributed.virtual_cluster import Bundle, VirtualCluster, physic
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
+from nemo_like.observe.metrics import values
 
 
 class Probe(Worker):
@@ -182,13 +183,14 @@ def test_the_meter_counts_values_and_not_what_references_point_to(local_ray):
     meter = DriverMeter()
     reference = ray.put(bytes(10_000_000))
     meter.count([reference], 1)
-    assert 0 < meter.pop()[0] < 200
+    assert 0 < meter.pop()["driver/bytes"].value < 200
     meter.count(bytes(1000))
     meter.waited(1.5)
-    num_bytes, waited_s = meter.pop()
-    assert 1000 < num_bytes < 1100
-    assert waited_s == 1.5
-    assert meter.pop() == (0, 0.0)
+    assert values(meter.pop()) == {
+        "driver/bytes": pytest.approx(1050, abs=50),
+        "time/waiting_s": 1.5,
+    }
+    assert values(meter.pop()) == {"driver/bytes": 0, "time/waiting_s": 0}
 
 
 SEVERAL_NODES = """

@@ -104,7 +104,7 @@ def test_weighted_rewards_are_logged_with_their_weights() -> None:
 
 
 def test_each_reduction_does_what_its_name_says() -> None:
-    expected = {Reduce.mean: 2.5, Reduce.sum: 4.0, Reduce.max: 3.0, Reduce.min: 1.0}
+    expected = {Reduce.mean: 2.5, Reduce.sum: 4.0, Reduce.max: 3.0}
     for reduce, value in expected.items():
         parts = [{"a/b": Metric(1.0, 1, reduce)}, {"a/b": Metric(3.0, 3, reduce)}]
         assert values(merge(parts)) == {"a/b": value}
@@ -118,7 +118,7 @@ def test_merging_in_two_stages_equals_merging_at_once(reduce: Reduce) -> None:
 
 
 def test_a_fully_masked_micro_batch_does_not_count_even_if_it_is_nan() -> None:
-    for reduce in (Reduce.mean, Reduce.max, Reduce.min):
+    for reduce in (Reduce.mean, Reduce.max):
         parts = [{"a/b": Metric(math.nan, 0, reduce)}, {"a/b": Metric(2.0, 5, reduce)}]
         assert values(merge(parts)) == {"a/b": 2.0}
 
@@ -458,16 +458,11 @@ def test_spans_add_up_by_name_and_start_again_after_pop() -> None:
     assert spans.pop() == {}
 
 
-def test_the_current_span_is_the_innermost_and_survives_an_exception() -> None:
+def test_spans_that_an_exception_leaves_count() -> None:
     spans = Spans()
-    assert spans.current is None
-    with pytest.raises(RuntimeError), spans.span("step"):
-        assert spans.current == "step"
-        with spans.span("refit"):
-            assert spans.current == "refit"
-            raise RuntimeError
-    assert spans.current == "refit"
+    with pytest.raises(RuntimeError), spans.span("step"), spans.span("refit"):
+        raise RuntimeError
     assert set(spans.pop()) == {"time/step_s", "time/refit_s"}
-    with spans.span("train"):
-        assert spans.current == "train"
-    assert spans.current is None
+    with spans.span("step"):
+        pass
+    assert set(spans.pop()) == {"time/step_s"}

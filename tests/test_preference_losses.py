@@ -7,19 +7,17 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.checks import check
 from nemo_like.config.choices import Divergence, PreferenceKind
-from nemo_like.config.preference_checks import (
-    check_distillation_loss,
-    check_dpo_loss,
-    check_reward_model_loss,
-    check_value_loss,
-)
+from nemo_like.config.policy_schema import TeacherConfig
 from nemo_like.config.preference_schema import (
     DistillationLossConfig,
     DPOLossConfig,
     RewardModelLossConfig,
     ValueLossConfig,
 )
+from nemo_like.config.sampling_run_schema import DistillationRunConfig, PPORunConfig
+from nemo_like.config.text_run_schema import DPORunConfig, RewardModelRunConfig
 from nemo_like.errors import UserError
 from nemo_like.losses.preference import PreferenceLoss, pair_loss, sigmoid_loss
 from nemo_like.losses.protocol import Denominators
@@ -408,46 +406,66 @@ def test_a_loss_is_float32_whatever_the_model_gives(name):
 # Refusals.
 
 
+def dpo_run(**loss):
+    return DPORunConfig(loss=DPOLossConfig(**loss))
+
+
+def reward_model_run(**loss):
+    return RewardModelRunConfig(loss=RewardModelLossConfig(**loss))
+
+
+def ppo_run(**loss):
+    config = PPORunConfig(value_loss=ValueLossConfig(**loss))
+    config.ppo.num_mini_batches = 2  # values are clipped from the second update on
+    return config
+
+
+def distillation_run(**loss):
+    teacher = TeacherConfig(model="embedded")
+    return DistillationRunConfig(loss=DistillationLossConfig(**loss), teacher=teacher)
+
+
 @pytest.mark.parametrize(
-    ("check", "config", "message"),
+    ("config", "message"),
     [
-        (check_dpo_loss, DPOLossConfig(beta=0.0), "loss.beta=0.0 must be a finite number above 0"),
-        (check_dpo_loss, DPOLossConfig(sft_coef=-1.0), "loss.sft_coef=-1.0 must be"),
-        (check_dpo_loss, DPOLossConfig(label_smoothing=0.5), "must be in [0, 0.5); if most"),
+        (dpo_run(beta=0.0), "loss.beta=0.0 must be a finite number above 0"),
+        (dpo_run(sft_coef=-1.0), "loss.sft_coef=-1.0 must be"),
+        (dpo_run(label_smoothing=0.5), "must be in [0, 0.5); if most"),
+        (dpo_run(robust=True), "loss.robust=true would have no effect: loss.label_smoothing is 0"),
         (
-            check_dpo_loss,
-            DPOLossConfig(robust=True),
-            "loss.robust=true would have no effect: loss.label_smoothing is 0",
-        ),
-        (
-            check_dpo_loss,
-            DPOLossConfig(kind=IPO, target_margin=0.5),
+            dpo_run(kind=IPO, target_margin=0.5),
             "loss.target_margin=0.5 would have no effect: loss.kind=ipo aims at",
         ),
-        (check_reward_model_loss, RewardModelLossConfig(center_coef=-0.1), "loss.center_coef=-0.1"),
-        (check_reward_model_loss, RewardModelLossConfig(margin=math.inf), "loss.margin=inf"),
-        (check_reward_model_loss, RewardModelLossConfig(label_smoothing=NAN), "in [0, 0.5)"),
-        (check_value_loss, ValueLossConfig(clip=0.0), "value_loss.clip=0.0 must be a finite"),
-        (check_distillation_loss, DistillationLossConfig(alpha=1.0), "loss.alpha=1.0 must be in"),
+        (reward_model_run(center_coef=-0.1), "loss.center_coef=-0.1"),
+        (reward_model_run(margin=math.inf), "loss.margin=inf"),
+        (reward_model_run(label_smoothing=NAN), "in [0, 0.5)"),
+        (ppo_run(clip=0.0), "value_loss.clip=0.0 must be a finite"),
+        (distillation_run(alpha=1.0), "loss.alpha=1.0 must be in"),
         (
-            check_distillation_loss,
-            DistillationLossConfig(alpha=0.3),
-            "loss.alpha=0.3 would have no effect: loss.kind=forward_kl has one side",
+            distillation_run(alpha=0.3),
+            "loss.alpha=0.3 would have no effect: forward_kl and reverse_kl have one side",
         ),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_work_or_has_no_effect_is_refused_by_name(check, config, message):
+def test_what_cannot_work_or_has_no_effect_is_refused_by_name(config, message):
     with pytest.raises(UserError) as refusal:
         check(config)
     assert message in str(refusal.value)
 
 
-def test_defaults_and_their_combinations_pass():
-    check_dpo_loss(DPOLossConfig())
-    check_dpo_loss(DPOLossConfig(kind=HINGE, target_margin=0.5, label_smoothing=0.1, robust=True))
-    check_reward_model_loss(RewardModelLossConfig())
-    check_value_loss(ValueLossConfig())
-    check_value_loss(ValueLossConfig(clip=None))
-    check_distillation_loss(DistillationLossConfig())
-    check_distillation_loss(DistillationLossConfig(kind=Divergence.jsd, alpha=0.1))
+@pytest.mark.parametrize(
+    "config",
+    [
+        dpo_run(),
+        dpo_run(kind=HINGE, target_margin=0.5, label_smoothing=0.1, robust=True),
+        reward_model_run(),
+        ppo_run(),
+        ppo_run(clip=None),
+        distillation_run(),
+        distillation_run(kind=Divergence.jsd, alpha=0.1),
+    ],
+    ids=lambda config: config.section,
+)
+def test_defaults_and_their_combinations_pass(config):
+    check(config)

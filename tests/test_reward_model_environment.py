@@ -15,13 +15,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from nemo_like.algorithms.reward_model import run_reward_model
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.setup import prepare
+from nemo_like.config.file_checks import GRADER_KEY
 from nemo_like.config.load import compose_config
 from nemo_like.config.rollout_schema import EnvironmentConfig, GradingModelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from nemo_like.rollout.graders import start_pool
 from nemo_like.rollout.reward_model import RewardModel
-from nemo_like.rollout.reward_text import KEY
 from tests.small_runs import ROOT, SEEDS, records, run, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -132,7 +132,7 @@ def test_grpo_learns_what_a_reward_model_likes(trained, seed, tmp_path):
 def damaged(good, folder, kind):
     """A copy of the reward model that is none, and what is said of it."""
     if kind == "absent":
-        return folder, f"{KEY}={folder}: no such folder"
+        return folder, f"{GRADER_KEY}={folder}: no such folder"
     shutil.copytree(good, folder)
     settings = json.loads((folder / "config.json").read_text())
     match kind:
@@ -166,7 +166,7 @@ def test_a_folder_that_is_no_reward_model_is_refused_before_anything_starts(
     trained, kind, tmp_path
 ):
     folder, said = damaged(trained.final, tmp_path / "model", kind)
-    reward = ("environment.reward=reward_model", f"{KEY}={folder}")
+    reward = ("environment.reward=reward_model", f"{GRADER_KEY}={folder}")
     with pytest.raises(UserError, match=re.escape(said)):
         prepared(small_config(tmp_path / "run", *reward))
 
@@ -189,7 +189,7 @@ def test_another_template_is_allowed_and_said(trained, tmp_path, caplog):
     shutil.copytree(trained.final, folder)
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text("Judge this: " + template)
-    reward = ("environment.reward=reward_model", f"{KEY}={folder}")
+    reward = ("environment.reward=reward_model", f"{GRADER_KEY}={folder}")
     prepared(small_config(tmp_path / "run", *reward))
     assert "template or end tokens are not the policy's" in caplog.text
 
@@ -197,8 +197,11 @@ def test_another_template_is_allowed_and_said(trained, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["environment.reward=reward_model"], f"{KEY} is not set"),
-        ([f"{KEY}=embedded"], "would have no effect: environment.reward is not reward_model"),
+        (["environment.reward=reward_model"], f"{GRADER_KEY} is not set"),
+        (
+            [f"{GRADER_KEY}=embedded"],
+            "would have no effect: environment.reward is not reward_model",
+        ),
     ],
 )
 def test_half_a_choice_is_refused(overrides, message, tmp_path):

@@ -1,4 +1,7 @@
-"""Options of the training engine that change what is computed, saved or checked, on gloo."""
+"""What options of the training engine do to a step, on gloo: synchronising, rounding, checks.
+
+The matrix of layouts is test_invariance.py; checkpoints and loading are test_training_state.py.
+"""
 
 import pytest
 import torch
@@ -12,62 +15,18 @@ from nemo_like.config.policy_schema import (
     ParallelConfig,
 )
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap, schedule
-from tests.layouts import LAYOUTS
+from tests.layouts import LAYOUTS, layout
+
+LARGER = 1 + 2.0**-10  # an eighth of the distance between two numbers of bfloat16, or a quarter
+# Plain gradient descent: what is added to parameters is proportional to the gradient.
+DESCENT = {
+    "optimizer": OptimizerConfig(kind=OptimizerKind.sgd, lr=0.1, momentum=0.0),
+    "max_grad_norm": None,
+}
 
 
-@pytest.fixture(scope="module")
-def saved(pool, four_layers, tmp_path_factory):
-    """Two sharding ranks: a checkpoint after the first step, and what the second step gives."""
-    results = {}
-
-    def get(tied):
-        if tied not in results:
-            folder = str(tmp_path_factory.mktemp("saved") / "step_1")
-            config = {"parallel": ParallelConfig()} | schedule(Schedule.linear)
-            path = four_layers("llama", tied)
-            results[tied] = folder, pool.run(2, f"{CASES}:save_then_go_on", path, config, folder)
-        return results[tied]
-
-    return get
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "name", ["one", "dp2", "ddp2", "tp2", "cp2", "pp2_1f1b", "pp2_interleaved", "hybrid2x2"]
-)
-def test_a_checkpoint_goes_on_in_any_layout(name, tied, pool, saved, four_layers):
-    ranks, parallel = LAYOUTS[name]
-    config = {"parallel": parallel} | schedule(Schedule.linear)
-    folder, expected = saved(tied)
-    path = four_layers("llama", tied)
-    actual = pool.run(ranks, f"{CASES}:load_and_go_on", path, config, folder)
-    metrics, parameters = actual[-1]
-    expected_metrics, expected_parameters = expected[-1]
-    for key in ("loss", "train/grad_norm", "train/lr"):
-        assert metrics[key] == pytest.approx(expected_metrics[key], abs=TOLERANCE), key
-    assert largest_gap(parameters, expected_parameters) < TOLERANCE
-    if name == "dp2":
-        assert metrics == expected_metrics
-        assert largest_gap(parameters, expected_parameters) == 0
-
-
-def test_a_float32_checkpoint_goes_on_in_float16(pool, saved, four_layers):
-    config = {"dtype": Dtype.float16} | schedule(Schedule.linear)
-    folder, expected = saved(False)
-    actual = pool.run(2, f"{CASES}:load_and_go_on", four_layers(), config, folder)
-    assert actual[0][0]["loss"] == pytest.approx(expected[0][0]["loss"], abs=1e-2)
-    assert actual[0][0]["train/skipped_steps"] == 0
-
-
-@pytest.mark.parametrize("kind", [OptimizerKind.sgd, OptimizerKind.muon, OptimizerKind.adafactor])
-def test_every_optimizer_resumes_where_it_was(kind, pool, four_layers, tmp_path):
-    optimizer = OptimizerConfig(kind=kind, lr=1e-2 if kind == "adafactor" else 1e-3)
-    config = {"optimizer": optimizer, "parallel": ParallelConfig()} | schedule(Schedule.cosine)
-    folder = str(tmp_path / "step_1")
-    straight = pool.run(2, f"{CASES}:save_then_go_on", four_layers(), config, folder)
-    resumed = pool.run(2, f"{CASES}:load_and_go_on", four_layers(), config, folder)
-    assert resumed[0][0] == straight[0][0]
-    assert largest_gap(resumed[0][1], straight[0][1]) == 0
+def flat(parameters):
+    return torch.cat([parameters[name].flatten() for name in sorted(parameters)])
 
 
 @pytest.mark.parametrize(
@@ -81,6 +40,9 @@ def test_a_warm_up_leaves_no_trace(mesh_shape, pool, four_layers):
     warm = pool.run(2, f"{CASES}:train_warmed_up", *arguments)[-1]
     assert warm[0] == cold[0]
     assert largest_gap(warm[1], cold[1]) == 0
+
+
+# Synchronising
 
 
 def test_ddp_options_that_only_change_how_gradients_travel_change_no_number(pool, four_layers):
@@ -135,6 +97,59 @@ def test_local_sgd_averages_every_so_many_steps_and_before_weights_leave(pool, f
     assert largest_gap(own0, out0) > 1e-6
 
 
+def test_float16_compression_rounds_gradients_by_no_more_than_it_must(pool, four_layers):
+    path = four_layers()
+    start = flat(pool.run(2, f"{CASES}:train", path, ddp() | DESCENT, 0)[0][1])
+    exact = flat(pool.run(2, f"{CASES}:train", path, ddp() | DESCENT, 1)[0][1]) - start
+    config = ddp(compression=Compression.fp16) | DESCENT
+    rounded = flat(pool.run(2, f"{CASES}:train", path, config, 1)[0][1]) - start
+    # Two shares and their sum are each rounded to 11 bits, by 2^-11 at most; the shares together
+    # are about as large as their sum, twice that if they cancel to half.
+    error = ((rounded - exact).norm() / exact.norm()).item()
+    assert 0 < error < 3 * 2.0**-11
+
+
+def test_powersgd_is_exact_until_its_start_and_trains_after_it(pool, four_layers):
+    path, start = four_layers(), 3
+    exact, _ = pool.run(2, f"{CASES}:train", path, ddp(), 15)[0]
+    config = ddp(compression=Compression.powersgd, powersgd_start_step=start)
+    low_rank, _ = pool.run(2, f"{CASES}:train", path, config, 15)[0]
+    gaps = [
+        abs(a["train/grad_norm"] - b["train/grad_norm"]) / b["train/grad_norm"]
+        for a, b in zip(low_rank, exact, strict=True)
+    ]
+    assert max(gaps[:start]) < 1e-6
+    assert gaps[start] > 1e-3
+    fall = exact[0]["loss"] - exact[-1]["loss"]
+    assert low_rank[0]["loss"] - low_rank[-1]["loss"] > 0.5 * fall > 0
+
+
+def test_an_average_after_each_step_of_descent_is_a_step_of_ddp(pool, four_layers):
+    path = four_layers()
+    expected = pool.run(2, f"{CASES}:train", path, ddp() | DESCENT, 1)[0]
+    config = ddp(average_every_steps=2) | DESCENT | {"debug": DebugConfig(collectives=True)}
+    metrics, parameters = pool.run(2, f"{CASES}:averaged_after_one_step", path, config)[0]
+    assert largest_gap(parameters, expected[1]) < 1e-6
+    assert metrics["loss"] == pytest.approx(expected[0][0]["loss"], abs=1e-6)
+    assert not [name for name in metrics if name.startswith("collective/")], "ranks met"
+
+
+def test_sharded_ranks_reduce_gradients_once_a_step_if_they_keep_parameters(pool, four_layers):
+    counts = []
+    for tokens in (512, 40):
+        config = {
+            "parallel": layout(reshard_after_forward=False),
+            "micro_batch_tokens": tokens,
+            "debug": DebugConfig(collectives=True),
+        }
+        metrics, _ = pool.run(2, f"{CASES}:train", four_layers(), config, 2)[0]
+        counts.append(metrics[1]["collective/reduce_scatter_count"])
+    assert counts == [5, 5], "four layers, and the rest"
+
+
+# Rounding
+
+
 def test_bfloat16_is_the_same_whether_or_not_parameters_stay_gathered(pool, four_layers):
     """Also over logprob passes between steps, which leave units gathered."""
     results = []
@@ -167,6 +182,39 @@ def test_a_float16_overflow_skips_the_step_is_counted_and_training_goes_on(pool,
     assert metrics[1]["train/lr"] == metrics[0]["train/lr"], "the schedule waits"
     assert num_steps == len(metrics) - skipped[-1] > 10
     assert metrics[-1]["loss"] < metrics[0]["loss"]
+
+
+@pytest.fixture(scope="module")
+def heads(four_layers, tmp_path_factory):
+    """Two models: a head whose numbers bfloat16 has, and the same larger by less than it shows."""
+    model = AutoModelForCausalLM.from_pretrained(four_layers(), dtype=torch.float32)
+    head = model.lm_head.weight
+    folders = []
+    for factor in (1.0, LARGER):
+        with torch.no_grad():
+            head.copy_(head.bfloat16().float() * factor)
+        folders.append(str(tmp_path_factory.mktemp("head")))
+        model.save_pretrained(folders[-1])
+    return folders
+
+
+@pytest.mark.parametrize("name", ["dp2", "ddp2", "tp2_sequence", "pp2_1f1b"])
+def test_a_float32_head_keeps_what_bfloat16_rounds_away(name, pool, heads):
+    ranks, parallel = LAYOUTS[name]
+
+    def run(folder, temperature, **changes):
+        config = {"parallel": parallel, "micro_batch_tokens": 512, "dtype": Dtype.bfloat16}
+        answers = pool.run(ranks, f"{CASES}:logprobs", folder, config | changes, temperature)
+        return torch.cat(answers)
+
+    exact, larger = heads
+    assert torch.equal(run(exact, 0.7), run(larger, 0.7))
+    expected = run(exact, 0.7 / LARGER, float32_head=True)
+    assert (run(larger, 0.7, float32_head=True) - expected).abs().max() < TOLERANCE
+    assert (run(exact, 0.7, float32_head=True) - expected).abs().max() > 10 * TOLERANCE
+
+
+# Checks
 
 
 @pytest.mark.parametrize(
@@ -207,17 +255,15 @@ def test_a_copy_that_is_one_rounding_off_is_named(name, pool, four_layers):
     assert all("model.norm.weight" in message for message in messages), messages
 
 
-def test_each_rank_starts_with_its_shard_and_other_weight_formats_load_whole(
-    pool, four_layers, tmp_path
-):
-    import shutil
-
-    sizes = pool.run(4, f"{CASES}:local_sizes", four_layers(), {"parallel": ParallelConfig()})
-    assert sum(mine for mine, _ in sizes) == sizes[0][1]
-    assert all(mine < whole / 3 for mine, whole in sizes)
-    shutil.copytree(four_layers(), tmp_path / "bin")
-    weights = AutoModelForCausalLM.from_pretrained(four_layers()).state_dict()
-    (tmp_path / "bin" / "model.safetensors").unlink()
-    torch.save(weights, tmp_path / "bin" / "pytorch_model.bin")
-    _, from_bin = pool.run(2, f"{CASES}:train", str(tmp_path / "bin"), {}, 0)[0]
-    assert largest_gap(from_bin, weights) == 0
+@pytest.mark.parametrize("parallel", [layout(tp=2, sequence_parallel=True), layout(replicate=2)])
+def test_the_checks_find_one_copy_of_a_layers_norm_on_four_ranks(parallel, pool, four_layers):
+    config = {
+        "parallel": parallel,
+        "debug": DebugConfig(check_replicas=True, check_gradients=True, check_data=True),
+    }
+    metrics, _ = pool.run(4, f"{CASES}:train", four_layers(), config, 1)[0]
+    assert metrics[0]["train/grad_norm"] > 0
+    name = "model.layers.2.input_layernorm.weight"
+    messages = pool.run(4, f"{CASES}:perturbed", four_layers(), config, name)
+    axis = "tp" if parallel.tensor_parallel_size > 1 else "replicate"
+    assert all(f"along axis {axis}: '{name}'" in message for message in messages), messages

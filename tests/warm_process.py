@@ -1,4 +1,7 @@
-"""A process that has imported what takes seconds, so that others like it start in no time."""
+"""A process that has imported what takes seconds, so that others like it start in no time.
+
+This one is asked by its parent, by a pipe; ``forked_workers`` has one that Ray asks, by a socket.
+"""
 
 import contextlib
 import gc
@@ -9,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -50,10 +53,15 @@ class WarmProcess:
         return self._pipe.recv()
 
 
-def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
+def warm_up(modules: Iterable[str]) -> None:
+    """What this process does before it is forked."""
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # or every fork's first collection would copy all that it shares
+
+
+def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
+    warm_up(modules)
     while True:
         try:
             what, *request = pipe.recv()

@@ -16,14 +16,10 @@ from dataclasses import dataclass, replace
 
 from nemo_like.algorithms import setup as on_policy
 from nemo_like.algorithms import text_rows
+from nemo_like.algorithms.grpo import batch_metrics
 from nemo_like.algorithms.processes import Processes, find_model
 from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.self_check import (
-    check_sampled,
-    gap_check,
-    warn_of_gap,
-)
-from nemo_like.batch import keys
+from nemo_like.algorithms.self_check import check_sampled, gap_check, warn_of_gap
 from nemo_like.config.layout import parallel_sizes
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import number, read_settings
@@ -38,14 +34,10 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.models.resolve import resolve_model
-from nemo_like.observe.metrics import Metric, Reduce
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 
 AnyConfig = DistillationRunConfig | OffPolicyDistillationRunConfig
-
-# Rows that the teacher is asked about in one call: all of a data set may not fit a device.
-_ROWS_PER_CALL = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +60,8 @@ class Teacher:
 
     def answer(self, batch: RemoteBatch) -> RemoteBatch:
         """``batch`` with token columns ``teacher_ids`` and ``teacher_logprobs``."""
-        parts = text_rows.in_parts(batch, _ROWS_PER_CALL)
-        for part in parts:
-            self.model.top_logprobs(part, self.compared.top_k, self.compared.vocabulary)
-        return RemoteBatch.concatenate(parts)
+        k, vocabulary = self.compared.top_k, self.compared.vocabulary
+        return text_rows.in_parts(batch, lambda part: self.model.top_logprobs(part, k, vocabulary))
 
 
 def run_distillation(config: DistillationRunConfig, processes: Processes) -> None:
@@ -125,10 +115,8 @@ def train_on_samples(
         with run.span("train"):
             check = gap_check(config, num_made)
             metrics |= policy.train(batch, loss, on_policy=True, check=check)
-        trained = batch.rows[keys.NUM_LOSS_TOKENS][batch.rows[keys.SAMPLE_MASK]]
-        metrics["train/num_tokens"] = Metric(int(trained.sum()), reduce=Reduce.sum)
         warn_of_gap(config, metrics)
-        run.log(metrics | setup.driver_metrics())
+        run.log(metrics | batch_metrics(batch) | setup.meter.pop())
 
 
 def train_on_texts(
@@ -231,4 +219,4 @@ def start_teacher(
 def _finish(config: AnyConfig, policy: Policy, run: Run) -> None:
     if config.checkpoint.export:
         policy.export(str(run.dir / "final"))
-    run.finish(model=config.policy.model, teacher=config.teacher.model, seed=config.run.seed)
+    run.finish(teacher=config.teacher.model)

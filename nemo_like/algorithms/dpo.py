@@ -18,9 +18,6 @@ from nemo_like.data import preferences
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.preference import PreferenceLoss
 
-# Rows that are scored in one call: all of a data set at once may not fit a device.
-_ROWS_PER_CALL = 1024
-
 
 def run_dpo(config: DPORunConfig) -> None:
     """Everything from a configuration to a trained model in ``run.dir``."""
@@ -37,7 +34,7 @@ def run_dpo(config: DPORunConfig) -> None:
         train(config, setup, run, live)
         if config.checkpoint.export:
             setup.policy.export(str(run.dir / "final"))
-        run.finish(model=config.policy.model, seed=config.run.seed)
+        run.finish()
 
 
 def with_reference_logprobs(setup: TextSetup, live: bool) -> TextSetup:
@@ -45,10 +42,7 @@ def with_reference_logprobs(setup: TextSetup, live: bool) -> TextSetup:
     restored, it is the reference. ``live``: held-out rows alone; steps score their own."""
 
     def scored(batch: RemoteBatch) -> RemoteBatch:
-        parts = in_parts(batch, _ROWS_PER_CALL)
-        for part in parts:
-            setup.policy.score(part, keys.REFERENCE_LOGPROBS)
-        return RemoteBatch.concatenate(parts)
+        return in_parts(batch, lambda part: setup.policy.score(part, keys.REFERENCE_LOGPROBS))
 
     return replace(
         setup,

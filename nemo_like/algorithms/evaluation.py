@@ -47,7 +47,7 @@ def run_eval(config: EvalRunConfig, processes: Processes) -> None:
         )
         for record in measured.add(samples):
             file.append(record)
-        run.log(metrics | setup.driver_metrics())
+        run.log(metrics | setup.meter.pop())
     write_report(measured.report(), run.dir / "eval.json")
 
 
@@ -62,7 +62,6 @@ def prepare(config: EvalRunConfig, rows: Rows, model_path: str) -> Prepared:
         rows.validation, chat, context, context, most_new, config.data, "data.validation"
     )
     return Prepared(
-        model_path=model_path,
         loader=PromptLoader(
             checked, fingerprint=fingerprint(checked), seed=config.run.seed, shuffle=False
         ),

@@ -58,11 +58,7 @@ def run_grpo(config: GRPORunConfig, processes: Processes) -> None:
     train(config, setup, run)
     if config.checkpoint.export:
         setup.policy.export(str(run.dir / "final"))
-    run.finish(
-        generation_backend=config.generation.backend.value,
-        model=config.policy.model,
-        seed=config.run.seed,
-    )
+    run.finish(generation_backend=config.generation.backend.value)
 
 
 def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
@@ -102,11 +98,10 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
                 policy.train(one, loss, on_policy=reuse, check=check if reuse else None)
                 for one in mini_batches(batch, config, step)
             ]
-        if config.run.self_check and num_made == 1 and "train/max_log_ratio" in updates[0]:
-            check_ratios(updates[0], config.policy.dtype)
+        check_ratios(config, updates[0], num_made)
         metrics |= mean_of_steps(updates)
         warn_of_gap(config, metrics)
-        run.log(metrics | setup.driver_metrics())
+        run.log(metrics | setup.meter.pop())
 
 
 def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:

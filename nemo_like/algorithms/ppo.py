@@ -6,9 +6,8 @@ advantage a token; the clipped loss moves the policy, and half the squared error
 critic. A completion earns its reward at its last token and, with ``loss.kl_in=reward``, less at
 each token for its KL to the reference. Tokens and what is computed of them stay on the ranks; the
 driver sees the moments of all advantages, by which they are whitened. ``critic.enabled=false`` is
-REINFORCE++ (arXiv:2501.03262). Left out here: critics on bundles of their own; tensor, context and
-pipeline parallelism, which the scalar head does not know; a value in place of the reward of
-completions that were cut off.
+REINFORCE++ (arXiv:2501.03262). Left out here: tensor, context and pipeline parallelism, which the
+scalar head does not know; a value in place of the reward of completions that were cut off.
 """
 
 import math
@@ -61,11 +60,7 @@ def run_ppo(config: PPORunConfig, processes: Processes) -> None:
         setup.policy.export(str(run.dir / "final"))
         if setup.critic is not None:
             setup.critic.export(str(run.dir / "final_critic"))
-    run.finish(
-        generation_backend=config.generation.backend.value,
-        model=config.policy.model,
-        seed=config.run.seed,
-    )
+    run.finish(generation_backend=config.generation.backend.value)
 
 
 def find_critic(config: PPORunConfig, model_path: str) -> CriticSetup | None:
@@ -130,11 +125,10 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
                     policy.train(one, loss, on_policy=reuse, check=check if reuse else None)
                     for one in parts
                 ]
-            if config.run.self_check and num_made == 1 and "train/max_log_ratio" in updates[0]:
-                check_ratios(updates[0], config.policy.dtype)
+            check_ratios(config, updates[0], num_made)
             metrics |= mean_of_steps(updates)
         warn_of_gap(config, metrics)
-        run.log(metrics | setup.driver_metrics())
+        run.log(metrics | setup.meter.pop())
 
 
 def add_advantages(batch: RemoteBatch, policy: Policy, config: PPORunConfig) -> Metrics:

@@ -28,7 +28,7 @@ def run_reward_model(config: RewardModelRunConfig) -> None:
         train(config, setup, run)
         if config.checkpoint.export:
             setup.policy.export(str(run.dir / "final"))
-        run.finish(model=config.policy.model, seed=config.run.seed)
+        run.finish()
 
 
 def train(config: RewardModelRunConfig, setup: TextSetup, run: Run) -> None:

@@ -3,17 +3,11 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from nemo_like.config.file_checks import REWARD_MODEL
+from nemo_like.config.file_checks import REASONING_GYM, REWARD_MODEL
 from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.run_schema import RolloutRunConfig
 from nemo_like.config.sampling_run_schema import EvalRunConfig
-from nemo_like.data.datasets import (
-    REASONING_GYM,
-    VALIDATION_SEED_OFFSET,
-    Row,
-    load_rows,
-    without_overlap,
-)
+from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.environments.rewards import resolve_reward
 from nemo_like.errors import UserError
 

@@ -209,6 +209,8 @@ class Run:
             "wall_s": round(wall_s, 1),
             **{name: value for name, value in self._totals.items() if name.startswith("val_")},
             **facts,
+            "model": self.config.policy.model,
+            "seed": self.config.run.seed,
         }
         (self.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         logger.info("Summary: %s", json.dumps(summary))
@@ -273,14 +275,13 @@ class Run:
 
     def _open_sinks(self) -> Sinks:
         logging_config = self.config.logging
-        resumed_step = self.first_step or None
-        jsonl = JsonlSink(self.dir / "metrics.jsonl")
         # A run that was stopped before its first checkpoint starts afresh, validation included.
-        jsonl.truncate_after(self.first_step if self._resumed else -1)
+        kept_step = self.first_step if self._resumed else -1
+        jsonl = JsonlSink(self.dir / "metrics.jsonl")
+        jsonl.truncate_after(kept_step)
         sinks: list[MetricSink] = [jsonl]
         if logging_config.tensorboard:
-            purged = self.first_step if self._resumed else -1
-            sinks.append(TensorBoardSink(self.dir / "tensorboard", purged))
+            sinks.append(TensorBoardSink(self.dir / "tensorboard", kept_step))
         if logging_config.wandb is not WandbMode.off:
             from nemo_like.observe.wandb_sink import WandbSink
 
@@ -292,7 +293,7 @@ class Run:
                     config=asdict(self.config),
                 )
             )
-        return Sinks([*sinks, self._progress], resumed_step)
+        return Sinks([*sinks, self._progress], self.first_step or None)
 
 
 def _best_metric(config: TrainingRunConfig) -> tuple[str, bool]:

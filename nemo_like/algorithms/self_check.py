@@ -25,8 +25,6 @@ MAX_MEAN_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.1, Dtype.float16: 0.1 / 8
 MAX_GAP = {Dtype.float32: 5e-2, Dtype.bfloat16: 2.0, Dtype.float16: 2.0 / 8}
 # The trainer against itself, before and in the step: the same weights, perhaps other kernels.
 MAX_LOG_RATIO = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.5, Dtype.float16: 0.5 / 8}
-
-
 # Weights that an engine failed to replace show from the second refit on.
 NUM_CHECKED_STEPS = 3
 NUM_CONSTANT_STEPS = 5
@@ -157,12 +155,17 @@ class RewardWatch:
         )
 
 
-def check_ratios(metrics: Metrics, dtype: Dtype) -> None:
-    """Raise RunError unless importance ratios of the first step are 1."""
-    gap = metrics["train/max_log_ratio"].value
-    if not gap <= MAX_LOG_RATIO[dtype]:
+def check_ratios(config: RolloutRunConfig, metrics: Metrics, num_made: int) -> None:
+    """Raise RunError unless importance ratios of an execution's first update are 1.
+
+    ``metrics`` are that update's; without a logprob pass before it they have no ratio.
+    """
+    gap, dtype = metrics.get("train/max_log_ratio"), config.policy.dtype
+    if not config.run.self_check or num_made > 1 or gap is None:
+        return
+    if not gap.value <= MAX_LOG_RATIO[dtype]:
         raise RunError(
             f"Self-check failed: importance ratios of the first step are not 1 "
-            f"(max |log ratio| {gap:.3g}, limit {MAX_LOG_RATIO[dtype]:g} in {dtype}); the logprob "
-            "pass and the train step compute different things."
+            f"(max |log ratio| {gap.value:.3g}, limit {MAX_LOG_RATIO[dtype]:g} in {dtype}); the "
+            "logprob pass and the train step compute different things."
         )

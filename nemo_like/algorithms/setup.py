@@ -4,13 +4,11 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from nemo_like.algorithms.engine_size import engine_config
 from nemo_like.algorithms.processes import Processes, check_folders
 from nemo_like.algorithms.rows import Rows
-from nemo_like.algorithms.run import Run
 from nemo_like.config.choices import Output
 from nemo_like.config.plan import ResourcePlan
 from nemo_like.config.policy_schema import PolicyConfig
@@ -23,7 +21,6 @@ from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker import Worker
 from nemo_like.generation.generation import Generation
 from nemo_like.models.context import context_for
-from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 from nemo_like.refit.weight_sync import WeightSync
@@ -38,16 +35,16 @@ logger = logging.getLogger(__name__)
 class Prepared:
     """What is known before models and engines start."""
 
-    model_path: str
     loader: PromptLoader[Row]
     validation_rows: list[Row]
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    """Tokens of the longest prompt and the longest completion together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSetup:
-    """A critic on the policy's bundles."""
+    """What a critic is made of."""
 
     config: PolicyConfig
     model_path: str
@@ -70,14 +67,6 @@ class Setup:
     def models(self) -> dict[str, Policy]:
         """All that trains, by role."""
         return _by_role(self.policy, self.critic)
-
-    def driver_metrics(self) -> Metrics:
-        """What passed through the driver since the last call."""
-        num_bytes, waited_s = self.meter.pop()
-        return {
-            "driver/bytes": Metric(num_bytes, reduce=Reduce.sum),
-            "time/waiting_s": Metric(waited_s, reduce=Reduce.sum),
-        }
 
 
 def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
@@ -106,7 +95,6 @@ def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
             least,
         )
     return Prepared(
-        model_path=model_path,
         loader=PromptLoader(
             checked["data.train"],
             fingerprint=fingerprint(checked["data.train"]),
@@ -151,7 +139,7 @@ def start(
         stack.callback(of_critic.shutdown)
         asked.append(of_critic.group.submit_missing([critic.model_path]))
     models = _by_role(policy, of_critic)
-    rollout_setup = _rollout_setup(config, run, prepared, cluster.plan)
+    rollout_setup = _rollout_setup(config, processes, prepared)
     with run.start_phase("workers"):
         if (grading_model := rollout_setup.environment.reward_model.model) is not None:
             asked.append(generation.group.submit_missing([grading_model]))
@@ -238,13 +226,13 @@ def _start_workers(
 
 
 def _rollout_setup(
-    config: RolloutRunConfig, run: Run, prepared: Prepared, plan: ResourcePlan
+    config: RolloutRunConfig, processes: Processes, prepared: Prepared
 ) -> RolloutSetup:
+    run, plan = processes.run, processes.cluster.plan
     return RolloutSetup(
         backend=config.generation.backend,
-        engine=engine_config(config, prepared.model_path, prepared.max_model_len, plan),
+        engine=engine_config(config, processes.model_path, prepared.max_model_len, plan),
         environment=graders.for_other_folders(config.environment),
-        model_path=prepared.model_path,
-        trajectories_path=str(Path(run.dir) / "trajectories.jsonl"),
+        trajectories_path=str(run.dir / "trajectories.jsonl"),
         resumed_step=run.first_step,
     )

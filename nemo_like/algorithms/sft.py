@@ -27,7 +27,7 @@ def run_sft(config: SFTRunConfig) -> None:
         train(config, setup, run)
         if config.checkpoint.export:
             setup.policy.export(str(run.dir / "final"))
-        run.finish(model=config.policy.model, seed=config.run.seed)
+        run.finish()
 
 
 def train(config: SFTRunConfig, setup: TextSetup, run: Run) -> None:

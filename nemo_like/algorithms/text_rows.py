@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # A step fetches whole chunks of the rows that it needs; smaller ones are more objects to keep.
 _ROWS_PER_CHUNK = 64
+# Rows that a model is asked about in one call: all of a data set at once may not fit a device.
+_ROWS_PER_CALL = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +65,11 @@ class TextSetup:
 
     def metrics(self, batch: RemoteBatch) -> Metrics:
         """What the driver knows of a step beside what its workers reported."""
-        num_bytes, waited_s = self.meter.pop()
+        num_tokens = int(batch.rows[keys.NUM_LOSS_TOKENS].sum())
         return {
-            "train/num_tokens": Metric(
-                int(batch.rows[keys.NUM_LOSS_TOKENS].sum()), reduce=Reduce.sum
-            ),
+            "train/num_tokens": Metric(num_tokens, reduce=Reduce.sum),
             "train/epoch": Metric(self.rows.loader.epochs_done),
-            "driver/bytes": Metric(num_bytes, reduce=Reduce.sum),
-            "time/waiting_s": Metric(waited_s, reduce=Reduce.sum),
+            **self.meter.pop(),
         }
 
 
@@ -190,12 +189,18 @@ def unit_rows(units: list[int], rows_per_unit: int) -> torch.Tensor:
     return (first + torch.arange(rows_per_unit)).flatten()
 
 
-def in_parts(batch: RemoteBatch, rows_per_part: int) -> list[RemoteBatch]:
-    """Consecutive parts of a batch; a multiple of the rows of a unit keeps units whole."""
-    return [
-        batch.select(range(first, min(first + rows_per_part, len(batch))))
-        for first in range(0, len(batch), rows_per_part)
+def in_parts(batch: RemoteBatch, add: Callable[[RemoteBatch], None]) -> RemoteBatch:
+    """``batch`` with the columns that ``add`` gives to each of its parts, one call after another.
+
+    Rows of a unit stay in one part.
+    """
+    parts = [
+        batch.select(range(first, min(first + _ROWS_PER_CALL, len(batch))))
+        for first in range(0, len(batch), _ROWS_PER_CALL)
     ]
+    for part in parts:
+        add(part)
+    return RemoteBatch.concatenate(parts)
 
 
 def _fingerprint(batch: TensorBatch) -> str:

@@ -5,6 +5,7 @@ Legend: ``B`` rows (sequences), ``N`` tokens of all rows together.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,9 +38,9 @@ class TensorBatch:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        """``N``."""
+        """``N``; read from the device once."""
         return int(self.lengths.sum())
 
     @property

@@ -15,8 +15,8 @@ from nemo_like.config.eval_checks import check_eval
 from nemo_like.config.file_checks import REASONING_GYM, check_files
 from nemo_like.config.launch_checks import check_slurm
 from nemo_like.config.lora_checks import check_lora
-from nemo_like.config.policy_checks import check_policy, check_scalar_head
-from nemo_like.config.preference_checks import check_dpo_loss, check_reward_model_loss
+from nemo_like.config.policy_checks import check_policy
+from nemo_like.config.preference_checks import check_dpo, check_reward_model
 from nemo_like.config.rollout_checks import (
     check_averaging,
     check_grpo,
@@ -88,12 +88,9 @@ def check(config: TrainingRunConfig, *, files_are_here: bool = True) -> None:
         case SFTRunConfig():
             pass
         case DPORunConfig():
-            check_effects(config, _DPO_EFFECTS)
-            check_dpo_loss(config.loss)
+            check_dpo(config)
         case RewardModelRunConfig():
-            check_reward_model_loss(config.loss)
-            check_scalar_head(config)
-            check_effects(config, [_NO_LOGITS])
+            check_reward_model(config)
         case DistillationRunConfig():
             check_distillation(config)
             check_sampled_distillation(config)
@@ -198,20 +195,6 @@ _TEXT_EFFECTS = (
         applies=lambda c: c.data.validation is not None or c.data.train == REASONING_GYM,
         why_not="there are no validation rows; set data.validation",
     ),
-)
-
-_DPO_EFFECTS = (
-    Effect(
-        keys=("dpo.precompute_reference",),
-        applies=lambda c: not c.loss.reference_free,
-        why_not="loss.reference_free=true needs no reference",
-    ),
-)
-
-_NO_LOGITS = Effect(
-    keys=("policy.float32_head", "policy.logprob_chunk_tokens"),
-    applies=lambda _: False,
-    why_not="a reward model has no logits, and its head is always multiplied in float32",
 )
 
 _WITHOUT_ROLLOUTS = (

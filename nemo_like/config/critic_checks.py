@@ -6,7 +6,6 @@ from nemo_like.config.loss_checks import one_update
 from nemo_like.config.optimizer_checks import check_optimizer, check_scheduler
 from nemo_like.config.plan import plan_run
 from nemo_like.config.policy_checks import check_scalar_head
-from nemo_like.config.preference_checks import check_value_loss
 from nemo_like.config.rollout_checks import check_updates
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.sampling_run_schema import PPORunConfig
@@ -14,6 +13,7 @@ from nemo_like.errors import UserError
 
 _RANGES = Ranges(
     at_least={"ppo.gamma": 0, "ppo.lam": 0, "ppo.num_critic_warmup_steps": 0},
+    above_zero=("value_loss.clip",),
     at_most={"ppo.gamma": 1, "ppo.lam": 1},
 )
 
@@ -25,7 +25,6 @@ def check_ppo(config: PPORunConfig) -> None:
     if not config.critic.enabled:
         _check_without_critic(config)
         return
-    check_value_loss(config.value_loss)
     check_effects(config, [one_update(config, "value_loss.clip")])
     check_optimizer(config, "critic")
     check_scheduler(config, "critic", config.max_steps)

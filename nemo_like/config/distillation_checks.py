@@ -1,10 +1,9 @@
 """Rules of runs with a teacher."""
 
-from nemo_like.config.choices import MismatchAction, TeacherTail
+from nemo_like.config.choices import Divergence, MismatchAction, TeacherTail
 from nemo_like.config.file_checks import check_model
 from nemo_like.config.layout import resolve_mesh_shape
 from nemo_like.config.plan import plan_run
-from nemo_like.config.preference_checks import check_distillation_loss
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.sampling_run_schema import DistillationRunConfig
 from nemo_like.config.text_run_schema import OffPolicyDistillationRunConfig
@@ -15,6 +14,11 @@ _EFFECTS = (
         keys=("loss.tail",),
         applies=lambda c: c.teacher.top_k is not None,
         why_not="teacher.top_k is null, so no token is left out; set teacher.top_k",
+    ),
+    Effect(
+        keys=("loss.alpha",),
+        applies=lambda c: c.loss.kind in (Divergence.jsd, Divergence.mixed),
+        why_not="forward_kl and reverse_kl have one side; set loss.kind to jsd or mixed",
     ),
 )
 
@@ -35,7 +39,11 @@ def check_distillation(config: DistillationRunConfig | OffPolicyDistillationRunC
             "loss.tail=renormalize does not go with teacher.top_k=1: one outcome always has "
             "probability 1; raise teacher.top_k, or set loss.tail=bucket."
         )
-    check_distillation_loss(config.loss)
+    if not 0 < config.loss.alpha < 1:
+        raise UserError(
+            f"loss.alpha={config.loss.alpha} must be in (0, 1); for one side alone set loss.kind "
+            "to forward_kl or reverse_kl."
+        )
     check_effects(config, _EFFECTS)
     num_ranks = len(plan_run(config).policy)
     stages = resolve_mesh_shape(config.policy, num_ranks).pipeline_parallel_size

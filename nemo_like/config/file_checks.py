@@ -18,6 +18,7 @@ from nemo_like.errors import UserError
 REASONING_GYM = "reasoning_gym"
 BUILT_IN_MODELS = ("embedded", "smollm2")
 REWARD_MODEL = "reward_model"
+GRADER_KEY = "environment.reward_model.model"
 BUILT_IN_REWARDS = (REASONING_GYM, "math", REWARD_MODEL)
 _SCORES = "ForSequenceClassification"
 # Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
@@ -151,7 +152,7 @@ def _check_reward(reward: str) -> None:
 
 
 def _check_grading_model(model: str | None) -> None:
-    key = "environment.reward_model.model"
+    key = GRADER_KEY
     if model is None:
         raise UserError(
             f"{key} is not set, and environment.reward={REWARD_MODEL} grades by it; give the "
@@ -161,11 +162,12 @@ def _check_grading_model(model: str | None) -> None:
         raise UserError(f"{key}={model} is a checkpoint; give the folder final/ of its run.")
     check_model(key, model)
     if Path(model).expanduser().is_dir():
-        check_scores(key, Path(model).expanduser())
+        check_scores(Path(model).expanduser())
 
 
-def check_scores(key: str, folder: Path) -> None:
-    """Refuse a model without a scalar head, by its config.json; ``key`` is where it is given."""
+def check_scores(folder: Path) -> None:
+    """Refuse a grading model without a scalar head, by its config.json."""
+    key = GRADER_KEY
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind = (settings.get("architectures") or ["model of unknown class"])[0]

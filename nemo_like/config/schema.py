@@ -1,6 +1,5 @@
-"""Sections of every run. All of the schema is in ``schema``, ``policy_schema``, ``rollout_schema``,
-``loss_schema``, ``launch_schema`` and ``run_schema``: every key, its type, its default, and what it
-means.
+"""Sections of every run. All of the schema is in this file and the others named ``*_schema``: every
+key, its type, its default, and what it means.
 
 Defaults live there and nowhere else; the YAML files under ``configs/`` state differences only. The
 text below a field is its documentation, printed by ``--help`` and collected in ``docs/config.md``.

@@ -15,12 +15,15 @@ from nemo_like.config.plan import ResourcePlan
 from nemo_like.config.run_schema import RolloutRunConfig
 
 PEAK_FLOPS = 989e12
+"""Of an H100 or H200 in 16 bits, dense."""
 TRAINING_SHARE = 0.45
 """Of ``PEAK_FLOPS`` that training and logprob passes reach."""
 MEMORY_BYTES_PER_S = 0.6 * 3.35e12
+"""Of weights and cache that decoding reads: 0.6 of what an H100's memory gives."""
 DECODE_HOST_S = 0.004
 """An engine's work on the host for one token of all its sequences."""
 REFIT_BYTES_PER_S = 55e9
+"""From policy to engine, gathering and loading included."""
 
 
 @dataclass(frozen=True, kw_only=True)

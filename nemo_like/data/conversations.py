@@ -51,15 +51,12 @@ def load(
     Raises UserError, with key, file and line, for files and rows that break a rule.
     """
     limit = length_limit(config, context=context, micro_batch_tokens=micro_batch_tokens)
-    train, held_out = datasets.read_both(
+    return datasets.load_both(
         config,
         partial(read, config),
+        lambda rows, key: tokenize(rows, chat, config.train_on, limit, key),
         seed=seed,
         with_validation=with_validation,
-    )
-    return (
-        tokenize(train, chat, config.train_on, limit, "data.train"),
-        tokenize(held_out, chat, config.train_on, limit, "data.validation") if held_out else None,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 from nemo_like.config.choices import OverlongPrompts
 from nemo_like.config.data_schema import TextDataConfig
+from nemo_like.config.file_checks import REASONING_GYM
 from nemo_like.config.rollout_schema import DEFAULT_TASKS, DataConfig
 from nemo_like.data import json_rows
 from nemo_like.errors import UserError
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 """``{"role": ..., "content": ...}``, as chat templates take it."""
 
-REASONING_GYM = "reasoning_gym"
 VALIDATION_SEED_OFFSET = 1_000_003
 """From the seed of generated training rows to that of the held-out ones."""
 _RESERVED = ("completion",)
@@ -41,6 +41,7 @@ class HasPrompt(Protocol):
 
 
 R = TypeVar("R", bound=HasPrompt)
+B = TypeVar("B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,26 +102,29 @@ def records(
         raise UserError(f"{key}={source} has no rows; give a file with at least one.")
 
 
-def read_both(
+def load_both(
     config: TextDataConfig,
     read: Callable[[str, int, int, str], list[R]],
+    tokenize: Callable[[list[R], str], B],
     *,
     seed: int,
     with_validation: bool,
-) -> tuple[list[R], list[R]]:
+) -> tuple[B, B | None]:
     """Training rows, and validation rows if there are any and they are asked for.
 
-    ``read(source, num_rows, seed, key)`` gives the rows of one source.
+    ``read(source, num_rows, seed, key)`` gives the rows of one source, ``tokenize(rows, key)`` the
+    batch that they make.
     """
     train_rows = read(config.train, config.num_train_rows, seed, "data.train")
     source = config.validation
     if source is None and config.train == REASONING_GYM:
         source = REASONING_GYM
     if source is None or not with_validation:
-        return train_rows, []
-    held_out = seed + VALIDATION_SEED_OFFSET
-    validation_rows = read(source, config.num_validation_rows, held_out, "data.validation")
-    return without_overlap(train_rows, validation_rows), validation_rows
+        return tokenize(train_rows, "data.train"), None
+    key, held_out = "data.validation", seed + VALIDATION_SEED_OFFSET
+    validation_rows = read(source, config.num_validation_rows, held_out, key)
+    train_rows = without_overlap(train_rows, validation_rows)
+    return tokenize(train_rows, "data.train"), tokenize(validation_rows, key)
 
 
 def without_overlap(train_rows: list[R], validation_rows: Sequence[R]) -> list[R]:

@@ -53,15 +53,12 @@ def load(
     limit = length_limit(
         config, context=context, micro_batch_tokens=micro_batch_tokens, rows_per_unit=2
     )
-    train, held_out = datasets.read_both(
+    return datasets.load_both(
         config,
         partial(read, config),
+        lambda pairs, key: tokenize(pairs, chat, config.identical, limit, key),
         seed=seed,
         with_validation=with_validation,
-    )
-    return (
-        tokenize(train, chat, config.identical, limit, "data.train"),
-        tokenize(held_out, chat, config.identical, limit, "data.validation") if held_out else None,
     )
 
 

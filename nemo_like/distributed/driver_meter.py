@@ -6,6 +6,8 @@ from typing import Any
 
 from ray import ObjectRef
 
+from nemo_like.observe.metrics import Metric, Metrics, Reduce
+
 
 class DriverMeter:
     """Counts pickled bytes to workers and back, and the seconds spent waiting for them."""
@@ -24,11 +26,14 @@ class DriverMeter:
         """Add time in which the driver had nothing to do."""
         self._waited_s += seconds
 
-    def pop(self) -> tuple[int, float]:
-        """Bytes and seconds since the last pop."""
-        counted = self._bytes, self._waited_s
+    def pop(self) -> Metrics:
+        """``driver/bytes`` and ``time/waiting_s`` since the last pop."""
+        num_bytes, waited_s = self._bytes, self._waited_s
         self._bytes, self._waited_s = 0, 0.0
-        return counted
+        return {
+            "driver/bytes": Metric(num_bytes, reduce=Reduce.sum),
+            "time/waiting_s": Metric(waited_s, reduce=Reduce.sum),
+        }
 
 
 class _Pickler(pickle.Pickler):

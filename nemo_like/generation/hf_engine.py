@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_TOKENS_PER_CHARACTER = 4
 """Byte-level tokenizers may spend one token on each byte of a UTF-8 character."""
 
-Pending = tuple[GenerationRequest, "asyncio.Future[Completion]"]
+Waiting = tuple[GenerationRequest, "asyncio.Future[Completion]"]
 
 
 class HFEngine:
@@ -54,7 +54,7 @@ class HFEngine:
         self._config = config
         self._model: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._queue: asyncio.Queue[Pending] = asyncio.Queue()
+        self._queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self._server: asyncio.Task[None] | None = None
         self._version: int | None = None
         self._num_running = 0
@@ -145,7 +145,7 @@ class HFEngine:
                 batch.append(self._queue.get_nowait())
             await self._answer(batch)
 
-    async def _answer(self, batch: list[Pending]) -> None:
+    async def _answer(self, batch: list[Waiting]) -> None:
         requests = [request for request, _ in batch]
         assert self._version is not None
         try:

@@ -77,8 +77,10 @@ class EngineConfig:
     dtype: str
     seed: int
     max_model_len: int
+    """Most tokens of a prompt and its completion together."""
     tensor_parallel_size: int = 1
     max_num_seqs: int = 256
+    """Most completions that are sampled at one time."""
     device: str = "cpu"
     """``cpu`` or ``cuda``; the worker has set CUDA_VISIBLE_DEVICES before the engine starts."""
     gpu_memory_share: float = 0.85

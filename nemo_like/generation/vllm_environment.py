@@ -46,15 +46,18 @@ def start_environment(devices: EngineDevices) -> Iterator[None]:
         os.environ.update(saved)
 
 
-def _variables(devices: EngineDevices) -> dict[str, str]:
-    variables = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        # Not of our process, which has threads (Ray's, torch's): see ``vllm_processes``.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
+def common_variables() -> dict[str, str]:
+    """What any process with vLLM needs on this machine, whoever starts it."""
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if importlib.util.find_spec("flashinfer") is None:
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    return variables
+
+
+def _variables(devices: EngineDevices) -> dict[str, str]:
+    variables = common_variables()
+    # Not of our process, which has threads (Ray's, torch's): see ``vllm_processes``.
+    variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if devices.device != "cpu":
         return variables
     cores = len(os.sched_getaffinity(0))

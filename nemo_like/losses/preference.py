@@ -41,7 +41,7 @@ class PreferenceLoss:
         """Loss and metrics of one micro-batch; see ``Loss``. A tie is no win in the accuracy."""
         config = self.config
         at, row = trained_tokens(batch)
-        trains = training_pairs(batch)
+        trains = training_pairs(row, len(batch))
         current = logprobs[at].float()
         # Subtracted before it is summed: two sums over a long row are large, the difference small.
         ratio = current
@@ -118,11 +118,10 @@ def smoothed(
     return (1 - share) * right + share * wrong
 
 
-def training_pairs(batch: TensorBatch) -> Tensor:
-    """Bool [B / 2]: pairs that train, which are those whose rows have trained tokens."""
-    _, row = trained_tokens(batch)
-    trains = torch.bincount(row, minlength=len(batch)) > 0
-    assert len(batch) % 2 == 0, f"{len(batch)} rows do not make pairs"
+def training_pairs(row: Tensor, num_rows: int) -> Tensor:
+    """Bool [B / 2]: pairs that train, from the row [M] of each trained token."""
+    trains = torch.bincount(row, minlength=num_rows) > 0
+    assert num_rows % 2 == 0, f"{num_rows} rows do not make pairs"
     chosen, rejected = trains[0::2], trains[1::2]
     assert torch.equal(chosen, rejected), "only one row of a pair has trained tokens"
     return chosen

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.preference_schema import RewardModelLossConfig
-from nemo_like.losses.aggregate import as_metrics
+from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.preference import of_pairs, sigmoid_loss, smoothed, training_pairs
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics
@@ -36,7 +36,8 @@ class RewardModelLoss:
         """
         config = self.config
         last = batch.starts + batch.lengths - 1
-        at_chosen, at_rejected = of_pairs(last, training_pairs(batch))
+        _, row = trained_tokens(batch)
+        at_chosen, at_rejected = of_pairs(last, training_pairs(row, len(batch)))
         chosen, rejected = values[at_chosen].float(), values[at_rejected].float()
         difference = chosen - rejected
         ranking = partial(sigmoid_loss, target=config.margin)

@@ -14,24 +14,21 @@ _FULL_FORMAT = "%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s"
 _NOISY_LIBRARIES = ("ray", "vllm", "httpx", "httpcore", "urllib3", "filelock", "wandb")
 
 
-def setup_logging(
-    run_dir: Path | None, terminal: "Terminal | None" = None, level: int = logging.INFO
-) -> None:
-    """Send the root logger to the console and, with ``run_dir``, to ``<run_dir>/run.log``.
+def setup_logging(run_dir: Path, terminal: "Terminal | None" = None) -> None:
+    """Send the root logger to the console and to ``<run_dir>/run.log``.
 
     ``terminal`` is the one that ``Progress`` draws on, so that lines appear above its table; None:
     plain lines on stderr. A second call replaces the handlers of the first (several runs in one
     process); handlers of others, such as pytest's, stay.
     """
     root = logging.getLogger()
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     for handler in [*root.handlers]:
         if handler.name in (_CONSOLE_HANDLER, _FILE_HANDLER):
             root.removeHandler(handler)
             handler.close()
     root.addHandler(_console_handler(terminal))
-    if run_dir is not None:
-        root.addHandler(_file_handler(run_dir / "run.log"))
+    root.addHandler(_file_handler(run_dir / "run.log"))
     for library in _NOISY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.WARNING)
 

@@ -15,16 +15,15 @@ class Reduce(StrEnum):
     mean = "mean"
     sum = "sum"
     max = "max"
-    min = "min"
 
 
 @dataclass(frozen=True)
 class Metric:
     """One number of one part of a step: a micro-batch, a rank, a validation batch.
 
-    ``weight`` is how much the part measured (tokens, rows). A mean, maximum or minimum over
-    nothing does not exist, so such a part of weight 0 does not count, whatever its value. A sum
-    over nothing is 0: sums take no notice of weights.
+    ``weight`` is how much the part measured (tokens, rows). A mean or maximum over nothing
+    does not exist, so such a part of weight 0 does not count, whatever its value. A sum over
+    nothing is 0: sums take no notice of weights.
     """
 
     value: float
@@ -97,11 +96,10 @@ def _combine(metrics: Sequence[Metric]) -> Metric:
             return Metric(_total(products) / weight, weight)
         case Reduce.sum:
             return Metric(_total(numbers), weight, reduce)
-        case Reduce.max | Reduce.min:
-            # max() and min() keep or lose a NaN depending on where it stands.
+        case Reduce.max:
+            # max() keeps or loses a NaN depending on where it stands.
             poisoned = any(math.isnan(number) for number in numbers)
-            extremum = max(numbers) if reduce is Reduce.max else min(numbers)
-            return Metric(math.nan if poisoned else extremum, weight, reduce)
+            return Metric(math.nan if poisoned else max(numbers), weight, reduce)
 
 
 def _total(terms: Iterable[float]) -> float:

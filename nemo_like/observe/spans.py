@@ -1,4 +1,4 @@
-"""Wall-clock seconds by phase, and the name of the phase that an error came from."""
+"""Wall-clock seconds by phase."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,28 +17,18 @@ class Spans:
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._running: list[str] = []
-        self._failed: str | None = None
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Add the duration of the block to ``name``, also if the block raises."""
         assert name not in self._running, f"span {name!r} inside itself would count twice"
-        self._failed = None
         self._running.append(name)
         start = self._clock()
         try:
             yield
-        except BaseException:
-            self._failed = self._failed or name  # the innermost block is left first
-            raise
         finally:
             self._running.pop()
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
-
-    @property
-    def current(self) -> str | None:
-        """Innermost running span; after an exception has left all spans, the one it came from."""
-        return self._running[-1] if self._running else self._failed
 
     def pop(self) -> Metrics:
         """``time/<name>_s`` of the spans that ended since the last call; the slowest rank wins."""

@@ -153,7 +153,7 @@ class TrainEngine:
             clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
             with self.diagnostics.phase("optimizer"):
                 self._optimizer_step()
-        forget_gradients(self.parameters)
+        forget_gradients(parameters)
         if not self._drifting:
             self.diagnostics.check_parameters(parameters)
         metrics |= self.diagnostics.pop()

@@ -29,7 +29,7 @@ from nemo_like.config.layout import num_stages
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
-from nemo_like.policy.lora import add_adapters, initialize_adapters, is_adapter
+from nemo_like.policy.lora import add_adapters, initialize_adapters
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
 from nemo_like.policy.names import hf_name
@@ -37,6 +37,7 @@ from nemo_like.policy.parallelize import shard_model, wrap_layers
 from nemo_like.policy.shards import local_part
 from nemo_like.policy.stages import keep_stage, stages_of_rank
 from nemo_like.policy.tensor_parallel import apply_tensor_parallel
+from nemo_like.weights.adapters import is_adapter
 
 logger = logging.getLogger(__name__)
 

@@ -39,11 +39,6 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
             parameter.requires_grad_(True)
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
-    return name.endswith((_A, _B))
-
-
 @torch.no_grad()
 def initialize_adapters(model: nn.Module) -> None:
     """A as peft has it (uniform, Kaiming), B zero; drawn by name, so the same in any layout."""

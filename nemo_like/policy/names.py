@@ -1,8 +1,7 @@
 """Names of parameters: what wrappers put into them, and what they are called in files."""
 
-BASE_LAYER = ".base_layer"
-"""What peft puts into the name of an adapted layer's own parameters."""
-_WRAPPERS = ("causal_lm.", "_checkpoint_wrapped_module.", "_orig_mod.", BASE_LAYER)
+# The last is peft's, in the names of an adapted layer's own parameters.
+_WRAPPERS = ("causal_lm.", "_checkpoint_wrapped_module.", "_orig_mod.", ".base_layer")
 
 
 def hf_name(name: str) -> str:

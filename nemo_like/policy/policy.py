@@ -19,6 +19,7 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
+from nemo_like.policy.engine import EngineSetup
 from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
 
@@ -52,12 +53,15 @@ class Policy:
         self._parallel = resolve_mesh_shape(config, group.world_size)
         self.group = group
         self._setup = PolicySetup(
-            config=config,
-            model_path=model_path,
-            max_steps=max_steps,
-            with_reference=with_reference,
-            output=output,
-            trains=trains,
+            engine=EngineSetup(
+                config=config,
+                model_path=model_path,
+                max_steps=max_steps,
+                with_reference=with_reference,
+                output=output,
+                trains=trains,
+                log_dir=group.contexts[0].log_dir,
+            ),
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
             timeout_s=cluster_config.call_timeout_s,
         )

@@ -1,4 +1,4 @@
-"""What a model says of rows, without a step: logprobs, values, a loss's metrics, its best tokens.
+"""What a model says of rows, without a step: logprobs, values, a loss's metrics, top-k tokens.
 
 Legend: ``N`` tokens of a micro-batch, ``K`` most likely tokens in place of each.
 """
@@ -69,7 +69,7 @@ def scores(engine: TrainEngine, micro_batches: MicroBatches, temperature: float)
         return [output[0] for output, _ in _outputs(engine, micro_batches, temperature)]
 
 
-def best_tokens(
+def top_logprobs(
     engine: TrainEngine,
     micro_batches: MicroBatches,
     temperature: float,
@@ -95,7 +95,7 @@ def best_tokens(
     def ask(calls: Sequence[Call]) -> list[Call]:
         return [replace(call, top_k=k, vocabulary=vocabulary) for call in calls]
 
-    with engine.diagnostics.phase("best_tokens"):
+    with engine.diagnostics.phase("top_logprobs"):
         outputs = _outputs(engine, micro_batches, temperature, ask)
     halves = [output.t().chunk(2, dim=1) for output, _ in outputs]
     return [(ids.to(torch.int64), logprobs) for logprobs, ids in halves]

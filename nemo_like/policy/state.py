@@ -32,11 +32,11 @@ from nemo_like.errors import RunError
 from nemo_like.models.adapters import sent_name
 from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.loading import model_class, tied_names
-from nemo_like.policy.lora import Adapter, adapters_of, is_adapter, write_adapter
+from nemo_like.policy.lora import Adapter, adapters_of, write_adapter
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.names import hf_name
-from nemo_like.weights.adapters import travels_apart
+from nemo_like.weights.adapters import is_adapter, travels_apart
 from nemo_like.weights.manifest import expected_tensors
 
 _REFUSED = "{} could not be written ({}); make room, then continue with run.resume=true."

@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import KLEstimator, Output, Transport
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.choices import KLEstimator, Transport
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
@@ -50,14 +49,10 @@ T = TypeVar("T")
 class PolicySetup:
     """What every rank needs to start."""
 
-    config: PolicyConfig
-    model_path: str
-    max_steps: int
-    with_reference: bool
-    output: Output
-    trains: bool
+    engine: EngineSetup
     num_threads: int
     timeout_s: float
+    """Of collectives, and of each wait for an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +114,11 @@ class PolicyWorker(Worker):
 
     def start(self, setup: PolicySetup, address: str, port: int) -> None:
         """Join the process group, load the model, shard it; collective."""
-        self._setup = setup
-        self._config = setup.config
-        self._dtype = getattr(torch, setup.config.dtype.value)
+        self._timeout_s = setup.timeout_s
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
         if self.context.rank == 0:
-            check_architecture(setup.model_path, setup.config)
+            check_architecture(setup.engine.model_path, setup.engine.config)
         else:
             world_size = self.context.world_size
             self._store = TCPStore(address, port, world_size, False, timeout)
@@ -139,22 +132,11 @@ class PolicyWorker(Worker):
             world_size=self.context.world_size,
             timeout=timeout,
         )
-        self._engine = TrainEngine(
-            EngineSetup(
-                config=setup.config,
-                model_path=setup.model_path,
-                max_steps=setup.max_steps,
-                with_reference=setup.with_reference,
-                output=setup.output,
-                trains=setup.trains,
-                log_dir=self.context.log_dir,
-            ),
-            self._device,
-        )
+        self._engine = TrainEngine(setup.engine, self._device)
 
     def warm_up(self) -> None:
         """Compile before the first step, if anything is compiled; collective."""
-        if self._config.compile and self._setup.trains:
+        if self._engine.config.compile and self._engine.setup.trains:
             warm_up(self._engine)
 
     def logprobs(
@@ -234,7 +216,7 @@ class PolicyWorker(Worker):
         """A reference to token columns ``teacher_ids`` and ``teacher_logprobs``; see ``score``."""
         micro_batches = shard.micro_batches(self._device)
         temperature = shard.temperature
-        parts = scoring.best_tokens(self._engine, micro_batches, temperature, k, vocabulary)
+        parts = scoring.top_logprobs(self._engine, micro_batches, temperature, k, vocabulary)
         if not self._engine.mesh.answers:
             return None
         none = (torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k))
@@ -261,10 +243,10 @@ class PolicyWorker(Worker):
         self, num_receivers: int, transport: Transport, bucket_bytes: int
     ) -> SenderAddress:
         """Plan the buckets and listen for ``num_receivers`` engine ranks; tells them where."""
-        lora = self._config.lora if travels_apart(self._config.lora) else None
-        buckets = plan_refit(self._setup.model_path, self._dtype, lora, bucket_bytes)
+        engine, timeout_s = self._engine, self._timeout_s
+        lora = engine.config.lora if travels_apart(engine.config.lora) else None
+        buckets = plan_refit(engine.setup.model_path, engine.dtype, lora, bucket_bytes)
         told = buckets if self.context.rank == 0 else ()
-        timeout_s = self._setup.timeout_s
         if not num_receivers:  # This rank only takes part in gathering.
             return SenderAddress(buckets=told)
         if transport is Transport.ipc:
@@ -283,7 +265,7 @@ class PolicyWorker(Worker):
     def send_weights(self, version: int, adapters_only: bool) -> float:
         """Hand weights to the engines; returns the seconds that it took; collective."""
         start = time.monotonic()
-        tensors = refit_tensors(self._engine, self._dtype, adapters_only=adapters_only)
+        tensors = refit_tensors(self._engine, self._engine.dtype, adapters_only=adapters_only)
         if self._sender is not None:
             self._sender.send(tensors, version, adapters_only=adapters_only)
         else:

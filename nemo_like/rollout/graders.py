@@ -5,14 +5,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from nemo_like.config.file_checks import REWARD_MODEL
+from nemo_like.config.file_checks import GRADER_KEY, REWARD_MODEL
 from nemo_like.config.rollout_schema import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.environments.grading_pool import GradingPool
 from nemo_like.environments.rewards import absolute_reward
 from nemo_like.errors import UserError
-from nemo_like.rollout.reward_text import KEY, RewardText
+from nemo_like.rollout.reward_text import RewardText
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def check_reward_model(
                 text.encode(row.messages, "")
             except UserError as error:
                 raise UserError(
-                    f"{KEY}={config.model} cannot read row {row.index} of {key}: {error}"
+                    f"{GRADER_KEY}={config.model} cannot read row {row.index} of {key}: {error}"
                 ) from error
     if not text.chat.has_template_of(chat):
         logger.warning(

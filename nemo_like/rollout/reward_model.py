@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from nemo_like.config.choices import Batching, Dtype
+from nemo_like.config.file_checks import GRADER_KEY
 from nemo_like.config.rollout_schema import GradingModelConfig
 from nemo_like.data.token_rows import TokenRow, collate
 from nemo_like.environments.grading_process import Grader, serve, to_verdict
@@ -22,7 +23,7 @@ from nemo_like.errors import UserError
 from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, ValueModel
-from nemo_like.rollout.reward_text import KEY, RewardText
+from nemo_like.rollout.reward_text import RewardText
 
 _GIB = 2**30
 _CHUNK_TOKENS = 1  # of logits, which a value model does not make
@@ -44,11 +45,13 @@ class RewardModel:
             )
         except (OSError, ValueError, RuntimeError) as error:
             first_line = str(error).strip().splitlines()[0]
-            raise UserError(f"{KEY}={self.text.folder} cannot be loaded: {first_line}") from error
+            raise UserError(
+                f"{GRADER_KEY}={self.text.folder} cannot be loaded: {first_line}"
+            ) from error
         if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
             raise UserError(
-                f"{KEY}={self.text.folder} is no whole reward model: its files lack {missing[0]}; "
-                "give the folder final/ of a run of examples/run_rm.py."
+                f"{GRADER_KEY}={self.text.folder} is no whole reward model: its files lack "
+                f"{missing[0]}; give the folder final/ of a run of examples/run_rm.py."
             )
         self._model = ValueModel(model, HeadSettings(chunk_tokens=_CHUNK_TOKENS))
 
@@ -106,8 +109,8 @@ def _check_memory(text: RewardText, dtype: Dtype | None) -> None:
     needed = text.num_bytes(dtype)
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise UserError(
-            f"{KEY}={text.folder} takes {needed / _GIB:.3g} GiB in every grading process, and each "
-            f"may use {limit / _GIB:.3g} GiB (half of the machine's memory, by "
+            f"{GRADER_KEY}={text.folder} takes {needed / _GIB:.3g} GiB in every grading process, "
+            f"and each may use {limit / _GIB:.3g} GiB (half of the machine's memory, by "
             "environment.num_processes); lower that number, or set "
             "environment.reward_model.dtype=bfloat16."
         )

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from nemo_like.config.activation_memory import BYTES, FLOAT32
 from nemo_like.config.choices import Dtype
 from nemo_like.config.data_schema import TrainOn
-from nemo_like.config.file_checks import check_scores
+from nemo_like.config.file_checks import GRADER_KEY, check_scores
 from nemo_like.config.rollout_schema import GradingModelConfig
 from nemo_like.data.chat import ChatTokenizer, Message
 from nemo_like.data.conversations import Conversation, encode
@@ -17,8 +17,6 @@ from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
 from nemo_like.models.resolve import resolve_model
 
-KEY = "environment.reward_model.model"
-
 
 class RewardText:
     """A reward model's folder: its tokenizer, chat template and context, without its weights."""
@@ -26,8 +24,8 @@ class RewardText:
     def __init__(self, config: GradingModelConfig) -> None:
         """Raises UserError if there is no such model, or if it has no scalar head."""
         assert config.model is not None
-        self.folder = resolve_model(config.model, KEY)
-        check_scores(KEY, self.folder)
+        self.folder = resolve_model(config.model, GRADER_KEY)
+        check_scores(self.folder)
         self.chat = ChatTokenizer(str(self.folder))
         self._context = context_length(str(self.folder))
 

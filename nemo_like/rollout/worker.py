@@ -29,7 +29,6 @@ class RolloutSetup:
     backend: Backend
     engine: EngineConfig
     environment: EnvironmentConfig
-    model_path: str
     trajectories_path: str
     resumed_step: int
     """Trajectories of later steps are dropped; 0 for a new run."""
@@ -52,7 +51,9 @@ class RolloutResult:
 
     tokens: ObjectRef
     lengths: Tensor
+    """int64 [B], tokens of each row."""
     rows: dict[str, Tensor]
+    """Columns of shape [B]; see ``batch.keys``."""
     metrics: Metrics
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
@@ -74,7 +75,7 @@ class RolloutWorker(GenerationWorker):
         """Bring up the engine, the grading processes and the tokenizer, at the same time."""
         self._environment, self._chat, _ = await asyncio.gather(
             asyncio.to_thread(graders.start_pool, setup.environment),
-            asyncio.to_thread(ChatTokenizer, setup.model_path),
+            asyncio.to_thread(ChatTokenizer, setup.engine.model_path),
             self.start_engine(setup.backend, setup.engine),
         )
         self._trajectories: TrajectoryWriter | None = None

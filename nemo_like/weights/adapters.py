@@ -16,8 +16,8 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor on its way belongs to an adapter."""
-    return name.endswith((A, B))
+    """Whether a tensor belongs to an adapter, by its name on the way or in a model of peft's."""
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def travels_apart(lora: LoraConfig) -> bool:
