@@ -26,7 +26,16 @@ REASONING_GYM = "reasoning_gym"
 VALIDATION_SEED_OFFSET = 1_000_003
 """From the seed of generated training rows to that of the held-out ones."""
 _RESERVED = ("completion",)
-UNSUPPORTED = ("tools", "chat_template_kwargs", "images")
+UNSUPPORTED = (
+    "tools",
+    "functions",
+    "system",
+    "chat_template",
+    "chat_template_kwargs",
+    "images",
+    "videos",
+    "audios",
+)
 """Entries of a row that change what a template renders elsewhere, and would have no effect here."""
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
@@ -164,10 +173,8 @@ def check_lengths(
     for row in rows:
         try:
             prompt_ids = tuple(chat.render(row.messages))
-        except Exception as error:  # the boundary of a template, which is a program of the model's
-            raise UserError(
-                f"{key}: the chat template fails on row {row.index}: {error}"
-            ) from error
+        except UserError as error:
+            raise UserError(f"{key}, row {row.index}: {error}") from error
         length = len(prompt_ids)
         if length <= most:
             kept.append(replace(row, prompt_ids=prompt_ids))
@@ -266,6 +273,7 @@ def fault(messages: object) -> str:
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             return f" (the 'tool_calls' of message {index} are no list of objects)"
-        if message.get("weight", 1) != 1:
-            return f" (the 'weight' of message {index} is not supported)"
+        for name in ("weight", "train", "trainable", "loss"):
+            if message.get(name, 1) != 1:
+                return f" (the '{name}' of message {index} is not supported)"
     return ""
