@@ -14,7 +14,11 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_like.data.datasets import Message
-from nemo_like.data.lost_text import refuse_losses, refuse_lost_reasoning
+from nemo_like.data.lost_text import (
+    refuse_losses,
+    refuse_lost_reasoning,
+    refuse_unasked_header,
+)
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -56,6 +60,7 @@ class ChatTokenizer:
         ends = "|".join(re.escape(token) for token in tokens if token is not None)
         self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
         self._warned_of_end: set[int] = set()
+        refuse_unasked_header(self._text)
 
     def token_ids(self) -> dict[str, int]:
         """The id of every token."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,24 @@ class Row:
     @property
     def prompt_key(self) -> str:
         """See ``HasPrompt``."""
-        return json.dumps(self.messages)
+        return prompt_key(self.messages)
+
+
+def prompt_key(messages: Sequence[Message]) -> str:
+    """The same for messages that read the same, in whatever order and Unicode form they are kept.
+
+    >>> prompt_key([{"role": "user", "content": "a b"}])
+    '[["user", "a b", null]]'
+    """
+    parts = [
+        (
+            message["role"],
+            " ".join(unicodedata.normalize("NFC", message["content"]).split()),
+            message.get("tool_calls"),
+        )
+        for message in messages
+    ]
+    return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
 def load_rows(source: str, config: DataConfig, num_rows: int, seed: int, key: str) -> list[Row]:

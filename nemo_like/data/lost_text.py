@@ -1,4 +1,4 @@
-"""What a chat template leaves out in silence: some render a few roles, and of a message its content.
+"""What chat templates leave out in silence: some know a few roles, and of a message its content.
 
 Functions raise UserError without the row's name.
 """
@@ -36,6 +36,23 @@ def refuse_losses(messages: Sequence[Message], text: str, render: Render) -> Non
             )
 
 
+def refuse_unasked_header(render: Render) -> None:
+    """Refuse a template that has the model write the header of its own answer."""
+    question: Message = {"role": "user", "content": "1"}
+    answer: Message = {"role": "assistant", "content": "2"}
+    try:
+        asked = render([question], to_answer=True)
+        whole = render([question, answer], to_answer=False)
+    except UserError:
+        return  # each row will say why
+    header = whole.removeprefix(asked).partition("2")[0] if whole.startswith(asked) else ""
+    if "assistant" in header:
+        raise UserError(
+            f"the chat template does not write {header.strip()!r} where it asks for an answer, so "
+            "that the model would have to; give it an {% if add_generation_prompt %}."
+        )
+
+
 def refuse_lost_reasoning(messages: Sequence[Message], turn: int, written: str) -> None:
     """Refuse a turn whose reasoning is not in what the template has the assistant write."""
     for name in REASONING:
@@ -47,7 +64,7 @@ def refuse_lost_reasoning(messages: Sequence[Message], turn: int, written: str) 
 
 
 def _has_calls(messages: Sequence[Message], index: int, text: str, render: Render) -> bool:
-    """Whether the names of the calls are in the text, and not by chance: without them it differs."""
+    """Whether names of the calls are in the text, and not by chance: without calls it differs."""
     for call in messages[index]["tool_calls"]:
         function = call.get("function")
         name = (function if isinstance(function, dict) else call).get("name")

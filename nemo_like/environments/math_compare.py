@@ -252,9 +252,10 @@ def _scalars_equal(gold: str, given: str) -> bool:
         parts = [[part.strip() for part in text.split(":")] for text in (gold, given)]
         same = len(parts[0]) == len(parts[1])
         return same and all(_equal(a, b) for a, b in zip(*parts, strict=True))
-    (gold, gold_modulus), (given, given_modulus) = _strip_modulus(gold), _strip_modulus(given)
-    if gold_modulus and given_modulus and gold_modulus != given_modulus:
-        return False
+    residue, modulus = _strip_modulus(gold)
+    if modulus:
+        given, given_modulus = _strip_modulus(given)
+        return given_modulus in ("", modulus) and _scalars_equal(residue, given)
     gold, gold_unit, gold_percent = strip_units(gold)
     given, given_unit, given_percent = strip_units(given)
     if gold_unit != given_unit and is_known_unit(gold_unit) and is_known_unit(given_unit):
@@ -268,7 +269,7 @@ def _scalars_equal(gold: str, given: str) -> bool:
 
 
 def _strip_modulus(text: str) -> tuple[str, str]:
-    r"""Split ``5 \mod 7`` into the residue and the modulus, which one side may leave out."""
+    r"""Split ``5 \mod 7`` into the residue and the modulus."""
     match = re.fullmatch(r"(.*\S) ?\\mod (\d+)", text)
     return (match[1], match[2]) if match else (text, "")
 

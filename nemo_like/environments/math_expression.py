@@ -147,9 +147,7 @@ def _num_digits(expression: Any) -> float:
             return math.inf
     if isinstance(expression, sympy.Rational):
         return len(str(expression.p)) + len(str(expression.q)) - 1
-    if isinstance(
-        expression, (sympy.Pow, sympy.exp, sympy.factorial, sympy.gamma, sympy.binomial)
-    ):
+    if isinstance(expression, (sympy.Pow, sympy.exp, sympy.factorial, sympy.gamma, sympy.binomial)):
         is_binomial = isinstance(expression, sympy.binomial)
         argument: Any = expression.args[0 if is_binomial else -1]
         if _num_digits(argument) > MAX_EXPONENT_DIGITS:

@@ -23,7 +23,8 @@ NUMBER_AT_START = re.compile(r"[-−+]?\s*[$€£]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d
 GOES_ON = re.compile(
     r"\s*[-+*/^=_(\\−–×·÷:!<>~≤≥√π²³⁴]|\s+\d|\s*[a-zA-Z](?![a-zA-Z])|\.\d|e[-+]?\d"
     rf"|\s*(?:sqrt|pi)\b|\s*{VALUE_WORD.pattern}|[,;]?\s*(?:and|or|to)\s+[-−\d$\\]"
-    r"|\s+[a-zA-Z]+,?\s+(?:and\s+)?\d",
+    r"|\s+(?:hours?|hrs?|minutes?|days?|weeks?|months?|years?|feet|foot|ft|yards?|pounds?|lbs?"
+    r"|dollars?|degrees?|k?m|met(?:er|re)s?),?\s+(?:and\s+)?\d",
     re.IGNORECASE,
 )
 AFTER_MARKER = re.compile(r"[\\$(\[\]{√π±]|[-−][\\$√π(]|[a-zA-Z](?:_\w+|\([a-zA-Z]\))?\s*=\s*\S")

@@ -83,7 +83,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
         (rf"(?<![\\a-zA-Z])({FUNCTIONS}){NOT_LETTER}", r"\\\1 "),
         (r"(?<![\\a-zA-Z])sqrt(?=\d)", r"\\sqrt "),
-        (r"\\sqrt\s*(\[\d+\])?\s*(\d+)", r"\\sqrt\1{\2}"),
+        (r"\\sqrt\s*(\[\d+\])?\s*(\d+|(?<=\s)[a-zA-Z])", r"\\sqrt\1{\2}"),
         # The real root, where a parser would take the principal one of three.
         (r"\\sqrt\s*\[(\d*[13579])\]\s*\{\s*-\s*([\d./]+)\s*\}", r"(-\\sqrt[\1]{\2})"),
         (r"\\log\s*_\s*(\w)\s*(?=[\w\\])", r"\\log_{\1} "),
@@ -103,9 +103,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^ ?(?:= ?)?| ?[.;,]? ?$", ""),
     )
 )
-THOUSANDS = re.compile(
-    r"(?<![\d,.])(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d\d)+,\d{3})(?!\d|,\d)"
-)
+THOUSANDS = re.compile(r"(?<![\d,.])(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d\d)+,\d{3})(?!\d|,\d)")
 SPACED_THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
 
 

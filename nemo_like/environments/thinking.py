@@ -3,8 +3,8 @@
 import re
 
 # As DeepSeek and Qwen, Mistral and Kimi write them, and as prompts ask for them.
-OPENED = re.compile(r"[<\[◁](?:think(?:ing)?|reasoning)\s*[>\]▷]", re.IGNORECASE)
-CLOSED = re.compile(r"[<\[◁]/(?:think(?:ing)?|reasoning)\s*[>\]▷]", re.IGNORECASE)
+OPENED = re.compile(r"<(?i:think(?:ing)?|reasoning)\s*>|\[THINK\]|◁think▷")
+CLOSED = re.compile(r"</(?i:think(?:ing)?|reasoning)\s*>|\[/THINK\]|◁/think▷")
 
 
 def after_thinking(completion: str) -> str | None:
