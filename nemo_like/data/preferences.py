@@ -125,11 +125,11 @@ def _pair(record: dict[str, Any], system_prompt: str | None, where: str) -> Pair
 
 def _refuse_contrary_scores(record: dict[str, Any], where: str) -> None:
     for names in (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")):
-        chosen, rejected = (record.get(name) for name in names)
-        are_numbers = all(isinstance(score, (int, float)) for score in (chosen, rejected))
-        if are_numbers and chosen < rejected:
+        given = (record.get(name) for name in names)
+        scores = [score for score in given if isinstance(score, (int, float))]
+        if len(scores) == 2 and scores[0] < scores[1]:
             raise UserError(
-                f"{where}: '{names[0]}' is {chosen} and '{names[1]}' is {rejected}, so that "
+                f"{where}: '{names[0]}' is {scores[0]} and '{names[1]}' is {scores[1]}, so that "
                 "'rejected' is the better one; exchange the two, or take the scores out."
             )
 
