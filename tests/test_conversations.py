@@ -1,5 +1,6 @@
 """Supervised fine-tuning's rows: exactly what the assistant wrote trains, and nothing is lost."""
 
+import gzip
 import json
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_like.config.data_schema import OverlongRows, SFTDataConfig, TrainOn
-from nemo_like.data import conversations
+from nemo_like.data import conversations, json_rows
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
 from nemo_like.environments.reasoning_gym_reward import reward
@@ -32,6 +33,7 @@ from tests.chat_templates import (
 THINKING = [dict(TURNS[0]), {"role": "assistant", "content": "<think>hm</think>yes"}, *TURNS[2:]]
 
 
+ASKED = {"role": "user", "content": "what is the weather?"}
 CALLING = {**TURNS[1], "tool_calls": [{"type": "function", "function": {"name": "weather"}}]}
 
 
@@ -295,6 +297,11 @@ def test_a_system_prompt_is_put_before_conversations_that_have_none(tmp_path):
         ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "'weight' of message 1 is not supp"),
         ({"messages": [*TURNS[:2], {**TURNS[2], "role": "User"}, TURNS[3]]}, "must be 'user'"),
         ({"messages": [TURNS[0], CALLING, *TURNS[2:]]}, "leaves out the tool calls of message 1"),
+        ({"messages": [ASKED, CALLING, *TURNS[2:]]}, "leaves out the tool calls of message 1"),
+        ({"messages": [TURNS[0], {**TURNS[1], "train": False}]}, "'train' of message 1 is not sup"),
+        ({"messages": [TURNS[0], {**TURNS[1], "reasoning_content": "hm"}]}, "'reasoning_content'"),
+        ({"messages": TURNS, "functions": [{}]}, "'functions' is not supported"),
+        ({"prompt": "x", "completion": "y", "system": "z"}, "'system' is not supported"),
     ],
 )
 def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
@@ -314,6 +321,50 @@ def test_tool_calls_train_where_the_template_writes_them(tmp_path):
     batch, _ = load(chat, path)
     (row,) = rows_of(batch)
     assert trained_texts(tokenizer_of(tmp_path), *row) == ["the first\nanswerweather<|im_end|>"]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "usr"])
+def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, role):
+    known = "{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}"
+    chat = build_chat(tmp_path, QWEN.replace("{{ m.content }}", known))
+    messages = [{"role": role, "content": "be  brief"}, *TURNS]
+    with pytest.raises(UserError, match=f"leaves out message 0, whose role is '{role}'"):
+        chat.render(messages[:2])
+    with pytest.raises(UserError, match=f"leaves out message 0, whose role is '{role}'"):
+        chat.render_conversation(messages)
+
+
+def test_reasoning_trains_where_the_template_writes_it(tmp_path):
+    thinks = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    chat = build_chat(tmp_path, QWEN.replace("{{ m.content }}", thinks + "{{ m.content }}"))
+    answer = {**TURNS[3], "reasoning_content": "one  more"}
+    ids, mask = chat.render_conversation([*TURNS[:3], answer])
+    last = trained_texts(tokenizer_of(tmp_path), ids, mask)[-1]
+    assert last == "<think>one  more</think>and 2<|im_end|>"
+
+
+def test_a_template_that_would_have_the_model_write_its_own_header_is_refused(tmp_path):
+    asks = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    with pytest.raises(UserError, match=r"does not write '<\|im_start\|>assistant' where it asks"):
+        build_chat(tmp_path, QWEN.replace(asks, ""))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b'{"text": "a"}\n'), "a file in gzip format"),
+        (b"PAR1\x15\x04\x15\x10", "a file in Parquet format"),
+        (b"ARROW1\0\0", "a file in Arrow format"),
+        ('{"text": "a"}\n'.encode("utf-16"), "a file in UTF-16 format"),
+        (b' [\n {"text": "a"},\n {"text": "b"}\n]', "a JSON list; write each of its objects on a"),
+        (b'{\n "text": "a"\n}', "line 1: not JSON .*; a row is one JSON object on one line"),
+    ],
+)
+def test_a_file_in_another_format_is_told_from_a_bad_row(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^data\.train={path}.*{message}"):
+        list(json_rows.read(path, "data.train"))
 
 
 def test_files_without_rows_are_refused(tmp_path):
@@ -429,6 +480,23 @@ def test_validation_rows_are_no_training_rows(tmp_path):
     assert len(validation) == 2
     train, validation = load(chat, path, validation=held_out, with_validation=False)
     assert (len(train), validation) == (5, None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "caf\u00e9 one?", "role": "user"},
+        {"role": "user", "content": "cafe\u0301 one?"},
+        {"role": "user", "content": "caf\u00e9\r\none? "},
+        {"role": "user", "content": "caf\u00e9 one?", "name": "Ann"},
+    ],
+)
+def test_prompts_that_read_the_same_overlap_however_they_are_kept(message):
+    def row(message):
+        return conversations.Conversation(where="", messages=(message, TURNS[1]))
+
+    held_out, other = row({"role": "user", "content": "caf\u00e9 one?"}), row(TURNS[0])
+    assert without_overlap([row(message), other], [held_out]) == [other]
 
 
 def test_conversations_overlap_where_all_but_the_last_answer_is_the_same():

@@ -128,7 +128,7 @@ def test_a_template_that_fails_names_the_row(tmp_path, tiny_model):
     shutil.copytree(tiny_model(), folder)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turn') }}")
     rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}))
-    with pytest.raises(UserError, match="chat template fails on row 0: no system turn"):
+    with pytest.raises(UserError, match="row 0: the chat template fails: no system turn"):
         check_lengths(rows, ChatTokenizer(str(folder)), 99, 99, 9, DataConfig(), "data.train")
 
 

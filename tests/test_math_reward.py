@@ -123,8 +123,17 @@ def test_a_box_in_the_prompt_is_not_an_answer():
         "\\boxed{9999999!}",
         "$" * 20_000,
         "#### " * 20_000,
+        "\n" * 20_000,
+        "\\boxed{" + "x^" * 100 + "x}",
+        "\\boxed{\\Gamma(10^9)}",
+        "\\boxed{\\binom{10^9}{10^8}}",
+        "\\boxed{\\gcd(10^{10^8}, 5)}",
+        "\\boxed{\\exp(\\exp(\\exp(100)))}",
+        "\\boxed{\\prod_{i=1}^{10^9} i}",
+        "\\boxed{\\int_0^1 \\sin(x^x)^{x^x} dx}",
+        "\\boxed{\\int_0^5 1 dx}",  # the question once more, and no answer
     ],
-    ids=range(14),
+    ids=range(23),
 )
 def test_weird_text_earns_nothing_in_little_time(response):
     start = time.process_time()

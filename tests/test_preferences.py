@@ -114,6 +114,7 @@ def test_a_completion_may_be_longer_than_the_other_by_whole_turns(tmp_path):
         ({"prompt": "x", "completions": ["a", "b"], "ranks": ["1", "2"]}, "two different numbers"),
         ({**PLAIN, "rejected": "good"}, r"both completions are the same.*data\.identical=drop"),
         ({**PLAIN, "images": ["x.png"]}, "'images' is not supported"),
+        ({**PLAIN, "score_chosen": 1, "score_rejected": 2.5}, "'rejected' is the better one"),
     ],
 )
 def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):

@@ -14,6 +14,11 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_like.data.datasets import Message
+from nemo_like.data.lost_text import (
+    refuse_losses,
+    refuse_lost_reasoning,
+    refuse_unasked_header,
+)
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +60,7 @@ class ChatTokenizer:
         ends = "|".join(re.escape(token) for token in tokens if token is not None)
         self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
         self._warned_of_end: set[int] = set()
+        refuse_unasked_header(self._text)
 
     def token_ids(self) -> dict[str, int]:
         """The id of every token."""
@@ -65,11 +71,9 @@ class ChatTokenizer:
 
         The template writes the special tokens; none are added on top (no second BOS).
         """
-        self._refuse_lost_calls(messages)
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return ids
+        text = self._text(messages, to_answer=True)
+        refuse_losses(messages, text, self._text)
+        return self._ids(text)
 
     def render_conversation(
         self, messages: Sequence[Message], from_message: int = 0
@@ -84,7 +88,6 @@ class ChatTokenizer:
 
         Raises UserError, without the row's name, if neither way leads to the tokens.
         """
-        self._refuse_lost_calls(messages)
         turns = [
             index
             for index, message in enumerate(messages)
@@ -95,6 +98,7 @@ class ChatTokenizer:
             text, spans = self._derived(messages, turns)
         else:
             text, spans = marked[0], marked[1][len(marked[1]) - len(turns) :]
+        refuse_losses(messages, text, self._text)
         for turn, span in zip(turns, spans, strict=True):
             written = text[span.start : span.end]
             if messages[turn]["content"].strip() and not self._without_end(written):
@@ -102,6 +106,7 @@ class ChatTokenizer:
                     f"the template leaves out the text of message {turn}; use a template that "
                     "takes content as text."
                 )
+            refuse_lost_reasoning(messages, turn, written)
         return self._mask(text, spans)
 
     def encode_text(self, text: str) -> list[int]:
@@ -146,21 +151,6 @@ class ChatTokenizer:
         except UserError:
             return True  # what can't be derived can't be compared: the template's word counts
         return self._mask(*marked) == self._mask(*derived)
-
-    def _refuse_lost_calls(self, messages: Sequence[Message]) -> None:
-        """Many templates render a message's content and nothing else of it."""
-        if not any(message.get("tool_calls") for message in messages):
-            return
-        text = self._text(messages, to_answer=False)
-        for index, message in enumerate(messages):
-            for call in message.get("tool_calls") or ():
-                function = call.get("function")
-                name = (function if isinstance(function, dict) else call).get("name")
-                if str(name) not in text:
-                    raise UserError(
-                        f"the template leaves out the tool calls of message {index}; write them "
-                        "into its content, or use a template that takes them."
-                    )
 
     def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
         try:

@@ -1,6 +1,5 @@
 """Rows of supervised fine-tuning: conversations and texts, and which of their tokens train."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,7 @@ class Conversation:
         """See ``HasPrompt``: what stands before the completion, or before the last answer."""
         if self.text is not None:
             return self.text
-        return json.dumps(self.messages[: self.num_prompt_messages or -1])
+        return datasets.prompt_key(self.messages[: self.num_prompt_messages or -1])
 
 
 def load(

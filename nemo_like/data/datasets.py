@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,16 @@ Message = dict[str, Any]
 VALIDATION_SEED_OFFSET = 1_000_003
 """From the seed of generated training rows to that of the held-out ones."""
 _RESERVED = ("completion",)
-UNSUPPORTED = ("tools", "chat_template_kwargs", "images")
+UNSUPPORTED = (
+    "tools",
+    "functions",
+    "system",
+    "chat_template",
+    "chat_template_kwargs",
+    "images",
+    "videos",
+    "audios",
+)
 """Entries of a row that change what a template renders elsewhere, and would have no effect here."""
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
@@ -64,7 +74,24 @@ class Row:
     @property
     def prompt_key(self) -> str:
         """See ``HasPrompt``."""
-        return json.dumps(self.messages)
+        return prompt_key(self.messages)
+
+
+def prompt_key(messages: Sequence[Message]) -> str:
+    """The same for messages that read the same, in whatever order and Unicode form they are kept.
+
+    >>> prompt_key([{"role": "user", "content": "a b"}])
+    '[["user", "a b", null]]'
+    """
+    parts = [
+        (
+            message["role"],
+            " ".join(unicodedata.normalize("NFC", message["content"]).split()),
+            message.get("tool_calls"),
+        )
+        for message in messages
+    ]
+    return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
 def load_rows(source: str, config: DataConfig, num_rows: int, seed: int, key: str) -> list[Row]:
@@ -168,10 +195,8 @@ def check_lengths(
     for row in rows:
         try:
             prompt_ids = tuple(chat.render(row.messages))
-        except Exception as error:  # the boundary of a template, which is a program of the model's
-            raise UserError(
-                f"{key}: the chat template fails on row {row.index}: {error}"
-            ) from error
+        except UserError as error:
+            raise UserError(f"{key}, row {row.index}: {error}") from error
         length = len(prompt_ids)
         if length <= most:
             kept.append(replace(row, prompt_ids=prompt_ids))
@@ -270,6 +295,7 @@ def fault(messages: object) -> str:
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             return f" (the 'tool_calls' of message {index} are no list of objects)"
-        if message.get("weight", 1) != 1:
-            return f" (the 'weight' of message {index} is not supported)"
+        for name in ("weight", "train", "trainable", "loss"):
+            if message.get(name, 1) != 1:
+                return f" (the '{name}' of message {index} is not supported)"
     return ""

@@ -9,6 +9,17 @@ from typing import Any, NoReturn
 
 from nemo_like.errors import UserError
 
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"PK\x03\x04": "zip",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"\xff\xff\xff\xff": "Arrow",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+"""Names of what a file may be instead, by its first bytes."""
 _SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 
 
@@ -18,6 +29,7 @@ def read(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises UserError naming ``key`` and the line of what is no JSON object in UTF-8, and of what
     Python would read in silence as something else: a name given twice (the last would count), NaN.
     """
+    _refuse_other_formats(path, key)
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
@@ -32,10 +44,28 @@ def read(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             raise UserError(f"{key}={path}, line {number}: nested too deep.") from error
         except ValueError as error:  # JSONDecodeError is one, and so is an integer too long
             reason = getattr(error, "msg", str(error).partition(":")[0])
-            raise UserError(f"{key}={path}, line {number}: not JSON ({reason}).") from error
+            raise UserError(
+                f"{key}={path}, line {number}: not JSON ({reason}); a row is one JSON "
+                "object on one line."
+            ) from error
         if not isinstance(record, dict):
             raise UserError(f"{key}={path}, line {number}: a row must be a JSON object.")
         yield f"line {number}", record
+
+
+def _refuse_other_formats(path: Path, key: str) -> None:
+    with path.open("rb") as file:
+        head = file.read(4096)
+    for first_bytes, name in _OTHER_FORMATS.items():
+        if head.startswith(first_bytes):
+            raise UserError(
+                f"{key}={path} is a file in {name} format, which is not supported; write it as "
+                "plain .jsonl in UTF-8."
+            )
+    if head.lstrip().startswith(b"["):
+        raise UserError(
+            f"{key}={path} is a JSON list; write each of its objects on a line of its own (.jsonl)."
+        )
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -112,11 +112,23 @@ def _pair(record: dict[str, Any], system_prompt: str | None, where: str) -> Pair
         prompt, chosen, rejected = record["prompt"], record["chosen"], record["rejected"]
     else:
         prompt, chosen, rejected = _split_prompt(record["chosen"], record["rejected"], where)
+    _refuse_contrary_scores(record, where)
     messages = datasets.prompt_messages(prompt, "prompt", system_prompt, where)
     return Pair(
         chosen=_with_completion(messages, chosen, "chosen", where),
         rejected=_with_completion(messages, rejected, "rejected", where),
     )
+
+
+def _refuse_contrary_scores(record: dict[str, Any], where: str) -> None:
+    for names in (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")):
+        given = (record.get(name) for name in names)
+        scores = [score for score in given if isinstance(score, (int, float))]
+        if len(scores) == 2 and scores[0] < scores[1]:
+            raise UserError(
+                f"{where}: '{names[0]}' is {scores[0]} and '{names[1]}' is {scores[1]}, so that "
+                "'rejected' is the better one; exchange the two, or take the scores out."
+            )
 
 
 def _with_completion(

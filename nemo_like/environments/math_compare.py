@@ -43,9 +43,10 @@ def equal(gold: str, given: str) -> bool:
     if not gold_text or not given_text:
         return False
     joined = join_thousands(gold_text)
-    if isinstance(read_items(joined), Items) and _equal(joined, given_text):
+    is_number = re.search(r",0\d\d(?!\d)", given_text)  # 1,000 is no list of 1 and 0
+    if isinstance(read_items(joined), Items) and not is_number and _equal(joined, given_text):
         return True  # 100,200,300 is a list where a list is wanted
-    return _equal(joined, join_thousands(given_text))
+    return _choices_equal(joined, join_thousands(given_text))
 
 
 def spelling(text: str) -> str:
@@ -57,8 +58,26 @@ def spelling(text: str) -> str:
     if len(text) > MAX_CHARACTERS:
         return squash(text)
     tidied = join_thousands(tidy(text))
-    number = number_of(tidied)
+    value, _, is_percentage = strip_units(tidied)
+    number = None if is_percentage else number_of(value)
     return squash(tidied) if number is None else str(number)
+
+
+def _choices_equal(gold: str, given: str) -> bool:
+    """Compare answers that may begin with the letter of a choice, as in (A) 5, or be just that."""
+    (gold_letter, gold_rest), (given_letter, given_rest) = _choice(gold), _choice(given)
+    if gold_letter and given_letter:
+        return gold_letter == given_letter and _equal(gold_rest, given_rest)
+    if given_letter and is_variable(gold):
+        return gold == given_letter
+    if gold_letter and is_variable(given):
+        return given == gold_letter
+    return _equal(gold_rest, given_rest)
+
+
+def _choice(text: str) -> tuple[str, str]:
+    match = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).]) ?(\S.*)", text)
+    return (match[1] or match[2], match[3]) if match else ("", text)
 
 
 def gradable(gold: str) -> bool:
@@ -233,6 +252,10 @@ def _scalars_equal(gold: str, given: str) -> bool:
         parts = [[part.strip() for part in text.split(":")] for text in (gold, given)]
         same = len(parts[0]) == len(parts[1])
         return same and all(_equal(a, b) for a, b in zip(*parts, strict=True))
+    residue, modulus = _strip_modulus(gold)
+    if modulus:
+        given, given_modulus = _strip_modulus(given)
+        return given_modulus in ("", modulus) and _scalars_equal(residue, given)
     gold, gold_unit, gold_percent = strip_units(gold)
     given, given_unit, given_percent = strip_units(given)
     if gold_unit != given_unit and is_known_unit(gold_unit) and is_known_unit(given_unit):
@@ -243,6 +266,12 @@ def _scalars_equal(gold: str, given: str) -> bool:
     if gold_percent or given_percent:
         return _percentages_equal(gold, gold_percent, given, given_percent)
     return expressions_equal(gold, given)
+
+
+def _strip_modulus(text: str) -> tuple[str, str]:
+    r"""Split ``5 \mod 7`` into the residue and the modulus."""
+    match = re.fullmatch(r"(.*\S) ?\\mod (\d+)", text)
+    return (match[1], match[2]) if match else (text, "")
 
 
 def _percentages_equal(gold: str, gold_percent: bool, given: str, given_percent: bool) -> bool:

@@ -16,11 +16,19 @@ Parsed = sympy.Basic | sympy.MatrixBase
 Point = list[tuple[sympy.Basic, sympy.Expr]]
 
 DIGITS = 30
-TOLERANCE = sympy.Float(f"1e-{DIGITS - 8}", DIGITS)
+MANY_DIGITS = 120
+"""Enough to tell the square root of 10^40 + 1 from 10^20, which have 40 digits in common."""
 NUM_POINTS = 4
 MAX_DIGITS = 50_000
 MAX_EXPONENT_DIGITS = 8
 MAX_DEPTH = 12
+MAX_TERMS = 1000
+# What the parser takes time without end for: x^x^x^x^x^x, \gcd(10^{10^8}, 3), \Gamma(10000000).
+ENDLESS = re.compile(
+    r"(?:\^ ?\{?\w\}? ?){6}|\\(?:gcd|lcm).*[\^!]|\\(?:Gamma|binom|choose).*\d{5}|\d{5}.*\\choose"
+)
+OPERATOR = re.compile(r"\\(?:i*int|oint|lim)(?![a-zA-Z])")
+PRIMED = re.compile(r"([a-zA-Z])('+)")
 MIN_DIGITS_TO_ROUND = 3
 """33.3 stands for 100/3, but 33 and 0.3 do not stand for 100/3 and 1/3."""
 MIN_DIGITS_OF_ROUNDED_GOLD = 4
@@ -65,6 +73,8 @@ def expressions_equal(gold: str, given: str) -> bool:
     a, b = number_of(gold), number_of(given)
     if a is not None and b is not None:
         return a == b or _rational_roundings_equal(a, gold.strip(), b, given.strip())
+    if OPERATOR.search(given) and not OPERATOR.search(gold):
+        return False  # an integral that is still to be taken is the question, not its answer
     letters, others = set(LETTER.findall(gold)), set(LETTER.findall(given))
     if letters != others and {c.lower() for c in letters} == {c.lower() for c in others}:
         return False  # the parser takes X for x
@@ -100,8 +110,9 @@ def parse(text: str) -> Parsed | None:
     """Parse the whole text, or nothing; numbers side by side ("2 3") are not taken for anything."""
     if (number := number_of(text)) is not None:
         return sympy.Rational(number.numerator, number.denominator)
-    if re.search(r"\d \d", text) or _depth(text) > MAX_DEPTH:
+    if re.search(r"\d \d", text) or _depth(text) > MAX_DEPTH or ENDLESS.search(text):
         return None
+    text = PRIMED.sub(lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)  # else f'(x) is f(x)
     is_complex = IMAGINARY.search(text) is not None
     try:
         expression = latex2sympy(
@@ -130,10 +141,15 @@ def _depth(text: str) -> int:
 
 def _num_digits(expression: Any) -> float:
     """Upper bound of the digits that evaluating takes, without evaluating: towers are infinite."""
+    if isinstance(expression, (sympy.Sum, sympy.Product)):
+        bounds = [bound for _, *ends in expression.limits for bound in ends]
+        if any(not (bound.is_Integer and abs(bound) <= MAX_TERMS) for bound in bounds):
+            return math.inf
     if isinstance(expression, sympy.Rational):
         return len(str(expression.p)) + len(str(expression.q)) - 1
-    if isinstance(expression, (sympy.Pow, sympy.factorial)):
-        argument: Any = expression.args[-1]
+    if isinstance(expression, (sympy.Pow, sympy.exp, sympy.factorial, sympy.gamma, sympy.binomial)):
+        is_binomial = isinstance(expression, sympy.binomial)
+        argument: Any = expression.args[0 if is_binomial else -1]
         if _num_digits(argument) > MAX_EXPONENT_DIGITS:
             return math.inf
         try:
@@ -154,14 +170,15 @@ def _agree(a: Parsed, b: Parsed) -> bool | None:
     symbols = a.free_symbols | b.free_symbols
     compared = 0
     for point in _points(symbols):
-        x, y = _value(a, point), _value(b, point)
+        digits = DIGITS if compared else MANY_DIGITS
+        x, y = _value(a, point, digits), _value(b, point, digits)
         if x is None or y is None:
             continue
         is_real = x.is_real and y.is_real
         if not is_real and any(value.is_negative for _, value in point):
             continue  # roots of negative numbers: equal for positive arguments is equal
         compared += 1
-        if not _close(x, y):
+        if not _close(x, y, digits):
             return False
     return True if compared else None
 
@@ -186,19 +203,20 @@ def _points(symbols: Iterable[sympy.Basic]) -> list[Point]:
     ]
 
 
-def _value(expression: sympy.Expr, point: Point) -> sympy.Expr | None:
+def _value(expression: sympy.Expr, point: Point, digits: int = DIGITS) -> sympy.Expr | None:
     try:
         value = expression.subs(point).doit()
-        value = value if value.is_Rational else value.evalf(DIGITS)
+        value = value if value.is_Rational else value.evalf(digits, maxn=3 * digits)
     except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
         return None
     return value if value.is_number and value.is_finite else None
 
 
-def _close(a: sympy.Expr, b: sympy.Expr) -> bool:
+def _close(a: sympy.Expr, b: sympy.Expr, digits: int = DIGITS) -> bool:
     if a.is_Rational and b.is_Rational:
         return bool(a == b)
-    return bool(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)))
+    tolerance = sympy.Float(f"1e-{digits - 8}", digits)
+    return bool(abs(a - b) <= tolerance * max(abs(a), abs(b)))
 
 
 def _is_rounding_of(value: Fraction, decimal: str, min_digits: int) -> bool:

@@ -8,8 +8,11 @@ merely mentioned is no answer, and neither is a box or a tag that the response d
 
 import re
 
+from nemo_like.environments.math_units import VALUE_WORD
 from nemo_like.environments.thinking import after_thinking
 
+LONG_SPACE = re.compile(r"\s{8,}")
+"""What a model that never stops may write: patterns would look at it from each of its places."""
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACES = re.compile(
     rf"(?P<box>{BOX.pattern}\{{)|{BOX.pattern}(?P<bare>[^\s${{}}]+)|\\.|[{{}}]", re.DOTALL
@@ -17,15 +20,31 @@ BRACES = re.compile(
 GSM8K = re.compile(r"####[ \t]*(?P<line>[^\n]*)")
 NUMBER_AT_START = re.compile(r"[-−+]?\s*[$€£]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*\\?%)?")
 # What follows a number and makes it part of a larger expression: 3/4, 2 1/3, 2x, 3 \cdot 5.
-GOES_ON = re.compile(r"\s*[-+*/^=_(\\−×·÷:]|\s+\d|\s*[a-zA-Z](?![a-zA-Z])|\.\d")
+GOES_ON = re.compile(
+    r"\s*[-+*/^=_(\\−–×·÷:!<>~≤≥√π²³⁴]|\s+\d|\s*[a-zA-Z](?![a-zA-Z])|\.\d|e[-+]?\d"
+    rf"|\s*(?:sqrt|pi)\b|\s*{VALUE_WORD.pattern}|[,;]?\s*(?:and|or|to)\s+[-−\d$\\]"
+    r"|\s+(?:hours?|hrs?|minutes?|days?|weeks?|months?|years?|feet|foot|ft|yards?|pounds?|lbs?"
+    r"|dollars?|degrees?|k?m|met(?:er|re)s?),?\s+(?:and\s+)?\d",
+    re.IGNORECASE,
+)
+AFTER_MARKER = re.compile(r"[\\$(\[\]{√π±]|[-−][\\$√π(]|[a-zA-Z](?:_\w+|\([a-zA-Z]\))?\s*=\s*\S")
+TAG_OPENED = re.compile("<answer>", re.IGNORECASE)
+TAG_CLOSED = re.compile("</answer>", re.IGNORECASE)
+TAGS_AT_END = re.compile(r"(?:\s*(?:</\w+>|<\|\w+\|>))+\s*$")
 PHRASE = re.compile(
     r"\b(?:answer|result|value|solution)s?\b"
-    r"(?:\s*(?:\([^()\n]*\))?[\s*_]*[:=]"
+    r"(?:\s*(?:\([^()\n]*\))?[\s*_]*[:：=]"
     r"|(?:[^.\n]|\.(?=\d)){0,80}?\s(?:is|are|equals?|would be|will be)\b[\s*_]*:?)",
     re.IGNORECASE,
 )
+# What makes of the phrase another statement: if the answer is 4; it is false that the answer is 4.
+NO_STATEMENT = re.compile(
+    r"\b(?:if|suppose|assume|assuming|whether|unless|doubt|false|wrong|incorrect)"
+    r"(?:\s+that)?(?:\s+(?:the|our|my))?\s+$",
+    re.IGNORECASE,
+)
 HEADING = re.compile(r"^[#*\s]+(?:final\s+)?answer[*\s]*\n", re.IGNORECASE | re.MULTILINE)
-DISPLAY = re.compile(r"\s*[*_]*\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\])", re.DOTALL)
+DISPLAY = re.compile(r"\s*[*_]*\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\]|```\w*\n(.*?)```)", re.DOTALL)
 SENTENCE_END = re.compile(r"[.!?](?:\*\*|[\"')])?(?=\s|$)")
 LEAD_IN = re.compile(
     r"^(?:(?:equal to|exactly|simply|just|indeed|therefore|thus|given by|approximately|about|"
@@ -48,11 +67,15 @@ def extract(response: str) -> str | None:
     >>> extract("Most people would expect 7") is None
     True
     """
-    visible = after_thinking(response)
+    visible = after_thinking(LONG_SPACE.sub(_shorter, response))
     if visible is None:
         return None
     answer = last_box(visible) if BOX.search(visible) else _last_statement(visible)
     return (answer or "").strip() or None
+
+
+def _shorter(space: re.Match[str]) -> str:
+    return "\n\n" if "\n" in space.group() else " "
 
 
 def last_box(text: str) -> str | None:
@@ -97,38 +120,52 @@ def _last_statement(text: str) -> str | None:
         if (answer := _after_marker(match["line"])) is not None:
             found.append((match.start(), answer))
             break
-    before, tag, after = text.rpartition("<answer>")
-    if tag:
-        tagged, closed, _ = after.partition("</answer>")
-        found.append((len(before), tagged if closed else None))
+    if tags := list(TAG_OPENED.finditer(text)):
+        start, end = tags[-1].span()
+        closed = TAG_CLOSED.search(text, end)
+        found.append((start, text[end : closed.start()] if closed else None))
     for pattern in (PHRASE, HEADING):
-        if matches := list(pattern.finditer(text)):
+        matches = [m for m in pattern.finditer(text) if _states(text, m)]
+        if matches:
             found.append((matches[-1].start(), _after_phrase(text[matches[-1].end() :])))
     if found:
         return max(found, key=lambda item: item[0])[1]
-    line = text.strip()
+    display = DISPLAY.fullmatch(text.strip())
+    line = _content(display) if display else text.strip()
     is_expression = "\n" not in line and len(line) <= 100 and BARE_EXPRESSION.match(line)
     return line if is_expression and re.search(r"\d", line) else None
 
 
 def _after_marker(line: str) -> str | None:
     """Read ``#### 42``; None for a Markdown heading of the fourth level."""
-    line = line.strip().strip("*")
+    line = TAGS_AT_END.sub("", line).strip().strip("*`")
     number = NUMBER_AT_START.match(line)
     if number is None:
-        return line if re.match(r"[\\$(\[]", line) else None
+        return line if AFTER_MARKER.match(line) else None
     rest = line[number.end() :]
     if re.match(r"[.)]\s+[A-Za-z*]", rest) and not number.group().strip().isdigit():
         return None
     return line if GOES_ON.match(rest) else number.group().rstrip(",")
 
 
-def _after_phrase(text: str) -> str:
+def _states(text: str, phrase: re.Match[str]) -> bool:
+    start = phrase.start()
+    return NO_STATEMENT.search(text[max(0, start - 40) : start]) is None
+
+
+def _content(display: re.Match[str]) -> str:
+    return next((content for content in display.groups() if content), "").strip()
+
+
+def _after_phrase(text: str) -> str | None:
     display = DISPLAY.match(text)
     if display:
-        return display.group(1) or display.group(2) or ""
+        return _content(display)
     line = LEAD_IN.sub("", text.lstrip()).partition("\n")[0]
     end = SENTENCE_END.search(line)
     while end and end.group() == "!" and line[end.start() - 1 : end.start()].isalnum():
         end = SENTENCE_END.search(line, end.end())  # a factorial, not an exclamation
-    return AFTERTHOUGHT.sub("", line[: end.start()] if end else line)
+    if end and end.group().startswith("?"):
+        return None  # a question
+    line = TAGS_AT_END.sub("", line[: end.start()] if end else line)
+    return AFTERTHOUGHT.sub("", line)

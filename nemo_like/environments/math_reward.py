@@ -18,7 +18,12 @@ mathematics leaves a choice, it is made as follows.
 - A decimal with three significant digits or more passes for a number whose decimals never end, if
   it is rounded right. There is no other tolerance.
 - Expressions are equal if they agree wherever both are real; roots of n are taken for n > 0.
-- A base (52_8) may be left out, but not be another one. ``10:30`` is compared part by part.
+- A base (52_8) or a modulus may be left out, but not be another one. ``10:30`` is compared part by
+  part.
+- The letter of a choice may stand before the answer, and either of them for ``(A) 5``.
+- An integral or a limit is the question, and no answer, unless the row's own answer has one.
+- ``]0, 1[`` is an open interval. Digits may be grouped as in 1,234, 1 234, 1'234, 1.234.567 and
+  12,34,567; a single point is that of a decimal.
 - Answers in words are compared as text, without regard to case and articles.
 """
 

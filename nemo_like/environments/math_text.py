@@ -7,14 +7,19 @@ Only spelling changes here. What is equal is decided in ``math_compare``.
 import re
 import unicodedata
 
+from nemo_like.environments.math_amounts import plain_amount
+
 SYMBOLS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
-    "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "√": r"\sqrt ",
+    "÷": "/", "‐": "-", "‑": "-", "‒": "-", "―": "-",
+    "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "√": r"\sqrt ",
     "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "…": r"\ldots ", "⁄": "/",
     "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
-    "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "≈": "=", "€": "", "£": "",
-    "¥": "", "ℝ": r"\mathbb{R}", "∅": r"\emptyset ",
+    "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "≈": "=",
+    "€": "", "£": "", "¥": "", "ℝ": r"\mathbb{R}", "∅": r"\emptyset ",
 }  # fmt: skip
+INVISIBLE = re.compile("[\u200b-\u200f\u2060\ufeff]")
+QUOTED = re.compile(r"^(?:[$](?=\\?[$])|[\"“'‘])(.*)[\"”'’$]$", re.DOTALL)
 VULGAR = re.compile("[¼-¾⅐-⅞]")
 SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 MACROS = (
@@ -26,6 +31,8 @@ FUNCTIONS = (
     "theta|alpha|beta|gamma|lambda"
 )
 NOT_LETTER = r"(?![a-zA-Z])"
+ENDS = r"([^\s,;[\]()][^[\]()]*[,;][^[\]()]*[^\s,;[\]()])"
+"""The two ends of an interval, whichever brackets are around them."""
 DEGREE = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree\b)"
 
 REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -37,7 +44,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\(?:display|text)style{NOT_LETTER}|\\limits{NOT_LETTER}|(?<!\\)\\!", ""),
         (r"\{,\}", ","),
         (rf"(?<!\\)\\[,;: ]|\\q?quad{NOT_LETTER}|~", " "),
-        (rf"\\[dtc]frac{NOT_LETTER}", r"\\frac"),
+        (rf"\\(?:[dtcs]|nice)frac{NOT_LETTER}", r"\\frac"),
         (rf"\\lbrace{NOT_LETTER}", r"\\{"),
         (rf"\\rbrace{NOT_LETTER}", r"\\}"),
         (rf"\\[lr]?vert{NOT_LETTER}", "|"),
@@ -50,6 +57,13 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\varnothing{NOT_LETTER}|\\\{{\s*\\\}}", r"\\emptyset "),
         (rf"\\mathbb\s*\{{?\s*R\s*\}}?|\\R{NOT_LETTER}", r"\\mathbb{R}"),
         (r"\\%", "%"),
+        (rf"\\equiv{NOT_LETTER}", "="),
+        (rf"\(?\s*\\[pb]?mod{NOT_LETTER}\s*(?:\{{\s*(\d+)\s*\}}|(\d+))\s*\)?", r"\\mod \1\2"),
+        # Brackets that look away from an open end: ]0, 1[.
+        (rf"\]\s*{ENDS}\s*\[", r"(\1)"),
+        (rf"\]\s*{ENDS}\s*\]", r"(\1]"),
+        (rf"\[\s*{ENDS}\s*\[", r"[\1)"),
+        (r"\+/-", r"\\pm "),
         (r"\\[cld]?dots|\.\.\.+", r"\\ldots "),
         # A letter set as text after a number is a unit: 3\text{ m}, 5\mathrm{m/s}.
         (rf"([\d)}}]\s*)\\(?:{MACROS})\s*\{{\s*([msghLlNJWV])\s*(?=[}}/])", r"\1\\text{\2unit"),
@@ -58,6 +72,10 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\{\\rm\s+([^{}]*)\}", r"\1"),
         (rf"{DEGREE}\s*C{NOT_LETTER}", " celsius "),
         (rf"{DEGREE}\s*F{NOT_LETTER}", " fahrenheit "),
+        (
+            rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{{?\d\}}?)?)\s*([({{]?)\s*([\d.]+)\s*{DEGREE}",
+            r"\1\2(\\frac{\3\\pi}{180})",
+        ),
         (DEGREE, ""),
         (r"\*\*", "^"),
         (r"\*", r"\\cdot "),
@@ -65,12 +83,12 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
         (rf"(?<![\\a-zA-Z])({FUNCTIONS}){NOT_LETTER}", r"\\\1 "),
         (r"(?<![\\a-zA-Z])sqrt(?=\d)", r"\\sqrt "),
-        (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*(\[\d+\])?\s*(\d+|(?<=\s)[a-zA-Z])", r"\\sqrt\1{\2}"),
         # The real root, where a parser would take the principal one of three.
         (r"\\sqrt\s*\[(\d*[13579])\]\s*\{\s*-\s*([\d./]+)\s*\}", r"(-\\sqrt[\1]{\2})"),
         (r"\\log\s*_\s*(\w)\s*(?=[\w\\])", r"\\log_{\1} "),
-        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*\{([^{}]*)\}\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac(?:\s*(?=\d)|\s+)([\da-zA-Z])\s*([\da-zA-Z])", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"\\frac\s+\{", r"\\frac{"),
         (r"\^\s*(-?\d+)", r"^{\1}"),
@@ -85,7 +103,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^ ?(?:= ?)?| ?[.;,]? ?$", ""),
     )
 )
-THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
+THOUSANDS = re.compile(r"(?<![\d,.])(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d\d)+,\d{3})(?!\d|,\d)")
 SPACED_THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
 
 
@@ -95,6 +113,7 @@ def tidy(text: str) -> str:
     >>> tidy(r"$\left( 3, \dfrac{\pi}{2} \right)$")
     '( 3, \\frac{\\pi}{2} )'
     """
+    text = plain_amount(QUOTED.sub(r"\1", INVISIBLE.sub("", text).strip()))
     text = VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m.group()), text)
     text = SUPERSCRIPT.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m.group())}}}", text)
     for symbol, replacement in SYMBOLS.items():

@@ -15,10 +15,26 @@ UNITS = {
     "feet": "ft", "yard": "yd", "mile": "mi", "gram": "g", "kilogram": "kg", "pound": "lb",
     "second": "sec", "minute": "min", "hour": "hr", "liter": "l", "litre": "l", "dollar": "dollar",
     "cent": "cent", "day": "day", "week": "week", "month": "month", "year": "year", "munit": "m",
-    "gunit": "g", "sunit": "sec", "hunit": "hr", "lunit": "l", "milliliter": "ml",
+    "gunit": "g", "sunit": "sec", "hunit": "hr", "lunit": "l", "junit": "joule",
+    "nunit": "newton", "wunit": "watt", "vunit": "volt", "milliliter": "ml",
     "millilitre": "ml", "milligram": "mg", "millisecond": "ms", "celsiu": "celsius",
     "fahrenheit": "fahrenheit", "mph": "mi/hr", "kph": "km/hr", "kmh": "km/hr",
 }  # fmt: skip
+UNITS |= {
+    "gigabyte": "gbyte", "megabyte": "mbyte", "kilobyte": "kbyte", "terabyte": "tbyte",
+    "watt": "watt", "kilowatt": "kwatt", "joule": "joule", "newton": "newton", "volt": "volt",
+    "hertz": "hz", "mole": "mol", "pascal": "pascal", "degree": "degree", "radian": "rad",
+    "euro": "euro", "yen": "yen", "rupee": "rupee", "bit": "bit", "byte": "byte",
+}  # fmt: skip
+OF_CASE = {
+    "GB": "gbyte", "MB": "mbyte", "KB": "kbyte", "kB": "kbyte", "TB": "tbyte", "Gb": "gbit",
+    "Mb": "mbit", "kb": "kbit", "Hz": "hz", "kHz": "khz", "MHz": "megahz", "GHz": "gigahz",
+    "kW": "kwatt", "MW": "megawatt", "mW": "milliwatt", "kWh": "kwh", "kJ": "kjoule",
+    "kN": "knewton", "Pa": "pascal", "kPa": "kpascal", "MPa": "megapascal", "mV": "millivolt",
+    "kV": "kvolt", "mA": "milliamp", "USD": "dollar", "EUR": "euro", "GBP": "pound", "INR": "rupee",
+}  # fmt: skip
+"""Units that differ by the case of a letter, or that lower case would make another word of."""
+UNITS |= {unit: unit for unit in OF_CASE.values()}
 KNOWN_UNITS = {unit for unit in UNITS.values() if "/" not in unit}
 OF_LETTER = {"s": "sec", "h": "hr", "m": "m", "g": "g", "l": "l"}
 """What a letter stands for where it can be no variable: below the line of a unit."""
@@ -88,7 +104,8 @@ def strip_units(text: str) -> tuple[str, str, bool]:
     match = QUANTITY.fullmatch(text)
     if match is None:
         return text, "", False
-    value, gap, unit = match["value"], match["gap"], match["unit"]
+    value, gap = match["value"], match["gap"]
+    unit = re.sub("[a-zA-Z]+", lambda word: OF_CASE.get(word[0], word[0]), match["unit"])
     first = re.findall("[a-zA-Z]+", unit)[0].lower()
     # Letters that touch a number are a product (2xyz), unless they spell a unit (35cm).
     is_known = is_known_unit(_singular(unit)) or first in POWERS

@@ -1,5 +1,11 @@
 """Which part of a completion counts as its answer when the model thinks aloud first."""
 
+import re
+
+# As DeepSeek and Qwen, Mistral and Kimi write them, and as prompts ask for them.
+OPENED = re.compile(r"<(?i:think(?:ing)?|reasoning)\s*>|\[THINK\]|◁think▷")
+CLOSED = re.compile(r"</(?i:think(?:ing)?|reasoning)\s*>|\[/THINK\]|◁/think▷")
+
 
 def after_thinking(completion: str) -> str | None:
     """Text after the last ``</think>``, or None if a ``<think>`` block was never closed.
@@ -9,5 +15,5 @@ def after_thinking(completion: str) -> str | None:
     >>> after_thinking("<think>2+2?</think>4")
     '4'
     """
-    visible = completion.rpartition("</think>")[2]
-    return None if "<think>" in visible else visible
+    visible = CLOSED.split(completion)[-1]
+    return None if OPENED.search(visible) else visible
