@@ -1,5 +1,6 @@
 """The boundary between a command line and a run: composes, checks, and ends with one sentence."""
 
+import errno
 import functools
 import logging
 import signal
@@ -69,6 +70,11 @@ def end_on_error(action: Callable[[], None]) -> None:
     except StoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")
         sys.exit(EXIT_STOPPED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.stderr.write(f"Error: {error}; make room, then continue with run.resume=true.\n")
+        sys.exit(EXIT_RUN_ERROR)
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
         sys.exit(EXIT_INTERRUPTED)
