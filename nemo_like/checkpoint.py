@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.schema import CheckpointConfig
-from nemo_like.errors import RunError, UserError
+from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ class DriverState:
     """Of the whole run so far: wall seconds, first and latest validation."""
     weight_versions: dict[str, int]
     """Optimizer steps that each model has taken."""
+    metric_name: str | None = None
+    """What ``metric`` is the value of, with a minus where the smallest is best. None: written
+    before this was; the run's own."""
 
 
 class Checkpoints:
@@ -60,7 +63,7 @@ class Checkpoints:
         """Write a checkpoint and drop those that need not be kept.
 
         ``write_models`` is given the folder to make one folder for each model in. Raises RunError
-        if the disk refuses; earlier checkpoints are untouched then.
+        if the disk refuses; earlier checkpoints are untouched then, and this one leaves nothing.
         """
         final = self.folder / f"step_{state.step}"
         aside = self.folder / f"writing_{final.name}"
@@ -70,13 +73,22 @@ class Checkpoints:
             write_models(aside)
             (aside / "driver.json").write_text(json.dumps(asdict(state), indent=1))
             (aside / "files.json").write_text(json.dumps(_checksums(aside), indent=1))
-            _sync(aside)
+            for path in (*aside.rglob("*"), aside):
+                _sync(path)
             _remove(final)
             aside.rename(final)
             _sync(self.folder)
-        except OSError as error:
-            raise RunError(f"Checkpoint {final} could not be written: {error}") from error
-        self._prune()
+        except (WaitTimeoutError, WorkerDiedError):
+            raise  # no fault of the disk's
+        except (OSError, RunError) as error:
+            # torch's reason for a full disk is a position in a file.
+            free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
+            shutil.rmtree(aside, ignore_errors=True)
+            raise RunError(
+                f"Checkpoint {final} could not be written ({free / 2**30:.2f} GiB are free there): "
+                f"{error}"
+            ) from error
+        self._prune(state.metric_name)
         return final
 
     def latest(self) -> tuple[Path, DriverState] | None:
@@ -92,23 +104,27 @@ class Checkpoints:
         path = self.folder / f"step_{steps[-1]}"
         return path, open_checkpoint(path)
 
-    def _prune(self) -> None:
-        """Keep the last ``keep_last`` and the best; one without a metric counts as the worst."""
+    def _prune(self, metric_name: str | None) -> None:
+        """Keep the last ``keep_last`` and the best by ``metric_name``.
+
+        One without that metric counts as the worst: of another one, values cannot be compared.
+        """
         steps = self.steps()
         keep = set(steps[-self._config.keep_last :])
         if self._config.keep_best:
             # Of equal ones the latest is best.
-            keep.add(max(steps, key=lambda step: (self._metric(step), step)))
+            keep.add(max(steps, key=lambda step: (self._metric(step, metric_name), step)))
         for step in set(steps) - keep:
             _remove(self.folder / f"step_{step}")
 
-    def _metric(self, step: int) -> float:
+    def _metric(self, step: int, name: str | None) -> float:
         try:
-            metric = _read_state(self.folder / f"step_{step}").metric
+            state = _read_state(self.folder / f"step_{step}")
         except UserError as error:  # one that was damaged since must not end the run
             logger.warning("%s It counts as one without a metric.", error)
             return -math.inf
-        return -math.inf if metric is None or math.isnan(metric) else metric
+        metric, same = state.metric, state.metric_name in (None, name)
+        return -math.inf if metric is None or math.isnan(metric) or not same else metric
 
 
 def open_checkpoint(path: Path) -> DriverState:
@@ -174,9 +190,9 @@ def _crc(path: Path) -> int:
     return crc
 
 
-def _sync(folder: Path) -> None:
+def _sync(path: Path) -> None:
     """A rename must not reach the disk before what it names."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -21,7 +21,7 @@ from nemo_like.config.policy_schema import (
     PolicyConfig,
     SchedulerConfig,
 )
-from nemo_like.errors import RunError
+from nemo_like.errors import RunError, UserError
 from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, TrainEngine
@@ -122,6 +122,17 @@ def load_and_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:
     engine = make_engine(model_path, config)
     load_checkpoint(Path(folder), engine)
     return step(engine), parameters(engine)
+
+
+def refusal(model_path: str, config: dict[str, Any], folder: str | None = None) -> str:
+    """What loading a model, or then a checkpoint into it, is refused with."""
+    try:
+        engine = make_engine(model_path, config)
+        if folder is not None:
+            load_checkpoint(Path(folder), engine)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def replicas_by_step(model_path: str, config: dict[str, Any]) -> list[bool]:

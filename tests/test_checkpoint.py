@@ -10,7 +10,7 @@ from nemo_like.config.schema import CheckpointConfig
 from nemo_like.errors import RunError, UserError
 
 
-def save(checkpoints, step, metric=None):
+def save(checkpoints, step, metric=None, metric_name="validation/reward"):
     def write_models(folder):
         (folder / "policy").mkdir()
         (folder / "policy" / "shard.bin").write_bytes(bytes(range(256)) * step)
@@ -21,6 +21,7 @@ def save(checkpoints, step, metric=None):
         metric=metric,
         totals={"wall_s": 1.0},
         weight_versions={"policy": step},
+        metric_name=metric_name,
     )
     return checkpoints.save(state, write_models)
 
@@ -57,6 +58,15 @@ def test_the_last_and_the_best_are_kept(tmp_path, metrics, kept):
     for step, metric in enumerate(metrics, start=1):
         save(checkpoints, step, metric)
     assert set(checkpoints.steps()) == kept
+
+
+def test_values_of_another_metric_are_not_compared(tmp_path):
+    """A run may go on with another ``checkpoint.metric``."""
+    checkpoints = make(tmp_path, keep_last=1)
+    save(checkpoints, 1, 0.9)
+    for step, loss in enumerate((0.3, 0.2, 0.4), start=2):
+        save(checkpoints, step, -loss, "-train/loss")
+    assert checkpoints.steps() == [3, 4]
 
 
 def test_without_keep_best_only_the_last_are_kept(tmp_path):
@@ -114,17 +124,21 @@ def test_an_old_checkpoint_that_was_damaged_does_not_end_the_run(tmp_path, caplo
     assert "It counts as one without a metric" in caplog.text
 
 
-def test_a_failed_write_leaves_earlier_checkpoints_and_no_new_one(tmp_path):
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), RunError("No space left.")])
+def test_a_failed_write_leaves_earlier_checkpoints_and_no_new_one(tmp_path, error):
     checkpoints = make(tmp_path)
     save(checkpoints, 1)
 
     def full_disk(folder):
-        raise OSError(28, "No space left on device")
+        (folder / "policy").mkdir()
+        (folder / "policy" / "shard.bin").write_bytes(b"half")
+        raise error
 
     state = DriverState(step=2, loader={}, metric=None, totals={}, weight_versions={})
-    with pytest.raises(RunError, match=r"step_2 could not be written: .*No space left"):
+    with pytest.raises(RunError, match=r"step_2 could not be written \(.* GiB are free .*No space"):
         checkpoints.save(state, full_disk)
-    assert checkpoints.steps() == [1]
+    # What was written would fill the disk of the run that goes on.
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_1"]
     assert checkpoints.latest()[1].step == 1
 
 

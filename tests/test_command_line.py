@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -303,6 +304,7 @@ TOKENIZER_ERRORS = [
         "generation.max_new_tokens=5000 does not fit the model's context",
     ),
     ("data.train=long.jsonl environment.reward=rewards.py:raises", "the prompt of row 0 has"),
+    ("generation.stop_token_ids=[99999]", "stop_token_ids: 99999 is no token of the model's"),
 ]
 
 
@@ -348,6 +350,14 @@ def test_a_late_error_is_one_sentence_too_and_leaves_nothing_running(
     assert actual == code, output
     assert sentence in output
     assert TRACEBACK not in output
+
+
+def test_a_full_disk_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as end:
+        end_on_error(lambda: Path("/dev/full").write_text("x") and None)
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("Error: [Errno 28] No space left on device; make room, then continue")
 
 
 def test_a_ray_address_that_accepts_and_says_nothing_ends_the_run(warm, tmp_path):

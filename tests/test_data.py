@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like.algorithms.rows import read_rows
+from nemo_like.algorithms.setup import prepare
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.config.choices import OverlongPrompts
+from nemo_like.config.load import compose_config
 from nemo_like.config.rollout_schema import DataConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
@@ -15,6 +18,8 @@ from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, merge
+
+CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def write_rows(path, *rows):
@@ -162,10 +167,28 @@ def test_all_end_of_sequence_ids_are_known(tmp_path, tiny_model):
     shutil.copytree(tiny_model(), folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 17]}')
     assert ChatTokenizer(str(folder)).eos_token_ids == (2, 17)
+    (folder / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert ChatTokenizer(str(folder)).eos_token_ids == (2,)
+    for content in ("", "[]", '{"eos_token_id": ["</s>"]}'):
+        (folder / "generation_config.json").write_text(content)
+        with pytest.raises(UserError, match=r"generation_config\.json.*; repair"):
+            ChatTokenizer(str(folder))
 
 
-def test_the_context_is_the_models_own(tiny_model):
+def test_the_context_is_the_models_own(tiny_model, tmp_path):
     assert context_length(tiny_model()) == 256
+    (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
+    with pytest.raises(UserError, match="has no max_position_embeddings, the most tokens of a row"):
+        context_length(str(tmp_path))
+
+
+def test_fewer_prompts_than_a_step_takes_are_said(tmp_path, tiny_model, caplog):
+    path = write_rows(tmp_path / "r.jsonl", *prompts(3))
+    overrides = (f"data.train={path}", "environment.reward=math", "policy.model=" + tiny_model())
+    config = compose_config(CONFIGS, "grpo", [*overrides, "grpo.num_prompts_per_step=4"])
+    prepared = prepare(config, read_rows(config), tiny_model())
+    assert "data.train has 3 prompts, and grpo.num_prompts_per_step=4 repeats some" in caplog.text
+    assert len({row.index for row in prepared.loader.next_rows(4)}) == 3
 
 
 # The order of prompts.
@@ -312,3 +335,15 @@ def test_training_rows_whose_prompt_is_validated_are_left_out(tmp_path):
 def test_the_custom_reward_example_is_readable_data():
     path = Path(__file__).parent.parent / "examples" / "custom_reward" / "rows.jsonl"
     assert len(load(str(path))) == 64
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_batches_that_are_left_are_those_that_come(rows, drop_last):
+    loader = epochs(rows, 4, drop_last=drop_last)
+    for taken in range(2 * loader.steps_per_epoch):
+        assert loader.steps_left == 2 * loader.steps_per_epoch - taken
+        next(loader)
+    assert loader.steps_left == 0
+    # Two rows of the first pass, and all of the second.
+    loader.load_state(loader.state() | {"epoch": 0, "position": 8})
+    assert loader.steps_left == (2 if drop_last else 4)

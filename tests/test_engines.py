@@ -6,6 +6,7 @@ plain forward over the finished tokens gives, to rounding error.
 
 import asyncio
 import itertools
+import json
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -81,6 +82,10 @@ def make_model_folder(folder: Path, tied: bool) -> str:
         eos_token_id=EOS_ID,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)
+    # None of which may reach the sampler: logprobs would be those of another distribution.
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.1, "top_k": 2, "min_p": 0.5, "repetition_penalty": 5.0})
+    )
     return str(folder)
 
 

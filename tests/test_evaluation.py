@@ -214,6 +214,20 @@ def test_a_checkpoint_is_evaluated_as_it_is(straight, exported, tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_checkpoint_with_adapters_is_evaluated_with_its_own(tmp_path):
+    """With another alpha they would weigh more, and nothing else would tell."""
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "driver.json").touch()
+    lora = "{rank: 4, alpha: 16.0, targets: []}"
+    (tmp_path / "config.yaml").write_text(f"policy: {{model: embedded, lora: {lora}}}")
+    model = f"policy.model={checkpoint}"
+    assert "policy.lora.rank=0 is not that of the checkpoint" in refusal(model)
+    said = refusal(model, "policy.lora.rank=4", "policy.lora.alpha=64")
+    assert "policy.lora.alpha=64.0 is not that of the checkpoint" in said
+    assert said.endswith("set it to 16.0.")
+
+
 def test_another_checkpoint_gives_other_completions(exported, tmp_path, local_ray):
     _, samples = evaluate(tmp_path, "eval.num_generations_per_prompt=2")
     assert [one["index"] for one in samples] == [0, 1] * 8

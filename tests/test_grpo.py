@@ -137,7 +137,7 @@ def test_a_finished_run_goes_on_and_its_best_checkpoint_is_one_whose_metric_was_
 
 def test_another_model_is_no_continuation(tmp_path, tiny_model, straight):
     folder = shutil.copytree(straight, tmp_path / "run")
-    with pytest.raises(UserError, match="is not the model of the run to continue, embedded"):
+    with pytest.raises(UserError, match="is not that of the run to continue, embedded"):
         run(folder, "grpo.max_steps=7", "run.resume=true", f"policy.model={tiny_model()}")
 
 

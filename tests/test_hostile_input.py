@@ -198,13 +198,13 @@ def test_a_full_disk_under_a_checkpoint_is_one_sentence(tmp_path):
     import torch
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from nemo_like.policy.state import writing
+    from nemo_like.policy.file_errors import told_as
 
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
-    told = r"could not be written .*No space left.*; make room"
-    with pytest.raises(RunError, match=told), writing(tmp_path):
+    told = "could not be written: .*No space left"
+    with pytest.raises(RunError, match=told), told_as(RunError, f"{tmp_path} could not be written"):
         save({"weight": torch.zeros(4)}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(RunError, match=told), writing(tmp_path):
+    with pytest.raises(RunError, match=told), told_as(RunError, f"{tmp_path} could not be written"):
         (tmp_path / "__0_0.distcp").write_text("x")
-    with pytest.raises(KeyError), writing(tmp_path):
+    with pytest.raises(KeyError), told_as(RunError, "never said"):
         raise KeyError("a bug of ours")

@@ -172,6 +172,13 @@ def test_numbers_that_config_json_leaves_out_are_left_to_the_workers(tmp_path):
         check_model_fits(policy(), 8, tmp_path)
 
 
+def test_quantized_weights_are_refused(tmp_path):
+    """Read as they are, without their scales, they would be others."""
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(UserError, match="are quantized"):
+        check_model_fits(policy(), 8, tmp_path)
+
+
 def test_the_shape_of_a_model_has_its_number_of_parameters():
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,6 +1,8 @@
 """The policy on real Ray workers: one exact loss and gradient, however rows are laid out."""
 
 import math
+import shutil
+import stat
 from contextlib import contextmanager
 
 import pytest
@@ -181,11 +183,18 @@ def test_checkpoint_continues_bit_for_bit_and_on_other_rank_counts(tiny_model, t
 
 
 def test_export_is_a_complete_folder_with_ties_and_tokenizer_as_they_were(tiny_model, tmp_path):
-    from pathlib import Path
-
-    source = Path(tiny_model("llama", True))
+    source = shutil.copytree(tiny_model("llama", True), tmp_path / "model")
+    # As of a run with adapters, in a folder of models that nobody may change.
+    (source / "adapter").mkdir()
+    (source / "adapter" / "adapter_config.json").write_text("{}")
+    (source / "config.json").chmod(0o444)
+    source.chmod(0o555)
     with make_policy(str(source), tmp_path) as policy:
         policy.export(str(tmp_path / "out"))
+    source.chmod(0o755)
+    assert not (tmp_path / "out" / "adapter").exists(), "its weights are merged"
+    for path in (tmp_path / "out", tmp_path / "out" / "config.json"):
+        assert path.stat().st_mode & stat.S_IWUSR
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     from safetensors import safe_open

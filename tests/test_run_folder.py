@@ -3,6 +3,8 @@
 import pytest
 
 from nemo_like.algorithms.run_folder import save_config
+from nemo_like.config.choices import Decay, OptimizerKind
+from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, PolicyConfig
 from nemo_like.config.run_schema import RunConfig
 from nemo_like.config.sampling_run_schema import GRPORunConfig
 from nemo_like.config.text_run_schema import SFTRunConfig
@@ -15,6 +17,38 @@ def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
     other = SFTRunConfig(run=RunConfig(dir="x"))
     with pytest.raises(UserError, match=r"run\.dir=x is .* of another kind: .* no section sft; "):
         save_config(tmp_path, other, continued=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "key"),
+    [
+        (PolicyConfig(model="other"), "policy.model=other"),
+        (PolicyConfig(optimizer=OptimizerConfig(kind=OptimizerKind.sgd)), "policy.optimizer.kind"),
+        (PolicyConfig(optimizer=OptimizerConfig(decay=Decay.all)), "policy.optimizer.decay"),
+        (PolicyConfig(lora=LoraConfig(rank=8)), "policy.lora.rank=8"),
+        (PolicyConfig(lora=LoraConfig(alpha=64)), "policy.lora.alpha=64"),
+    ],
+)
+def test_a_run_goes_on_with_the_model_adapters_and_optimizer_of_its_checkpoints(
+    policy, key, tmp_path
+):
+    save_config(tmp_path, GRPORunConfig(), continued=False)
+    before = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(UserError, match=f"{key}.* is not that of the run to continue, "):
+        save_config(tmp_path, GRPORunConfig(policy=policy), continued=True)
+    assert (tmp_path / "config.yaml").read_text() == before
+
+
+def test_a_value_that_the_checkpoint_keeps_stays_in_the_configuration(tmp_path, caplog):
+    save_config(tmp_path, GRPORunConfig(), continued=False)
+    before = (tmp_path / "config.yaml").read_text()
+    changed = GRPORunConfig(policy=PolicyConfig(optimizer=OptimizerConfig(lr=0.5)))
+    for _ in range(2):
+        caplog.clear()
+        save_config(tmp_path, changed, continued=True)
+        assert "policy.optimizer.lr was" in caplog.text
+        assert "the checkpoint's value is kept" in caplog.text
+    assert (tmp_path / "config.yaml").read_text() == before
 
 
 @pytest.mark.parametrize("content", ["", "run: {", "- a", "\ud800"])

@@ -85,7 +85,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     straight = run("sft", tmp_path / "straight", *options)
     assert list(straight) == list(range(7))  # 3 steps a pass, the last one of 16 rows
     run("sft", tmp_path / "stopped", *options[:2], "sft.max_steps=4", "checkpoint.export=false")
-    resumed = run("sft", tmp_path / "stopped", *options, "run.resume=true")
+    options += ("run.resume=true",)
+    # It would end with rows left over, or run out of rows.
+    with pytest.raises(UserError, match=r"makes 4 steps, .* left make 1: .*sft.num_rows_per_step"):
+        run("sft", tmp_path / "stopped", *options, "sft.num_rows_per_step=64")
+    resumed = run("sft", tmp_path / "stopped", *options)
     assert_same({step: resumed[step] for step in straight}, straight)
 
 

@@ -1,14 +1,27 @@
 """The training engine's state on gloo: checkpoints that go on elsewhere, folders to begin with."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.choices import Checkpointing, Dtype, OptimizerKind, Schedule
-from nemo_like.config.policy_schema import LossScaleConfig, OptimizerConfig, ParallelConfig
+from nemo_like.config.choices import (
+    Checkpointing,
+    Dtype,
+    OptimizerKind,
+    Schedule,
+)
+from nemo_like.config.policy_schema import (
+    LoraConfig,
+    LossScaleConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from tests.engine_cases import CASES, TOLERANCE, largest_gap, schedule
 from tests.layouts import LAYOUTS
 
@@ -125,6 +138,29 @@ def test_a_checkpoint_does_not_depend_on_what_is_recomputed(pool, four_layers, t
         assert_same(actual[-1], expected[-1])
 
 
+@pytest.mark.parametrize("kind", [OptimizerKind.adamw, OptimizerKind.muon])
+def test_hyperparameters_are_those_of_the_checkpoint(kind, pool, four_layers, tmp_path):
+    folder, path = str(tmp_path / "step_1"), four_layers()
+    saved = OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.1)
+    config = {"optimizer": saved} | schedule(Schedule.linear)
+    expected = pool.run(1, f"{CASES}:save_then_go_on", path, config, folder)
+    config["optimizer"] = OptimizerConfig(kind=kind, lr=5e-2, weight_decay=0.5)
+    actual = pool.run(1, f"{CASES}:load_and_go_on", path, config, folder)
+    assert_same(actual[0], expected[0], 1e-9)
+
+
+def test_a_checkpoint_of_another_optimizer_or_adapter_is_refused(pool, four_layers, tmp_path):
+    folder, path = str(tmp_path / "step_1"), four_layers()
+    pool.run(2, f"{CASES}:save_then_go_on", path, {}, folder)
+    for config in (
+        {"optimizer": OptimizerConfig(kind=OptimizerKind.sgd)},
+        {"lora": LoraConfig(rank=4)},
+    ):
+        for said in pool.run(2, f"{CASES}:refusal", path, config, folder):
+            assert said.startswith(f"{folder} does not fit this run's model, adapters or optimizer")
+            assert "\n" not in said
+
+
 def test_a_loss_scale_and_its_count_go_on(pool, four_layers, tmp_path):
     config = {"dtype": Dtype.float16, "loss_scale": LossScaleConfig(initial=2.0**40)}
     folder = str(tmp_path / "step_2")
@@ -170,3 +206,54 @@ def test_other_folders_load_equally(tied, name, pool, four_layers, tmp_path):
     (tmp_path / "bin" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
     assert largest_gap(loaded(pool, tmp_path / "bin", name), expected) == 0
+
+
+def without_a_tensor(tensors, config):
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def of_another_size(tensors, config):
+    config["vocab_size"] += 4
+
+
+def with_a_head_of_its_own(tensors, config):
+    config["tie_word_embeddings"] = True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_a_tensor, r"lack model\.layers\.1\.mlp\.up_proj\.weight, which its config"),
+        (of_another_size, r"cannot be loaded: Size mismatch"),
+        (with_a_head_of_its_own, r"ties lm_head\.weight to model\.embed_tokens\.weight, .* differ"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused(
+    change, message, pool, four_layers, tmp_path
+):
+    """transformers would draw what is missing, and untie what differs."""
+    folder = shutil.copytree(four_layers(), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    for said in pool.run(2, f"{CASES}:refusal", str(folder), {}):
+        assert re.search(message, said), said
+
+
+def test_files_of_weights_that_are_damaged_or_hold_a_tensor_twice_are_refused(
+    pool, four_layers, tmp_path
+):
+    folder = shutil.copytree(four_layers(), tmp_path / "model")
+    weights = folder / "model.safetensors"
+    shutil.copy(weights, folder / "model-00001-of-00001.safetensors")
+    (said,) = pool.run(1, f"{CASES}:refusal", str(folder), {})
+    assert "in both model-00001-of-00001.safetensors and model.safetensors" in said
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (said,) = pool.run(1, f"{CASES}:refusal", str(folder), {})
+    assert said.startswith(f"{weights} cannot be read: ")
+    weights.unlink()
+    (said,) = pool.run(1, f"{CASES}:refusal", str(folder), {})
+    assert said.startswith(f"The weights of the model {folder} cannot be loaded: ")

@@ -9,7 +9,13 @@ from nemo_like.generation.vllm_settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYT
 
 GIB = 2**30
 GPU_BYTES = 80 * GIB
-KNOWN = ("max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization", "logprobs_mode")
+KNOWN = (
+    "max_num_seqs",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "logprobs_mode",
+    "enable_chunked_prefill",
+)
 
 
 def config_of(**changes):
@@ -86,7 +92,17 @@ def test_graphs_are_captured_up_to_the_most_sequences(most, last):
     assert sizes == sorted(set(sizes))
 
 
-@pytest.mark.parametrize("key", ["logprobs_mode", "data_parallel_size", "max_num_seq"])
+@pytest.mark.parametrize(
+    "key",
+    ["logprobs_mode", "override_generation_config", "speculative_config", "max_num_seq"],
+)
 def test_arguments_that_are_ours_or_unknown_are_refused(key):
     with pytest.raises(UserError, match=f"engine_kwargs.{key} "):
         args_of(engine_kwargs={key: 1})
+
+
+def test_prompts_in_parts_are_refused_where_they_end_the_engine():
+    kwargs = {"enable_chunked_prefill": True}
+    with pytest.raises(UserError, match="enable_chunked_prefill=true ends vLLM's engine"):
+        args_of(device="cpu", engine_kwargs=kwargs)
+    assert args_of(engine_kwargs=kwargs)["enable_chunked_prefill"]

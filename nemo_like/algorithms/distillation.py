@@ -88,7 +88,7 @@ def run_off_policy_distillation(config: OffPolicyDistillationRunConfig) -> None:
             config, run, rows, stack, model_path=model_path, temperature=temperature
         )
         model = start_teacher(config, run, stack, setup, teacher_path)
-        run.restore({"policy": setup.policy}, rows.loader)
+        text_rows.restore(config, run, setup)
         train_on_texts(config, setup, Teacher(model=model, compared=compared), run)
         _finish(config, setup.policy, run)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from nemo_like.algorithms.processes import find_model
 from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, in_parts, prepare, start
+from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, in_parts, prepare, restore, start
 from nemo_like.batch import keys
 from nemo_like.config.text_run_schema import DPORunConfig
 from nemo_like.data import preferences
@@ -30,7 +30,7 @@ def run_dpo(config: DPORunConfig) -> None:
         if not config.loss.reference_free:
             with run.start_phase("reference"):
                 setup = with_reference_logprobs(setup, live)
-        run.restore({"policy": setup.policy}, rows.loader)
+        restore(config, run, setup)
         train(config, setup, run, live)
         if config.checkpoint.export:
             setup.policy.export(str(run.dir / "final"))

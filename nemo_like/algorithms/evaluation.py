@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_like.algorithms.eval_report import Measured, write_report
 from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.rows import Rows
-from nemo_like.algorithms.setup import Prepared, start
+from nemo_like.algorithms.setup import Prepared, check_stop_ids, start
 from nemo_like.checkpoint import open_checkpoint
 from nemo_like.config.file_checks import is_checkpoint
 from nemo_like.config.sampling_run_schema import EvalRunConfig
@@ -54,6 +54,7 @@ def run_eval(config: EvalRunConfig, processes: Processes) -> None:
 def prepare(config: EvalRunConfig, rows: Rows, model_path: str) -> Prepared:
     """Render and check every prompt; raises UserError."""
     chat = ChatTokenizer(model_path)
+    check_stop_ids(config, chat)
     most_new = config.eval.max_new_tokens or config.generation.max_new_tokens
     section = "generation" if config.eval.max_new_tokens is None else "eval"
     context = context_for(model_path, f"{section}.max_new_tokens", most_new)

@@ -172,6 +172,8 @@ class Run:
         SIGUSR1 the step in progress is the last one: it is saved, and StoppedError raised.
         """
         self._max_steps = self._progress.max_steps = max_steps
+        if self.first_step >= max_steps:
+            logger.warning("Step %d of %d is done; none is left.", self.first_step, max_steps)
         if self.first_step == 0 and validator is not None:
             self._finish_step(0, validator.validate(0))
         for step in range(self.first_step + 1, max_steps + 1):
@@ -205,7 +207,7 @@ class Run:
         """Write ``summary.json``: what the run came to, in numbers that it measured itself."""
         wall_s = self._totals["wall_s"] + time.monotonic() - self._start
         summary = {
-            "steps": self._max_steps,
+            "steps": max(self.first_step, self._max_steps),
             "wall_s": round(wall_s, 1),
             **{name: value for name, value in self._totals.items() if name.startswith("val_")},
             **facts,
@@ -263,6 +265,7 @@ class Run:
             metric=metric,
             totals=self._totals | {"wall_s": wall_s},
             weight_versions={name: model.weight_version for name, model in models.items()},
+            metric_name=f"{'-' if self._smaller_is_better else ''}{self._metric}",
         )
 
         def write(folder: Path) -> None:

@@ -15,6 +15,18 @@ from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_FIXED = (
+    "policy.model",
+    "policy.optimizer.kind",
+    "policy.optimizer.decay",
+    "policy.lora.rank",
+    "policy.lora.alpha",
+    "policy.lora.targets",
+    "critic.model",
+    "critic.optimizer.kind",
+    "critic.optimizer.decay",
+)
+"""What a checkpoint's tensors are those of."""
 _UNREADABLE = (
     "{} is damaged, so that what the run was configured with is not known; restore it, or remove "
     "it to continue with the configuration as it is now."
@@ -37,7 +49,9 @@ def save_config(folder: Path, config: TrainingRunConfig, *, continued: bool) -> 
                 f"has no section {config.section}; continue it with its own script, or choose "
                 "another folder."
             )
-        _warn_changes(before, yaml.safe_load(text))
+        now = yaml.safe_load(text)
+        _warn_changes(before, now)
+        text = yaml.safe_dump(now, sort_keys=False)
     aside = path.with_name("config.yaml.tmp")
     aside.write_text(text)
     aside.replace(path)  # whole or not at all, should the run be killed here
@@ -102,18 +116,23 @@ def _plain(value: Any) -> Any:
 
 
 def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> None:
-    """Say what differs from the run that is continued; refuse what would make it another run."""
+    """Say what differs from the run that is continued; refuse what would make it another run.
+
+    Values that the checkpoint keeps are put back into ``new``.
+    """
     for key, value in new.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and isinstance(old.get(key), dict) and key != "tasks":
             _warn_changes(old[key], value, f"{name}.")
         elif value != old.get(key) and name not in ("run.resume", "run.dir"):
-            if name in ("policy.model", "critic.model"):
+            if name in _FIXED:
                 raise UserError(
-                    f"{name}={value} is not the model of the run to continue, "
-                    f"{old.get(key)}; use that one, or a new run.dir."
+                    f"{name}={value} is not that of the run to continue, {old.get(key)}; use that "
+                    "one, or a new run.dir."
                 )
             kept = name.startswith(("policy.optimizer.", "critic.optimizer."))
+            if kept:
+                new[key] = old.get(key)
             logger.warning(
                 "%s was %s and is now %s%s",
                 name,

@@ -19,6 +19,7 @@ from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker import Worker
+from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.models.context import context_for
 from nemo_like.policy.policy import Policy
@@ -72,6 +73,7 @@ class Setup:
 def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
     """Render and check every prompt; raises UserError."""
     chat = ChatTokenizer(model_path)
+    check_stop_ids(config, chat)
     most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)
     is_longer = most_new > config.generation.max_new_tokens
     section = "validation" if is_longer else "generation"
@@ -105,6 +107,17 @@ def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
         eos_token_ids=chat.eos_token_ids,
         max_model_len=longest + most_new,
     )
+
+
+def check_stop_ids(config: RolloutRunConfig, chat: ChatTokenizer) -> None:
+    """Raise UserError for an id that ends completions and that the model never writes."""
+    known = set(chat.token_ids().values())
+    for one in config.generation.stop_token_ids:
+        if one not in known:
+            raise UserError(
+                f"generation.stop_token_ids: {one} is no token of the model's tokenizer; leave it "
+                "out."
+            )
 
 
 def start(

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from nemo_like.algorithms.processes import find_model
 from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, prepare, start
+from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, prepare, restore, start
 from nemo_like.config.text_run_schema import SFTRunConfig
 from nemo_like.data import conversations
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
@@ -23,7 +23,7 @@ def run_sft(config: SFTRunConfig) -> None:
         with run.start_phase("data"):
             rows = prepare(config, conversations.load, model_path)
         setup = start(config, run, rows, stack, model_path=model_path)
-        run.restore({"policy": setup.policy}, rows.loader)
+        restore(config, run, setup)
         train(config, setup, run)
         if config.checkpoint.export:
             setup.policy.export(str(run.dir / "final"))

@@ -22,6 +22,7 @@ from nemo_like.distributed.connection import connect
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
+from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
 from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
@@ -176,6 +177,21 @@ def start(
         rows=rows,
         meter=meter,
         cluster=cluster,
+    )
+
+
+def restore(config: TextRunConfig, run: Run, setup: TextSetup) -> None:
+    """``Run.restore``; UserError if the rows that are left are not those of the steps left."""
+    rows = setup.rows
+    run.restore({"policy": setup.policy}, rows.loader)
+    done, left = run.first_step, rows.loader.steps_left
+    if left is None or done + left == rows.max_steps or (left == 0 and done > rows.max_steps):
+        return
+    raise UserError(
+        f"{config.section}.num_epochs={config.passes.num_epochs} makes {rows.max_steps} steps, and "
+        f"after step {done} the rows that are left make {left}: rows, run.seed or "
+        f"{config.section}.{config.passes.size_key} are not those that the run began with; restore "
+        f"them, or set {config.section}.max_steps."
     )
 
 

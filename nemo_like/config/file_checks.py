@@ -7,6 +7,7 @@ import ast
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -35,6 +36,7 @@ def check_files(config: TrainingRunConfig) -> None:
                 "run, or continue that run with run.resume=true."
             )
         model = model_of_checkpoint(model)
+        _check_adapters(config)
     check_model("policy.model", model)
     if isinstance(config, RolloutRunConfig):
         _check_data(config.data.train, config.data.validation, config.environment.reward)
@@ -53,22 +55,41 @@ def is_checkpoint(model: str) -> bool:
 
 def model_of_checkpoint(folder: str) -> str:
     """The model of the run that wrote a checkpoint; UserError if it cannot be told or sampled."""
+    settings = _settings_of_run(folder)
+    if "reward_model" in settings:
+        raise UserError(
+            f"policy.model={folder} is a checkpoint of a reward model, which samples nothing; give "
+            "one of a language model."
+        )
+    return settings["policy"]["model"]
+
+
+def _settings_of_run(folder: str) -> dict[str, Any]:
+    """``config.yaml`` of the run that wrote a checkpoint."""
     path = Path(folder).expanduser().resolve().parent.parent / "config.yaml"
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        model = settings["policy"]["model"]
+        if not isinstance(settings["policy"]["model"], str):
+            raise TypeError
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UserError(
             f"policy.model={folder} is a checkpoint, and {path}, which names its model, cannot be "
             f"read ({type(error).__name__}); leave checkpoints in their run's folder, or give its "
             "folder final/."
         ) from error
-    if "reward_model" in settings:
-        raise UserError(
-            f"policy.model={folder} is a checkpoint of a reward model, which samples nothing; give "
-            "one of a language model."
-        )
-    return str(model)
+    return settings
+
+
+def _check_adapters(config: EvalRunConfig) -> None:
+    """Adapters of a checkpoint are applied as in its run: with another alpha they weigh more."""
+    saved = _settings_of_run(config.policy.model)["policy"].get("lora", {})
+    for name in ("rank", "alpha", "targets"):
+        value = getattr(config.policy.lora, name)
+        if value != (wanted := saved.get(name, value)):
+            raise UserError(
+                f"policy.lora.{name}={value} is not that of the checkpoint {config.policy.model}; "
+                f"set it to {wanted}."
+            )
 
 
 def check_model(key: str, model: str) -> None:

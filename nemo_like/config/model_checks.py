@@ -18,12 +18,18 @@ _CONTEXT = "policy.parallel.context_parallel_size"
 
 
 def check_model_fits(policy: PolicyConfig, num_ranks: int, model_folder: Path) -> None:
-    """Refuse a layout that the model in ``model_folder`` cannot be cut into.
+    """Refuse a model that cannot be trained, and a layout that it cannot be cut into.
 
     Raises UserError with key, value, rule and valid values. Numbers that config.json leaves out,
     and architectures without a plan for tensor or pipeline parallelism, are left to the workers.
     """
     settings = read_settings(model_folder)
+    if settings.get("quantization_config"):
+        raise UserError(
+            f"The weights of the model {model_folder} are quantized (quantization_config in its "
+            "config.json), which cannot be trained; give the model that they were made "
+            "from."
+        )
     sizes = parallel_sizes(policy, num_ranks)
     _check_heads(settings, sizes)
     _check_rows(settings, sizes)

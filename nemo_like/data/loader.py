@@ -123,6 +123,15 @@ class EpochLoader(Generic[T]):
         """Passes made so far, the current one by its share of rows."""
         return self._passes.epoch + 1 - self._passes.rows_left / self._num_rows
 
+    @property
+    def steps_left(self) -> int | None:
+        """Batches from here to the end of the last pass; None: endless."""
+        if self._num_epochs is None:
+            return None
+        whole, left = divmod(self._passes.rows_left, self._batch_size)
+        later = self._num_epochs - 1 - self._passes.epoch
+        return max(0, whole + (left >= self._smallest) + later * self.steps_per_epoch)
+
     def __iter__(self) -> Self:
         return self
 

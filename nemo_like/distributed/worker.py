@@ -25,6 +25,8 @@ class WorkerContext:
     world_size: int
     address: str
     """Address of its node."""
+    node_id: str
+    """Ray's id of its node."""
     gpu_ids: tuple[str, ...]
     """GPUs that it may use; empty in a CPU run."""
     environment: Mapping[str, str]

@@ -27,6 +27,7 @@ OWNED_KEYS = (
     "logprobs_mode",
     "load_format",
     "generation_config",
+    "override_generation_config",
     "worker_extension_cls",
     "scheduler_cls",
     "enable_sleep_mode",
@@ -36,6 +37,8 @@ OWNED_KEYS = (
     "max_lora_rank",
     "lora_dtype",
     "lora_target_modules",
+    # With drafts, logprobs of accepted tokens are not those of the distribution (0.32, on the CPU).
+    "speculative_config",
 )
 """Engine arguments that follow from the rest of the configuration or that exactness needs."""
 
@@ -68,8 +71,8 @@ def engine_args(
     for key in config.engine_kwargs:
         if key in OWNED_KEYS:
             raise UserError(
-                f"generation.engine_kwargs.{key} follows from the rest of the configuration; "
-                "remove it."
+                f"generation.engine_kwargs.{key} follows from the rest of the configuration, or "
+                "would make completions or their logprobs other ones; remove it."
             )
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -150,6 +153,11 @@ def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:
 
 
 def _cpu_args(config: EngineConfig) -> dict[str, Any]:
+    if config.engine_kwargs.get("enable_chunked_prefill"):
+        raise UserError(
+            "generation.engine_kwargs.enable_chunked_prefill=true ends vLLM's engine at the first "
+            "long prompt on the CPU; remove it."
+        )
     return {
         # Compiling takes half a minute and a C++ compiler.
         "enforce_eager": True,

@@ -3,7 +3,6 @@
 Parameters begin on the meta device; each rank reads its own slices from the safetensors files.
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from nemo_like.config.layout import num_stages
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
+from nemo_like.policy.file_errors import told_as
 from nemo_like.policy.lora import add_adapters, initialize_adapters
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
@@ -42,6 +42,8 @@ from nemo_like.weights.adapters import is_adapter
 logger = logging.getLogger(__name__)
 
 _SCORE = "score.weight"
+_UNREADABLE = "The weights of the model {} cannot be loaded"
+_ROWS_AT_ONCE = 4096
 
 
 def load_stages(
@@ -144,22 +146,35 @@ def _load_weights(model: LogprobModel, path: str) -> None:
     for name, tensor in model.state_dict().items():
         if not is_adapter(name):
             wanted[hf_name(name)] = tensor
-    stored = _stored_names(Path(path))
+    stored = _stored_files(Path(path))
     tied = tied_names(model)
+    for head, embedding in tied.items():
+        _refuse_two_values(path, stored, head, embedding)
     state = {tied.get(name, name): tensor for name, tensor in wanted.items()}
     if isinstance(model, ValueModel) and _SCORE not in stored:
         # A head that begins at 0: no score and no value favours anything before training.
         torch.nn.init.zeros_(local_part(state.pop(_SCORE)))
         del wanted[_SCORE]
-    if stored >= state.keys():
-        dcp_load.load(state, storage_reader=HuggingFaceStorageReader(path))
+    if stored.keys() >= state.keys():
+        with told_as(UserError, _UNREADABLE.format(path)):
+            dcp_load.load(state, storage_reader=HuggingFaceStorageReader(path))
         return
     # Other formats (.bin, weights that transformers converts on loading) are read whole.
-    missing = sorted(state.keys() - stored)
+    missing = sorted(state.keys() - stored.keys())
     logger.info(
         "%s lacks safetensors named %s; every rank reads the whole model once", path, missing[:3]
     )
-    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    auto_class: Any = AutoModelForCausalLM  # whose types know nothing of output_loading_info
+    with told_as(UserError, _UNREADABLE.format(path)):
+        whole, found = auto_class.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    # transformers would draw them at random.
+    if lost := sorted(name for name in found["missing_keys"] if name in wanted):
+        raise UserError(
+            f"The files of the model {path} lack {lost[0]}, which its config.json asks for; give a "
+            "complete folder."
+        )
     full: dict[str, Any] = whole.state_dict()
     own = [name for name, _ in model.causal_lm.named_parameters()]
     own += [name for name, _ in model.causal_lm.named_buffers()]
@@ -170,15 +185,46 @@ def _load_weights(model: LogprobModel, path: str) -> None:
     )
 
 
-def _stored_names(folder: Path) -> set[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return set(json.loads(index.read_text())["weight_map"])
-    single = folder / "model.safetensors"
-    if not single.exists():
-        return set()
-    with safe_open(single, framework="pt") as file:
-        return set(file.keys())
+def _stored_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it; UserError if two do, or one is damaged.
+
+    What reads them takes all files of the folder, whatever an index says.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with told_as(UserError, f"{path} cannot be read"), safe_open(path, framework="pt") as file:
+            names = file.keys()
+        for name in names:
+            if (first := found.setdefault(name, path)) != path:
+                raise UserError(
+                    f"The model {folder} has {name} in both {first.name} and {path.name}; remove "
+                    "the files that do not belong to it."
+                )
+    return found
+
+
+def _refuse_two_values(path: str, stored: dict[str, Path], head: str, embedding: str) -> None:
+    """Raise UserError where a head that config.json ties differs from its embedding.
+
+    transformers would leave it untied, engines would drop it.
+    """
+    if head not in stored or embedding not in stored:
+        return
+    with (
+        told_as(UserError, _UNREADABLE.format(path)),
+        safe_open(stored[head], framework="pt") as ours,
+        safe_open(stored[embedding], framework="pt") as theirs,
+    ):
+        one, other = ours.get_slice(head), theirs.get_slice(embedding)
+        same = one.get_shape() == other.get_shape() and all(
+            torch.equal(one[row : row + _ROWS_AT_ONCE], other[row : row + _ROWS_AT_ONCE])
+            for row in range(0, one.get_shape()[0], _ROWS_AT_ONCE)
+        )
+    if not same:
+        raise UserError(
+            f"The config.json of the model {path} ties {head} to {embedding}, and its files hold "
+            "two that differ; set tie_word_embeddings to false there, or remove the wrong one."
+        )
 
 
 def tied_names(model: LogprobModel) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 import json
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as dcp_load
 import torch.distributed.checkpoint.state_dict_saver as dcp_save
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,9 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nemo_like.config.choices import Output
-from nemo_like.errors import RunError
+from nemo_like.errors import RunError, UserError
 from nemo_like.models.adapters import sent_name
 from nemo_like.policy.engine import TrainEngine
+from nemo_like.policy.file_errors import told_as
 from nemo_like.policy.loading import model_class, tied_names
 from nemo_like.policy.lora import Adapter, adapters_of, write_adapter
 from nemo_like.policy.loss_scale import LossScale
@@ -39,7 +38,7 @@ from nemo_like.policy.names import hf_name
 from nemo_like.weights.adapters import is_adapter, travels_apart
 from nemo_like.weights.manifest import expected_tensors
 
-_REFUSED = "{} could not be written ({}); make room, then continue with run.resume=true."
+_OTHER = "{} does not fit this run's model, adapters or optimizer"
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
 
 
@@ -133,32 +132,22 @@ def _owners(names: list[str], pp: dist.ProcessGroup | None) -> dict[str, int]:
     return {name: rank for rank in reversed(range(len(everyone))) for name in everyone[rank]}
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """A file system that refuses is a RunError, whichever library writes."""
-    try:
-        yield
-    except CheckpointException as error:  # of torch: what each rank met, and no Exception itself
-        cause, _ = next(iter(error.failures.values()))
-        if not isinstance(cause, (OSError, RuntimeError)):  # torch's archives raise the latter
-            raise
-        raise RunError(_REFUSED.format(folder, cause)) from error
-    except (OSError, SafetensorError) as error:
-        raise RunError(_REFUSED.format(folder, error)) from error
-
-
 def save_checkpoint(folder: Path, engine: TrainEngine) -> None:
     """Each rank writes its own shards of model and optimizer; collective."""
     engine.synchronize()
-    with writing(folder):
+    with told_as(RunError, str(folder)):
         dcp_save.save(_joined(engine, _stage_states(engine)), checkpoint_id=str(folder))
 
 
 def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
-    """Restore in place, from any number of ranks in any layout, hyperparameters included."""
+    """Restore in place, from any number of ranks in any layout, hyperparameters included.
+
+    Raises UserError for a checkpoint of another model, optimizer or adapter.
+    """
     states = _stage_states(engine)
     loaded = _joined(engine, states)
-    dcp_load.load(loaded, checkpoint_id=str(folder))
+    with told_as(UserError, _OTHER.format(folder)):
+        dcp_load.load(loaded, checkpoint_id=str(folder))
     for state in states:
         set_state_dict(
             state.stage,
@@ -174,6 +163,8 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
         # A run that is extended follows the new schedule from its first step on. (Groups differ
         # between layouts, so only the position is the checkpoint's.)
         scheduler.last_epoch = loaded["schedule_step"]
+        # The peak is the checkpoint's, like all that its groups hold.
+        scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
         lrs = [
             base * factor(scheduler.last_epoch)
             for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -189,7 +180,8 @@ def load_weights(folder: Path, engine: TrainEngine) -> None:
         (stage, get_model_state_dict(stage, options=_options(engine))) for stage in engine.stages
     ]
     model = {_stored_name(stage, name): part[name] for stage, part in parts for name in part}
-    dcp_load.load({"model": model}, checkpoint_id=str(folder))
+    with told_as(UserError, _OTHER.format(folder)):
+        dcp_load.load({"model": model}, checkpoint_id=str(folder))
     for stage, part in parts:
         weights = {name: model[_stored_name(stage, name)] for name in part}
         set_model_state_dict(stage, weights, options=_strict_if_whole(engine))
@@ -209,18 +201,22 @@ def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
         name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(engine, torch.float32)
     }
     if write:
-        with writing(target):
-            _write_folder(engine, target, state, adapters)
+        with told_as(RunError, f"{target} could not be written"):
+            _write_folder(engine, state, adapters, target)
 
 
 def _write_folder(
-    engine: TrainEngine, target: Path, state: dict[str, Tensor], adapters: dict[str, Tensor]
+    engine: TrainEngine, state: dict[str, Tensor], adapters: dict[str, Tensor], target: Path
 ) -> None:
     """Aside first, so that what stands at ``target`` is whole."""
     source = Path(engine.setup.model_path)
     aside = target.with_name(f".{target.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+    # Contents alone: files of a model that others may only read must be writable here. The model
+    # may be the export of a run with adapters, which are in its weights.
+    ignored = shutil.ignore_patterns(*_WEIGHT_FILES, "adapter")
+    shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
+    aside.chmod(aside.stat().st_mode | stat.S_IRWXU)
     if adapters:
         write_adapter(aside / "adapter", adapters, engine.config.lora, engine.config.model)
     dtype = next(t.dtype for t in state.values() if t.is_floating_point())
