@@ -34,7 +34,8 @@ def group_advantages(
     rows of the group (GRPO, arXiv:2402.03300 section 4.1.2); ``none`` nothing. Scales: ``std``
     divides by the standard deviation of the baseline's rows (of the whole group without a
     baseline); ``batch`` is ``whiten`` over all valid rows (REINFORCE++, arXiv:2501.03262).
-    Deviations are unbiased (n - 1); one that is zero does not divide.
+    Deviations are unbiased (n - 1), without an epsilon; one that is zero, or of a single row, does
+    not divide.
 
     >>> config = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.std)
     >>> r = torch.tensor([1.0, 0, 0, 0])

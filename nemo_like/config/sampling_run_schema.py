@@ -43,6 +43,11 @@ class PolicyGradientRunConfig(RolloutRunConfig):
         return loop
 
     @property
+    def max_updates(self) -> int:
+        """Optimizer steps of the policy in the whole run."""
+        return self.max_steps * self.loop.num_updates
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether rewards are less by a KL."""
         return self.loss.kl_coef > 0 and self.loss.kl_in is KLPlace.reward
@@ -109,6 +114,16 @@ class PPORunConfig(PolicyGradientRunConfig):
     ppo: PPOConfig = field(default_factory=PPOConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     value_loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+
+    @property
+    def max_updates(self) -> int:
+        """Those of the steps in which the policy trains."""
+        return (self.max_steps - self.ppo.num_critic_warmup_steps) * self.ppo.num_updates
+
+    @property
+    def max_critic_updates(self) -> int:
+        """Optimizer steps of the critic in the whole run."""
+        return self.max_steps * self.ppo.num_updates
 
     @property
     def critic_policy(self) -> PolicyConfig:
