@@ -73,7 +73,8 @@ class GRPOConfig(UpdatesConfig):
     """Leave out groups whose raw rewards are all equal, and sample others in their place (DAPO,
     arXiv:2503.14476 section 3.2)."""
     max_sampling_rounds: int = 4
-    """Most times that prompts are sampled for one step (dynamic_sampling)."""
+    """Most times that prompts are sampled for one step (dynamic_sampling). The groups with a signal
+    that were found by then train; if there is none, the step trains on nothing."""
     mask_truncated: bool = False
     """Completions that were cut off do not train, but count in their group (overlong filter of
     DAPO, section 3.4)."""
