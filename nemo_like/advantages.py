@@ -42,6 +42,8 @@ def group_advantages(
     >>> group_advantages(r, torch.zeros(4), torch.ones(4, dtype=torch.bool), config).tolist()
     [1.5, -0.5, -0.5, -0.5]
     """
+    if not valid.any():
+        return torch.zeros(len(valid))
     # One line a group, [P, G]; then each row against its siblings, [P, G, G].
     line, slot, shape = _grid(groups)
     x, ok = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)

@@ -51,7 +51,8 @@ def advantage(rewards, baseline, scale, groups=None, valid=None):
     rewards = torch.tensor(rewards)
     config = AdvantageConfig(baseline=Baseline(baseline), scale=AdvantageScale(scale))
     groups = torch.zeros(len(rewards)) if groups is None else torch.tensor(groups)
-    valid = torch.ones(len(rewards), dtype=torch.bool) if valid is None else torch.tensor(valid)
+    count = len(rewards)
+    valid = torch.tensor([True] * count if valid is None else valid, dtype=torch.bool)
     return group_advantages(rewards, groups, valid, config).tolist()
 
 
@@ -232,6 +233,13 @@ ADVANTAGES = [
          {"rewards": [1.0, NAN, 0.0, 0.5], "valid": [True, False, True, True],
           "baseline": "leave_one_out", "scale": "none"},
          [0.75, 0.0, -0.75, 0.0]),
+    *(
+        Case(f"nothing graded, {len(valid)}", advantage,
+             {"rewards": [NAN] * len(valid), "valid": valid, "baseline": "leave_one_out",
+              "scale": "batch"},
+             [0.0] * len(valid))
+        for valid in ([], [False, False])
+    ),
     Case("reinforce", advantage,
          {"rewards": [1.0, NAN, -2.0], "valid": [True, False, True], "baseline": "none",
           "scale": "none"},

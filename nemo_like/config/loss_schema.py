@@ -61,9 +61,10 @@ class LossConfig:
     """For a negative advantage a token's loss is at most dual_clip |A|, > 1 (arXiv:1912.09729;
     ``objective=clip``). None: it has no bound."""
     normalization: Normalization = Normalization.token
-    """What the sum over tokens is divided by. ``token``: all trained tokens of the step (DAPO,
-    Eq. 12); ``sequence``: each sequence's tokens, and then the number of sequences (GRPO, Eq. 3);
-    ``constant``: the number of sequences times ``constant_tokens`` (Dr. GRPO, arXiv:2503.20783).
+    """What the sum over tokens is divided by. ``token``: all trained tokens of the optimizer step
+    (DAPO, Eq. 12); ``sequence``: each sequence's tokens, and then the number of sequences (GRPO,
+    Eq. 3); ``constant``: the number of sequences times ``constant_tokens`` (Dr. GRPO,
+    arXiv:2503.20783).
     All counts are global: ranks and micro-batches do not change them."""
     constant_tokens: int | None = None
     """The constant of ``normalization=constant``, >= 1. None: ``generation.max_new_tokens``."""
