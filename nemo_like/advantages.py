@@ -34,13 +34,16 @@ def group_advantages(
     rows of the group (GRPO, arXiv:2402.03300 section 4.1.2); ``none`` nothing. Scales: ``std``
     divides by the standard deviation of the baseline's rows (of the whole group without a
     baseline); ``batch`` is ``whiten`` over all valid rows (REINFORCE++, arXiv:2501.03262).
-    Deviations are unbiased (n - 1); one that is zero does not divide.
+    Deviations are unbiased (n - 1), without an epsilon; one that is zero, or of a single row, does
+    not divide.
 
     >>> config = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.std)
     >>> r = torch.tensor([1.0, 0, 0, 0])
     >>> group_advantages(r, torch.zeros(4), torch.ones(4, dtype=torch.bool), config).tolist()
     [1.5, -0.5, -0.5, -0.5]
     """
+    if not valid.any():
+        return torch.zeros(len(valid))
     # One line a group, [P, G]; then each row against its siblings, [P, G, G].
     line, slot, shape = _grid(groups)
     x, ok = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)

@@ -1,8 +1,11 @@
 """TRL's own trainers on the same tiny model and rows: equal losses and gradients, or a difference
 that is stated and pinned. No formula of TRL is repeated here."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -236,6 +239,16 @@ def test_simpo_is_that_of_trl(tiny_model, tmp_path):
     (gradient,) = torch.autograd.grad(ours, logprobs)
     (their_gradient,) = torch.autograd.grad(theirs, logprobs)
     assert torch.allclose(gradient, their_gradient, atol=1e-6)
+    # Where it differs on purpose: the target of a pair that is labelled the wrong way round.
+    trainer.label_smoothing = 0.2
+    theirs = trainer.cpo_loss(means[0::2], means[1::2])[0].mean()
+    ours, _ = PreferenceLoss(replace(simpo, label_smoothing=0.2))(
+        logprobs, batch, denominators_of(batch)
+    )
+    z = 2 * (means[0::2] - means[1::2])
+    by_hand = -0.8 * logsigmoid(z - 0.5) - 0.2 * logsigmoid(-z - 0.5)
+    assert ours.item() == pytest.approx(by_hand.mean().item(), abs=1e-6)
+    assert ours.item() > theirs.item() + 0.01
 
 
 # Where DPO differs from TRL's, on purpose.

@@ -309,6 +309,10 @@ def test_a_layout_that_cannot_work_is_refused_with_a_remedy(overrides, problem, 
             "grpo.max_steps=40; lower them",
         ),
         (
+            ["policy.scheduler.warmup_steps=160", "grpo.num_mini_batches=4"],
+            "must be below 160, the optimizer steps that grpo.max_steps=40 come to, or the peak",
+        ),
+        (
             ["policy.dtype=float16", "policy.loss_scale.initial=1000"],
             "policy.loss_scale.initial=1000 must be a power of two",
         ),
@@ -323,6 +327,15 @@ def test_a_layout_that_cannot_work_is_refused_with_a_remedy(overrides, problem, 
 )
 def test_precision_schedule_and_debugging_have_their_rules(overrides, message):
     assert message in refusal(*overrides)
+
+
+def test_a_warm_up_is_of_optimizer_steps_of_which_a_step_may_take_several():
+    updates = ["grpo.num_mini_batches=4", "policy.scheduler.warmup_steps=159"]
+    compose_config(CONFIGS, "grpo", updates)
+    late = ["ppo.num_critic_warmup_steps=30", "policy.scheduler.warmup_steps=10"]
+    with pytest.raises(UserError, match="must be below 10, the optimizer steps that ppo"):
+        compose_config(CONFIGS, "ppo", late)
+    compose_config(CONFIGS, "ppo", [*late[:1], "critic.scheduler.warmup_steps=39"])
 
 
 def test_adamw8bit_needs_its_package():

@@ -51,7 +51,8 @@ def advantage(rewards, baseline, scale, groups=None, valid=None):
     rewards = torch.tensor(rewards)
     config = AdvantageConfig(baseline=Baseline(baseline), scale=AdvantageScale(scale))
     groups = torch.zeros(len(rewards)) if groups is None else torch.tensor(groups)
-    valid = torch.ones(len(rewards), dtype=torch.bool) if valid is None else torch.tensor(valid)
+    count = len(rewards)
+    valid = torch.tensor([True] * count if valid is None else valid, dtype=torch.bool)
     return group_advantages(rewards, groups, valid, config).tolist()
 
 
@@ -232,6 +233,13 @@ ADVANTAGES = [
          {"rewards": [1.0, NAN, 0.0, 0.5], "valid": [True, False, True, True],
           "baseline": "leave_one_out", "scale": "none"},
          [0.75, 0.0, -0.75, 0.0]),
+    *(
+        Case(f"nothing graded, {len(valid)}", advantage,
+             {"rewards": [NAN] * len(valid), "valid": valid, "baseline": "leave_one_out",
+              "scale": "batch"},
+             [0.0] * len(valid))
+        for valid in ([], [False, False])
+    ),
     Case("reinforce", advantage,
          {"rewards": [1.0, NAN, -2.0], "valid": [True, False, True], "baseline": "none",
           "scale": "none"},
@@ -315,6 +323,11 @@ KL = [
     # d * -1 * r. All act like -d * grad log p (E08), k1 with a part of mean 0 beside it.
     Case("E08 k1", kl_with_slope, {"d": 0.5, "kind": "k1", "ratio": 2.0}, [-1.0, 1.0]),
     Case("E08 k2", kl_with_slope, {"d": 0.5, "kind": "k2", "ratio": 2.0}, [0.25, -1.0]),
+    # The slope is -d r however far the reference is; the value stops at exp(20) - d - 1, as above.
+    Case("E07 slopes", kl_with_slope, {"d": 19.0, "kind": "k3", "ratio": 1.0},
+         [math.exp(19) - 20, -19.0]),
+    Case("E07 far slopes", kl_with_slope, {"d": 25.0, "kind": "k3", "ratio": 2.0},
+         [2 * (math.exp(20) - 26), -50.0]),
     Case("E08 k3", kl_with_slope, {"d": 0.5, "kind": "k3", "ratio": 2.0},
          [2 * (math.exp(0.5) - 1.5), -1.0]),
     # Rows: (-0.5) + 1 by k1 (the prompt's token is left out), and a row that does not train.

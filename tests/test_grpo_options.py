@@ -1,15 +1,16 @@
 """What GRPO's relatives add to its loop: which groups train, on what rewards, in which updates."""
 
+import math
 from itertools import chain
 
 import pytest
 import torch
 
-from nemo_like.algorithms.grpo import add_advantages, make_loss, mini_batches, signal
+from nemo_like.algorithms.grpo import add_advantages, batch_metrics, make_loss, mini_batches, signal
 from nemo_like.algorithms.self_check import RewardWatch
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps
+from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps, values
 from nemo_like.rollout.sources import _join
 from tests.small_runs import run, small_config
 
@@ -79,6 +80,28 @@ def test_rewards_that_teach_nothing_for_five_steps_are_said_once(caplog):
     )
 
 
+def test_without_a_signal_dynamic_sampling_trains_on_no_penalty_either():
+    penalty = ("advantage.overlong_buffer_tokens=16", "grpo.dynamic_sampling=true")
+    batch = batch_of([0, 0, 1, 0], [0, 0, 1, 1], **{keys.NUM_LOSS_TOKENS: [32, 8, 8, 8]})
+    assert advantages(batch, *penalty) == [-0.5, 0.5, 0.5, -0.5]
+    assert batch.rows[keys.SAMPLE_MASK].tolist() == [False, False, True, True]
+
+
+def test_metrics_of_a_batch_count_what_trains_and_what_was_graded():
+    batch = batch_of(
+        [1, 0, math.nan],
+        [0, 0, 0],
+        **{
+            keys.TRUNCATED: [False, True, False],
+            keys.SAMPLE_MASK: [True, True, False],
+            keys.REFERENCE_KL: [2.0, 1.0, 0.0],
+        },
+    )
+    advantages(batch, "grpo.mask_truncated=true")
+    found = values(batch_metrics(batch))
+    assert found == {"train/num_tokens": 8, "rollout/reference_kl": 1.5}
+
+
 def test_each_pass_deals_whole_groups_to_mini_batches_anew():
     batch = batch_of([0.0] * 12, [i // 2 for i in range(12)])
     config = config_of("grpo.num_mini_batches=3", "grpo.num_epochs_per_batch=2")
@@ -131,6 +154,8 @@ def test_metrics_of_several_updates_are_one_record():
     found = mean_of_steps([first, second])
     assert (found["loss"].value, found["norm"].value) == (1.5, 3.0)
     assert mean_of_steps([first]) == first
+    overflowed = {"norm": Metric(math.nan, reduce=Reduce.max)}
+    assert math.isnan(mean_of_steps([first, overflowed])["norm"].value)
 
 
 def test_the_constant_divisor_is_the_longest_completion_unless_it_is_given():

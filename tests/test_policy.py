@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Attention, Batching, Dtype, Normalization
+from nemo_like.config.choices import Attention, Batching, Dtype, KLEstimator, Normalization
 from nemo_like.config.loss_schema import LossConfig
 from nemo_like.config.plan import plan_resources
 from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
@@ -144,6 +144,18 @@ def test_loss_gradient_and_parameters_are_those_of_one_rank(
 ):
     with make_policy(four_layers(), tmp_path, with_reference=True, **LAYOUTS[layout]) as policy:
         assert_same(three_steps(policy, tmp_path), baseline)
+        few = make_batch().select([0, 1])  # fewer than three ranks
+        policy.logprobs(few, kl=KLEstimator.k1)
+        found = few.fetch()
+    gap = found.tokens[keys.POLICY_LOGPROBS] - found.tokens[keys.REFERENCE_LOGPROBS]
+    by_row = [part[mask].sum().item() for part, mask in zip(*_by_row(found, gap), strict=True)]
+    assert few.rows[keys.REFERENCE_KL].tolist() == pytest.approx(by_row, abs=TOLERANCE)
+    assert min(map(abs, by_row)) > 1e-3
+
+
+def _by_row(batch, column):
+    lengths = batch.lengths.tolist()
+    return column.split(lengths), batch.tokens[keys.LOSS_MASK].split(lengths)
 
 
 def test_logprobs_are_those_of_the_plain_model_at_the_sampling_temperature(four_layers, baseline):

@@ -97,6 +97,20 @@ def test_a_grade_is_the_score_that_the_trainer_gives_the_same_text(trained, scor
     assert "tokens, and its context is 512" in too_long.error
 
 
+def test_a_text_has_one_score_whatever_it_is_batched_with(trained):
+    model = RewardModel(environment(trained.final).reward_model)
+
+    def rows(*texts):
+        return [model.text.encode([{"role": "user", "content": "1 + 2 ="}], one) for one in texts]
+
+    (alone,) = model.scores(rows("88"))
+    for length in (5, 40, 90):
+        others = [f"{i} no" * length for i in range(6)]
+        found = model.scores(rows(*others, "88", others[0], "88"))
+        assert found[6] == found[8] == alone
+        assert found[7] == found[0] != alone
+
+
 def test_the_exported_model_scores_alike_in_transformers(trained, scorer):
     model = AutoModelForSequenceClassification.from_pretrained(trained.final, dtype=torch.float32)
     settings = json.loads((trained.final / "config.json").read_text())

@@ -97,7 +97,8 @@ def test_a_checkpoint_of_any_layout_goes_on_in_one_process(name, tied, pool, fou
     expected = pool.run(
         ranks, f"{CASES}:save_then_go_on", path, config | {"parallel": parallel}, folder
     )
-    actual = pool.run(1, f"{CASES}:load_and_go_on", path, config, folder)
+    other = {"optimizer": OptimizerConfig(lr=1.0, beta2=0.5, weight_decay=0.5)}  # not the run's
+    actual = pool.run(1, f"{CASES}:load_and_go_on", path, config | other, folder)
     assert_same(actual[0], expected[-1])
     # Ten steps, the first of which warms up: the second is the first of nine that fall to 0.
     assert actual[0][0]["train/lr"] == pytest.approx(LR * (1 - 1 / 9))

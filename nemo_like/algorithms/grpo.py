@@ -52,7 +52,6 @@ def run_grpo(config: GRPORunConfig, processes: Processes) -> None:
         config,
         processes,
         prepared,
-        max_updates=config.max_steps * config.grpo.num_updates,
         with_reference=config.keeps_reference,
     )
     train(config, setup, run)
@@ -91,8 +90,9 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
                 metrics |= policy.logprobs(batch, with_policy=not reuse, kl=kl)
         if not reuse:
             check(metrics)
-        metrics |= batch_metrics(batch) | group_metrics(batch)
+        metrics |= group_metrics(batch)
         add_advantages(batch, config)
+        metrics |= batch_metrics(batch)
         with run.span("train"):
             updates = [
                 policy.train(one, loss, on_policy=reuse, check=check if reuse else None)
@@ -122,7 +122,8 @@ def signal(batch: RemoteBatch) -> Tensor:
 def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
     """Row column ``advantages``, from rewards with what the configuration adds to them.
 
-    A truncated completion that is not to train counts in its group all the same.
+    A truncated completion that is not to train counts in its group all the same. Groups without a
+    signal, which dynamic sampling gives where it found no other, do not train.
     """
     rows, advantage = batch.rows, config.advantage
     rewards = rows[keys.REWARDS].double()
@@ -138,8 +139,12 @@ def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
     rows[keys.ADVANTAGES] = group_advantages(
         rewards, rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK], advantage
     )
+    trains = rows[keys.SAMPLE_MASK]
+    if config.grpo.dynamic_sampling:
+        trains = trains & signal(batch)
     if config.grpo.mask_truncated:
-        rows[keys.SAMPLE_MASK] = rows[keys.SAMPLE_MASK] & ~rows[keys.TRUNCATED]
+        trains = trains & ~rows[keys.TRUNCATED]
+    rows[keys.SAMPLE_MASK] = trains
 
 
 def mini_batches(
@@ -160,12 +165,13 @@ def mini_batches(
 
 
 def batch_metrics(batch: RemoteBatch) -> Metrics:
-    """What the driver knows of a batch beside what its workers reported."""
+    """What the driver knows of a batch, as it trains, beside what its workers reported."""
     rows = batch.rows
     trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]
     metrics: Metrics = {"train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum)}
     if keys.REFERENCE_KL in rows:
-        metrics["rollout/reference_kl"] = Metric(rows[keys.REFERENCE_KL].mean().item())
+        graded = rows[keys.REFERENCE_KL][~rows[keys.REWARDS].isnan()]
+        metrics["rollout/reference_kl"] = Metric(graded.mean().item(), weight=len(graded))
     return metrics
 
 

@@ -46,12 +46,10 @@ def run_ppo(config: PPORunConfig, processes: Processes) -> None:
     with run.start_phase("prompts"):
         critic = find_critic(config, processes.model_path)
         prepared = prepare(config, processes.rows, processes.model_path)
-    ppo = config.ppo
     setup = start(
         config,
         processes,
         prepared,
-        max_updates=(ppo.max_steps - ppo.num_critic_warmup_steps) * ppo.num_updates,
         with_reference=config.keeps_reference,
         critic=critic,
     )
@@ -81,7 +79,7 @@ def find_critic(config: PPORunConfig, model_path: str) -> CriticSetup | None:
     return CriticSetup(
         config=config.critic_policy,
         model_path=folder,
-        max_updates=config.max_steps * config.ppo.num_updates,
+        max_updates=config.max_critic_updates,
     )
 
 

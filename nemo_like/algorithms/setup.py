@@ -125,14 +125,10 @@ def start(
     processes: Processes,
     prepared: Prepared,
     *,
-    max_updates: int | None = None,
     with_reference: bool = False,
     critic: CriticSetup | None = None,
 ) -> Setup:
-    """Bring up models and engines in a run's processes, in parallel.
-
-    ``max_updates``: the policy's optimizer steps in the whole run; None: one a step.
-    """
+    """Bring up models and engines in a run's processes, in parallel."""
     run, cluster, stack = processes.run, processes.cluster, processes.stack
     policy = Policy(
         config.policy,
@@ -140,7 +136,7 @@ def start(
         processes.policy,
         model_path=processes.model_path,
         temperature=config.generation.temperature,
-        max_steps=max_updates or config.max_steps,
+        max_steps=config.max_updates,
         with_reference=with_reference,
     )
     generation = Generation(processes.generation)

@@ -27,7 +27,7 @@ def check_ppo(config: PPORunConfig) -> None:
         return
     check_effects(config, [one_update(config, "value_loss.clip")])
     check_optimizer(config, "critic")
-    check_scheduler(config, "critic", config.max_steps)
+    check_scheduler(config, "critic", config.max_critic_updates)
     check_scalar_head(config)
     if apart := plan_run(config).critic:
         resolve_mesh_shape(config.critic_policy, len(apart))

@@ -27,7 +27,9 @@ class AdvantageConfig:
     Eq. 7); ``mean``: of all of them (GRPO, arXiv:2402.03300 section 4.1.2; REINFORCE++-baseline);
     ``none``: the reward as it is (REINFORCE, REINFORCE++)."""
     scale: AdvantageScale = AdvantageScale.std
-    """``std``: divide by the unbiased standard deviation of the baseline's rewards (GRPO);
+    """``std``: divide by the unbiased standard deviation of the baseline's rewards (GRPO), unless
+    it is 0 or of one reward. (With ``leave_one_out`` it is that of the others: where these nearly
+    agree, as scores of a reward model may, a reward far from them has a large advantage.)
     ``batch``: subtract the mean of all advantages of the step and divide by their unbiased standard
     deviation (REINFORCE++, arXiv:2501.03262); ``none``: neither (RLOO; Dr. GRPO,
     arXiv:2503.20783)."""
@@ -59,16 +61,18 @@ class LossConfig:
     """For a negative advantage a token's loss is at most dual_clip |A|, > 1 (arXiv:1912.09729;
     ``objective=clip``). None: it has no bound."""
     normalization: Normalization = Normalization.token
-    """What the sum over tokens is divided by. ``token``: all trained tokens of the step (DAPO,
-    Eq. 12); ``sequence``: each sequence's tokens, and then the number of sequences (GRPO, Eq. 3);
-    ``constant``: the number of sequences times ``constant_tokens`` (Dr. GRPO, arXiv:2503.20783).
+    """What the sum over tokens is divided by. ``token``: all trained tokens of the optimizer step
+    (DAPO, Eq. 12); ``sequence``: each sequence's tokens, and then the number of sequences (GRPO,
+    Eq. 3); ``constant``: the number of sequences times ``constant_tokens`` (Dr. GRPO,
+    arXiv:2503.20783).
     All counts are global: ranks and micro-batches do not change them."""
     constant_tokens: int | None = None
     """The constant of ``normalization=constant``, >= 1. None: ``generation.max_new_tokens``."""
     importance: ImportanceCorrection = ImportanceCorrection.truncate
     """Correction for sampling with another engine, by w = exp(policy_logprobs -
     generation_logprobs). ``truncate``: the loss is weighted by min(w, importance_cap); ``mask``: by
-    w where it lies in [importance_floor, importance_cap], and by 0 elsewhere; ``none``."""
+    w where it lies in [importance_floor, importance_cap], and by 0 elsewhere, though the mean
+    counts these tokens too; ``none``."""
     importance_level: ImportanceLevel = ImportanceLevel.token
     """``token``: each token has its own w; ``sequence``: all tokens of a completion share the
     product of theirs."""

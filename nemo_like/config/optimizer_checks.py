@@ -34,20 +34,28 @@ def check_optimizer(config: TrainingRunConfig, section: str) -> None:
         )
 
 
-def check_scheduler(config: TrainingRunConfig, section: str, max_steps: int) -> None:
-    """What begins or ends at a step must do so within the run's ``max_steps``."""
-    scheduler, key = value_of(config, f"{section}.scheduler"), f"{config.section}.max_steps"
+def check_scheduler(config: TrainingRunConfig, section: str, max_updates: int) -> None:
+    """The schedule must fit into the ``max_updates`` optimizer steps of the model there."""
+    scheduler, most = value_of(config, f"{section}.scheduler"), last_update(config, max_updates)
     warmup, decay = scheduler.warmup_steps, scheduler.decay_steps
-    if warmup >= max_steps:
+    if warmup >= max_updates:
         raise UserError(
-            f"{section}.scheduler.warmup_steps={warmup} must be below "
-            f"{key}={max_steps}, or the peak is never reached."
+            f"{section}.scheduler.warmup_steps={warmup} must be below {most}, or the peak is never "
+            "reached."
         )
-    if scheduler.kind is Schedule.wsd and warmup + decay > max_steps:
+    if scheduler.kind is Schedule.wsd and warmup + decay > max_updates:
         raise UserError(
             f"{section}.scheduler.decay_steps={decay} and warmup_steps={warmup} together must be "
-            f"at most {key}={max_steps}; lower them."
+            f"at most {most}; lower them."
         )
+
+
+def last_update(config: TrainingRunConfig, max_updates: int) -> str:
+    """Where a schedule ends, in the user's terms."""
+    key = f"{config.section}.max_steps"
+    if config.max_steps in (None, max_updates):
+        return f"{key}={max_updates}"
+    return f"{max_updates}, the optimizer steps that {key}={config.max_steps} come to"
 
 
 def _effects(config: TrainingRunConfig, optimizer: str, scheduler: str) -> tuple[Effect, ...]:

@@ -14,7 +14,7 @@ from nemo_like.config.choices import (
     PipelineSchedule,
 )
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
-from nemo_like.config.optimizer_checks import check_optimizer, check_scheduler
+from nemo_like.config.optimizer_checks import check_optimizer, check_scheduler, last_update
 from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.run_schema import TrainingRunConfig
@@ -60,8 +60,8 @@ def check_policy(config: TrainingRunConfig) -> None:
     check_effects(config, _EFFECTS)
     check_effects(config, _rank_effects(sizes))
     _check_precision(config)
-    if config.max_steps is not None:
-        check_schedule(config, config.max_steps)
+    if config.max_updates is not None:
+        check_schedule(config, config.max_updates)
 
 
 def check_scalar_head(config: TrainingRunConfig) -> None:
@@ -163,14 +163,14 @@ def _check_precision(config: TrainingRunConfig) -> None:
         )
 
 
-def check_schedule(config: TrainingRunConfig, max_steps: int) -> None:
-    """Everything that begins or ends at a step must do so within the run's ``max_steps``."""
-    check_scheduler(config, "policy", max_steps)
+def check_schedule(config: TrainingRunConfig, max_updates: int) -> None:
+    """What begins or ends at an optimizer step must do so within the run's ``max_updates``."""
+    check_scheduler(config, "policy", max_updates)
     ddp = config.policy.parallel.ddp
-    if ddp.compression is Compression.powersgd and ddp.powersgd_start_step >= max_steps:
+    if ddp.compression is Compression.powersgd and ddp.powersgd_start_step >= max_updates:
         raise UserError(
             f"policy.parallel.ddp.powersgd_start_step={ddp.powersgd_start_step} must be below "
-            f"{config.section}.max_steps={max_steps}, or PowerSGD never begins; lower it."
+            f"{last_update(config, max_updates)}, or PowerSGD never begins; lower it."
         )
     if ddp.compression is Compression.bf16 and not config.cluster.gpus_per_node:
         raise UserError(

@@ -34,6 +34,11 @@ class TrainingRunConfig:
         raise NotImplementedError
 
     @property
+    def max_updates(self) -> int | None:
+        """Optimizer steps of the policy in all of them."""
+        return self.max_steps
+
+    @property
     def rows_per_step(self) -> int:
         """Rows that one step trains on."""
         raise NotImplementedError
@@ -78,6 +83,11 @@ class RolloutRunConfig(TrainingRunConfig):
     def max_steps(self) -> int:
         """Steps of the whole run."""
         return self.loop.max_steps
+
+    @property
+    def max_updates(self) -> int:
+        """One optimizer step a step."""
+        return self.max_steps
 
     @property
     def rows_per_step(self) -> int:

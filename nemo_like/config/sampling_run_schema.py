@@ -43,6 +43,11 @@ class PolicyGradientRunConfig(RolloutRunConfig):
         return loop
 
     @property
+    def max_updates(self) -> int:
+        """Optimizer steps of the policy in the whole run."""
+        return self.max_steps * self.loop.num_updates
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether rewards are less by a KL."""
         return self.loss.kl_coef > 0 and self.loss.kl_in is KLPlace.reward
@@ -68,7 +73,8 @@ class GRPOConfig(UpdatesConfig):
     """Leave out groups whose raw rewards are all equal, and sample others in their place (DAPO,
     arXiv:2503.14476 section 3.2)."""
     max_sampling_rounds: int = 4
-    """Most times that prompts are sampled for one step (dynamic_sampling)."""
+    """Most times that prompts are sampled for one step (dynamic_sampling). The groups with a signal
+    that were found by then train; if there is none, the step trains on nothing."""
     mask_truncated: bool = False
     """Completions that were cut off do not train, but count in their group (overlong filter of
     DAPO, section 3.4)."""
@@ -109,6 +115,16 @@ class PPORunConfig(PolicyGradientRunConfig):
     ppo: PPOConfig = field(default_factory=PPOConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     value_loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+
+    @property
+    def max_updates(self) -> int:
+        """Those of the steps in which the policy trains."""
+        return (self.max_steps - self.ppo.num_critic_warmup_steps) * self.ppo.num_updates
+
+    @property
+    def max_critic_updates(self) -> int:
+        """Optimizer steps of the critic in the whole run."""
+        return self.max_steps * self.ppo.num_updates
 
     @property
     def critic_policy(self) -> PolicyConfig:

@@ -40,9 +40,23 @@ def kl_loss(log_ratio: Tensor, importance: Tensor, kind: KLEstimator) -> Tensor:
     its ratio is detached.
 
     ``importance`` = current policy / sampling policy, with gradient, same shape as ``log_ratio``.
+
+    >>> import torch
+    >>> current = torch.zeros(3, requires_grad=True)
+    >>> d = torch.tensor([1.0, 25.0, -100.0]) - current
+    >>> kl_loss(d, current.exp(), KLEstimator.k3).sum().backward()
+    >>> current.grad.tolist()
+    [-1.0, -25.0, 100.0]
     """
-    weight = importance.detach() if kind is KLEstimator.k2 else importance
-    return weight * kl_estimate(log_ratio, kind)
+    if kind is KLEstimator.k1:
+        return importance * kl_estimate(log_ratio, kind)
+    weight = importance.detach()
+    smooth = weight * kl_estimate(log_ratio, KLEstimator.k2)
+    if kind is KLEstimator.k2:
+        return smooth
+    # The gradient of ratio * k3 is that of k2 too: exp(d) cancels between the ratio's part and
+    # k3's own, which float32, and the bound of the exponent, would leave huge and of either sign.
+    return (weight * kl_estimate(log_ratio, kind)).detach() + (smooth - smooth.detach())
 
 
 def kl_of_rows(

@@ -108,7 +108,8 @@ def smoothed(
     """``loss`` of pairs of which ``share`` < 0.5 is labelled the wrong way round, any shape.
 
     The expected loss, or if ``robust`` the unbiased estimate of what right labels would give
-    (arXiv:2403.00409), which has no lower bound.
+    (arXiv:2403.00409), which has no lower bound. A pair the wrong way round has the negative of the
+    margin and the same target margin; TRL's SimPO has the negative of both.
     """
     if share == 0:
         return loss(margin)

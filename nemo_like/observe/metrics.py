@@ -43,15 +43,18 @@ Metrics = dict[str, Metric]
 
 
 def mean_of_steps(steps: Sequence[Metrics]) -> Metrics:
-    """Metrics of several optimizer steps in one record: means, also of sums; greatest maxima."""
+    """Metrics of several optimizer steps in one record: means, also of sums; extrema."""
     if len(steps) == 1:
         return steps[0]
     names = {name: metric.reduce for step in steps for name, metric in step.items()}
     combined: Metrics = {}
     for name, reduce in names.items():
-        found = [step[name].value for step in steps if name in step]
-        value = max(found) if reduce is Reduce.max else sum(found) / len(found)
-        combined[name] = Metric(value, reduce=reduce)
+        found = [step[name] for step in steps if name in step]
+        if reduce in (Reduce.max, Reduce.min):
+            combined[name] = _combine(found)
+        else:
+            mean = sum(metric.value for metric in found) / len(found)
+            combined[name] = Metric(mean, reduce=reduce)
     return combined
 
 

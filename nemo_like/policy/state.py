@@ -160,16 +160,16 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
     if engine.loss_scale is not None:
         engine.loss_scale.load_state_dict(loaded["loss_scale"])
     for scheduler in engine.schedulers:
-        # A run that is extended follows the new schedule from its first step on. (Groups differ
-        # between layouts, so only the position is the checkpoint's.)
+        # A run that is extended follows the new schedule from its first step on; its peak, like all
+        # that the optimizer was told, is the checkpoint's.
+        groups = scheduler.optimizer.param_groups
         scheduler.last_epoch = loaded["schedule_step"]
-        # The peak is the checkpoint's, like all that its groups hold.
-        scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
         lrs = [
             base * factor(scheduler.last_epoch)
             for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         ]
-        for group, lr in zip(scheduler.optimizer.param_groups, lrs, strict=True):
+        for group, lr in zip(groups, lrs, strict=True):
             group["lr"] = lr
         scheduler._last_lr = lrs
 

@@ -174,7 +174,8 @@ class PolicyWorker(Worker):
         of_rows = None
         if kl is not None:
             parts = zip(columns["policy"], columns["reference"], real, strict=True)
-            of_rows = torch.cat([kl_of_rows(*part, kl).cpu() for part in parts])
+            none = torch.zeros(0, dtype=torch.float64)  # of a rank without rows
+            of_rows = torch.cat([none, *(kl_of_rows(*part, kl).cpu() for part in parts)])
         ref = ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
         return ref, metrics, of_rows
 
