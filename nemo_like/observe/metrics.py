@@ -43,14 +43,14 @@ Metrics = dict[str, Metric]
 
 
 def mean_of_steps(steps: Sequence[Metrics]) -> Metrics:
-    """Metrics of several optimizer steps in one record: means, also of sums; extrema."""
+    """Metrics of several optimizer steps in one record: means, also of sums; greatest maxima."""
     if len(steps) == 1:
         return steps[0]
     names = {name: metric.reduce for step in steps for name, metric in step.items()}
     combined: Metrics = {}
     for name, reduce in names.items():
         found = [step[name] for step in steps if name in step]
-        if reduce in (Reduce.max, Reduce.min):
+        if reduce is Reduce.max:
             combined[name] = _combine(found)
         else:
             mean = sum(metric.value for metric in found) / len(found)
