@@ -97,6 +97,12 @@ def test_a_recipe_passes_all_checks_and_has_its_method(recipe):
         assert value_of(config, key) == expected, key
 
 
+@pytest.mark.parametrize("recipe", METHODS)
+def test_a_recipe_takes_another_model_with_what_reads_its_completions(recipe):
+    config = compose_config(ROOT / "configs", f"recipes/{recipe}", ["model=smollm2"])
+    assert (config.policy.model, config.environment.reward) == ("smollm2", "math")
+
+
 @pytest.mark.parametrize("recipe", ["dapo", "cispo"])
 def test_the_overlong_buffer_is_a_fifth_of_a_completion(recipe):
     config = compose_config(ROOT / "configs", f"recipes/{recipe}")
