@@ -532,3 +532,13 @@ def test_two_nodes_are_two_however_large_one_is():
 )
 def test_placements_and_weights_that_cannot_work_are_refused(overrides, message):
     assert message in refusal(*overrides)
+
+
+@pytest.mark.parametrize(("name", "more"), [("grpo", ["environment.reward=math"]), ("sft", [])])
+def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, more):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2 + 2", "completion": "4", "answer": "4"}')
+    own = [f"data.train={rows}", *more]
+    compose_config(CONFIGS, name, [*own, "validation.every_steps=0"])
+    with pytest.raises(UserError, match="set data.validation"):
+        compose_config(CONFIGS, name, [*own, "validation.every_steps=5"])

@@ -18,6 +18,7 @@ from nemo_like.config.lora_checks import check_lora
 from nemo_like.config.policy_checks import check_policy
 from nemo_like.config.preference_checks import check_dpo, check_reward_model
 from nemo_like.config.rollout_checks import (
+    NEEDS_VALIDATION_ROWS,
     check_averaging,
     check_grpo,
     check_rollouts,
@@ -190,11 +191,7 @@ _TEXT_EFFECTS = (
         applies=lambda c: c.data.train == REASONING_GYM,
         why_not="data.train is a file, whose rows are all used",
     ),
-    Effect(
-        keys=("validation.every_steps",),
-        applies=lambda c: c.data.validation is not None or c.data.train == REASONING_GYM,
-        why_not="there are no validation rows; set data.validation",
-    ),
+    NEEDS_VALIDATION_ROWS,
 )
 
 _WITHOUT_ROLLOUTS = (

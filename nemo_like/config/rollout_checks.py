@@ -113,9 +113,19 @@ def check_averaging(config: RolloutRunConfig) -> None:
 
 def has_validation(config: TrainingRunConfig) -> bool:
     """Whether the run validates at all."""
+    return _has_validation_rows(config) and value_of(config, "validation.every_steps") > 0
+
+
+def _has_validation_rows(config: TrainingRunConfig) -> bool:
     validation, train = (value_of(config, f"data.{name}") for name in ("validation", "train"))
-    rows = validation is not None or train == REASONING_GYM
-    return rows and value_of(config, "validation.every_steps") > 0
+    return validation is not None or train == REASONING_GYM
+
+
+NEEDS_VALIDATION_ROWS = Effect(
+    keys=("validation.every_steps",),
+    applies=lambda c: c.validation.every_steps == 0 or _has_validation_rows(c),  # 0 is what it is
+    why_not="there are no validation rows; set data.validation",
+)
 
 
 _GRPO_EFFECTS = (
@@ -173,11 +183,7 @@ _EFFECTS = (
         applies=lambda c: c.validation.temperature > 0,
         why_not="validation.temperature=0 is greedy",
     ),
-    Effect(
-        keys=("validation.every_steps",),
-        applies=lambda c: c.data.validation is not None or c.data.train == REASONING_GYM,
-        why_not="there are no validation rows; set data.validation",
-    ),
+    NEEDS_VALIDATION_ROWS,
 )
 
 
