@@ -540,5 +540,5 @@ def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, mo
     rows.write_text('{"prompt": "2 + 2", "completion": "4", "answer": "4"}')
     own = [f"data.train={rows}", *more]
     compose_config(CONFIGS, name, [*own, "validation.every_steps=0"])
-    with pytest.raises(UserError, match="set data.validation"):
-        compose_config(CONFIGS, name, [*own, "validation.every_steps=5"])
+    with pytest.raises(UserError, match="no validation rows; set data"):
+        compose_config(CONFIGS, name, [*own, "validation.every_steps=7"])
