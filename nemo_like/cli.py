@@ -103,17 +103,17 @@ def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> None
     directory = Path(parsed.config_path) if parsed.config_path else config_dir
     extra_dir = Path(parsed.config_dir) if parsed.config_dir else None
     name = config_name if parsed.config_name is None else parsed.config_name
-    configs = []
+    own, configs = schema_of([config_dir], config_name), []
     for job in jobs(directory, name, parsed.overrides, extra_dir, multirun=parsed.multirun):
         raw = compose_raw(directory, name, job, extra_dir)
         if parsed.cfg is None:
             configs.append(load(raw))
-            check_algorithm(sys.argv[0], configs[-1], schema_of([config_dir], config_name))
+            check_algorithm(sys.argv[0], configs[-1], own)
         elif parsed.resolve:
             try:
                 OmegaConf.resolve(raw)
             except OmegaConfBaseException as error:
-                raise explain(error, schema_of([config_dir], config_name)) from error
+                raise explain(error, own) from error
     check_run_dirs(configs)
 
 
