@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nemo_like.config.choices import Output
@@ -35,6 +34,7 @@ from nemo_like.policy.lora import Adapter, adapters_of, write_adapter
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.names import hf_name
+from nemo_like.policy.whole import whole, whole_tensors
 from nemo_like.weights.adapters import is_adapter, travels_apart
 from nemo_like.weights.manifest import expected_tensors
 
@@ -57,10 +57,14 @@ def refit_tensors(
 def adapter_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of an adapter by the name that it travels by, whole; collective."""
     engine.synchronize()
-    for stage in engine.stages:
-        for name, tensor in stage.state_dict().items():
-            if is_adapter(name):
-                yield sent_name(hf_name(name)), _whole(tensor.detach(), dtype, engine.device)
+    adapters = {
+        sent_name(hf_name(name)): tensor
+        for stage in engine.stages
+        for name, tensor in stage.state_dict().items()
+        if is_adapter(name)
+    }
+    parts = ((tensor.detach(), dtype) for tensor in adapters.values())
+    yield from zip(adapters, whole_tensors(parts, engine.device), strict=True)
 
 
 def full_tensors(
@@ -92,35 +96,30 @@ def full_tensors(
         }
     else:
         expected = expected_tensors(engine.setup.model_path, dtype)
+    gather = partial(whole, dtype=torch.float32, device=engine.device)
+    plain = whole_tensors(
+        (
+            (state[name].detach(), stored)
+            for name, (_, stored) in expected.items()
+            if name in state and name not in adapters
+        ),
+        engine.device,
+    )
     for name, (shape, stored) in expected.items():
         if name in adapters:
-            gather = partial(_whole, dtype=torch.float32, device=engine.device)
-            whole = adapters[name].merged(gather(state[name].detach()), gather).to(stored)
+            tensor = adapters[name].merged(gather(state[name].detach()), gather).to(stored)
         elif name in state:
-            whole = _whole(state[name].detach(), stored, engine.device)
+            tensor = next(plain)
         else:
-            whole = torch.empty(shape, dtype=stored, device=engine.device)
+            tensor = torch.empty(shape, dtype=stored, device=engine.device)
         if pp is not None:
-            whole = whole.contiguous()
-            dist.broadcast(whole, dist.get_global_rank(pp, owners[name]), group=pp)
-        yield name, whole
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, dist.get_global_rank(pp, owners[name]), group=pp)
+        yield name, tensor
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype
-
-
-def _whole(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A parameter or buffer as every rank is to see it, in ``dtype``."""
-    # CPU offload keeps shards on the host, where NCCL does not reach them. Rounded first, half as
-    # much is gathered.
-    if not isinstance(tensor, DTensor):
-        return tensor.to(device, dtype)
-    if tensor.device_mesh.size() == 1:
-        return tensor.to_local().to(device, dtype)  # without the cost of DTensor's dispatch
-    rounded = tensor.to(device, dtype)
-    assert isinstance(rounded, DTensor)
-    return rounded.full_tensor()
 
 
 def _owners(names: list[str], pp: dist.ProcessGroup | None) -> dict[str, int]:
