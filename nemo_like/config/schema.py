@@ -2,7 +2,7 @@
 key, its type, its default, and what it means.
 
 Defaults live there and nowhere else; the YAML files under ``configs/`` state differences only. The
-text below a field is its documentation, printed by ``--help`` and collected in ``docs/config.md``.
+text below a field is its documentation, collected in ``docs/config.md``.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class RunConfig:
     dir: str | None = None
     """Folder of the run's files. None: ``runs/<algorithm>-<date>-<time>``, made new."""
     seed: int = 0
-    """Seed of data order, sampling and initialisation, >= 0."""
+    """Seed of generated rows, their order and the sampling of completions, >= 0."""
     resume: bool = False
     """Continue from the latest complete checkpoint in ``run.dir``; without one, start afresh."""
     self_check: bool = True
