@@ -69,7 +69,9 @@ class CheckpointConfig:
     smaller_is_better: bool = False
     """Whether the smallest value of ``metric`` is the best one."""
     export: bool = True
-    """Write the final weights and tokenizer as a Hugging Face folder, ``<run.dir>/final``."""
+    """Write the final weights, in ``policy.dtype``, and the tokenizer as a Hugging Face folder,
+    ``<run.dir>/final`` (of adapters merged, and apart in its ``adapter/``; PPO's critic beside it
+    in ``final_critic``)."""
 
 
 @dataclass(kw_only=True)
