@@ -41,7 +41,7 @@ def _sections(config: type, prefix: str, seen: set[tuple[str, type]], script: st
         if dataclasses.is_dataclass(field.type):
             nested.append((name, field.type))
         else:
-            text = " ".join(documented[field.name].split())
+            text = " ".join(documented[field.name].split()).replace("|", r"\|")  # a cell's end
             lines.append(f"| `{name}` | `{_default(field)}` | {text}{_choices(field.type)} |")
     if lines:
         paragraphs = inspect.cleandoc(config.__doc__ or "").split("\n\n")
