@@ -13,7 +13,7 @@ test: install
 	$(BIN)/python -m pytest
 
 test-fast: install
-	$(BIN)/python -m pytest -k "not (command_line or ray_jobs or engines or grpo or invariance or ppo or distillation or recipes or evaluation or text_algorithms or lora or policy or training)"
+	$(BIN)/python -m pytest -k "not (adapter_refits or command_line or every_key or multi_node or test_slurm.py or slurm_jobs or vllm_scheduler or ray_jobs or engines or grpo or invariance or ppo or distillation or recipes or evaluation or text_algorithms or lora or policy or training)"
 
 lint: install
 	$(BIN)/ruff check .

@@ -48,9 +48,9 @@ def main() -> None:
     set_environment()
     workload: Workload = WORKLOADS[args.workload]
     args.steps = args.steps or workload.steps
-    inputs = prepare(workload, args.work, args.steps, args.seed)
     failed = False
     for name in args.only:
+        inputs = prepare(workload, args.work, args.steps, args.seed)  # made once
         folder = args.work.expanduser().resolve() / workload.name / f"{name}-seed{args.seed}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -166,6 +166,7 @@ def test_a_majority_needs_answers():
             "would sample the same completion again",
         ),
         (["eval.temperature=0", "eval.top_k=5"], "eval.temperature=0 is greedy"),
+        (["model=smollm2"], "also says how to train, and an evaluation trains nothing; set policy"),
         (["policy.optimizer.lr=1.0"], "an evaluation trains nothing"),
         (["mismatch.max_mean_abs=1"], "an evaluation trains nothing"),
         (["validation.every_steps=1"], "the section eval says how"),

@@ -127,6 +127,14 @@ def test_the_plan_has_every_model_and_their_sum_where_they_share_bundles(capsys)
     assert "beside what lasts of the teacher" in taught
 
 
+def test_the_plan_of_an_evaluation_trains_nothing(capsys):
+    text = plan_lines(capsys, "eval", "cluster.gpus_per_node=1")
+    assert "64 prompts x 1 completions = 64 rows a step, which train nothing" in text
+    phases = {line.split()[0] for line in text.splitlines() if line}
+    assert "start" in phases
+    assert not {"logprobs", "train", "optimizer"} & phases
+
+
 def test_the_plan_of_adapters_of_unknown_layers_says_what_it_lacks(capsys):
     known = plan_lines(capsys, "sft", "policy.lora.rank=2", "policy.lora.targets=[q_proj]")
     assert "peak:" in known

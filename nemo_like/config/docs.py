@@ -41,13 +41,14 @@ def _sections(config: type, prefix: str, seen: set[tuple[str, type]], script: st
         if dataclasses.is_dataclass(field.type):
             nested.append((name, field.type))
         else:
-            text = " ".join(documented[field.name].split())
+            text = " ".join(documented[field.name].split()).replace("|", r"\|")  # a cell's end
             lines.append(f"| `{name}` | `{_default(field)}` | {text}{_choices(field.type)} |")
     if lines:
-        title = inspect.cleandoc(config.__doc__ or "").splitlines()[0]
+        paragraphs = inspect.cleandoc(config.__doc__ or "").split("\n\n")
+        about = "\n\n".join(" ".join(one.split()) for one in paragraphs)
         section = prefix.rstrip(".")
         shared = all(section != other or config is kind for other, kind in seen)
-        yield f"## {section}{'' if shared else f' ({script})'}\n\n{title}\n"
+        yield f"## {section}{'' if shared else f' ({script})'}\n\n{about}\n"
         yield "| key | default | meaning |\n|---|---|---|"
         yield from lines
         yield ""

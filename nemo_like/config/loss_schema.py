@@ -72,7 +72,8 @@ class LossConfig:
     """Correction for sampling with another engine, by w = exp(policy_logprobs -
     generation_logprobs). ``truncate``: the loss is weighted by min(w, importance_cap); ``mask``: by
     w where it lies in [importance_floor, importance_cap], and by 0 elsewhere, though the mean
-    counts these tokens too; ``none``."""
+    counts these tokens too; ``none``. (The papers of configs/recipes have none; w is 1 where engine
+    and policy agree.)"""
     importance_level: ImportanceLevel = ImportanceLevel.token
     """``token``: each token has its own w; ``sequence``: all tokens of a completion share the
     product of theirs."""

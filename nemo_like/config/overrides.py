@@ -20,6 +20,7 @@ from nemo_like.config.keys import (
     is_number_for_boolean,
     kinds_of,
 )
+from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.errors import UserError
 
 _GROUPS = ("model",)
@@ -82,6 +83,11 @@ def _check_key(typed: str, override: Override, kinds: Mapping[str, Any], schema:
         return  # each job of it is checked
     if key in _GROUPS and not isinstance(override.value(), str):
         raise UserError(f"{key}={written} must be one name, such as {key}=embedded.")
+    if key in _GROUPS and schema is EvalRunConfig and override.value() != "embedded":
+        raise UserError(
+            f"{key}={written} also says how to train, and an evaluation trains nothing; set "
+            "policy.model, and policy.dtype beside it, as recipes/eval_smollm2_1gpu does."
+        )
     for leaf, value in _leaves(key, override.value()):
         whole = leaf == key
         shown = f"{leaf}={written if whole else value}"

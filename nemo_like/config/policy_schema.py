@@ -27,7 +27,8 @@ class OptimizerConfig:
     """``adamw``; ``sgd``; ``muon`` for matrices of layers, with AdamW for all else; ``adafactor``:
     second moments by row and column; ``adamw8bit`` (package torchao): 8-bit moments."""
     lr: float = 1e-4
-    """Peak learning rate."""
+    """Peak learning rate. For adafactor it is relative to a parameter's root mean square, and at
+    most 1 / sqrt(step); muon scales its updates to be as large as AdamW's."""
     beta1: float = 0.9
     """Decay of the first moment, in [0, 1) (adamw, adamw8bit, muon's AdamW part)."""
     beta2: float = 0.999
@@ -182,7 +183,7 @@ class PolicyConfig:
     axes are pp, ddp or replicate, fsdp, cp, tp."""
     attention: Attention = Attention.sdpa
     """Implementation for padded rows; packed rows have their own. ``flash_attention_2`` needs its
-    package, a GPU and bfloat16."""
+    package, a GPU and 16 bits."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -35,8 +35,8 @@ class DPOLossConfig:
     """Share of pairs taken to be labelled the wrong way round, in [0, 0.5). The loss is the
     expected one (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
     robust: bool = False
-    """With ``label_smoothing``: the loss whose mean over wrongly labelled pairs is that of rightly
-    labelled ones (arXiv:2403.00409)."""
+    """With ``label_smoothing``: the estimate, without bias, of the loss that right labels would
+    give where that share is wrong (arXiv:2403.00409)."""
     sft_coef: float = 0.0
     """Weight of the chosen completions' negative log-likelihood, a mean over pairs of the mean over
     tokens (RPO, arXiv:2404.19733)."""

@@ -50,7 +50,7 @@ class GenerationConfig:
     """Free the engine's GPU memory while the policy trains on the same GPU (vllm). False is faster
     by some 0.1 s a step where memory holds both."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to vLLM's engine as they are."""
+    """Passed to vLLM's engine as they are; those that follow from other keys are refused."""
 
 
 @dataclass(kw_only=True)

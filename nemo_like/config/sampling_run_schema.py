@@ -140,7 +140,11 @@ class PPORunConfig(PolicyGradientRunConfig):
 
 @dataclass(kw_only=True)
 class EvalConfig(SamplingConfig):
-    """What an evaluation samples, and what it makes of it."""
+    """What an evaluation samples, and what it makes of it.
+
+    ``policy.model`` may also be a checkpoint of a run, ``<run.dir>/checkpoints/step_<n>``. Rows are
+    those that a training run with the same ``data`` and ``run.seed`` validates on.
+    """
 
     num_prompts_per_step: int = 64
     """Prompts sampled at one time."""
@@ -160,11 +164,7 @@ class EvalConfig(SamplingConfig):
 
 @dataclass(kw_only=True)
 class EvalRunConfig(RolloutRunConfig):
-    """Everything that ``examples/run_eval.py`` can be told.
-
-    ``policy.model`` may also be a checkpoint of a run, ``<run.dir>/checkpoints/step_<n>``. Rows are
-    those that a training run with the same ``data`` and ``run.seed`` validates on.
-    """
+    """Everything that ``examples/run_eval.py`` can be told."""
 
     section = "eval"
 

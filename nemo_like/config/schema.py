@@ -2,7 +2,7 @@
 key, its type, its default, and what it means.
 
 Defaults live there and nowhere else; the YAML files under ``configs/`` state differences only. The
-text below a field is its documentation, printed by ``--help`` and collected in ``docs/config.md``.
+text below a field is its documentation, collected in ``docs/config.md``.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class RunConfig:
     dir: str | None = None
     """Folder of the run's files. None: ``runs/<algorithm>-<date>-<time>``, made new."""
     seed: int = 0
-    """Seed of data order, sampling and initialisation, >= 0."""
+    """Seed of generated rows, their order and the sampling of completions, >= 0."""
     resume: bool = False
     """Continue from the latest complete checkpoint in ``run.dir``; without one, start afresh."""
     self_check: bool = True
@@ -69,7 +69,9 @@ class CheckpointConfig:
     smaller_is_better: bool = False
     """Whether the smallest value of ``metric`` is the best one."""
     export: bool = True
-    """Write the final weights and tokenizer as a Hugging Face folder, ``<run.dir>/final``."""
+    """Write the final weights, in ``policy.dtype``, and the tokenizer as a Hugging Face folder,
+    ``<run.dir>/final`` (of adapters merged, and apart in its ``adapter/``; PPO's critic beside it
+    in ``final_critic``)."""
 
 
 @dataclass(kw_only=True)

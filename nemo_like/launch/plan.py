@@ -11,6 +11,7 @@ from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.config.step_time import predict_step
 from nemo_like.errors import UserError
 from nemo_like.launch.console import ConfigParser
@@ -50,7 +51,8 @@ def plan_lines(config: TrainingRunConfig, model_folder: Path) -> Iterator[str]:
         yield f"Memory is not predicted: {error}"
         return
     yield from memory_lines(config, predicted)
-    if isinstance(config, RolloutRunConfig) and plan.uses_gpus:
+    trains = not isinstance(config, EvalRunConfig)
+    if isinstance(config, RolloutRunConfig) and trains and plan.uses_gpus:
         yield ""
         yield from _times(config, read_model_shape(model_folder), plan)
 
@@ -110,6 +112,9 @@ def _batch(config: TrainingRunConfig, sizes: ParallelSizes) -> Iterator[str]:
         loop = config.loop
         what = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} "
         what += "completions = "
+    if isinstance(config, EvalRunConfig):
+        yield f"Batch       {what}{rows} rows a step, which train nothing"
+        return
     yield (
         f"Batch       {what}{rows} rows a step; {sizes.dp} data-parallel rank(s) get at most about "
         f"{math.ceil(rows / sizes.dp)} rows each"

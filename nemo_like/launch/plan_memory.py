@@ -12,7 +12,11 @@ from nemo_like.config.plan import ResourcePlan
 from nemo_like.config.policy_schema import LoraConfig, PolicyConfig
 from nemo_like.config.rules import value_of
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.config.sampling_run_schema import DistillationRunConfig, PPORunConfig
+from nemo_like.config.sampling_run_schema import (
+    DistillationRunConfig,
+    EvalRunConfig,
+    PPORunConfig,
+)
 from nemo_like.config.text_run_schema import (
     OffPolicyDistillationRunConfig,
     RewardModelRunConfig,
@@ -92,6 +96,7 @@ def _models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) -> list
 
 
 def _phases(config: TrainingRunConfig, model: _Model) -> dict[int, tuple[PhaseMemory, ...]]:
+    shown = 1 if isinstance(config, EvalRunConfig) else None  # it starts, and refits once
     return {
         pipeline_rank: predict_memory(
             model.shape,
@@ -100,7 +105,7 @@ def _phases(config: TrainingRunConfig, model: _Model) -> dict[int, tuple[PhaseMe
             pipeline_rank=pipeline_rank,
             num_micro_batches=micro_batches(config, model.sizes),
             role=model.role,
-        )
+        )[:shown]
         for pipeline_rank in abbreviated(model.sizes.pp)
     }
 

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 _CONSOLE_HANDLER = "nemo_like.console"
 _FILE_HANDLER = "nemo_like.file"
 _FULL_FORMAT = "%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s"
-_NOISY_LIBRARIES = ("ray", "vllm", "httpx", "httpcore", "urllib3", "filelock", "wandb")
+_NOISY_LIBRARIES = (
+    *("ray", "vllm", "httpx", "httpcore", "urllib3", "filelock", "wandb"),
+    "matplotlib",  # of reasoning_gym, which tells of its fonts at a first start
+)
 
 
 def setup_logging(run_dir: Path, terminal: "Terminal | None" = None) -> None:
