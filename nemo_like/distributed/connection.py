@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from nemo_like.errors import RunError, UserError
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ANSWER_TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 30.0
+_HOST_AND_PORT = re.compile(r"[^\s/]+:[0-9]{1,5}")
 _HTTP2_SETTINGS = 4
 """Type of the frame with which every gRPC server, such as Ray's head, greets, unasked."""
 
@@ -96,10 +98,11 @@ def _join(address: str) -> None:
             f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
             "between workers; use host:port of the cluster, or ray job submit."
         )
-    if "://" in address:
+    if address != "auto" and not _HOST_AND_PORT.fullmatch(address):
         raise UserError(
-            f"RAY_ADDRESS={address} is not an address of a cluster, which is host:port (port 6379 "
-            f"unless told otherwise); for a job server, use ray job submit --address {address}."
+            f"RAY_ADDRESS={address!r} is not an address of a cluster, which is host:port (port 6379 "
+            "unless told otherwise), or auto for one on this machine; for a job server's address, "
+            "use ray job submit --address."
         )
     _check_answer(address)
     try:
@@ -149,7 +152,8 @@ def _init_within(address: str, limit_s: float) -> None:
 def _check_answer(address: str) -> None:
     try:
         _expect_head(address)
-    except (OSError, OverflowError) as error:  # The latter for port 65536.
+    # The latter two for port 65536, and for a name with an empty or too long label.
+    except (OSError, OverflowError, UnicodeError) as error:
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray answers there ({error}); start that cluster, or unset "
             "RAY_ADDRESS to start one here."
@@ -159,8 +163,8 @@ def _check_answer(address: str) -> None:
 def _expect_head(address: str) -> None:
     """OSError if nothing, something that says nothing, or something else listens there."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return  # "auto" and the like: Ray looks the address up itself
+    if not host:
+        return  # "auto": Ray looks the address up itself
     with socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIMEOUT_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0") == "1":
             return  # It waits for our first word then, which is Ray's to say.
