@@ -100,9 +100,9 @@ def _join(address: str) -> None:
         )
     if address != "auto" and not _HOST_AND_PORT.fullmatch(address):
         raise UserError(
-            f"RAY_ADDRESS={address!r} is not an address of a cluster, which is host:port (port 6379 "
-            "unless told otherwise), or auto for one on this machine; for a job server's address, "
-            "use ray job submit --address."
+            f"RAY_ADDRESS={address!r} is not an address of a cluster, which is host:port (port "
+            "6379 unless told otherwise), or auto for one on this machine; for a job server's "
+            "address, use ray job submit --address."
         )
     _check_answer(address)
     try:
