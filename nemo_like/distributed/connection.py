@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import ray
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import AuthenticationError
 
 from nemo_like.errors import RunError, UserError
 
@@ -84,11 +84,11 @@ def _end_at_once() -> None:
 def _start() -> None:
     try:
         ray.init(address="local", include_dashboard=False, **_QUIET)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         raise RunError(
             f"Ray could not be started on this machine: {' '.join(str(error).split())}; see that "
-            "its folders can be written (~/.ray for its token; /tmp, or a short path in "
-            "RAY_TMPDIR, for its sessions), and what the variables RAY_... say."
+            "its folders can be written (~/.ray for its token; TMPDIR, or a short path in "
+            "RAY_TMPDIR, for its sessions and their logs), and what the variables RAY_... say."
         ) from error
 
 
@@ -118,7 +118,7 @@ def _join(address: str) -> None:
             f"{_JOIN_TIMEOUT_S:g} s; see that its head is well (ray status) and that this machine "
             "is one of its nodes (ray start), or unset RAY_ADDRESS to start one here."
         ) from error
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # as in _start
         raise UserError(
             f"RAY_ADDRESS={address} could not be joined: {' '.join(str(error).split())}; see that "
             "that cluster runs, with this Ray and this Python, and that this process has its token "
