@@ -86,10 +86,14 @@ def _start() -> None:
         ray.init(address="local", include_dashboard=False, **_QUIET)
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         raise RunError(
-            f"Ray could not be started on this machine: {' '.join(str(error).split())}; see that "
+            f"Ray could not be started on this machine: {_in_a_line(error)}; see that "
             "its folders can be written (~/.ray for its token; TMPDIR, or a short path in "
             "RAY_TMPDIR, for its sessions and their logs), and what the variables RAY_... say."
         ) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _join(address: str) -> None:
@@ -120,7 +124,7 @@ def _join(address: str) -> None:
         ) from error
     except Exception as error:  # as in _start
         raise UserError(
-            f"RAY_ADDRESS={address} could not be joined: {' '.join(str(error).split())}; see that "
+            f"RAY_ADDRESS={address} could not be joined: {_in_a_line(error)}; see that "
             "that cluster runs, with this Ray and this Python, and that this process has its token "
             "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH), or unset RAY_ADDRESS to start one here."
         ) from error
