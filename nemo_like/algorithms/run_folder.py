@@ -116,7 +116,7 @@ def note_start(folder: Path, step: int) -> None:
         "a later one; lower checkpoint.every_steps, or give it more time (cluster.slurm.time and, "
         "for a last step and its checkpoint, signal_before_s)."
     )
-    if int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+    if (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0":
         raise RunError(f"{told} Submit it again to try once more.")
     logger.warning("%s", told)
 
