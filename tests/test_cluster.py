@@ -214,6 +214,7 @@ SEVERAL_NODES = """
 
     def nodes_of_workers(bundles):
         group = WorkerGroup(lambda: Probe, "probe", bundles, timeout_s=60, log_dir="LOGS")
+        group.submit(Probe.bug)  # Nobody waits for it.
         nodes = [node for _, node in group.call(Probe.place)]
         group.shutdown()
         return nodes
@@ -259,6 +260,7 @@ def test_ranks_follow_nodes_which_are_different_however_much_one_could_hold(tmp_
     result = run_script(SEVERAL_NODES, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "placed on 3 nodes" in result.stdout
+    assert "Unhandled error" not in result.stderr
 
 
 WRONG_ADDRESSES = """

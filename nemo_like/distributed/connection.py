@@ -34,6 +34,9 @@ def connect() -> Callable[[], None]:
     """
     if ray.is_initialized():
         return lambda: None
+    # The next call to a worker tells of a failure that nobody waited for, and one rank's of all
+    # others'; Ray would print their tracebacks beside that sentence.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
