@@ -33,6 +33,7 @@ ONE_PLACE_ONLY = {
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
+    "algorithms/run_folder.py",
     "distributed/connection.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",

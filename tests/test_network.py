@@ -25,7 +25,7 @@ def node(**inherited):
 
 
 def test_workers_of_several_nodes_use_the_interface_with_rays_address():
-    assert worker_environment(node(), None, several_nodes=True) == {
+    assert worker_environment(node(), None, several_nodes=True, uses_gpus=True) == {
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "=ib0",  # without the sign it would also mean ib01
         "VLLM_HOST_IP": "10.1.0.5",
@@ -33,11 +33,13 @@ def test_workers_of_several_nodes_use_the_interface_with_rays_address():
 
 
 def test_a_run_on_one_node_is_left_alone():
-    assert worker_environment(node(), None, several_nodes=False) == {}
+    assert worker_environment(node(), None, several_nodes=False, uses_gpus=True) == {}
 
 
 def test_what_the_node_had_set_before_ray_started_wins_over_the_default():
-    found = worker_environment(node(NCCL_SOCKET_IFNAME="^lo"), None, several_nodes=True)
+    found = worker_environment(
+        node(NCCL_SOCKET_IFNAME="^lo"), None, several_nodes=True, uses_gpus=True
+    )
     assert found["NCCL_SOCKET_IFNAME"] == "^lo"
     assert found["GLOO_SOCKET_IFNAME"] == "ib0"
 
@@ -45,7 +47,7 @@ def test_what_the_node_had_set_before_ray_started_wins_over_the_default():
 @pytest.mark.parametrize("several_nodes", [False, True])
 def test_the_configured_interface_wins_over_all(several_nodes):
     inherited = node(NCCL_SOCKET_IFNAME="^lo")
-    found = worker_environment(inherited, "eth0", several_nodes=several_nodes)
+    found = worker_environment(inherited, "eth0", several_nodes=several_nodes, uses_gpus=True)
     assert found["GLOO_SOCKET_IFNAME"] == "eth0"
     assert found["NCCL_SOCKET_IFNAME"] == "=eth0"
 
@@ -55,12 +57,29 @@ def test_an_interface_that_a_node_lacks_is_refused_with_those_that_it_has():
         r"network_interface=eth7 is no interface of node 10\.1\.0\.5, which has eth0, ib0, lo"
     )
     with pytest.raises(UserError, match=expected):
-        worker_environment(node(), "eth7", several_nodes=True)
+        worker_environment(node(), "eth7", several_nodes=True, uses_gpus=True)
+
+
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_a_variable_that_names_no_interface_is_refused_where_it_matters(variable):
+    def environment(value, *, wanted=None, uses_gpus=True):
+        inherited = node(**{variable: value})
+        return worker_environment(inherited, wanted, several_nodes=False, uses_gpus=uses_gpus)
+
+    is_nccl = variable.startswith("NCCL")
+    for value in ("eth0", "eth0,ib0", *(("=ib0", "^lo", "ib,x") if is_nccl else ())):
+        assert environment(value) == {}
+    for value in ("eth7", "=ib" if is_nccl else "eth0,eth7"):
+        with pytest.raises(UserError, match=f"{variable}={value} of .* which has eth0, ib0, lo;"):
+            environment(value)
+    assert environment("eth7", wanted="eth0")[variable].endswith("eth0")
+    if is_nccl:
+        assert environment("eth7", uses_gpus=False) == {}
 
 
 def test_an_address_that_no_interface_has_leaves_the_choice_to_the_libraries():
     translated = NodeNetwork(address="203.0.113.9", interfaces={"lo": ["127.0.0.1"]}, inherited={})
-    found = worker_environment(translated, None, several_nodes=True)
+    found = worker_environment(translated, None, several_nodes=True, uses_gpus=True)
     assert found == {"VLLM_HOST_IP": "203.0.113.9"}
 
 
@@ -76,7 +95,7 @@ def test_this_node_has_a_loopback_and_says_what_its_processes_inherit():
 
 def bundles(num_nodes):
     """Of nodes with eight GPUs each."""
-    environment = worker_environment(node(), None, several_nodes=True)
+    environment = worker_environment(node(), None, several_nodes=True, uses_gpus=True)
     return [
         Bundle(
             group=None,  # pyright: ignore

@@ -2,13 +2,13 @@
 
 import pytest
 
-from nemo_like.algorithms.run_folder import save_config
+from nemo_like.algorithms.run_folder import note_end, note_start, save_config
 from nemo_like.config.choices import Decay, OptimizerKind
 from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, PolicyConfig
 from nemo_like.config.run_schema import RunConfig
 from nemo_like.config.sampling_run_schema import GRPORunConfig
 from nemo_like.config.text_run_schema import SFTRunConfig
-from nemo_like.errors import UserError
+from nemo_like.errors import RunError, UserError
 
 
 def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
@@ -58,3 +58,21 @@ def test_a_damaged_configuration_is_named(tmp_path, content):
         save_config(tmp_path, GRPORunConfig(), continued=True)
     (tmp_path / "config.yaml").unlink()
     save_config(tmp_path, GRPORunConfig(), continued=True)
+
+
+def test_a_job_that_is_queued_again_and_again_without_progress_ends(tmp_path, caplog, monkeypatch):
+    in_vain = f"The run in {tmp_path} has been started 2 times after step 10 without saving"
+    for step in (0, 0, 10, 10):
+        note_start(tmp_path, step)
+    assert not caplog.text
+    note_start(tmp_path, 10)  # by hand: who resumes knows why
+    assert in_vain in caplog.text
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    with pytest.raises(RunError, match="has been started 3 times after step 10 without"):
+        note_start(tmp_path, 10)
+    note_start(tmp_path, 20)
+    note_start(tmp_path, 20)
+    note_end(tmp_path)
+    note_start(tmp_path, 20)
+    (tmp_path / "starts.json").write_text('{"step": 20, "cou')
+    note_start(tmp_path, 20)

@@ -322,6 +322,20 @@ def test_wrong_words_end_with_one_sentence(words, code, message, capsys, monkeyp
     assert message in err
 
 
+def test_a_greeting_of_sbatch_is_no_job_id(capsys, monkeypatch, folder):
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    sbatch = folder / "sbatch"
+    sbatch.write_text("#!/bin/sh\ncat >/dev/null; echo Welcome to 3 clusters; echo $ANSWER\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("ANSWER", "12;alps")
+    main(["slurm", "submit", SCRIPT])
+    assert capsys.readouterr().out.startswith("job     12\n")
+    monkeypatch.setenv("ANSWER", "queued")
+    with pytest.raises(SystemExit):
+        main(["slurm", "submit", SCRIPT])
+    assert "sbatch gave no job id, but 'Welcome to 3 clusters\\nqueued" in capsys.readouterr().err
+
+
 def test_it_imports_neither_torch_nor_ray():
     code = (
         "import sys; from nemo_like.launch.console import main;"

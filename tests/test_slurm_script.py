@@ -82,6 +82,7 @@ STAND_INS = {
     "scontrol": """
         case "$*" in
             *hostnames*) echo n1; echo n2 ;;
+            *job*) echo "JobId=$SLURM_JOB_ID ${HET:-}" ;;
             *node*) echo "NodeName=n1 NodeAddr=127.0.0.1 " ;;
         esac""",
     "squeue": "echo 1.1 ray",
@@ -150,11 +151,17 @@ def test_every_srun_states_nodes_tasks_and_gpus_whatever_the_job_had_in_stand_in
         "SLURM_CPUS_PER_TASK": "1",
         "SLURM_MEM_PER_CPU": "100",
         "SLURM_TRES_PER_TASK": "gpu:1",
+        "SLURM_STDOUTMODE": "none",
+        "SLURM_WORKING_DIR": "/nowhere",
+        "SLURM_MPI_TYPE": "pmix",
+        "SLURM_HET_SIZE": "2",
     }
-    for call in calls_of_srun(tmp_path, SCRIPT, "true", SLURM_GPUS_ON_NODE="8", **leaks):
+    kept = {"SLURM_RESTART_COUNT": "1", "SLURM_ARRAY_TASK_ID": "3"}
+    for call in calls_of_srun(tmp_path, SCRIPT, "true", SLURM_GPUS_ON_NODE="8", **leaks, **kept):
         for option in ("--nodes=", "--ntasks=", "--gres=gpu:8", "--export=ALL", "--mem=0"):
             assert any(word.startswith(option) for word in call.words), (option, call.words)
         assert not call.environment.keys() & {*leaks, "SLURM_GPUS_ON_NODE"}
+        assert call.environment.items() >= kept.items()
 
 
 def test_a_percent_sign_in_the_log_folder_is_no_pattern_of_srun_in_stand_ins(tmp_path):
@@ -229,6 +236,7 @@ def test_examples_resume_and_fit_what_slurm_gave_in_stand_ins(tmp_path, name):
         ({"NEMO_LIKE_LOG_DIR": "/dev/null/x"}, "NEMO_LIKE_LOG_DIR=/dev/null/x cannot be written"),
         ({"NEMO_LIKE_START_TIMEOUT_S": "10m"}, "limits in seconds are whole numbers"),
         ({"NEMO_LIKE_GPUS_PER_NODE": "many"}, "GPUs (many) and"),
+        ({"SLURM_HET_SIZE": "2", "HET": "HetJobId=77"}, "a heterogeneous job has several sets"),
         (
             {"NEMO_LIKE_CONTAINER": "image"},
             "NEMO_LIKE_CONTAINER needs NEMO_LIKE_CONTAINER_RUNTIME=pyxis or apptainer",

@@ -1,10 +1,13 @@
 """What a vLLM engine is started with, as arithmetic: no engine, no GPU."""
 
+import tempfile
+
 import pytest
 
 from nemo_like.config.model_shape import ModelShape, kv_bytes_per_sequence
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
+from nemo_like.generation.vllm_environment import EngineDevices, start_fork_server
 from nemo_like.generation.vllm_settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
 
 GIB = 2**30
@@ -106,3 +109,10 @@ def test_prompts_in_parts_are_refused_where_they_end_the_engine():
     with pytest.raises(UserError, match="enable_chunked_prefill=true ends vLLM's engine"):
         args_of(device="cpu", engine_kwargs=kwargs)
     assert args_of(engine_kwargs=kwargs)["enable_chunked_prefill"]
+
+
+def test_a_folder_too_deep_for_sockets_is_refused(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "é" * 35)  # 71 bytes
+    devices = EngineDevices(device="cpu", tensor_parallel_size=1, engine_kwargs={})
+    with pytest.raises(UserError, match=r"TMPDIR=/é+ is too long .* of at most 70 characters"):
+        start_fork_server(devices)

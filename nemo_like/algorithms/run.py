@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import psutil
 
-from nemo_like.algorithms.run_folder import claim, make_run_dir, save_config
+from nemo_like.algorithms.run_folder import claim, make_run_dir, note_end, note_start, save_config
 from nemo_like.checkpoint import Checkpoints, DriverState
 from nemo_like.config.choices import WandbMode
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
@@ -108,6 +108,8 @@ class Run:
         )
         self._sinks = self._open_sinks()
         save_config(self.dir, config, continued=self._resumed is not None)
+        if config.run.resume:
+            note_start(self.dir, self.first_step)
 
     def __enter__(self) -> Self:
         self._exit.enter_context(self._progress)
@@ -214,6 +216,7 @@ class Run:
             "model": self.config.policy.model,
             "seed": self.config.run.seed,
         }
+        note_end(self.dir)
         (self.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         logger.info("Summary: %s", json.dumps(summary))
 

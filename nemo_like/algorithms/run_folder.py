@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import json
 import logging
+import os
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any, TextIO
 import yaml
 
 from nemo_like.config.run_schema import TrainingRunConfig
-from nemo_like.errors import UserError
+from nemo_like.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ _FIXED = (
     "critic.optimizer.decay",
 )
 """What a checkpoint's tensors are those of."""
+_STARTS = "starts.json"
+_MOST_EQUAL_STARTS = 2
 _UNREADABLE = (
     "{} is damaged, so that what the run was configured with is not known; restore it, or remove "
     "it to continue with the configuration as it is now."
@@ -93,6 +97,33 @@ def claim(folder: Path) -> TextIO:
     except OSError as error:  # a file system without locks
         logger.warning("%s cannot be locked (%s): start no other run in it.", folder, error)
     return held
+
+
+def note_start(folder: Path, step: int) -> None:
+    """Tell that the run begins to continue after ``step``, as it may have done before in vain.
+
+    Raises RunError for the third time in a job that Slurm has queued again, which would never end.
+    """
+    path, count = folder / _STARTS, 1
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none, or a torn one
+        before = json.loads(path.read_text())
+        count += before["count"] if before["step"] == step else 0
+    path.write_text(json.dumps({"step": step, "count": count}))
+    if count <= _MOST_EQUAL_STARTS:
+        return
+    told = (
+        f"The run in {folder} has been started {count - 1} times after step {step} without saving "
+        "a later one; lower checkpoint.every_steps, or give it more time (cluster.slurm.time and, "
+        "for a last step and its checkpoint, signal_before_s)."
+    )
+    if (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0":
+        raise RunError(f"{told} Submit it again to try once more.")
+    logger.warning("%s", told)
+
+
+def note_end(folder: Path) -> None:
+    """Tell that no step is left: what starts now is not in vain."""
+    (folder / _STARTS).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -116,9 +116,9 @@ def check_model(key: str, model: str) -> None:
     if not settings.is_file():
         raise UserError(f"{key}={model}: the folder has no tokenizer_config.json.")
     templates = [path / "chat_template.jinja", path / "chat_template.json"]
-    if not any(one.is_file() for one in templates) and not json.loads(settings.read_text()).get(
-        "chat_template"
-    ):
+    if not any(one.is_file() for one in templates) and not json.loads(
+        settings.read_text(encoding="utf-8")
+    ).get("chat_template"):
         raise UserError(
             f"{key}={model}: its tokenizer has no chat template; add chat_template.jinja to "
             "the folder, or use an instruct model."

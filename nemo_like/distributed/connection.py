@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import ray
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import AuthenticationError
 
 from nemo_like.errors import RunError, UserError
 
@@ -19,6 +20,7 @@ from nemo_like.errors import RunError, UserError
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ANSWER_TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 30.0
+_HOST_AND_PORT = re.compile(r"[^\s/]+:[0-9]{1,5}")
 _HTTP2_SETTINGS = 4
 """Type of the frame with which every gRPC server, such as Ray's head, greets, unasked."""
 
@@ -32,6 +34,9 @@ def connect() -> Callable[[], None]:
     """
     if ray.is_initialized():
         return lambda: None
+    # The next call to a worker tells of a failure that nobody waited for, and one rank's of all
+    # others'; Ray would print their tracebacks beside that sentence.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
@@ -82,12 +87,16 @@ def _end_at_once() -> None:
 def _start() -> None:
     try:
         ray.init(address="local", include_dashboard=False, **_QUIET)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         raise RunError(
-            f"Ray could not be started on this machine: {' '.join(str(error).split())}; see that "
-            "its folders can be written (~/.ray for its token; /tmp, or a short path in "
-            "RAY_TMPDIR, for its sessions), and what the variables RAY_... say."
+            f"Ray could not be started on this machine: {_in_a_line(error)}; see that "
+            "its folders can be written (~/.ray for its token; TMPDIR, or a short path in "
+            "RAY_TMPDIR, for its sessions and their logs), and what the variables RAY_... say."
         ) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _join(address: str) -> None:
@@ -96,10 +105,11 @@ def _join(address: str) -> None:
             f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
             "between workers; use host:port of the cluster, or ray job submit."
         )
-    if "://" in address:
+    if address != "auto" and not _HOST_AND_PORT.fullmatch(address):
         raise UserError(
-            f"RAY_ADDRESS={address} is not an address of a cluster, which is host:port (port 6379 "
-            f"unless told otherwise); for a job server, use ray job submit --address {address}."
+            f"RAY_ADDRESS={address!r} is not an address of a cluster, which is host:port (port "
+            "6379 unless told otherwise), or auto for one on this machine; for a job server's "
+            "address, use ray job submit --address."
         )
     _check_answer(address)
     try:
@@ -115,9 +125,9 @@ def _join(address: str) -> None:
             f"{_JOIN_TIMEOUT_S:g} s; see that its head is well (ray status) and that this machine "
             "is one of its nodes (ray start), or unset RAY_ADDRESS to start one here."
         ) from error
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # as in _start
         raise UserError(
-            f"RAY_ADDRESS={address} could not be joined: {' '.join(str(error).split())}; see that "
+            f"RAY_ADDRESS={address} could not be joined: {_in_a_line(error)}; see that "
             "that cluster runs, with this Ray and this Python, and that this process has its token "
             "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH), or unset RAY_ADDRESS to start one here."
         ) from error
@@ -149,7 +159,8 @@ def _init_within(address: str, limit_s: float) -> None:
 def _check_answer(address: str) -> None:
     try:
         _expect_head(address)
-    except (OSError, OverflowError) as error:  # The latter for port 65536.
+    # The latter two for port 65536, and for a name with an empty or too long label.
+    except (OSError, OverflowError, UnicodeError) as error:
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray answers there ({error}); start that cluster, or unset "
             "RAY_ADDRESS to start one here."
@@ -159,8 +170,8 @@ def _check_answer(address: str) -> None:
 def _expect_head(address: str) -> None:
     """OSError if nothing, something that says nothing, or something else listens there."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return  # "auto" and the like: Ray looks the address up itself
+    if not host:
+        return  # "auto": Ray looks the address up itself
     with socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIMEOUT_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0") == "1":
             return  # It waits for our first word then, which is Ray's to say.

@@ -128,7 +128,10 @@ class VirtualCluster:
                 address=network.address,
                 gpu_id=gpu,
                 environment=worker_environment(
-                    network, self._network_interface, several_nodes=num_nodes > 1
+                    network,
+                    self._network_interface,
+                    several_nodes=num_nodes > 1,
+                    uses_gpus=self.plan.uses_gpus,
                 ),
             )
             for index, (node, network, gpus) in enumerate(places)

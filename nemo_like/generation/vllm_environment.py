@@ -5,11 +5,17 @@ Without an import of vLLM or torch, so that the server begins to import them bef
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any
+
+from nemo_like.errors import UserError
+
+_LONGEST_TMPDIR = 70
+"""A Unix socket's path has 107 characters, and vLLM's names take 37 of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +29,16 @@ class EngineDevices:
 
 
 def start_fork_server(devices: EngineDevices) -> None:
-    """Begin to import vLLM in the process that this engine's processes will be forks of."""
+    """Begin to import vLLM in the process that this engine's processes will be forks of.
+
+    Raises UserError where temporary files are too deep for their sockets.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _LONGEST_TMPDIR:
+        raise UserError(
+            f"TMPDIR={folder} is too long a path for the Unix sockets of vLLM's processes; before "
+            f"Ray starts, set it on every node to a folder of at most {_LONGEST_TMPDIR} characters."
+        )
     with start_environment(devices):
         forkserver.set_forkserver_preload(["nemo_like.generation.vllm_processes"])
         forkserver.ensure_running()

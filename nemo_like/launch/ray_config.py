@@ -34,8 +34,10 @@ _GROUP = 1000
 _KEEP_FAILED_S = 300
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 """What Kubernetes takes for the name of a volume claim or a Secret."""
+_SYSTEM_FOLDERS = {PurePosixPath(one) for one in ("/", "/dev", "/dev/shm", "/usr", "/etc", "/tmp")}
+"""What a volume would hide: the image's own, and where Ray keeps its sessions and objects."""
 _QUANTITY = re.compile(r"[1-9][0-9]*[KMGT]i")
 
 
@@ -108,16 +110,26 @@ def _check(options: argparse.Namespace) -> None:
     if kubernetes and not _QUANTITY.fullmatch(options.memory):
         raise UserError(f"--memory={options.memory} must be an amount such as 512Gi.")
     source, _, path = options.volume.partition(":")
-    if not source or not PurePosixPath(path).is_absolute() or path == "/":
-        raise UserError(f"--volume={options.volume} must be SOURCE:/PATH.")
+    if not source or ":" in path or not _is_plain(path) or PurePosixPath(path) in _SYSTEM_FOLDERS:
+        raise UserError(
+            f"--volume={options.volume} must be SOURCE:/PATH, a folder of its own, without : and .."
+        )
     secrets = [pair.partition("=")[2] for pair in options.secret_env]
     for name in (source, *secrets) if kubernetes else ():
         if name and not _OBJECT.fullmatch(name):
             raise UserError(f"{name} is no name of Kubernetes: small letters, digits, - and dots.")
+    names = [pair.partition("=")[0] for pair in (*options.env, *options.secret_env)]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{name} is given twice by --env and --secret-env; leave one.")
     for option, pairs in (("--env", options.env), ("--secret-env", options.secret_env)):
         for name, equals, value in (pair.partition("=") for pair in pairs):
             if not _VARIABLE.fullmatch(name) or not equals or (option != "--env" and not value):
                 raise UserError(f"{option}={name}{equals}{value} must be NAME=...")
+
+
+def _is_plain(path: str) -> bool:
+    return PurePosixPath(path).is_absolute() and ".." not in PurePosixPath(path).parts
 
 
 def _manifest(options: argparse.Namespace, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +158,7 @@ def _entrypoint(
     """The command of the run, in the image's working folder, where nemo-like is."""
     path = options.volume.partition(":")[2]
     folder = config.run.dir
-    if folder is None or not PurePosixPath(folder).is_relative_to(path):
+    if folder is None or not _is_plain(folder) or not PurePosixPath(folder).is_relative_to(path):
         raise UserError(
             f"run.dir={folder or 'null'} must be a folder below {path}, the volume that all pods "
             f"share; set run.dir={path}/NAME."

@@ -60,7 +60,7 @@ def _submit(arguments: Sequence[str]) -> None:
         raise UserError(f"cluster.slurm.log_dir={job.logs} cannot be written: {error}.") from error
     number = submit(script)
     with contextlib.suppress(OSError):  # It is for people to read; Slurm has its own.
-        (job.logs / f"{number}.sbatch").write_text(script)
+        (job.logs / f"{number}.sbatch").write_text(script, encoding="utf-8")
     elsewhere = job.config.cluster.slurm.log_dir != SlurmConfig().log_dir
     where = f" --log-dir={shlex.quote(str(job.logs))}" if elsewhere else ""
     one = f"{number}_0" if job.is_array else number

@@ -40,6 +40,8 @@ _ENDED = {
 _UNKNOWN_JOB = ("Invalid job id", "not found")
 _NO_ACCOUNTING = "accounting storage is disabled"
 _JOB = re.compile(r"\d+(_\d+)?")
+_SUBMITTED = re.compile(r"^(\d+)(;.*)?$", re.MULTILINE)
+"""The name of the cluster may follow, and a site's greeting come before."""
 _RUN_FOLDER = re.compile(r"\d\d:\d\d:\d\d (?:Run folder|Continuing after step \d+ in) (/.+)")
 _LAUNCHER = re.compile(r"nemo-like: (.+)")  # what slurm/ray.sbatch says
 _NUM_TOLD = 2
@@ -89,7 +91,12 @@ def submit(script: str) -> str:
     typed = [line.removeprefix("#SBATCH ") for line in header]
     options = [word for line in typed for word in shlex.split(line, comments=True)]
     told = _ask("sbatch", "--parsable", *options, stdin=script)
-    return told.strip().partition(";")[0]  # The name of the cluster may follow.
+    found = _SUBMITTED.search(told)
+    if found is None:
+        raise RunError(
+            f"sbatch gave no job id, but {told!r}; see squeue --me before you try again."
+        )
+    return found[1]
 
 
 def status_lines(job: str, log_dir: Path) -> Iterator[str]:
@@ -230,7 +237,7 @@ def _ask(*command: str, stdin: str = "") -> str:
             command,
             input=stdin,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=_ANSWER_TIMEOUT_S,
             check=False,
