@@ -169,6 +169,7 @@ def test_a_majority_needs_answers():
         (["model=smollm2"], "also says how to train, and an evaluation trains nothing; set policy"),
         (["policy.optimizer.lr=1.0"], "an evaluation trains nothing"),
         (["mismatch.max_mean_abs=1"], "an evaluation trains nothing"),
+        (["model=smollm2"], "an evaluation takes policy.model=NAME alone"),
         (["validation.every_steps=1"], "the section eval says how"),
         (["generation.temperature=0.5"], "the section eval says how"),
         (["data.train=rows.jsonl"], "an evaluation trains nothing"),

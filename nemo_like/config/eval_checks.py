@@ -64,7 +64,8 @@ _EFFECTS = (
             "data.shuffle",
         ),
         applies=lambda _: False,
-        why_not="an evaluation trains nothing",
+        why_not="an evaluation trains nothing (model=NAME sets what training needs; an evaluation "
+        "takes policy.model=NAME alone)",
     ),
     Effect(
         keys=("policy.offload",),
