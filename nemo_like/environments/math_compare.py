@@ -136,7 +136,9 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _inequality(text: str) -> Items | None:
-    r"""``0 < x \le 5`` as the interval (0, 5]."""
+    r"""``0 < x \le 5`` as the interval (0, 5], ``x \ne 2`` as the two around 2."""
+    if hole := re.fullmatch(r"[a-zA-Z] ?\\ne ?([^,;=]+)", text):
+        return Items("", [rf"(-\infty, {hole[1]})", rf"({hole[1]}, \infty)"])
     parts = split_top_level(text, RELATION)
     signs = re.findall(RELATION, text)
     if len(signs) != len(parts) - 1 or not 2 <= len(parts) <= 3 or "=" in text:
@@ -173,7 +175,7 @@ def _equal(gold: str, given: str) -> bool:
         return _items_equal(gold, gold_items, given, given_items)
     gold_name, gold_value = _assignment(gold)
     given_name, given_value = _assignment(given)
-    if gold_name and given_name and squash(gold_name) == squash(given_name):
+    if gold_name and given_name and _same_name(gold_name, given_name):
         return _equal(gold_value, given_value)
     gold_sides, given_sides = (split_top_level(text, r"(?<!\\)=") for text in (gold, given))
     if len(gold_sides) == len(given_sides) == 2:
@@ -183,6 +185,13 @@ def _equal(gold: str, given: str) -> bool:
     if given_name is not None and len(gold_sides) == 1:
         return _equal(gold, given_value)
     return len(gold_sides) == len(given_sides) == 1 and _scalars_equal(gold, given)
+
+
+def _same_name(gold: str, given: str) -> bool:
+    """Whether two unknowns are one: x_1 and x_2 may be the two solutions x, but are not each other."""
+    if "_" in gold and "_" in given:
+        return squash(gold) == squash(given)
+    return re.sub(r"_ ?\{?\d\}?", "", squash(gold)) == re.sub(r"_ ?\{?\d\}?", "", squash(given))
 
 
 def _items_equal(gold: str, a: Items | None, given: str, b: Items | None) -> bool:
@@ -297,6 +306,7 @@ def _hundredth(text: str) -> str:
 
 def _words(text: str) -> str:
     text = re.sub(r"[^\w\s.:/+-]", " ", text).casefold()
+    text = re.sub(r"(?<![a-z])([ap])\.m\.?(?![a-z])", r"\1m", text)
     return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
 
 
