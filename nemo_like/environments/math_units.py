@@ -61,6 +61,17 @@ def is_words(text: str) -> bool:
     return bool(words) and not (ALGEBRA.search(text) or BARE_PRODUCT.fullmatch(text.strip()))
 
 
+def plain_words(text: str) -> str:
+    """Words without case, signs and articles.
+
+    >>> plain_words("The Fox!"), plain_words("45 p.m.")
+    ('fox', '45 pm')
+    """
+    text = re.sub(r"[^\w\s.:/+-]", " ", text).casefold()
+    text = re.sub(r"(?<![a-z])([ap])\.m\.?(?![a-z])", r"\1m", text)
+    return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
+
+
 def _is_product(word: str) -> bool:
     """Whether a word in an expression is some variables side by side."""
     return len(word) <= 3 and word.islower() and word not in KNOWN_UNITS
