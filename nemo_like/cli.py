@@ -19,18 +19,23 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_like.algorithms.stop_request import listen
 from nemo_like.config.config_files import check_config_files, schema_of
 from nemo_like.config.load import check_algorithm, compose_raw, explain, load, register
 from nemo_like.config.overrides import accept_free_keys, check_overrides
 from nemo_like.config.run_schema import TrainingRunConfig
-from nemo_like.errors import RunError, StoppedError, UserError, WaitTimeoutError
+from nemo_like.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_RUN_ERROR,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    RunError,
+    StoppedError,
+    UserError,
+    WaitTimeoutError,
+)
 
 logger = logging.getLogger(__name__)
-
-EXIT_USER_ERROR = 2
-EXIT_RUN_ERROR = 1
-EXIT_INTERRUPTED = 130
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 # A file system that has no room, may not be written or is broken.
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -46,6 +51,7 @@ def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None
     ``--help``, tab completion). Each job's configuration is composed and checked once before the
     first one starts, so that a typing error costs no run and prints one sentence.
     """
+    listen()  # Run takes it over; until then SIGUSR1 would end the process unheard.
     register()
     sys.argv[1:] = arguments = accept_free_keys(sys.argv[1:])
     if not any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
@@ -85,6 +91,9 @@ def end_on_error(action: Callable[[], None]) -> None:
         sys.stderr.write(f"{stopped}\n")
         sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt:
+        for number in (signal.SIGINT, *previous):  # or the next one ends the end of Ray half-way
+            signal.signal(number, signal.SIG_IGN)
+        previous.clear()
         sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
         sys.exit(EXIT_INTERRUPTED)
     finally:

@@ -4,6 +4,11 @@ Each message names the key or the worker, the value, the rule and the remedy. Ev
 is raised is a bug of ours and keeps its traceback.
 """
 
+EXIT_USER_ERROR = 2
+EXIT_RUN_ERROR = 1
+EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
 
 class UserError(ValueError):
     """The user's configuration, data or files break a rule; the message has rule and remedy."""

@@ -133,7 +133,6 @@ def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
     [
         ("loss.kl_estimator=k1", "loss.kl_coef is 0"),
         ("loss.importance_floor=0.1", "only loss.importance=mask has a lower bound"),
-        ("generation.sleep=false", "policy and generation share no GPU"),
         ("policy.scheduler.min_lr_ratio=0.5", "a constant schedule has no minimum"),
         ("policy.attention=eager", "packed rows have their own attention"),
         ("policy.optimizer.momentum=0.5", "only policy.optimizer.kind=sgd and muon have it"),
@@ -542,3 +541,8 @@ def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, mo
     compose_config(CONFIGS, name, [*own, "validation.every_steps=0"])
     with pytest.raises(UserError, match="no validation rows; set data"):
         compose_config(CONFIGS, name, [*own, "validation.every_steps=7"])
+
+
+@pytest.mark.parametrize("backend", ["vllm", "hf"])
+def test_engines_may_be_told_to_stay_awake_where_they_never_sleep(backend):
+    compose_config(CONFIGS, "grpo", ["generation.sleep=false", f"generation.backend={backend}"])

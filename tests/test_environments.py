@@ -8,6 +8,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nemo_like.environments import reasoning_gym_reward
@@ -49,6 +50,13 @@ def by_completion(prompt, completion, **fields):
         subprocess.Popen(["sleep", fields["seconds"]])
         subprocess.Popen(["sleep", fields["seconds"] + "1"], start_new_session=True)
         time.sleep(60)
+    if completion == "daemon":
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.execvp("sleep", ["sleep", fields["seconds"]])
+            os._exit(0)
+        os.wait()
     if completion == "alarm":
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.alarm(5)
@@ -206,9 +214,11 @@ def test_shutdown_ends_the_processes_and_what_they_started(reward_file):
     seconds = f"61.{os.getpid()}"
 
     async def shut_down_while_busy():
+        await pool.grade("p", "daemon", {"seconds": f"{seconds}2"})
         waiting = [asyncio.create_task(pool.grade("p", "child", {"seconds": seconds}))] * 2
         while not running(f"sleep {seconds}1"):
             await asyncio.sleep(0.02)
+        assert running(f"sleep {seconds}2")
         pool.shutdown()
         return await asyncio.gather(*waiting)
 
@@ -216,6 +226,18 @@ def test_shutdown_ends_the_processes_and_what_they_started(reward_file):
     assert all(g.reward is None and "shut down" in g.error for g in grades)
     assert not running(f"sleep {seconds}")
     assert not running(f"sleep {seconds}1"), "in a session of its own"
+    assert not running(f"sleep {seconds}2"), "in a session of its own, whose leader had ended"
+
+
+def test_a_daemon_that_ended_leaves_no_zombie(pool):
+    """A process table that fills up over a run's rows would end it."""
+    pids = {int(g.reward) for g in grade(pool, *["pid"] * 8)}
+    grade(pool, *["daemon"] * 8, seconds="0.01")
+    time.sleep(0.1)
+    grade(pool, *["int"] * 8)
+    assert not [
+        one for pid in pids for one in psutil.Process(pid).children() if one.name() == "sleep"
+    ]
 
 
 def test_grading_processes_do_not_outlive_a_killed_parent(reward_file):

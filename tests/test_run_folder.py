@@ -1,14 +1,23 @@
 """A run's folder continues the run that it is of, and no other."""
 
+import os
+import signal
+import sys
+from pathlib import Path
+
 import pytest
 
+from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.run_folder import note_end, note_start, save_config
+from nemo_like.cli import main
 from nemo_like.config.choices import Decay, OptimizerKind
 from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, PolicyConfig
 from nemo_like.config.run_schema import RunConfig
 from nemo_like.config.sampling_run_schema import GRPORunConfig
 from nemo_like.config.text_run_schema import SFTRunConfig
 from nemo_like.errors import RunError, UserError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
@@ -76,3 +85,21 @@ def test_a_job_that_is_queued_again_and_again_without_progress_ends(tmp_path, ca
     note_start(tmp_path, 20)
     (tmp_path / "starts.json").write_text('{"step": 20, "cou')
     note_start(tmp_path, 20)
+
+
+def test_a_stop_that_comes_before_the_run_is_remembered(tmp_path, monkeypatch, capsys):
+    def run(config):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with Run(config, "sft") as run:
+            run.start_phase("data")
+
+    options = [f"run.dir={tmp_path}/run", "logging.tensorboard=false"]
+    monkeypatch.setattr(sys, "argv", ["run_sft.py", *options])
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main("sft", run, CONFIGS)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended.value.code == 75
+    assert "Stopped as told before the first step" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from nemo_like.config.choices import (
     Checkpointing,
     Dtype,
     OptimizerKind,
+    Output,
     Schedule,
 )
 from nemo_like.config.policy_schema import (
@@ -21,7 +22,9 @@ from nemo_like.config.policy_schema import (
     LossScaleConfig,
     OptimizerConfig,
     ParallelConfig,
+    PolicyConfig,
 )
+from nemo_like.policy.loading import unused_tensors
 from tests.engine_cases import CASES, TOLERANCE, largest_gap, schedule
 from tests.layouts import LAYOUTS
 
@@ -258,3 +261,20 @@ def test_files_of_weights_that_are_damaged_or_hold_a_tensor_twice_are_refused(
     weights.unlink()
     (said,) = pool.run(1, f"{CASES}:refusal", str(folder), {})
     assert said.startswith(f"The weights of the model {folder} cannot be loaded: ")
+
+
+@pytest.mark.parametrize("tied", BOTH)
+@pytest.mark.parametrize("output", [Output.logprobs, Output.values])
+def test_tensors_that_the_architecture_lacks_are_named_unless_they_are_harmless(
+    output, tied, four_layers, tmp_path
+):
+    folder = shutil.copytree(four_layers("llama", tied), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    config = PolicyConfig(lora=LoraConfig(rank=2))
+    assert unused_tensors(str(folder), config, output) == []
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    extra = ["model.layers.0.self_attn.q_proj.bias", "model.layers.4.mlp.up_proj.weight"]
+    tensors |= {name: torch.ones(4) for name in extra}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert unused_tensors(str(folder), config, output) == extra

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol, Self
 
 import psutil
 
 from nemo_like.algorithms.run_folder import claim, make_run_dir, note_end, note_start, save_config
+from nemo_like.algorithms.stop_request import StopRequest, listen
 from nemo_like.checkpoint import Checkpoints, DriverState
 from nemo_like.config.choices import WandbMode
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
@@ -98,7 +98,7 @@ class Run:
         self._process_began = psutil.Process().create_time()
         self._start_up = {"time/imports_s": time.time() - self._process_began}
         self._max_steps = 0
-        self._told_to_stop = False
+        self._stop = StopRequest()
         samples = isinstance(config, RolloutRunConfig)
         self._progress = Progress(
             terminal=terminal,
@@ -115,8 +115,8 @@ class Run:
         self._exit.enter_context(self._progress)
         self._exit.callback(self._sinks.close)
         if threading.current_thread() is threading.main_thread():
-            previous = signal.signal(signal.SIGUSR1, self._stop_after_step)
-            self._exit.callback(signal.signal, signal.SIGUSR1, previous)
+            self._exit.callback(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+            self._stop = listen()
         verb = f"Continuing after step {self.first_step} in" if self.first_step else "Run folder"
         logger.info("%s %s", verb, self.dir)
         return self
@@ -124,9 +124,12 @@ class Run:
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)
 
-    def _stop_after_step(self, signum: int, frame: FrameType | None) -> None:
-        logger.info("Told to stop: the step in progress is the last one.")
-        self._told_to_stop = True
+    def _end_if_told(self) -> None:
+        if self._stop.came:
+            raise StoppedError(
+                "Stopped as told before the first step, so that nothing is lost; start it again, "
+                "with run.resume=true if run.dir is set."
+            )
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -141,6 +144,7 @@ class Run:
 
     def start_phase(self, name: str) -> AbstractContextManager[None]:
         """``span`` for start-up phases, which also says in the log that it began."""
+        self._end_if_told()
         logger.info("Starting: %s", name.replace("_", " "))
         return self.span(name)
 
@@ -171,8 +175,10 @@ class Run:
 
         The consumer's loop body is the step: it calls ``log`` once. ``validator`` None: never
         validates; else before the first step, each ``validate_every``, and after the last. After
-        SIGUSR1 the step in progress is the last one: it is saved, and StoppedError raised.
+        SIGUSR1 the step in progress is the last one: it is saved, and StoppedError raised; before
+        the first one at once.
         """
+        self._end_if_told()
         self._max_steps = self._progress.max_steps = max_steps
         if self.first_step >= max_steps:
             logger.warning("Step %d of %d is done; none is left.", self.first_step, max_steps)
@@ -185,9 +191,9 @@ class Run:
             if validator is not None and self._is_due(step, validate_every):
                 metrics = metrics | validator.validate(step)
             self._finish_step(step, metrics)
-            if self._told_to_stop or self._is_due(step, self.config.checkpoint.every_steps):
+            if self._stop.came or self._is_due(step, self.config.checkpoint.every_steps):
                 self._save(step, models, loader)
-            if self._told_to_stop and step < max_steps:
+            if self._stop.came and step < max_steps:
                 raise StoppedError(
                     f"Stopped as told after step {step} of {max_steps}, which is saved in "
                     f"{self.dir}; continue with run.resume=true."

@@ -143,14 +143,9 @@ _EFFECTS = (
         why_not=f"environment.reward is not {REWARD_MODEL}",
     ),
     Effect(
-        keys=("generation.engine_kwargs", "generation.tensor_parallel_size", "generation.sleep"),
+        keys=("generation.engine_kwargs", "generation.tensor_parallel_size"),
         applies=lambda c: c.generation.backend is Backend.vllm,
         why_not="only generation.backend=vllm has it",
-    ),
-    Effect(
-        keys=("generation.sleep",),
-        applies=lambda c: c.cluster.gpus_per_node > 0 and c.cluster.num_generation_workers is None,
-        why_not="policy and generation share no GPU",
     ),
     Effect(
         keys=("data.tasks",),

@@ -8,13 +8,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import ray
 from ray.exceptions import AuthenticationError
 
-from nemo_like.errors import RunError, UserError
+from nemo_like.errors import EXIT_INTERRUPTED, EXIT_RUN_ERROR, RunError, UserError
 
 # Workers write logs of their own; Ray's greetings say nothing that ours do not.
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -60,28 +61,45 @@ def check_head() -> None:
 
 
 def _leave() -> None:
+    cause = sys.exc_info()[1]
     try:
         check_head()
-    except RunError:
-        _give_up_ray()
+    except RunError:  # A signal to the whole process group, as a terminal sends it, may end it.
+        _give_up_ray(cause)
     else:
-        ray.shutdown()
+        with _uninterrupted():
+            ray.shutdown()
 
 
-def _give_up_ray() -> None:
-    """Let this process end without Ray's consent, and with exit code 1.
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Without Ctrl-C and its like: a Ray that ends half-way ends this process, with code 1."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _give_up_ray(cause: BaseException | None) -> None:
+    """Let this process end without Ray's consent, and with exit code 1, or 130 if interrupted.
 
     Ray's own end waits for the head for two minutes and then ends the process unheard; without it
     Ray's threads crash an interpreter that is being taken down.
     """
     atexit.unregister(ray.shutdown)
-    atexit.register(_end_at_once)
+    interrupted = isinstance(cause, KeyboardInterrupt)
+    atexit.register(_end_at_once, EXIT_INTERRUPTED if interrupted else EXIT_RUN_ERROR)
 
 
-def _end_at_once() -> None:
+def _end_at_once(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def _start() -> None:
@@ -151,8 +169,8 @@ def _init_within(address: str, limit_s: float) -> None:
     threading.Thread(target=init, name="ray.init", daemon=True).start()
     try:
         done.result(limit_s)
-    except (TimeoutError, KeyboardInterrupt):
-        _give_up_ray()
+    except (TimeoutError, KeyboardInterrupt) as error:
+        _give_up_ray(error)
         raise
 
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nemo_like.environments.process_tree import kill_tree
+from nemo_like.environments.process_tree import adopt_orphans, bury_orphans, kill_tree
 from nemo_like.environments.protocol import Verdict
 from nemo_like.environments.rewards import (
     RewardFunction,
@@ -56,6 +56,7 @@ def serve(argv: Sequence[str], load: Callable[[str], Grader]) -> None:
     file_descriptor, spec, timeout_s, memory_limit_bytes = argv
     connection = Connection(int(file_descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
+    adopt_orphans()
     _die_with_parent(os.getppid())
     _limit_memory(int(memory_limit_bytes))
     try:
@@ -80,6 +81,7 @@ def _serve(connection: Connection, grader: Grader, timeout_s: float) -> None:
         if os.getpid() != own:  # the function forked, and one of the two has to answer
             os._exit(0)
         faulthandler.cancel_dump_traceback_later()
+        bury_orphans()
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind must not hit the next row
         connection.send(verdicts)
 

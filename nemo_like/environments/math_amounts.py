@@ -6,7 +6,7 @@ import re
 CURRENCIES = {
     "dollar": r"(?:US)?\\?[$]|USD",
     "euro": "€|EUR",
-    "pound": "£|GBP",
+    "pound": r"£|GBP|\\pounds(?![a-zA-Z])",
     "yen": "¥|JPY",
     "rupee": r"₹|Rs\.?|INR",
     "cent": "¢",
@@ -16,9 +16,10 @@ MONEY = tuple(
     (re.compile(rf"(-?)\s*(?:{sign})\s*({NUMBER})|({NUMBER})\s*(?:{sign})"), name)
     for name, sign in CURRENCIES.items()
 )
-# Where neither a decimal point nor a list can be meant: 1.234.567, 1'234 and 1.234,56.
+# Where neither a decimal point nor a list can be meant: 1.234.567, 1'234, 1_234 and 1.234,56.
 POINTS = re.compile(r"-?[1-9]\d{0,2}(?:\.\d{3}){2,}")
 APOSTROPHES = re.compile(r"-?[1-9]\d{0,2}(?:['’]\d{3})+(?:\.\d+)?")
+UNDERSCORES = re.compile(r"-?[1-9]\d{0,2}(?:\\?_\d{3})+(?:\.\d+)?")
 DECIMAL_COMMA = re.compile(r"-?[1-9]\d{0,2}(?:\.\d{3})+,\d\d?")
 
 
@@ -40,6 +41,8 @@ def _in_one_piece(number: str) -> str:
         return number.replace(".", "")
     if APOSTROPHES.fullmatch(number):
         return re.sub("['’]", "", number)
+    if UNDERSCORES.fullmatch(number):
+        return re.sub(r"\\?_", "", number)
     if DECIMAL_COMMA.fullmatch(number):
         return number.replace(".", "").replace(",", ".")
     return number

@@ -15,7 +15,7 @@ from nemo_like.environments.math_expression import (
     proportional,
 )
 from nemo_like.environments.math_text import join_thousands, split_top_level, squash, tidy
-from nemo_like.environments.math_units import is_known_unit, is_words, strip_units
+from nemo_like.environments.math_units import is_known_unit, is_words, plain_words, strip_units
 
 LIST_SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 RELATION = r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>"
@@ -136,7 +136,9 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _inequality(text: str) -> Items | None:
-    r"""``0 < x \le 5`` as the interval (0, 5]."""
+    r"""``0 < x \le 5`` as the interval (0, 5], ``x \ne 2`` as the two around 2."""
+    if hole := re.fullmatch(r"([a-zA-Z]) ?\\ne ?([^,;=]+)", text):
+        return Items("", [rf"(-\infty, {hole[2]})", rf"({hole[2]}, \infty)"], hole[1])
     parts = split_top_level(text, RELATION)
     signs = re.findall(RELATION, text)
     if len(signs) != len(parts) - 1 or not 2 <= len(parts) <= 3 or "=" in text:
@@ -173,7 +175,7 @@ def _equal(gold: str, given: str) -> bool:
         return _items_equal(gold, gold_items, given, given_items)
     gold_name, gold_value = _assignment(gold)
     given_name, given_value = _assignment(given)
-    if gold_name and given_name and squash(gold_name) == squash(given_name):
+    if gold_name and given_name and _same_name(gold_name, given_name):
         return _equal(gold_value, given_value)
     gold_sides, given_sides = (split_top_level(text, r"(?<!\\)=") for text in (gold, given))
     if len(gold_sides) == len(given_sides) == 2:
@@ -183,6 +185,14 @@ def _equal(gold: str, given: str) -> bool:
     if given_name is not None and len(gold_sides) == 1:
         return _equal(gold, given_value)
     return len(gold_sides) == len(given_sides) == 1 and _scalars_equal(gold, given)
+
+
+def _same_name(gold: str, given: str) -> bool:
+    """Whether two unknowns are one: x_1 and x_2 may be the solutions x, but are not each other."""
+    names = [squash(gold), squash(given)]
+    if not all("_" in name for name in names):
+        names = [re.sub(r"_\{?\d\}?", "", name) for name in names]
+    return names[0] == names[1]
 
 
 def _items_equal(gold: str, a: Items | None, given: str, b: Items | None) -> bool:
@@ -262,7 +272,7 @@ def _scalars_equal(gold: str, given: str) -> bool:
         return False
     gold, given = _matching_base(gold, given)
     if is_words(gold) or is_words(given):
-        return _words(gold) == _words(given)
+        return plain_words(gold) == plain_words(given)
     if gold_percent or given_percent:
         return _percentages_equal(gold, gold_percent, given, given_percent)
     return expressions_equal(gold, given)
@@ -293,11 +303,6 @@ def _hundredth(text: str) -> str:
         return rf"\frac{{{text}}}{{100}}"
     sign, whole, places = decimal.groups()
     return f"{sign}{whole.zfill(3)[:-2]}.{whole.zfill(2)[-2:]}{places}"
-
-
-def _words(text: str) -> str:
-    text = re.sub(r"[^\w\s.:/+-]", " ", text).casefold()
-    return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
 
 
 def _strip_base(text: str) -> tuple[str, str]:

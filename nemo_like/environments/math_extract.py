@@ -14,6 +14,8 @@ from nemo_like.environments.thinking import after_thinking
 LONG_SPACE = re.compile(r"\s{8,}")
 """What a model that never stops may write: patterns would look at it from each of its places."""
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+ESCAPED_BOX = re.compile(r"(?<!\\)\\\\(?:boxed|fbox)(?![a-zA-Z])")
+"""With two backslashes, as in text that was escaped once more than it was read."""
 BRACES = re.compile(
     rf"(?P<box>{BOX.pattern}\{{)|{BOX.pattern}(?P<bare>[^\s${{}}]+)|\\.|[{{}}]", re.DOTALL
 )
@@ -80,6 +82,9 @@ def _shorter(space: re.Match[str]) -> str:
 
 def last_box(text: str) -> str | None:
     r"""Content of the last outermost ``\boxed`` or ``\fbox``; None if it was not closed."""
+    escaped = list(ESCAPED_BOX.finditer(text))
+    if escaped and not BOX.search(text, escaped[-1].end()):
+        text = text.replace(r"\\", "\\")
     last: tuple[int, str | None] = (-1, None)
     open_braces: list[int | None] = []  # where its box begins, or None for an ordinary brace
     for token in BRACES.finditer(text):

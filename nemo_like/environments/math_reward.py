@@ -13,7 +13,7 @@ mathematics leaves a choice, it is made as follows.
 - Order does not matter in sets and bare lists, and the braces of a set may be missing. It does in
   pairs. A set may name a member twice. A bare ``1, 2`` passes for the pair (1, 2). (1,234) is a
   pair and 1,234 a number.
-- An inequality in one unknown is its interval; open and closed ends differ.
+- An inequality in one unknown is its interval; open and closed ends differ. ``x \ne 2`` is two.
 - ``x = 5`` and ``f(x) = 5`` pass for 5, but not ``2x = 5`` or ``x = 5k``.
 - A decimal with three significant digits or more passes for a number whose decimals never end, if
   it is rounded right. There is no other tolerance.
@@ -22,8 +22,8 @@ mathematics leaves a choice, it is made as follows.
   part.
 - The letter of a choice may stand before the answer, and either of them for ``(A) 5``.
 - An integral or a limit is the question, and no answer, unless the row's own answer has one.
-- ``]0, 1[`` is an open interval. Digits may be grouped as in 1,234, 1 234, 1'234, 1.234.567 and
-  12,34,567; a single point is that of a decimal.
+- ``]0, 1[`` is an open interval. Digits may be grouped as in 1,234, 1 234, 1'234, 1_234, 1.234.567
+  and 12,34,567; a single point is that of a decimal.
 - Answers in words are compared as text, without regard to case and articles.
 """
 

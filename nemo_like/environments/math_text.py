@@ -16,12 +16,14 @@ SYMBOLS = {
     "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "…": r"\ldots ", "⁄": "/",
     "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
     "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "≈": "=",
+    "º": r"^\circ ", "˚": r"^\circ ", "⩽": r"\le ", "⩾": r"\ge ", "∨": r"\lor ",
     "€": "", "£": "", "¥": "", "ℝ": r"\mathbb{R}", "∅": r"\emptyset ",
 }  # fmt: skip
 INVISIBLE = re.compile("[\u200b-\u200f\u2060\ufeff]")
 QUOTED = re.compile(r"^(?:[$](?=\\?[$])|[\"“'‘])(.*)[\"”'’$]$", re.DOTALL)
 VULGAR = re.compile("[¼-¾⅐-⅞]")
 SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+SUBSCRIPT = re.compile("[₀-₉]+")
 MACROS = (
     "mathrm|text|mathbf|textbf|mbox|operatorname|mathit|textit|textrm|mathsf|texttt|boldsymbol|"
     "emph|bm|textnormal"
@@ -42,7 +44,13 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[$]|[$]|(?<!\\)\\[()\[\]]", " "),
         (rf"\\(?:left|right|[bB]igg?[lr]?){NOT_LETTER}\s*\.?", ""),
         (rf"\\(?:display|text)style{NOT_LETTER}|\\limits{NOT_LETTER}|(?<!\\)\\!", ""),
+        # 0{,}5 and 3{,}14 have a decimal comma, 1{,}234 is a thousand.
+        (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=(?<![\d}])0)\{,\}(?=\d)", "."),
         (r"\{,\}", ","),
+        (r"\\\\\[-?[\d.]+ ?(?:pt|em|ex|mm|cm)\]", r"\\\\"),
+        (r"^\{([^{}]*,[^{}]*)\}$", r"\\{\1\\}"),
+        (rf"\\(?:lor|vee){NOT_LETTER}", " or "),
+        (r"^(\d+) to (\d+)$", r"\1:\2"),
         (rf"(?<!\\)\\[,;: ]|\\q?quad{NOT_LETTER}|~", " "),
         (rf"\\(?:[dtcs]|nice)frac{NOT_LETTER}", r"\\frac"),
         (rf"\\lbrace{NOT_LETTER}", r"\\{"),
@@ -50,6 +58,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\[lr]?vert{NOT_LETTER}", "|"),
         (rf"<=|\\leq(?:slant)?{NOT_LETTER}", r"\\le "),
         (rf">=|\\geq(?:slant)?{NOT_LETTER}", r"\\ge "),
+        (rf"\\neq{NOT_LETTER}|\\not ?=|!=", r"\\ne "),
         (rf"\\lt{NOT_LETTER}", "<"),
         (rf"\\gt{NOT_LETTER}", ">"),
         (rf"\\colon{NOT_LETTER}", ":"),
@@ -76,6 +85,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{{?\d\}}?)?)\s*([({{]?)\s*([\d.]+)\s*{DEGREE}",
             r"\1\2(\\frac{\3\\pi}{180})",
         ),
+        (rf"(?<=[\d)}}]){DEGREE}$", " degree"),
         (DEGREE, ""),
         (r"\*\*", "^"),
         (r"\*", r"\\cdot "),
@@ -104,7 +114,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 THOUSANDS = re.compile(r"(?<![\d,.])(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d\d)+,\d{3})(?!\d|,\d)")
-SPACED_THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
+SPACED_THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+|,\d\d?)?")
 
 
 def tidy(text: str) -> str:
@@ -116,6 +126,7 @@ def tidy(text: str) -> str:
     text = plain_amount(QUOTED.sub(r"\1", INVISIBLE.sub("", text).strip()))
     text = VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m.group()), text)
     text = SUPERSCRIPT.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m.group())}}}", text)
+    text = SUBSCRIPT.sub(lambda m: f"_{{{unicodedata.normalize('NFKC', m.group())}}}", text)
     for symbol, replacement in SYMBOLS.items():
         text = text.replace(symbol, replacement)
     text = unicodedata.normalize("NFKC", text).replace("−", "-").replace("⁄", "/")
@@ -123,7 +134,7 @@ def tidy(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = _round_to_curly(text)
     if SPACED_THOUSANDS.fullmatch(text):
-        text = text.replace(" ", "")
+        text = text.replace(" ", "").replace(",", ".")
     return text
 
 

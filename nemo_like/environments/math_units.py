@@ -42,9 +42,12 @@ POWERS = {"square": "2", "sq": "2", "cubic": "3"}
 # Signs beside which short words are products of variables: xy + 1, 2xy.
 ALGEBRA = re.compile(r"[+^=_\\{}-]|\d[a-z]")
 WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
+BARE_PRODUCT = re.compile(r"[abc]{2,3}|[b-df-hj-np-tv-z]{2,3}")
+"""Two or three letters that spell no word: xy, but not on, which would be no."""
 QUANTITY = re.compile(
     r"(?P<value>.*\d.*?)(?P<gap>\s*)(?P<unit>(?<=[\d)}\s])[a-zA-Z][a-zA-Z\s/.^{}\d-]*)"
 )
+RATE = re.compile(r"[mgl]/(?:s|h|min|ml|l)(?![a-zA-Z])")
 PERCENT = re.compile(r"\s*(?:%|(?<![a-zA-Z])per ?cent(?:age)?(?: points?)?)\s*$", re.IGNORECASE)
 
 
@@ -53,7 +56,20 @@ def is_words(text: str) -> bool:
     if r"\begin" in text:
         return False
     words = [word for word in WORD.findall(text) if word.lower() not in MATH_WORDS]
-    return any(not _is_product(word) for word in words) or bool(words and not ALGEBRA.search(text))
+    if not all(_is_product(word) for word in words):
+        return True
+    return bool(words) and not (ALGEBRA.search(text) or BARE_PRODUCT.fullmatch(text.strip()))
+
+
+def plain_words(text: str) -> str:
+    """Words without case, signs and articles.
+
+    >>> plain_words("The Fox!"), plain_words("45 p.m.")
+    ('fox', '45 pm')
+    """
+    text = re.sub(r"[^\w\s.:/+-]", " ", text).casefold()
+    text = re.sub(r"(?<![a-z])([ap])\.m\.?(?![a-z])", r"\1m", text)
+    return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
 
 
 def _is_product(word: str) -> bool:
@@ -109,7 +125,7 @@ def strip_units(text: str) -> tuple[str, str, bool]:
     first = re.findall("[a-zA-Z]+", unit)[0].lower()
     # Letters that touch a number are a product (2xyz), unless they spell a unit (35cm).
     is_known = is_known_unit(_singular(unit)) or first in POWERS
-    is_unit = (gap and len(first) >= 3) or (is_known and len(first) >= 2)
+    is_unit = (gap and (len(first) >= 3 or RATE.match(unit))) or (is_known and len(first) >= 2)
     has_digits = re.search(r"\d", re.sub(r"\^\{?[23]\}?", "", unit))
     is_torn = value.count("{") != value.count("}")
     if not is_unit or is_torn or has_digits or VALUE_WORD.search(unit) or is_words(value):

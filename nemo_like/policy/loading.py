@@ -4,6 +4,7 @@ Parameters begin on the meta device; each rank reads its own slices from the saf
 """
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 _SCORE = "score.weight"
 _UNREADABLE = "The weights of the model {} cannot be loaded"
 _ROWS_AT_ONCE = 4096
+# Of older transformers, which saved what is computed; and the head of a model that gives values.
+_UNUSED = (r"(^|\.)rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+_UNUSED_BY_VALUES = r"^(lm_head|embed_out)\.weight$"
 
 
 def load_stages(
@@ -203,6 +207,25 @@ def _stored_files(folder: Path) -> dict[str, Path]:
     return found
 
 
+def unused_tensors(path: str, config: PolicyConfig, output: Output) -> list[str]:
+    """Names in the folder's files that its architecture has no use for, without the harmless ones.
+
+    None where transformers converts names on loading, since there it is not known.
+    """
+    model = _empty_model(path, config, output)
+    stored = _stored_files(Path(path)).keys()
+    saved = {hf_name(name) for name in model.state_dict() if not is_adapter(name)}
+    if not stored >= saved - {_SCORE, *_ties(model)}:
+        return []
+    silent = [*_UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    if output is not Output.logprobs:
+        silent.append(_UNUSED_BY_VALUES)
+    known = saved | {name for name, _ in model.named_buffers()}
+    return sorted(
+        name for name in stored - known if not any(re.search(one, name) for one in silent)
+    )
+
+
 def _refuse_two_values(path: str, stored: dict[str, Path], head: str, embedding: str) -> None:
     """Raise UserError where a head that config.json ties differs from its embedding.
 
@@ -229,7 +252,11 @@ def _refuse_two_values(path: str, stored: dict[str, Path], head: str, embedding:
 
 def tied_names(model: LogprobModel) -> dict[str, str]:
     """Output head -> embedding, where the architecture ties them: files hold one of the two."""
-    if not model.causal_lm.config.get_text_config().tie_word_embeddings:
+    return _ties(model.causal_lm)
+
+
+def _ties(model: PreTrainedModel) -> dict[str, str]:
+    if not model.config.get_text_config().tie_word_embeddings:
         return {}
-    keys: Any = getattr(model.causal_lm, "_tied_weights_keys", None) or {}
+    keys: Any = getattr(model, "_tied_weights_keys", None) or {}
     return dict(keys) if isinstance(keys, dict) else {}

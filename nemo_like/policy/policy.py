@@ -71,7 +71,15 @@ class Policy:
         group = self.group.waiting(self._start_timeout_s)
         port = group.call_rank(0, PolicyWorker.open_store)
         address = group.contexts[0].address
-        group.call(PolicyWorker.start, self._setup, address, port)
+        unused, *_ = group.call(PolicyWorker.start, self._setup, address, port)
+        if unused:
+            logger.warning(
+                "%s: %d tensors of its files are not used, as its config.json has no place for "
+                "them: %s; see that the two belong together.",
+                self._setup.engine.model_path,
+                len(unused),
+                ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else ""),
+            )
         group.call(PolicyWorker.warm_up)
 
     def logprobs(

@@ -26,6 +26,7 @@ from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, MicroBatches, TrainEngine
+from nemo_like.policy.loading import unused_tensors
 from nemo_like.policy.probe import check_architecture
 from nemo_like.policy.state import (
     export_folder,
@@ -112,8 +113,11 @@ class PolicyWorker(Worker):
         self._store = TCPStore("0.0.0.0", 0, self.context.world_size, True, wait_for_workers=False)
         return self._store.port
 
-    def start(self, setup: PolicySetup, address: str, port: int) -> None:
-        """Join the process group, load the model, shard it; collective."""
+    def start(self, setup: PolicySetup, address: str, port: int) -> list[str]:
+        """Join the process group, load the model, shard it; collective.
+
+        Rank 0 returns the names of tensors that the model's files hold and that it has no use for.
+        """
         self._timeout_s = setup.timeout_s
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
@@ -132,7 +136,10 @@ class PolicyWorker(Worker):
             world_size=self.context.world_size,
             timeout=timeout,
         )
-        self._engine = TrainEngine(setup.engine, self._device)
+        self._engine = engine = TrainEngine(setup.engine, self._device)
+        if self.context.rank > 0:
+            return []
+        return unused_tensors(setup.engine.model_path, engine.config, setup.engine.output)
 
     def warm_up(self) -> None:
         """Compile before the first step, if anything is compiled; collective."""
