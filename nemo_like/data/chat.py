@@ -17,7 +17,9 @@ from nemo_like.data.datasets import Message
 from nemo_like.data.lost_text import (
     refuse_losses,
     refuse_lost_reasoning,
+    refuse_marks,
     refuse_unasked_header,
+    turn_marks,
 )
 from nemo_like.errors import UserError
 
@@ -59,6 +61,9 @@ class ChatTokenizer:
         tokens = self._tokenizer.convert_ids_to_tokens(self.eos_token_ids)
         ends = "|".join(re.escape(token) for token in tokens if token is not None)
         self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = [token.content for token in added if token.special]
+        self._marks = turn_marks(special, tokens, self._text)
         self._warned_of_end: set[int] = set()
         refuse_unasked_header(self._text)
 
@@ -72,7 +77,7 @@ class ChatTokenizer:
         The template writes the special tokens; none are added on top (no second BOS).
         """
         text = self._text(messages, to_answer=True)
-        refuse_losses(messages, text, self._text)
+        self._check(messages, text)
         return self._ids(text)
 
     def render_conversation(
@@ -98,7 +103,7 @@ class ChatTokenizer:
             text, spans = self._derived(messages, turns)
         else:
             text, spans = marked[0], marked[1][len(marked[1]) - len(turns) :]
-        refuse_losses(messages, text, self._text)
+        self._check(messages, text)
         for turn, span in zip(turns, spans, strict=True):
             written = text[span.start : span.end]
             if messages[turn]["content"].strip() and not self._without_end(written):
@@ -151,6 +156,14 @@ class ChatTokenizer:
         except UserError:
             return True  # what can't be derived can't be compared: the template's word counts
         return self._mask(*marked) == self._mask(*derived)
+
+    def _check(self, messages: Sequence[Message], text: str) -> None:
+        """What the template made of the messages must be all of them, and no other turns."""
+        for index, message in enumerate(messages):
+            answer = message["role"] == "assistant"  # may have its end token already
+            content = message["content"]
+            refuse_marks(index, self._without_end(content) if answer else content, self._marks)
+        refuse_losses(messages, text, self._text)
 
     def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
         try:
