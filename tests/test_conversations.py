@@ -160,6 +160,18 @@ def test_an_answer_that_begins_with_a_newline_is_tokenised_as_it_would_be_sample
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False)
 
 
+def test_a_header_is_tokenised_as_a_prompt_whatever_the_answer_begins_with(tmp_path):
+    """GPT-2's rule makes two tokens of a header's two newlines, but of a prompt's end one."""
+    chat = build_chat(tmp_path, LLAMA3, as_gpt2=True)
+    ids, mask = chat.render_conversation(TURNS)
+    prompt = chat.render(TURNS[:1])
+    tokenizer = tokenizer_of(tmp_path)
+    assert ids[: mask.index(True)] == prompt
+    assert tokenizer.decode(prompt[-1]) == "\n\n"
+    assert trained_texts(tokenizer, ids, mask) == ["the first\nanswer<|eot_id|>", "and 2<|eot_id|>"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TURNS, tokenize=False)
+
+
 def test_a_text_that_would_begin_or_end_turns_is_refused(tmp_path):
     """Rendered before, or put there by whoever wrote it; other special tokens are only tokens."""
     chat, llama = build_chat(tmp_path / "qwen", QWEN), build_chat(tmp_path / "llama", LLAMA3)
