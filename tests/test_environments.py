@@ -59,8 +59,8 @@ def by_completion(prompt, completion, **fields):
         "dict": {"reward": 0.5, "length": 3, "ok": True}, "bad metric": {"reward": 1, "x": "y"},
         "nan metric": {"reward": 1, "x": float("nan")}, "no reward": {"score": 1},
         "skip": {"reward": None, "error": "cannot be graded"}, "lambda": lambda: 1,
-        "pair": _Pair(), "huge": 10**400, "float64": 1e200, "complex": complex64(1), "int": 2, "bool": True, "pid": os.getpid(),
-        "sibling": sibling.VALUE,
+        "pair": _Pair(), "huge": 10**400, "int": 2, "bool": True, "pid": os.getpid(),
+        "sibling": sibling.VALUE, "float64": 1e200, "complex": complex64(1),
     }.get(completion, 1.0)
 
 async def slow(prompt, completion):

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from nemo_like.errors import UserError
 
 
@@ -20,3 +22,15 @@ def end_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
             raise UserError(f"{path}: eos_token_id={extra} must be token ids; repair it.")
         ids |= set(listed)
     return tuple(sorted(ids))
+
+
+def padding_id(folder: Path, configured: int | None) -> int | None:
+    """The ``configured`` id, or else the tokenizer's, that pads and does not end turns; else None.
+
+    transformers takes the score of a row at its last token that is no padding: with a padding that
+    also ends rows, at the one before. Without any it takes the last, of one row at a time.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ends = end_token_ids(folder, tokenizer.eos_token_id)
+    found = (one for one in (configured, tokenizer.pad_token_id) if one not in (None, *ends))
+    return next(found, None)

@@ -142,13 +142,14 @@ def _number(what: str, value: Any) -> float:
     Squares of larger ones would overflow, and all advantages of the group be 0 or infinite.
     """
     # NumPy's complex numbers would lose their other half, with a warning that nobody sees.
-    is_complex = isinstance(value, Complex) and not isinstance(value, Real)
-    if isinstance(value, (str, bytes)) or is_complex or not hasattr(type(value), "__float__"):
-        raise UserError(f"{what} is a {type(value).__name__}, not a number.")
+    kind = type(value)
+    is_complex = issubclass(kind, Complex) and not issubclass(kind, Real)
+    if isinstance(value, (str, bytes)) or is_complex or not hasattr(kind, "__float__"):
+        raise UserError(f"{what} is a {kind.__name__}, not a number.")
     try:
         number = float(value)
     except Exception as error:  # the value's own code: an array of two, an integer of 400 digits
-        raise UserError(f"{what} is a {type(value).__name__}, not one number: {error}.") from error
+        raise UserError(f"{what} is a {kind.__name__}, not one number: {error}.") from error
     if not abs(number) <= _MOST:  # not ">", so that NaN is refused
         raise UserError(f"{what} is {number:g}, not a finite number of at most {_MOST:g}.")
     return number
