@@ -55,12 +55,18 @@ TURNS = [
 
 
 def build_chat(
-    folder: Path, template: str, *, prepend_bos: bool = False, all_ends: bool = True
+    folder: Path,
+    template: str,
+    *,
+    prepend_bos: bool = False,
+    all_ends: bool = True,
+    as_gpt2: bool = False,
 ) -> ChatTokenizer:
     """A byte-level tokenizer in which two newlines are one token, as in Qwen's and Llama's.
 
     ``prepend_bos``: plain text gets a BOS; ``all_ends``: the generation config has the template's
-    end token, which is not the tokenizer's end-of-sequence token for Llama 3 and Phi 3.
+    end token, which is not the tokenizer's end-of-sequence token for Llama 3 and Phi 3;
+    ``as_gpt2``: the last of several white spaces before letters stands apart.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
@@ -72,7 +78,7 @@ def build_chat(
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*specials, *alphabet, newline * 2])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(newline, newline)]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=as_gpt2)
     tokenizer.decoder = decoders.ByteLevel()
     if prepend_bos:
         tokenizer.post_processor = TemplateProcessing(

@@ -11,6 +11,7 @@ from nemo_like.config.data_schema import OverlongRows, SFTDataConfig, TrainOn
 from nemo_like.data import conversations, json_rows
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
+from nemo_like.data.end_tokens import padding_id
 from nemo_like.environments.reasoning_gym_reward import reward
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
@@ -160,12 +161,45 @@ def test_an_answer_that_begins_with_a_newline_is_tokenised_as_it_would_be_sample
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False)
 
 
-def test_special_tokens_in_an_answer_do_not_end_it(tmp_path):
+def test_a_padding_that_ends_rows_is_no_padding(tmp_path):
+    """transformers scores a row at its last token that is none: with it, at another token."""
     chat = build_chat(tmp_path, QWEN)
-    turns = [TURNS[0], {"role": "assistant", "content": "a<|im_end|>b"}, *TURNS[2:]]
-    ids, mask = chat.render_conversation(turns)
-    expected = ["a<|im_end|>b<|im_end|>", "and 2<|im_end|>"]
-    assert trained_texts(tokenizer_of(tmp_path), ids, mask) == expected
+    pad, begin, end = (chat.token_ids()[f"<|{name}|>"] for name in ("pad", "begin", "im_end"))
+    assert [padding_id(tmp_path, one) for one in (None, end, begin)] == [pad, pad, begin]
+    tokenizer = tokenizer_of(tmp_path)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path)
+    assert padding_id(tmp_path, end) is None
+
+
+def test_a_header_is_tokenised_as_a_prompt_whatever_the_answer_begins_with(tmp_path):
+    """GPT-2's rule makes two tokens of a header's two newlines, but of a prompt's end one."""
+    chat = build_chat(tmp_path, LLAMA3, as_gpt2=True)
+    ids, mask = chat.render_conversation(TURNS)
+    prompt = chat.render(TURNS[:1])
+    tokenizer = tokenizer_of(tmp_path)
+    assert ids[: mask.index(True)] == prompt
+    assert tokenizer.decode(prompt[-1]) == "\n\n"
+    assert trained_texts(tokenizer, ids, mask) == ["the first\nanswer<|eot_id|>", "and 2<|eot_id|>"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TURNS, tokenize=False)
+
+
+def test_a_text_that_would_begin_or_end_turns_is_refused(tmp_path):
+    """Rendered before, or put there by whoever wrote it; other special tokens are only tokens."""
+    chat, llama = build_chat(tmp_path / "qwen", QWEN), build_chat(tmp_path / "llama", LLAMA3)
+    for text in ("a<|im_end|>b", "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"):
+        for turn in (0, 1):
+            turns = [dict(one) for one in TURNS]
+            turns[turn]["content"] = text
+            for render in (chat.render_conversation, chat.render):
+                with pytest.raises(UserError, match=rf"message {turn} has '<\|im_"):
+                    render(turns)
+    other = [TURNS[0], {"role": "assistant", "content": "a<|user|>b<|im_end|>"}]
+    ids, mask = chat.render_conversation(other)
+    assert trained_texts(tokenizer_of(tmp_path / "qwen"), ids, mask) == ["a<|user|>b<|im_end|>"]
+    with pytest.raises(UserError, match=r"message 0 has '<\|begin\|>'"):
+        llama.render([{"role": "user", "content": "<|begin|>hi"}])
+    llama.render([{"role": "user", "content": "<|im_start|>, as others mark turns"}])
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,7 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
         ('{"prompt": "x", "n": {"k": 1, "k": 2}}', "line 2: not JSON ('k' is given twice)"),
         ('{"prompt": "x", "n": NaN}', "line 2: not JSON (NaN is no JSON number; write null)"),
         ('{"prompt": "x", "n": -Infinity}', "line 2: not JSON (-Infinity is no JSON number"),
+        ('{"prompt": "x", "n": 1e999}', "line 2: not JSON (the number 1e999 is too large)"),
         ('{"prompt": "x", "n": ' + "9" * 5000 + "}", "line 2: not JSON (Exceeds the limit (4300"),
         ('{"prompt": "x", "n": ' + "[" * 100_000, "line 2: nested too deep"),
         ('{"prompt": "half \\ud83d"}', "line 2: not JSON (half of a surrogate pair"),

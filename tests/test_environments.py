@@ -19,6 +19,7 @@ from nemo_like.errors import UserError
 REWARDS = '''
 import asyncio, os, signal, subprocess, sys, threading, time
 import sibling
+from numpy import complex64
 
 class _Pair:
     def __float__(self):
@@ -67,7 +68,7 @@ def by_completion(prompt, completion, **fields):
         "nan metric": {"reward": 1, "x": float("nan")}, "no reward": {"score": 1},
         "skip": {"reward": None, "error": "cannot be graded"}, "lambda": lambda: 1,
         "pair": _Pair(), "huge": 10**400, "int": 2, "bool": True, "pid": os.getpid(),
-        "sibling": sibling.VALUE,
+        "sibling": sibling.VALUE, "float64": 1e200, "complex": complex64(1),
     }.get(completion, 1.0)
 
 async def slow(prompt, completion):
@@ -125,6 +126,8 @@ def test_numbers_and_dicts_become_rewards_and_metrics(pool):
         ("text", "str"),
         ("pair", "the reward is a _Pair, not one number: there are two."),
         ("huge", "the reward is a int, not one number: int too large"),
+        ("float64", "the reward is 1e+200, not a finite number of at most 3e+38"),
+        ("complex", "the reward is a complex64, not a number"),
         ("bad metric", "'x'"),
         ("nan metric", "'x'"),
         ("no reward", "without 'reward'"),

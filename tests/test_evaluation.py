@@ -9,7 +9,12 @@ from itertools import combinations
 import pytest
 
 from nemo_like.algorithms.eval_report import Measured, table
-from nemo_like.algorithms.eval_statistics import majority_at, mean_of_prompts, pass_at
+from nemo_like.algorithms.eval_statistics import (
+    majority_at,
+    mean_of_prompts,
+    pass_at,
+    share_of_prompts,
+)
 from nemo_like.algorithms.evaluation import run_eval
 from nemo_like.algorithms.processes import started
 from nemo_like.config.load import compose_config
@@ -89,6 +94,20 @@ def test_the_interval_is_over_prompts():
     more = mean_of_prompts([[0, 0] * 50, [0, 1] * 50, [1, 1] * 50])
     assert more == found, "copies of completions add no certainty"
     assert mean_of_prompts([[0, 1]]).low is None
+    assert mean_of_prompts([[0.7], [0.7]]).low is None, "no spread is not certainty"
+
+
+def test_the_interval_of_a_share_is_wilsons_and_has_a_width_where_all_or_none_pass():
+    """Numbers of Wilson's interval for n trials; one prompt more or less certain by its means."""
+    for passed, low, high in ((10, 0.722467, 1.0), (0, 0.0, 0.277533), (8, 0.490162, 0.943318)):
+        found = share_of_prompts([[1.0]] * passed + [[0.0]] * (10 - passed))
+        assert (found.low, found.high) == pytest.approx((low, high), abs=1e-6)
+        assert found.low <= found.mean == passed / 10 <= found.high
+    spread, less = share_of_prompts([[0, 0], [1, 1]]), share_of_prompts([[0, 0, 1], [0, 1, 1]])
+    assert spread.mean == less.mean
+    assert less.high - less.low < spread.high - spread.low
+    assert share_of_prompts([[0, 1], [0, 1]]).low is None
+    assert share_of_prompts([[1]]).low is None
 
 
 def sample(prompt, index, reward, answer="", num_tokens=3, truncated=False):

@@ -14,6 +14,7 @@ from nemo_like.algorithms.eval_statistics import (
     majority_at,
     mean_of_prompts,
     pass_at,
+    share_of_prompts,
 )
 from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.data.datasets import Row
@@ -93,11 +94,11 @@ class Measured:
         def mean_at(k: int, of_group: Callable[[list[tuple[str, bool]]], Fraction]) -> Any:
             """Over prompts with k graded completions; None if there is none."""
             found = [[float(of_group(group))] for group in votes if len(group) >= k]
-            return asdict(mean_of_prompts(found)) if found else None
+            return asdict(share_of_prompts(found)) if found else None
 
         return {
             "reward": asdict(mean_of_prompts([[r for r, _ in group] for group in groups])),
-            "accuracy": asdict(mean_of_prompts(right)),
+            "accuracy": asdict(share_of_prompts(right)),
             "pass_at": {
                 str(k): mean_at(
                     k, lambda group, k=k: pass_at(len(group), sum(p for _, p in group), k)

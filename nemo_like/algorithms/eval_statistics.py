@@ -13,7 +13,7 @@ _NORMAL_95 = 1.959963984540054
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean over prompts, and its 95 % confidence interval; None where one prompt shows none."""
+    """A mean over prompts, and its 95 % confidence interval; None where prompts do not show one."""
 
     mean: float
     low: float | None
@@ -26,19 +26,49 @@ def mean_of_prompts(groups: Sequence[Sequence[float]]) -> Estimate:
 
     The interval is mean +- 1.96 standard errors over *prompts*: completions of one prompt are not
     independent, so that more of them do not make it narrower by themselves (arXiv:2411.00640
-    section 2.2). ``groups`` is not empty, and none of them is.
+    section 2.2). Of one prompt, and of prompts that are all equal, there is none: no spread is not
+    certainty. ``groups`` is not empty, and none of them is.
 
     >>> mean_of_prompts([[0.0, 1.0], [1.0, 1.0]]).mean
     0.75
     """
-    means = [math.fsum(group) / len(group) for group in groups]
+    mean, squares, means = _over_prompts(groups)
+    if len(set(means)) == 1:
+        return Estimate(mean=mean, low=None, high=None, num_prompts=len(means))
+    half = _NORMAL_95 * math.sqrt(squares / (len(means) - 1) / len(means))
+    return Estimate(mean=mean, low=mean - half, high=mean + half, num_prompts=len(means))
+
+
+def share_of_prompts(groups: Sequence[Sequence[float]]) -> Estimate:
+    """``mean_of_prompts`` of numbers in [0, 1], whose interval lies there too.
+
+    It is Wilson's (1927): of n prompts with one completion each, that of n trials, which has a
+    width even where all or none pass. Means that spread less than such trials would, by a factor
+    f of their variance, count as n / f trials, as in a sample of clusters (Korn and Graubard 1998).
+
+    >>> found = share_of_prompts([[1.0], [1.0], [1.0], [0.0]])
+    >>> round(found.low, 4), round(found.high, 4)
+    (0.3006, 0.9544)
+    """
+    mean, squares, means = _over_prompts(groups)
     count = len(means)
-    mean = math.fsum(means) / count
-    if count == 1:
-        return Estimate(mean=mean, low=None, high=None, num_prompts=1)
-    variance = math.fsum((one - mean) ** 2 for one in means) / (count - 1)
-    half = _NORMAL_95 * math.sqrt(variance / count)
-    return Estimate(mean=mean, low=mean - half, high=mean + half, num_prompts=count)
+    if count == 1 or (len(set(means)) == 1 and 0 < mean < 1):
+        return Estimate(mean=mean, low=None, high=None, num_prompts=count)
+    binomial = mean * (1 - mean)
+    trials = count * binomial / (squares / count) if binomial > 0 else count
+    share = _NORMAL_95**2 / trials
+    centre = (mean + share / 2) / (1 + share)
+    half = math.sqrt(share * binomial + share**2 / 4) / (1 + share)
+    # Bounds that are 0 or 1 on paper may miss by rounding.
+    low, high = max(0.0, centre - half), max(mean, min(1.0, centre + half))
+    return Estimate(mean=mean, low=low, high=high, num_prompts=count)
+
+
+def _over_prompts(groups: Sequence[Sequence[float]]) -> tuple[float, float, list[float]]:
+    """Mean of the prompts' means, sum of squared deviations from it, and the means."""
+    means = [math.fsum(group) / len(group) for group in groups]
+    mean = math.fsum(means) / len(means)
+    return mean, math.fsum((one - mean) ** 2 for one in means), means
 
 
 def pass_at(n: int, c: int, k: int) -> Fraction:

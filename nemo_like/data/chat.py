@@ -1,7 +1,6 @@
 """The one place where messages become token ids."""
 
 import functools
-import json
 import logging
 import re
 from bisect import bisect_left
@@ -14,10 +13,13 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_like.data.datasets import Message
+from nemo_like.data.end_tokens import end_token_ids
 from nemo_like.data.lost_text import (
     refuse_losses,
     refuse_lost_reasoning,
+    refuse_marks,
     refuse_unasked_header,
+    turn_marks,
 )
 from nemo_like.errors import UserError
 
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
+_HEADER_CHARS = 64
+"""Enough of a prompt for its last two tokens not to depend on where it was cut off."""
 _USE_MARKERS = "use a template with {% generation %} markers around the assistant's text"
 
 
@@ -54,11 +58,14 @@ class ChatTokenizer:
                 f"The tokenizer of {model_path} has no chat template; add chat_template.jinja to "
                 "the folder, or use an instruct model."
             )
-        self.eos_token_ids = _eos_token_ids(Path(model_path), self._tokenizer.eos_token_id)
+        self.eos_token_ids = end_token_ids(Path(model_path), self._tokenizer.eos_token_id)
         """Every id that ends a turn: the tokenizer's, and all of the generation config."""
         tokens = self._tokenizer.convert_ids_to_tokens(self.eos_token_ids)
         ends = "|".join(re.escape(token) for token in tokens if token is not None)
         self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = [token.content for token in added if token.special]
+        self._marks = turn_marks(special, tokens, self._text)
         self._warned_of_end: set[int] = set()
         refuse_unasked_header(self._text)
 
@@ -72,7 +79,7 @@ class ChatTokenizer:
         The template writes the special tokens; none are added on top (no second BOS).
         """
         text = self._text(messages, to_answer=True)
-        refuse_losses(messages, text, self._text)
+        self._check(messages, text)
         return self._ids(text)
 
     def render_conversation(
@@ -98,7 +105,7 @@ class ChatTokenizer:
             text, spans = self._derived(messages, turns)
         else:
             text, spans = marked[0], marked[1][len(marked[1]) - len(turns) :]
-        refuse_losses(messages, text, self._text)
+        self._check(messages, text)
         for turn, span in zip(turns, spans, strict=True):
             written = text[span.start : span.end]
             if messages[turn]["content"].strip() and not self._without_end(written):
@@ -151,6 +158,14 @@ class ChatTokenizer:
         except UserError:
             return True  # what can't be derived can't be compared: the template's word counts
         return self._mask(*marked) == self._mask(*derived)
+
+    def _check(self, messages: Sequence[Message], text: str) -> None:
+        """What the template made of the messages must be all of them, and no other turns."""
+        for index, message in enumerate(messages):
+            answer = message["role"] == "assistant"  # may have its end token already
+            content = message["content"]
+            refuse_marks(index, self._without_end(content) if answer else content, self._marks)
+        refuse_losses(messages, text, self._text)
 
     def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
         try:
@@ -259,10 +274,11 @@ class ChatTokenizer:
         offsets: list[tuple[int, int]] = encoding.get("offset_mapping", [])
         positions = [self._position(text, ids, offsets, cut) for cut in cuts]
         found = [position for position in positions if position is not None]
-        if len(found) == len(cuts):
+        if len(found) == len(cuts) and self._as_sampled(text, ids, cuts, found):
             return ids, found
-        # A token reaches over a cut (a newline of the header and one of the answer). Sampling
-        # never sees it, because there the header is tokenised alone; so do we.
+        # A token reaches over a cut (a newline of the header and one of the answer), or the text
+        # after it changes those before (GPT-2 takes two newlines apart if letters follow). Sampling
+        # never sees that, because there the header is tokenised alone; so do we.
         pieces = [self._ids(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
         joined = list(chain.from_iterable(pieces))
         if self._tokenizer.decode(joined) != self._tokenizer.decode(ids):
@@ -271,6 +287,18 @@ class ChatTokenizer:
                 "white space from the beginning of the assistant's text."
             )
         return joined, list(accumulate(len(piece) for piece in pieces))[:-1]
+
+    def _as_sampled(
+        self, text: str, ids: list[int], cuts: Sequence[int], positions: Sequence[int]
+    ) -> bool:
+        """Whether the last tokens before each answer are those of a prompt that ends there."""
+        for cut, position in zip(cuts[::2], positions[::2], strict=True):
+            first = max(0, cut - _HEADER_CHARS)
+            alone = self._ids(text[first:cut])
+            near = alone[-2:] if first == 0 or len(alone) > 2 else []
+            if near != ids[position - len(near) : position]:
+                return False
+        return True
 
     def _position(
         self, text: str, ids: list[int], offsets: Sequence[tuple[int, int]], cut: int
@@ -287,18 +315,3 @@ class ChatTokenizer:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-
-
-def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    ids = {tokenizer_eos} if tokenizer_eos is not None else set()
-    path = folder / "generation_config.json"
-    if path.exists():
-        try:
-            extra = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path} is no JSON object ({error}); repair or remove it.") from error
-        listed = extra if isinstance(extra, list) else [] if extra is None else [extra]
-        if not all(isinstance(one, int) for one in listed):
-            raise UserError(f"{path}: eos_token_id={extra} must be token ids; repair it.")
-        ids |= set(listed)
-    return tuple(sorted(ids))

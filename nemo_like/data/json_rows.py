@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from nemo_like.errors import UserError
 
 _OTHER_FORMATS = {
     b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
     b"\x28\xb5\x2f\xfd": "Zstandard",
     b"PK\x03\x04": "zip",
     b"PAR1": "Parquet",
@@ -27,7 +30,8 @@ def read(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each row's line, for messages, and its entries; empty lines and a BOM are left out.
 
     Raises UserError naming ``key`` and the line of what is no JSON object in UTF-8, and of what
-    Python would read in silence as something else: a name given twice (the last would count), NaN.
+    Python would read in silence as something else: a name given twice (the last would count), NaN,
+    1e999 (infinity).
     """
     _refuse_other_formats(path, key)
     for number, line in enumerate(_lines(path), start=1):
@@ -78,7 +82,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _parse(text: str) -> Any:
-    record = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
+    record = json.loads(
+        text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_float
+    )
     if _SURROGATE.search(text):
         try:
             json.dumps(record, ensure_ascii=False).encode()
@@ -94,6 +100,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"'{twice}' is given twice")
     return record
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text} is too large")
+    return number
 
 
 def _no_number(name: str) -> NoReturn:

@@ -1,9 +1,9 @@
-"""What chat templates leave out in silence: some know a few roles, and of a message its content.
+"""What chat templates change in silence: some know a few roles, and of a message its content.
 
 Functions raise UserError without the row's name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from nemo_like.data.datasets import Message
@@ -33,6 +33,27 @@ def refuse_losses(messages: Sequence[Message], text: str, render: Render) -> Non
             raise UserError(
                 f"the template leaves out the tool calls of message {index}; write them into its "
                 "content, or use a template that takes them."
+            )
+
+
+def turn_marks(tokens: Iterable[str], ends: Collection[str], render: Render) -> tuple[str, ...]:
+    """Those of a tokenizer's special ``tokens`` that end turns, or that the template writes."""
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    try:
+        text = render(turns, to_answer=False)
+    except UserError:
+        text = ""  # each row will say why
+    return tuple(token for token in tokens if token in ends or token in text)
+
+
+def refuse_marks(index: int, content: str, marks: Sequence[str]) -> None:
+    """Refuse a message of whose text the tokenizer would make the beginning or end of a turn."""
+    for mark in marks:
+        if mark in content:
+            raise UserError(
+                f"the text of message {index} has {mark!r}, by which the template marks turns, so "
+                "that it would end there or begin another; take it out (texts are given as they "
+                "are, without the template)."
             )
 
 

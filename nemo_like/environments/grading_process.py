@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
-import math
 import os
 import pickle
 import resource
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from numbers import Complex, Real
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ PARENT_POLL_S = 1.0
 # The pool stops a row that is late; this only ends a process whose pool was killed meanwhile, and
 # works while native code holds the interpreter lock.
 SELF_DESTRUCT_GRACE_S = 5.0
+
+_MOST = 3e38
+"""Nearly float32's largest number: what losses compute with."""
 
 Grader = Callable[[Sequence[bytes]], list[Verdict]]
 """One verdict for each pickled ``(prompt, completion, fields)``."""
@@ -136,15 +139,21 @@ def to_verdict(result: Any) -> Verdict:
 
 
 def _number(what: str, value: Any) -> float:
-    """Any finite real number, NumPy's and one-element tensors included, but no text."""
-    if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
-        raise UserError(f"{what} is a {type(value).__name__}, not a number.")
+    """Any real number of float32, NumPy's and one-element tensors included, but no text.
+
+    Squares of larger ones would overflow, and all advantages of the group be 0 or infinite.
+    """
+    # NumPy's complex numbers would lose their other half, with a warning that nobody sees.
+    kind = type(value)
+    is_complex = issubclass(kind, Complex) and not issubclass(kind, Real)
+    if isinstance(value, (str, bytes)) or is_complex or not hasattr(kind, "__float__"):
+        raise UserError(f"{what} is a {kind.__name__}, not a number.")
     try:
         number = float(value)
     except Exception as error:  # the value's own code: an array of two, an integer of 400 digits
-        raise UserError(f"{what} is a {type(value).__name__}, not one number: {error}.") from error
-    if not math.isfinite(number):
-        raise UserError(f"{what} is {number}, not a finite number.")
+        raise UserError(f"{what} is a {kind.__name__}, not one number: {error}.") from error
+    if not abs(number) <= _MOST:  # not ">", so that NaN is refused
+        raise UserError(f"{what} is {number:g}, not a finite number of at most {_MOST:g}.")
     return number
 
 

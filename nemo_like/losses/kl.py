@@ -34,10 +34,10 @@ def kl_loss(log_ratio: Tensor, importance: Tensor, kind: KLEstimator) -> Tensor:
     """Per-token term whose expected *gradient* is that of KL(policy || reference).
 
     A plain ``kl_estimate`` under a loss misses the gradient of the sampling distribution: k1 then
-    has no effect on average (its reference drops out), k3 gives that of the reverse KL. Weighting
-    by the ratio with gradient, E_old[ratio * k] = E_policy[k], restores it for k1 and k3. k2 is not
-    an unbiased value, but its plain gradient, -d * grad log policy, already is the right one, so
-    its ratio is detached.
+    has no effect on average (its reference drops out), k3 gives that of KL(reference || policy).
+    Weighting by the ratio with gradient, E_old[ratio * k] = E_policy[k], restores it for k1 and k3.
+    k2 is not an unbiased value, but its plain gradient, -d * grad log policy, already is the right
+    one, so its ratio is detached.
 
     ``importance`` = current policy / sampling policy, with gradient, same shape as ``log_ratio``.
 

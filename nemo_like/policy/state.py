@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from nemo_like.config.choices import Output
+from nemo_like.data.end_tokens import padding_id
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.adapters import sent_name
 from nemo_like.policy.engine import TrainEngine
@@ -226,8 +227,7 @@ def _write_folder(
         _, settings = model_class(str(source), Output.values)
         config["architectures"] = settings.architectures
         config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
-        if config.get("pad_token_id") is None:  # transformers finds a row's last token by it
-            config["pad_token_id"] = settings.eos_token_id
+        config["pad_token_id"] = padding_id(source, config.get("pad_token_id"))
     (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_torch_state_dict(state, aside, metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
