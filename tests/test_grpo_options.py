@@ -6,7 +6,14 @@ from itertools import chain
 import pytest
 import torch
 
-from nemo_like.algorithms.grpo import add_advantages, batch_metrics, make_loss, mini_batches, signal
+from nemo_like.algorithms.grpo import (
+    add_advantages,
+    batch_metrics,
+    make_loss,
+    mask_mismatch,
+    mini_batches,
+    signal,
+)
 from nemo_like.algorithms.self_check import RewardWatch
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -85,6 +92,18 @@ def test_without_a_signal_dynamic_sampling_trains_on_no_penalty_either():
     batch = batch_of([0, 0, 1, 0], [0, 0, 1, 1], **{keys.NUM_LOSS_TOKENS: [32, 8, 8, 8]})
     assert advantages(batch, *penalty) == [-0.5, 0.5, 0.5, -0.5]
     assert batch.rows[keys.SAMPLE_MASK].tolist() == [False, False, True, True]
+
+
+def test_rows_with_too_large_a_gap_leave_the_step_and_stay_in_their_groups_baseline():
+    gaps = {keys.MEAN_GAPS: [0.3, 0.1, math.nan, 0.2], keys.SAMPLE_MASK: [True, True, True, False]}
+    batch = batch_of([1, 0, 1, math.nan], [0, 0, 1, 1], **gaps)
+    options = ("mismatch.action=mask", "mismatch.max_mean_abs=0.2")
+    before = advantages(batch, *options)
+    metrics = mask_mismatch(batch, config_of(*options))
+    assert batch.rows[keys.SAMPLE_MASK].tolist() == [False, True, False, False]
+    assert metrics["mismatch/masked_rows"].value == 2
+    assert batch.rows[keys.ADVANTAGES].tolist() == before
+    assert before[1] < 0
 
 
 def test_metrics_of_a_batch_count_what_trains_and_what_was_graded():

@@ -53,8 +53,8 @@ def denominators_of(batch):
     return Denominators(tokens=float(trained.sum()), sequences=float(len(rows)))
 
 
-def loss_of(batch, logprobs, config=None, denominators=None, mask_rows_above=None):
-    loss = ClippedPGLoss(config or LossConfig(), mask_rows_above)
+def loss_of(batch, logprobs, config=None, denominators=None):
+    loss = ClippedPGLoss(config or LossConfig())
     return apply(loss, batch, logprobs, denominators)
 
 
@@ -137,28 +137,6 @@ def test_weights_of_whole_sequences_do_not_overflow():
     loss, gradient, _ = loss_of(batch, [-1.0] * 3, config)
     assert loss == pytest.approx(-math.exp(20), rel=1e-5)
     assert torch.isfinite(gradient).all()
-
-
-def test_rows_with_too_large_a_gap_do_not_train_and_are_counted():
-    policy = [-1.0, -1.0, -1.0]
-    batch = make_batch([1, 2], [1.0, 1.0], policy=policy, generation=[-1.3, -1.1, -1.2])
-    config = LossConfig(importance=NONE)
-    loss, gradient, metrics = loss_of(batch, policy, config, mask_rows_above=0.2)
-    assert loss == pytest.approx(-2 / 3)
-    assert gradient.tolist() == pytest.approx([0, -1 / 3, -1 / 3])
-    assert metrics["mismatch/masked_rows"].value == 1
-
-
-def test_a_row_that_does_not_train_has_no_kl_either():
-    # The first row alone differs from its reference, by 1.
-    columns = {"policy": [-1.0] * 3, "reference": [0.0, -1.0, -1.0]}
-    config = LossConfig(importance=NONE, kl_coef=1.0)
-    for generation, expected in ((-1.1, (math.e - 2) / 3), (-1.3, 0.0), (math.nan, 0.0)):
-        batch = make_batch([1, 2], [0.0, 0.0], generation=[generation, -1.1, -1.2], **columns)
-        loss, gradient, metrics = loss_of(batch, [-1.0] * 3, config, mask_rows_above=0.2)
-        assert loss == pytest.approx(expected, abs=1e-6)
-        assert torch.isfinite(gradient).all()
-        assert metrics["mismatch/masked_rows"].value == (expected == 0)
 
 
 def test_rows_without_policy_logprobs_are_on_policy():
@@ -564,7 +542,6 @@ CORRECTED = {
             entropy_coef=0.1,
             kl_coef=0.1,
         ),
-        mask_rows_above=0.35,
     )
     for objective in Objective
     for ratio_level in RatioLevel
@@ -676,7 +653,7 @@ def test_a_micro_batch_without_trained_tokens_has_zero_loss_and_a_graph(name):
         )
         assert loss == 0
         assert gradient.tolist() == [0] * part.num_tokens
-        assert set(metrics) <= {"train/loss", "train/policy_loss", "mismatch/masked_rows"}
+        assert set(metrics) <= {"train/loss", "train/policy_loss"}
         assert {metric.value for metric in metrics.values()} == {0.0}
 
 

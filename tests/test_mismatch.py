@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.mismatch import MismatchSums
+from nemo_like.losses.mismatch import MismatchSums, gap_of_rows
 from nemo_like.observe.metrics import merge, values
 
 CPU = torch.device("cpu")
@@ -57,6 +57,21 @@ def test_numbers_by_hand():
     quantile = numbers.pop("mismatch/p999_abs")
     assert numbers == pytest.approx(expected, rel=1e-6)
     assert math.log(2) <= quantile < 1.03 * math.log(2)
+
+
+def test_gaps_of_rows_by_hand():
+    n, nan = 6, math.nan
+    batch = TensorBatch(
+        lengths=torch.tensor([3, 2, 1]),
+        tokens={
+            keys.LOSS_MASK: torch.tensor([False, True, True, True, True, True]),
+            keys.GENERATION_LOGPROBS: torch.tensor([nan, -1.0, -2.0, -1.0, -1.0, nan]),
+        },
+        rows={keys.SAMPLE_MASK: torch.tensor([True, False, True])},
+    )
+    gaps = gap_of_rows(torch.full((n,), -1.5), batch)
+    assert gaps.tolist()[:2] == [0.5, 0.0]  # the second row does not train
+    assert gaps[2].isnan()
 
 
 def test_equal_logprobs_have_no_gap_at_all():

@@ -33,7 +33,6 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.setup import Setup, prepare, start
 from nemo_like.batch import keys
-from nemo_like.config.choices import MismatchAction
 from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.sampling_run_schema import GRPORunConfig, PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -92,6 +91,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
             check(metrics)
         metrics |= group_metrics(batch)
         add_advantages(batch, config)
+        metrics |= mask_mismatch(batch, config)
         metrics |= batch_metrics(batch)
         with run.span("train"):
             updates = [
@@ -107,10 +107,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
 def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:
     """The loss, with everything that other sections decide filled in."""
     most = config.loss.constant_tokens or config.generation.max_new_tokens
-    masks = config.mismatch.action is MismatchAction.mask
-    return ClippedPGLoss(
-        replace(config.loss, constant_tokens=most), max_mean_gap(config) if masks else None
-    )
+    return ClippedPGLoss(replace(config.loss, constant_tokens=most))
 
 
 def signal(batch: RemoteBatch) -> Tensor:
@@ -145,6 +142,21 @@ def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
     if config.grpo.mask_truncated:
         trains = trains & ~rows[keys.TRUNCATED]
     rows[keys.SAMPLE_MASK] = trains
+
+
+def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metrics:
+    """Take rows that engine and policy disagree about out of training, if so configured.
+
+    Before the step, so that its mean is over the others. They count in their groups' baselines.
+    """
+    if not config.masks_mismatch:
+        return {}
+    rows = batch.rows
+    # Not "above", so that a gap of NaN masks its row.
+    kept = rows[keys.SAMPLE_MASK] & (rows[keys.MEAN_GAPS] <= max_mean_gap(config))
+    masked = int(rows[keys.SAMPLE_MASK].sum() - kept.sum())
+    rows[keys.SAMPLE_MASK] = kept
+    return {"mismatch/masked_rows": Metric(masked, reduce=Reduce.sum)}
 
 
 def mini_batches(

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 
 from nemo_like.advantages import Moments
-from nemo_like.algorithms.grpo import batch_metrics, make_loss, mini_batches
+from nemo_like.algorithms.grpo import batch_metrics, make_loss, mask_mismatch, mini_batches
 from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
@@ -112,6 +112,7 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
             if critic is not None:
                 critic.score(batch, keys.VALUES)
             metrics |= add_advantages(batch, policy, config)
+        metrics |= mask_mismatch(batch, config)
         metrics |= batch_metrics(batch)
         parts = list(mini_batches(batch, config, step))
         if critic is not None:

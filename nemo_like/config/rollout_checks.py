@@ -91,7 +91,12 @@ def check_updates(config: PolicyGradientRunConfig) -> None:
         applies=lambda c: not c.kl_in_reward,
         why_not="loss.kl_in=reward needs logprobs from before the step anyway",
     )
-    check_effects(config, [reuse, in_reward])
+    masks = Effect(
+        keys=(f"{section}.reuse_logprobs",),
+        applies=lambda c: not c.masks_mismatch,
+        why_not="mismatch.action=mask needs logprobs from before the step anyway",
+    )
+    check_effects(config, [reuse, in_reward, masks])
     if loop.num_mini_batches > loop.num_prompts_per_step:
         raise UserError(
             f"{section}.num_mini_batches={loop.num_mini_batches} is more than the "

@@ -18,8 +18,8 @@ class MismatchConfig:
 
     action: MismatchAction = MismatchAction.warn
     """What to do above the limit. ``warn``: say so; ``mask``: completions whose own mean gap is
-    above it add nothing to the loss, though its mean counts them; ``stop``: end the run before the
-    optimizer step."""
+    above it do not train, which takes a pass for the policy's logprobs before the step; ``stop``:
+    end the run before the optimizer step."""
     max_mean_abs: float | None = None
     """Limit of the mean absolute gap. None: by ``policy.dtype``: 1e-3, 0.1 (bfloat16), 0.0125
     (float16)."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from nemo_like.config.choices import KLPlace
+from nemo_like.config.choices import KLPlace, MismatchAction
 from nemo_like.config.loss_schema import AdvantageConfig, LossConfig
 from nemo_like.config.policy_schema import CriticConfig, PolicyConfig, TeacherConfig
 from nemo_like.config.preference_schema import DistillationLossConfig, ValueLossConfig
@@ -19,9 +19,10 @@ class UpdatesConfig(RolloutLoopConfig):
     num_mini_batches: int = 1
     """Optimizer steps of a pass; groups are dealt to them anew in each."""
     reuse_logprobs: bool = True
-    """Where a batch takes one optimizer step and KL is not in the reward, the logprobs of that
-    step's own forward pass are the policy's before it. False: compute them in a pass of their own,
-    and check that ratios are 1."""
+    """Where a batch takes one optimizer step, and neither rewards (``loss.kl_in=reward``) nor masks
+    (``mismatch.action=mask``) need them before it, the logprobs of that step's own forward pass are
+    the policy's before it. False: compute them in a pass of their own, and check that ratios are
+    1."""
 
     @property
     def num_updates(self) -> int:
@@ -53,9 +54,15 @@ class PolicyGradientRunConfig(RolloutRunConfig):
         return self.loss.kl_coef > 0 and self.loss.kl_in is KLPlace.reward
 
     @property
+    def masks_mismatch(self) -> bool:
+        """Whether rows that engine and policy disagree about do not train."""
+        return self.mismatch.action is MismatchAction.mask
+
+    @property
     def reuses_logprobs(self) -> bool:
         """Whether a batch's only optimizer step gives the policy's logprobs."""
-        return self.loop.reuse_logprobs and self.loop.num_updates == 1 and not self.kl_in_reward
+        one_update = self.loop.reuse_logprobs and self.loop.num_updates == 1
+        return one_update and not self.kl_in_reward and not self.masks_mismatch
 
     @property
     def keeps_reference(self) -> bool:

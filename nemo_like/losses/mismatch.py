@@ -2,7 +2,8 @@
 
 It is the smoke alarm of this field: anything but rounding means that importance ratios are wrong.
 
-Legend: ``N`` tokens of the micro-batch, d = policy - generation logprob of a trained token.
+Legend: ``B`` rows and ``N`` tokens of the micro-batch, d = policy - generation logprob of a trained
+token.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.aggregate import trained_tokens
+from nemo_like.losses.aggregate import row_means, trained_tokens
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
 QUANTILE = 0.999
@@ -19,6 +20,13 @@ _LOWEST, _HIGHEST, _BINS_PER_DECADE = 1e-9, 1e2, 115
 """Upper edges of the bins of |d|; neighbours differ by 2 %, as exact as the quantile is."""
 _NUM_BINS = 11 * _BINS_PER_DECADE + 1
 _MAX_LOG_WEIGHT = 20.0
+
+
+def gap_of_rows(policy_logprobs: Tensor, batch: TensorBatch) -> Tensor:
+    """Mean |d| of each row, float64 [B]; 0 where a row does not train."""
+    at, row = trained_tokens(batch)
+    gap = (policy_logprobs[at].double() - batch.tokens[keys.GENERATION_LOGPROBS][at]).abs()
+    return row_means(gap, row, len(batch))
 
 
 class MismatchSums:

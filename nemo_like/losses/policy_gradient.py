@@ -44,8 +44,6 @@ class ClippedPGLoss:
 
     config: LossConfig
     """``constant_tokens`` must be a number where the normalization is ``constant``."""
-    mask_rows_above: float | None = None
-    """Rows whose mean |policy - generation logprob| is above this do not train. None: all do."""
 
     def __post_init__(self) -> None:
         constant = self.config.normalization is Normalization.constant
@@ -68,14 +66,17 @@ class ClippedPGLoss:
         mean = GlobalMean(
             config.normalization, row, len(batch), denominators, config.constant_tokens
         )
-        weight, means, sums = self._weights(policy, at, row, batch)
+        gap = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
+        weight, was_cut = importance_weights(gap, row, len(batch), config)
 
         ratio = probability_ratio(current, policy, row, len(batch), config.ratio_level)
         objective, was_clipped = policy_objective(
             ratio, current, _advantages(batch, at, row), config
         )
         loss = mean(weight * objective)
-        sums["train/policy_loss"] = loss
+        sums, means = {"train/policy_loss": loss}, {}
+        if config.importance is not ImportanceCorrection.none:
+            means["mismatch/clipped_share"] = was_cut
         if config.objective is not Objective.reinforce:
             means["train/clip_share"] = was_clipped
         if config.kl_coef > 0 and config.kl_in is KLPlace.loss:
@@ -91,22 +92,6 @@ class ClippedPGLoss:
         sums["train/loss"] = loss
         maxima = {} if on_policy else {"train/max_log_ratio": (current - policy).abs()}
         return loss, as_metrics(sums=sums, means=means, maxima=maxima)
-
-    def _weights(
-        self, policy: Tensor, at: Tensor, row: Tensor, batch: TensorBatch
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """w [M], and what ``as_metrics`` takes as means and sums."""
-        means, sums = {}, {}
-        gap = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
-        weight, was_cut = importance_weights(gap, row, len(batch), self.config)
-        if self.config.importance is not ImportanceCorrection.none:
-            means["mismatch/clipped_share"] = was_cut
-        if self.mask_rows_above is not None:
-            # Not "above", so that a gap of NaN masks its row.
-            kept = row_means(gap.abs(), row, len(batch)) <= self.mask_rows_above
-            weight = torch.where(kept[row], weight, 0.0)
-            sums["mismatch/masked_rows"] = (~kept).sum()
-        return weight, means, sums
 
 
 def probability_ratio(

@@ -87,7 +87,8 @@ class Policy:
     ) -> Metrics:
         """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference.
 
-        ``kl``: also row column ``reference_kl``, the sum of this estimate over a row's tokens.
+        With them row column ``mean_gaps``, and ``kl``: ``reference_kl``, the sum of this estimate
+        over a row's tokens.
         """
         plan = self._plan(batch)
         results = self.group.scatter(
@@ -95,12 +96,11 @@ class Policy:
         )
         rows_of = [plan.rows(rank) for rank in range(len(results))]
         _add(batch, plan, [ref for ref, _, _ in results])
-        if kl is not None:
+        for name in results[0][2]:
             found = torch.zeros(len(batch), dtype=torch.float64)
             for rows, (_, _, of_rows) in zip(rows_of, results, strict=True):
-                assert of_rows is not None
-                found[rows] = of_rows
-            batch.rows[keys.REFERENCE_KL] = found
+                found[rows] = of_rows[name]
+            batch.rows[name] = found
         return merge([metrics for _, metrics, _ in results])
 
     def score(self, batch: RemoteBatch, column: str) -> None:

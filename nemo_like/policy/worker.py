@@ -21,7 +21,7 @@ from nemo_like.config.choices import KLEstimator, Transport
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
-from nemo_like.losses.mismatch import MismatchSums
+from nemo_like.losses.mismatch import MismatchSums, gap_of_rows
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy import scoring
@@ -148,12 +148,12 @@ class PolicyWorker(Worker):
 
     def logprobs(
         self, shard: Shard, with_policy: bool, kl: KLEstimator | None
-    ) -> tuple[ObjectRef | None, Metrics, Tensor | None]:
+    ) -> tuple[ObjectRef | None, Metrics, dict[str, Tensor]]:
         """Logprobs of the policy (``with_policy``) and of the reference, if there is one.
 
         Returns a reference to their columns (from ranks that answer; None from others); metrics
-        that compare the policy's with the generation logprobs; and the estimate ``kl`` of each
-        row's KL between the two, if it is asked for; collective.
+        that compare the policy's with the generation logprobs; and row columns: how far these are
+        apart, and the estimate ``kl`` of the KL to the reference, if it is asked for; collective.
         """
         micro_batches = shard.micro_batches(self._device)
         columns = scoring.logprobs(
@@ -171,20 +171,24 @@ class PolicyWorker(Worker):
             sums.all_reduce()
             metrics |= sums.metrics()
         if not self._engine.mesh.answers:
-            return None, {}, None
+            return None, {}, {}
         names = {"policy": keys.POLICY_LOGPROBS, "reference": keys.REFERENCE_LOGPROBS}
         tokens = {
             names[name]: torch.cat(parts).cpu() if parts else torch.zeros(0)
             for name, parts in columns.items()
             if name in names
         }
-        of_rows = None
+        found: dict[str, list[Tensor]] = {}
+        if with_policy:
+            parts = zip(columns["policy"], real, strict=True)
+            found[keys.MEAN_GAPS] = [gap_of_rows(*part) for part in parts]
         if kl is not None:
             parts = zip(columns["policy"], columns["reference"], real, strict=True)
-            none = torch.zeros(0, dtype=torch.float64)  # of a rank without rows
-            of_rows = torch.cat([none, *(kl_of_rows(*part, kl).cpu() for part in parts)])
+            found[keys.REFERENCE_KL] = [kl_of_rows(*part, kl) for part in parts]
+        none = torch.zeros(0, dtype=torch.float64)  # of a rank without rows
+        rows = {name: torch.cat([none, *(p.cpu() for p in each)]) for name, each in found.items()}
         ref = ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
-        return ref, metrics, of_rows
+        return ref, metrics, rows
 
     def train(self, work: TrainShard) -> Metrics:
         """One optimizer step over all ranks' shards; collective."""
