@@ -69,7 +69,7 @@ def _serve(listener: socket.socket, modules: list[str]) -> None:
         client = listener.accept()[0]
         request, streams = _receive(client)
         if not ready:
-            # Ray takes settings from it when imported. Workers watch a process, here that of the tests.
+            # Ray takes settings from it when imported. Workers watch a process: that of the tests.
             os.environ.update(request["env"] | {"RAY_RAYLET_PID": str(os.getppid())})
             warm_up(modules)
             ready = True

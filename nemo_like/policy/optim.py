@@ -106,11 +106,12 @@ class ShardwiseAdamW(AdamW):
         grads: list[Tensor],
         exp_avgs: list[Tensor],
         exp_avg_sqs: list[Tensor],
-        *others: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
     ) -> bool:
         """What ``step`` works on; moments are kept as shards of a whole, as checkpoints need."""
         ours = (params_with_grad, grads, exp_avgs, exp_avg_sqs)
-        has_complex: bool = super()._init_group(group, *ours, *others)  # pyright: ignore[reportAttributeAccessIssue]
+        has_complex = super()._init_group(group, *ours, max_exp_avg_sqs, state_steps)
         for tensors in ours:
             tensors[:] = map(local_part, tensors)
         return has_complex
