@@ -114,23 +114,29 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
+def fork_server() -> Iterator[ForkServer]:
+    """For Ray workers, and drivers, that need not import."""
+    server = ForkServer(*WORKER_IMPORTS)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def local_ray(fork_server: ForkServer) -> Iterator[None]:
     """A Ray of its own with eight CPUs on paper; its workers need not import."""
     import ray
 
     os.environ.pop("RAY_ADDRESS", None)
-    server = ForkServer(*WORKER_IMPORTS)
     ray.init(
         address="local",
         num_cpus=8,
         num_gpus=0,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"py_executable": server.command},
+        runtime_env={"py_executable": fork_server.command},
     )
     yield
     ray.shutdown()
-    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -170,6 +176,7 @@ def straight(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
     """Eight processes that stay, for tests of the training engine."""
-    pool = ProcessPool(8, preload=("tests.engine_cases", "tests.three_steps"))
+    models = [f"transformers.models.{name}.modeling_{name}" for name in ARCHITECTURES]
+    pool = ProcessPool(8, preload=("tests.engine_cases", "tests.three_steps", *models))
     yield pool
     pool.close()

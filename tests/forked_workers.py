@@ -1,7 +1,7 @@
 """Ray workers as forks of one process that has imported what they need, which takes seconds each.
 
-Each is a process of its own all the same: its id, environment, log and end. The workers of
-runs that tests start as commands import for themselves, as users' workers do.
+Each is a process of its own all the same: its id, environment, log and end. Some of the runs that
+tests start as commands have workers that import for themselves, as users' workers do.
 """
 
 import json
@@ -41,7 +41,17 @@ class ForkServer:
                 start_new_session=True,  # an interrupt of the tests is no signal to their workers
             )
         # Without site-packages the client takes 20 ms, and an idle one few megabytes.
-        self.command = shlex.join([sys.executable, "-I", "-S", str(_CLIENT), address])
+        self.arguments = (sys.executable, "-I", "-S", str(_CLIENT), address)
+        self.command = shlex.join(self.arguments)
+
+    @property
+    def for_workers(self) -> dict[str, str]:
+        """The environment of a driver whose workers shall be forks.
+
+        They end with it when it ends in order, but do not notice the end of a raylet.
+        """
+        job = {"runtime_env": {"py_executable": self.command}}
+        return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}  # as Ray's job server does it
 
     def close(self) -> None:
         """End the server; its forks go on."""
@@ -59,7 +69,8 @@ def _serve(listener: socket.socket, modules: list[str]) -> None:
         client = listener.accept()[0]
         request, streams = _receive(client)
         if not ready:
-            os.environ.update(request["env"])  # from which Ray takes its settings when imported
+            # Ray takes settings from it when imported. Workers watch a process: that of the tests.
+            os.environ.update(request["env"] | {"RAY_RAYLET_PID": str(os.getppid())})
             warm_up(modules)
             ready = True
         if os.fork() == 0:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from nemo_like.launch.console import main
+from tests.forked_workers import ForkServer
 from tests.slurm_cluster import NODES, Job, SlurmCluster, missing_programs, needs, wait_until
 from tests.small_runs import ROOT, SMALL, records
 
@@ -57,6 +58,87 @@ def assert_nothing_is_left(job: Job, folder: str = "slurm-{}") -> None:
         assert (logs / f"ray-0-{node}.log").stat().st_size > 0
 
 
+@pytest.fixture
+def submitted(
+    slurm: SlurmCluster,
+    fork_server: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[[Path], Job]:
+    """``nemo-like slurm submit``: a small run on two nodes, with its folder.
+
+    It has as many steps as its first slice can make; then, queued again, two more than it made, by
+    workers that need not import again.
+    """
+    monkeypatch.chdir(slurm.cwd)
+    forks = " ".join(f"{k}={shlex.quote(v)}" for k, v in fork_server.for_workers.items())
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, slurm.environment[name])
+
+    def submit(run: Path) -> Job:
+        run.mkdir()
+        (run / "metrics.jsonl").touch()
+        steps = f"$((SLURM_RESTART_COUNT ? $(wc -l <{run}/metrics.jsonl) + 1 : {MANY_STEPS}))"
+        batch = {
+            "time": "30",
+            "requeue": True,
+            "signal_before_s": 30,
+            "setup": f"{SETUP} STEPS={steps}; ((SLURM_RESTART_COUNT == 0)) || export {forks}",
+        }
+        sections = {
+            "defaults": ["grpo", "_self_"],
+            "grpo": {"max_steps": "${oc.env:STEPS}"},
+            "cluster": {"num_nodes": 2, "cpus_per_worker": 2, "slurm": batch},
+            "checkpoint": {"every_steps": 1000, "export": False},
+            "run": {"dir": str(run), "resume": True},
+        }
+        Path("two.yaml").write_text(yaml.safe_dump(sections))
+        monkeypatch.setenv("STEPS", MANY_STEPS)
+        mine = ("--config-name=two", "--config-dir=.", "generation.backend=hf")
+        main(["slurm", "submit", str(ROOT / "examples" / "run_grpo.py"), *mine, *SMALL])
+        return Job(slurm, capsys.readouterr().out.split()[1], "slurm-logs/{}.out")
+
+    return submit
+
+
+# First, since Slurm looks at time limits only every 30 s from its start on.
+def test_a_submitted_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(
+    slurm: SlurmCluster,
+    submitted: Callable[[Path], Job],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    run = tmp_path / "run"
+    job = submitted(run)
+    job.wait_for(f"/{MANY_STEPS}  reward", 240)
+    slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
+    wait_until(lambda: job.facts()["Restarts"] == "1", 90, job.log)
+    before = records(run)
+    time.sleep(2)  # Nodes refuse to start a job within the second in which they ended it.
+    slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=30", "StartTime=now")
+
+    assert job.exit_code(240) == 0, job.log()
+    last = max(before)
+    assert f"Stopped as told after step {last} of {MANY_STEPS}, which is saved" in job.log()
+    assert f"Continuing after step {last}" in job.log()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    after = records(run)
+    assert len(lines) == len(after)
+    assert list(after) == list(range(len(after)))
+    assert len(after) > len(before) > 3
+    assert {step: after[step] for step in before} == before
+    assert (run / "summary.json").exists()
+    main(["slurm", "status", job.id])
+    told = capsys.readouterr().out
+    assert f"job     {job.id} COMPLETED on gpu[01-02] after " in told
+    reward = after[max(after)]["rollout/reward"]
+    assert f"run     {run}\nstep    {max(after)}, reward {reward:.3f}, " in told
+    for execution in "01":
+        for node in NODES:
+            logs = slurm.cwd / "slurm-logs" / job.id / f"ray-{execution}-{node}"
+            assert list(logs.glob("worker-*.out")), f"no worker ran on {node}"
+
+
 def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmCluster):
     two_nodes = (*TWO_NODES, "--gres=gpu:1", str(SCRIPT))
     go = slurm.folder / "go"
@@ -98,81 +180,6 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
     assert len(secret) == 64
     for text in (interactive.log(), *everything, *(log.read_text() for log in logs)):
         assert secret not in text
-
-
-@pytest.fixture
-def submitted(
-    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[Path], Job]:
-    """``nemo-like slurm submit``: a small run on two nodes, with its folder.
-
-    It has as many steps as its first slice can make; then, queued again, two more than it made.
-    """
-    monkeypatch.chdir(slurm.cwd)
-    for name in ("PATH", "SLURM_CONF"):
-        monkeypatch.setenv(name, slurm.environment[name])
-
-    def submit(run: Path) -> Job:
-        run.mkdir()
-        (run / "metrics.jsonl").touch()
-        steps = f"$((SLURM_RESTART_COUNT ? $(wc -l <{run}/metrics.jsonl) + 1 : {MANY_STEPS}))"
-        batch = {
-            "time": "30",
-            "requeue": True,
-            "signal_before_s": 30,
-            "setup": f"{SETUP} STEPS={steps}",
-        }
-        sections = {
-            "defaults": ["grpo", "_self_"],
-            "grpo": {"max_steps": "${oc.env:STEPS}"},
-            "cluster": {"num_nodes": 2, "cpus_per_worker": 2, "slurm": batch},
-            "checkpoint": {"every_steps": 1000, "export": False},
-            "run": {"dir": str(run), "resume": True},
-        }
-        Path("two.yaml").write_text(yaml.safe_dump(sections))
-        monkeypatch.setenv("STEPS", MANY_STEPS)
-        mine = ("--config-name=two", "--config-dir=.", "generation.backend=hf")
-        main(["slurm", "submit", str(ROOT / "examples" / "run_grpo.py"), *mine, *SMALL])
-        return Job(slurm, capsys.readouterr().out.split()[1], "slurm-logs/{}.out")
-
-    return submit
-
-
-def test_a_submitted_run_on_two_nodes_is_queued_again_before_its_time_limit_and_resumes(
-    slurm: SlurmCluster,
-    submitted: Callable[[Path], Job],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
-    run = tmp_path / "run"
-    job = submitted(run)
-    job.wait_for(f"/{MANY_STEPS}  reward", 240)
-    slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
-    wait_until(lambda: job.facts()["Restarts"] == "1", 90, job.log)
-    before = records(run)
-    time.sleep(2)  # Nodes refuse to start a job within the second in which they ended it.
-    slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=30", "StartTime=now")
-
-    assert job.exit_code(240) == 0, job.log()
-    last = max(before)
-    assert f"Stopped as told after step {last} of {MANY_STEPS}, which is saved" in job.log()
-    assert f"Continuing after step {last}" in job.log()
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    after = records(run)
-    assert len(lines) == len(after)
-    assert list(after) == list(range(len(after)))
-    assert len(after) > len(before) > 3
-    assert {step: after[step] for step in before} == before
-    assert (run / "summary.json").exists()
-    main(["slurm", "status", job.id])
-    told = capsys.readouterr().out
-    assert f"job     {job.id} COMPLETED on gpu[01-02] after " in told
-    reward = after[max(after)]["rollout/reward"]
-    assert f"run     {run}\nstep    {max(after)}, reward {reward:.3f}, " in told
-    for execution in "01":
-        for node in NODES:
-            logs = slurm.cwd / "slurm-logs" / job.id / f"ray-{execution}-{node}"
-            assert list(logs.glob("worker-*.out")), f"no worker ran on {node}"
 
 
 @pytest.mark.full

@@ -93,6 +93,30 @@ def lr_factor(step: int, config: SchedulerConfig, max_steps: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
 
+class ShardwiseAdamW(AdamW):
+    """torch.optim.AdamW on the shards that are here: the same numbers, without DTensor's dispatch.
+
+    Of each new shape that costs tens of milliseconds, so that a first step took seconds.
+    """
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+    ) -> bool:
+        """What ``step`` works on; moments are kept as shards of a whole, as checkpoints need."""
+        ours = (params_with_grad, grads, exp_avgs, exp_avg_sqs)
+        has_complex = super()._init_group(group, *ours, max_exp_avg_sqs, state_steps)
+        for tensors in ours:
+            tensors[:] = map(local_part, tensors)
+        return has_complex
+
+
 class WholeMatrixMuon(Muon):
     """torch.optim.Muon (https://kellerjordan.github.io/posts/muon) for sharded matrices.
 
@@ -160,7 +184,7 @@ class WholeMatrixAdafactor(Adafactor):
 def _adamw(named: _Named, config: OptimizerConfig) -> AdamW:
     """AdamW (arXiv:1711.05101)."""
     on_gpu = all(p.device.type == "cuda" for _, p in named)
-    return AdamW(
+    return ShardwiseAdamW(
         _groups(named, config),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
