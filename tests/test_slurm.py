@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from nemo_like.launch.console import main
-from tests.forked_workers import ForkServer
 from tests.slurm_cluster import NODES, Job, SlurmCluster, missing_programs, needs, wait_until
 from tests.small_runs import ROOT, SMALL, records
 
@@ -60,18 +59,13 @@ def assert_nothing_is_left(job: Job, folder: str = "slurm-{}") -> None:
 
 @pytest.fixture
 def submitted(
-    slurm: SlurmCluster,
-    fork_server: ForkServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[Path], Job]:
     """``nemo-like slurm submit``: a small run on two nodes, with its folder.
 
-    It has as many steps as its first slice can make; then, queued again, two more than it made, by
-    workers that need not import again.
+    It has as many steps as its first slice can make; then, queued again, two more than it made.
     """
     monkeypatch.chdir(slurm.cwd)
-    forks = " ".join(f"{k}={shlex.quote(v)}" for k, v in fork_server.for_workers.items())
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, slurm.environment[name])
 
@@ -83,7 +77,7 @@ def submitted(
             "time": "30",
             "requeue": True,
             "signal_before_s": 30,
-            "setup": f"{SETUP} STEPS={steps}; ((SLURM_RESTART_COUNT == 0)) || export {forks}",
+            "setup": f"{SETUP} STEPS={steps}",
         }
         sections = {
             "defaults": ["grpo", "_self_"],
