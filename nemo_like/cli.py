@@ -25,14 +25,12 @@ from nemo_like.config.load import check_algorithm, compose_raw, explain, load, r
 from nemo_like.config.overrides import accept_free_keys, check_overrides
 from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.errors import (
-    EXIT_INTERRUPTED,
     EXIT_RUN_ERROR,
-    EXIT_STOPPED,
-    EXIT_USER_ERROR,
     RunError,
     StoppedError,
     UserError,
     WaitTimeoutError,
+    exit_code,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,7 +75,7 @@ def end_on_error(action: Callable[[], None]) -> None:
     except (UserError, RunError, WaitTimeoutError) as error:
         logger.debug("The run ended here:", exc_info=True)
         sys.stderr.write(f"Error: {error}\n")
-        sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_ERROR)
+        sys.exit(exit_code(error))
     except OSError as error:
         if error.errno not in _DISK_REFUSES:
             raise
@@ -89,13 +87,14 @@ def end_on_error(action: Callable[[], None]) -> None:
         sys.exit(EXIT_RUN_ERROR)
     except StoppedError as stopped:
         sys.stderr.write(f"{stopped}\n")
-        sys.exit(EXIT_STOPPED)
-    except KeyboardInterrupt:
-        for number in (signal.SIGINT, *previous):  # or the next one ends the end of Ray half-way
+        sys.exit(exit_code(stopped))
+    except KeyboardInterrupt as interrupt:
+        # For good, or the next one would end the end of Ray half-way, and leave its processes.
+        for number in (signal.SIGINT, *previous):
             signal.signal(number, signal.SIG_IGN)
         previous.clear()
         sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(exit_code(interrupt))
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

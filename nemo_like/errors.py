@@ -26,6 +26,18 @@ class StoppedError(Exception):
     """A run ends early because it was told to; the message says how to continue it."""
 
 
+def exit_code(error: BaseException | None) -> int:
+    """What a process ends with whose run was ended by ``error``."""
+    match error:
+        case KeyboardInterrupt():
+            return EXIT_INTERRUPTED
+        case StoppedError():
+            return EXIT_STOPPED
+        case UserError():
+            return EXIT_USER_ERROR
+    return EXIT_RUN_ERROR
+
+
 class WorkerDiedError(RunError):
     """A worker, or a process of its own, ended by itself; the driver's message: role, rank, node,
     phase and log tail."""

@@ -197,6 +197,8 @@ def test_a_text_that_would_begin_or_end_turns_is_refused(tmp_path):
     other = [TURNS[0], {"role": "assistant", "content": "a<|user|>b<|im_end|>"}]
     ids, mask = chat.render_conversation(other)
     assert trained_texts(tokenizer_of(tmp_path / "qwen"), ids, mask) == ["a<|user|>b<|im_end|>"]
+    told = QWEN.replace("You are helpful.", "Think after <|user|>.")
+    build_chat(tmp_path / "told", told).render_conversation(other)  # what its prompt asks for
     with pytest.raises(UserError, match=r"message 0 has '<\|begin\|>'"):
         llama.render([{"role": "user", "content": "<|begin|>hi"}])
     llama.render([{"role": "user", "content": "<|im_start|>, as others mark turns"}])

@@ -58,6 +58,8 @@ def by_completion(prompt, completion, **fields):
                 os.execvp("sleep", ["sleep", fields["seconds"]])
             os._exit(0)
         os.wait()
+    if completion == "orphan":
+        subprocess.run(["sh", "-c", f"sleep {fields['seconds']} &"])
     if completion == "alarm":
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.alarm(5)
@@ -232,12 +234,13 @@ def test_shutdown_ends_the_processes_and_what_they_started(reward_file):
     assert not running(f"sleep {seconds}2"), "in a session of its own, whose leader had ended"
 
 
-def test_a_daemon_that_ended_leaves_no_zombie(pool):
+def test_what_a_function_leaves_behind_and_ended_is_no_zombie(pool):
     """A process table that fills up over a run's rows would end it."""
     pids = {int(g.reward) for g in grade(pool, *["pid"] * 8)}
-    grade(pool, *["daemon"] * 8, seconds="0.01")
+    grade(pool, *["daemon", "orphan"] * 4, seconds="0.01")
     time.sleep(0.1)
-    grade(pool, *["int"] * 8)
+    for _ in range(2):
+        grade(pool, *["int"] * 8)
     assert not [
         one for pid in pids for one in psutil.Process(pid).children() if one.name() == "sleep"
     ]

@@ -60,8 +60,8 @@ class _Count:
 def test_gathered_tensors_are_what_was_divided(pool, placed, batch_bytes):
     for gap, num_collectives in pool.run(4, f"{CASES}:gather", placed, batch_bytes):
         assert gap == 0
-        if placed != "by rows":
-            assert num_collectives == 0  # left to DTensor
+        if placed != "by rows" or batch_bytes == 1:
+            assert num_collectives == 0  # left to DTensor, as what is large enough by itself
         elif batch_bytes == 2**20:
             assert num_collectives == 1
         else:

@@ -155,6 +155,14 @@ def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metric
     # Not "above", so that a gap of NaN masks its row.
     kept = rows[keys.SAMPLE_MASK] & (rows[keys.MEAN_GAPS] <= max_mean_gap(config))
     masked = int(rows[keys.SAMPLE_MASK].sum() - kept.sum())
+    if masked and not kept.any():
+        logger.warning(
+            "mismatch.action=mask leaves none of %d completions: the least gap is %.3g, the limit "
+            "%.3g (mismatch.max_mean_abs).",
+            masked,
+            rows[keys.MEAN_GAPS][rows[keys.SAMPLE_MASK]].min(),
+            max_mean_gap(config),
+        )
     rows[keys.SAMPLE_MASK] = kept
     return {"mismatch/masked_rows": Metric(masked, reduce=Reduce.sum)}
 

@@ -184,6 +184,7 @@ class Run:
             logger.warning("Step %d of %d is done; none is left.", self.first_step, max_steps)
         if self.first_step == 0 and validator is not None:
             self._finish_step(0, validator.validate(0))
+            self._end_if_told()
         for step in range(self.first_step + 1, max_steps + 1):
             with self.spans.span("step"):
                 yield step
@@ -206,6 +207,10 @@ class Run:
             with self.spans.span("step"):
                 yield step
             self._finish_step(step, self._step_metrics)
+            if self._stop.came and step < count:
+                raise StoppedError(
+                    f"Stopped as told after {step} of {count} parts; it starts over when run again."
+                )
 
     def log(self, metrics: Metrics) -> None:
         """Hand over the metrics of the step in progress."""

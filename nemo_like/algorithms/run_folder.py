@@ -103,20 +103,23 @@ def note_start(folder: Path, step: int) -> None:
     """Tell that the run begins to continue after ``step``, as it may have done before in vain.
 
     Raises RunError for the third time in a job that Slurm has queued again, which would never end.
+    A job that was just submitted begins to count anew.
     """
+    requeued = (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
+    counts_on = requeued or "SLURM_JOB_ID" not in os.environ
     path, count = folder / _STARTS, 1
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none, or a torn one
         before = json.loads(path.read_text())
-        count += before["count"] if before["step"] == step else 0
+        count += before["count"] if before["step"] == step and counts_on else 0
     path.write_text(json.dumps({"step": step, "count": count}))
     if count <= _MOST_EQUAL_STARTS:
         return
     told = (
         f"The run in {folder} has been started {count - 1} times after step {step} without saving "
-        "a later one; lower checkpoint.every_steps, or give it more time (cluster.slurm.time and, "
-        "for a last step and its checkpoint, signal_before_s)."
+        "a later one; lower checkpoint.every_steps, or give it more time (in a Slurm job by "
+        "cluster.slurm.time and, for a last step and its checkpoint, signal_before_s)."
     )
-    if (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0":
+    if requeued:
         raise RunError(f"{told} Submit it again to try once more.")
     logger.warning("%s", told)
 

@@ -14,8 +14,8 @@ class StopRequest:
         self.came = False
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        logger.info("Told to stop: the step in progress is the last one.")
         self.came = True
+        logger.info("Told to stop: the step in progress is the last one.")
 
 
 def listen() -> StopRequest:

@@ -65,7 +65,7 @@ class ChatTokenizer:
         self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
         added = self._tokenizer.added_tokens_decoder.values()
         special = [token.content for token in added if token.special]
-        self._marks = turn_marks(special, tokens, self._text)
+        self._marks, self._answer_marks = turn_marks(special, tokens, self._text)
         self._warned_of_end: set[int] = set()
         refuse_unasked_header(self._text)
 
@@ -162,9 +162,10 @@ class ChatTokenizer:
     def _check(self, messages: Sequence[Message], text: str) -> None:
         """What the template made of the messages must be all of them, and no other turns."""
         for index, message in enumerate(messages):
-            answer = message["role"] == "assistant"  # may have its end token already
-            content = message["content"]
-            refuse_marks(index, self._without_end(content) if answer else content, self._marks)
+            content, marks = message["content"], self._marks
+            if message["role"] == "assistant":  # may have its end token already
+                content, marks = self._without_end(content), self._answer_marks
+            refuse_marks(index, content, marks)
         refuse_losses(messages, text, self._text)
 
     def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:

@@ -3,7 +3,7 @@
 Functions raise UserError without the row's name.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from nemo_like.data.datasets import Message
@@ -36,14 +36,23 @@ def refuse_losses(messages: Sequence[Message], text: str, render: Render) -> Non
             )
 
 
-def turn_marks(tokens: Iterable[str], ends: Collection[str], render: Render) -> tuple[str, ...]:
-    """Those of a tokenizer's special ``tokens`` that end turns, or that the template writes."""
-    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+def turn_marks(
+    tokens: Sequence[str], ends: Collection[str], render: Render
+) -> tuple[Sequence[str], Sequence[str]]:
+    """A tokenizer's special ``tokens`` that mark turns in anyone's text, and in an answer.
+
+    In an answer, those that end turns or stand between two. Others that the template writes before
+    the first may be an answer's own, such as the marks of thinking that a system prompt explains.
+    """
+    first = "first question"
+    roles = {first: "user", "first answer": "assistant", "second question": "user"}
     try:
-        text = render(turns, to_answer=False)
+        text = render([{"role": r, "content": c} for c, r in roles.items()], to_answer=False)
     except UserError:
         text = ""  # each row will say why
-    return tuple(token for token in tokens if token in ends or token in text)
+    between = text.partition(first)[2]
+    anywhere = [token for token in tokens if token in ends or token in text]
+    return anywhere, [token for token in anywhere if token in ends or token in between]
 
 
 def refuse_marks(index: int, content: str, marks: Sequence[str]) -> None:

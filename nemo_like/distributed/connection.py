@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import AuthenticationError
 
-from nemo_like.errors import EXIT_INTERRUPTED, EXIT_RUN_ERROR, RunError, UserError
+from nemo_like.errors import RunError, UserError, exit_code
 
 # Workers write logs of their own; Ray's greetings say nothing that ours do not.
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -86,14 +86,13 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _give_up_ray(cause: BaseException | None) -> None:
-    """Let this process end without Ray's consent, and with exit code 1, or 130 if interrupted.
+    """Let this process end without Ray's consent, and with the exit code that ``cause`` has.
 
     Ray's own end waits for the head for two minutes and then ends the process unheard; without it
     Ray's threads crash an interpreter that is being taken down.
     """
     atexit.unregister(ray.shutdown)
-    interrupted = isinstance(cause, KeyboardInterrupt)
-    atexit.register(_end_at_once, EXIT_INTERRUPTED if interrupted else EXIT_RUN_ERROR)
+    atexit.register(_end_at_once, exit_code(cause))
 
 
 def _end_at_once(code: int) -> None:

@@ -72,7 +72,7 @@ def serve(argv: Sequence[str], load: Callable[[str], Grader]) -> None:
 
 
 def _serve(connection: Connection, grader: Grader, timeout_s: float) -> None:
-    own = os.getpid()
+    own, ended = os.getpid(), set[int]()
     while True:
         try:
             rows = connection.recv()
@@ -84,7 +84,7 @@ def _serve(connection: Connection, grader: Grader, timeout_s: float) -> None:
         if os.getpid() != own:  # the function forked, and one of the two has to answer
             os._exit(0)
         faulthandler.cancel_dump_traceback_later()
-        bury_orphans()
+        ended = bury_orphans(ended)
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind must not hit the next row
         connection.send(verdicts)
 

@@ -110,7 +110,7 @@ def parse(text: str) -> Parsed | None:
     """Parse the whole text, or nothing; "2 3" and 45' (minutes, feet) are not taken for numbers."""
     if (number := number_of(text)) is not None:
         return sympy.Rational(number.numerator, number.denominator)
-    if re.search(r"\d \d|\d ?'", text) or _depth(text) > MAX_DEPTH or ENDLESS.search(text):
+    if re.search(r"\d \d|(?<!_)\d ?'", text) or _depth(text) > MAX_DEPTH or ENDLESS.search(text):
         return None
     text = PRIMED.sub(lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)  # else f'(x) is f(x)
     is_complex = IMAGINARY.search(text) is not None

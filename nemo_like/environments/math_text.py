@@ -44,11 +44,11 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[$]|[$]|(?<!\\)\\[()\[\]]", " "),
         (rf"\\(?:left|right|[bB]igg?[lr]?){NOT_LETTER}\s*\.?", ""),
         (rf"\\(?:display|text)style{NOT_LETTER}|\\limits{NOT_LETTER}|(?<!\\)\\!", ""),
-        # 0{,}5 and 3{,}14 have a decimal comma, 1{,}234 is a thousand.
-        (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=(?<![\d}])0)\{,\}(?=\d)", "."),
+        # Alone, 0{,}5 and 3{,}14 have a decimal comma; 1{,}234 is a thousand.
+        (r"^(\s*-?(?:0|\d+(?=\{,\}(?!\d{3}\s*$))))\{,\}(?=\d+\s*$)", r"\1."),
         (r"\{,\}", ","),
         (r"\\\\\[-?[\d.]+ ?(?:pt|em|ex|mm|cm)\]", r"\\\\"),
-        (r"^\{([^{}]*,[^{}]*)\}$", r"\\{\1\\}"),
+        (r"^\{(?!\d{1,3}(?:,\d{3})+\}$)([^{}]*,[^{}]*)\}$", r"\\{\1\\}"),
         (rf"\\(?:lor|vee){NOT_LETTER}", " or "),
         (r"^(\d+) to (\d+)$", r"\1:\2"),
         (rf"(?<!\\)\\[,;: ]|\\q?quad{NOT_LETTER}|~", " "),
@@ -58,7 +58,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\[lr]?vert{NOT_LETTER}", "|"),
         (rf"<=|\\leq(?:slant)?{NOT_LETTER}", r"\\le "),
         (rf">=|\\geq(?:slant)?{NOT_LETTER}", r"\\ge "),
-        (rf"\\neq{NOT_LETTER}|\\not ?=|!=", r"\\ne "),
+        (rf"\\neq{NOT_LETTER}|\\not ?=|(?<!\d)!=", r"\\ne "),
         (rf"\\lt{NOT_LETTER}", "<"),
         (rf"\\gt{NOT_LETTER}", ">"),
         (rf"\\colon{NOT_LETTER}", ":"),

@@ -21,16 +21,31 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def bury_orphans() -> None:
-    """Clear away ended daemons that were adopted; children of one's own are for who started them.
+def bury_orphans(before: set[int]) -> set[int]:
+    """Clear away what has ended and was adopted; the rest of what has ended is returned.
 
-    A daemon's session is its parent's that is gone, a child's is its own or this process's.
+    One's own children are for who started them to wait for, until the next call: what had ended
+    ``before`` goes too. A daemon's session, its parent's that is gone, tells it from a child at
+    once; a child's is its own or this process's.
     """
-    own = os.getpid()
-    with contextlib.suppress(OSError):  # Linux only
-        for pid in map(int, Path(f"/proc/self/task/{own}/children").read_text().split()):
-            if os.getsid(pid) not in (pid, os.getsid(0)):
+    left: set[int] = set()
+    for pid in _children():
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            if pid in before or os.getsid(pid) not in (pid, os.getsid(0)):
                 os.waitpid(pid, os.WNOHANG)
+            else:
+                left.add(pid)
+    return left
+
+
+def _children() -> list[int]:
+    try:
+        found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    except OSError:  # Linux only
+        return []
+    return [int(pid) for pid in found.split()]
 
 
 def kill_tree(pid: int) -> None:

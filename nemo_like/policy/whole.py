@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 _BATCH_BYTES = 128 * 2**20
-"""Most of one collective; they exist twice meanwhile, as received and taken apart."""
+"""Most of one collective, which holds them twice; a larger tensor is gathered by itself, once."""
 
 
 def whole(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -28,7 +28,7 @@ def whole_tensors(
     for batch in _batches(tensors):
         tensor, dtype = batch[0]
         group = _shard_group(tensor)
-        if group is not None:
+        if group is not None and len(batch) > 1:
             yield from _gathered([each for each, _ in batch], dtype, device, group)
         elif not isinstance(tensor, DTensor):
             yield tensor.to(device, dtype)
