@@ -147,6 +147,7 @@ def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(warm, tmp_path, 
     assert all(steps[step]["rollout/cached_prompt_share"] > 0.3 for step in range(1, 6))
 
 
+@pytest.mark.full
 def test_a_sweep_of_the_users_own_config_runs_every_job_in_a_folder_of_its_own(warm, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [grpo, _self_]\ngrpo: {max_steps: 1}\ngeneration: {backend: hf}\n"
@@ -337,7 +338,12 @@ def test_what_the_tokenizer_refuses_is_refused_before_models_load(
 
 # What is told once Ray and the workers' processes have begun to start.
 LATE_ERRORS = [
-    (["policy.model=broken_model"], 2, "broken_model could not be loaded"),
+    pytest.param(
+        ["policy.model=broken_model"],
+        2,
+        "broken_model could not be loaded",
+        marks=pytest.mark.full,
+    ),
     (
         ["cluster.gpus_per_node=8", "grpo.num_prompts_per_step=8"],
         2,

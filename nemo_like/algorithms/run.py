@@ -18,7 +18,7 @@ from nemo_like.algorithms.stop_request import StopRequest, listen
 from nemo_like.checkpoint import Checkpoints, DriverState
 from nemo_like.config.choices import WandbMode
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.errors import StoppedError, UserError
+from nemo_like.errors import UserError
 from nemo_like.observe.console import (
     ROLLOUT_COLUMNS,
     TRAINING_COLUMNS,
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 _VALIDATION = "validation/"
 _SUMMARIZED = tuple(f"{_VALIDATION}{name}" for name in ("accuracy", "reward", "loss"))
+_NOTHING_LOST = (
+    "before the first step, so that nothing is lost; start it again, with run.resume=true if "
+    "run.dir is set"
+)
 
 
 class Validator(Protocol):
@@ -124,13 +128,6 @@ class Run:
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)
 
-    def _end_if_told(self) -> None:
-        if self._stop.came:
-            raise StoppedError(
-                "Stopped as told before the first step, so that nothing is lost; start it again, "
-                "with run.resume=true if run.dir is set."
-            )
-
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time a phase and show its name while it runs."""
@@ -144,7 +141,7 @@ class Run:
 
     def start_phase(self, name: str) -> AbstractContextManager[None]:
         """``span`` for start-up phases, which also says in the log that it began."""
-        self._end_if_told()
+        self._stop.obey(_NOTHING_LOST)
         logger.info("Starting: %s", name.replace("_", " "))
         return self.span(name)
 
@@ -178,13 +175,13 @@ class Run:
         SIGUSR1 the step in progress is the last one: it is saved, and StoppedError raised; before
         the first one at once.
         """
-        self._end_if_told()
+        self._stop.obey(_NOTHING_LOST)
         self._max_steps = self._progress.max_steps = max_steps
         if self.first_step >= max_steps:
             logger.warning("Step %d of %d is done; none is left.", self.first_step, max_steps)
         if self.first_step == 0 and validator is not None:
             self._finish_step(0, validator.validate(0))
-            self._end_if_told()
+            self._stop.obey(_NOTHING_LOST)
         for step in range(self.first_step + 1, max_steps + 1):
             with self.spans.span("step"):
                 yield step
@@ -194,10 +191,10 @@ class Run:
             self._finish_step(step, metrics)
             if self._stop.came or self._is_due(step, self.config.checkpoint.every_steps):
                 self._save(step, models, loader)
-            if self._stop.came and step < max_steps:
-                raise StoppedError(
-                    f"Stopped as told after step {step} of {max_steps}, which is saved in "
-                    f"{self.dir}; continue with run.resume=true."
+            if step < max_steps:
+                self._stop.obey(
+                    f"after step {step} of {max_steps}, which is saved in {self.dir}; continue "
+                    "with run.resume=true"
                 )
 
     def rounds(self, count: int) -> Iterator[int]:
@@ -207,10 +204,8 @@ class Run:
             with self.spans.span("step"):
                 yield step
             self._finish_step(step, self._step_metrics)
-            if self._stop.came and step < count:
-                raise StoppedError(
-                    f"Stopped as told after {step} of {count} parts; it starts over when run again."
-                )
+            if step < count:
+                self._stop.obey(f"after {step} of {count} parts; it starts over when run again")
 
     def log(self, metrics: Metrics) -> None:
         """Hand over the metrics of the step in progress."""

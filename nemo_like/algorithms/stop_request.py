@@ -4,6 +4,8 @@ import logging
 import signal
 from types import FrameType
 
+from nemo_like.errors import StoppedError
+
 logger = logging.getLogger(__name__)
 
 
@@ -16,6 +18,11 @@ class StopRequest:
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self.came = True
         logger.info("Told to stop: the step in progress is the last one.")
+
+    def obey(self, where: str) -> None:
+        """Raise StoppedError if it came; ``where`` it ends, and how to go on."""
+        if self.came:
+            raise StoppedError(f"Stopped as told {where}.")
 
 
 def listen() -> StopRequest:
