@@ -14,7 +14,7 @@ from nemo_like.algorithms.grpo import (
     mini_batches,
     signal,
 )
-from nemo_like.algorithms.self_check import RewardWatch
+from nemo_like.algorithms.self_check import RewardWatch, warn_of_adapters
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps, values
@@ -85,6 +85,23 @@ def test_rewards_that_teach_nothing_for_five_steps_are_said_once(caplog):
         "(<answer>...</answer>): ask for that in data.system_prompt, or use "
         "environment.reward=math."
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("policy.dtype=bfloat16", "With policy.lora.refit=merged in bfloat16, engines round away"),
+        ("policy.dtype=float16 policy.lora.refit=adapters", None),
+        (
+            "policy.dtype=bfloat16 policy.lora.refit=adapters policy.compile=true",
+            "With policy.compile=true in bfloat16, engines round away",
+        ),
+        ("policy.dtype=float32", None),
+    ],
+)
+def test_adapters_that_engines_would_round_away_are_said(caplog, overrides, said):
+    warn_of_adapters(config_of("policy.lora.rank=4", *overrides.split()))
+    assert [record.message[: len(said or "")] for record in caplog.records] == [said] * bool(said)
 
 
 def test_without_a_signal_dynamic_sampling_trains_on_no_penalty_either():

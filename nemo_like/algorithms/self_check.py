@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_like.batch import keys
-from nemo_like.config.choices import Dtype, MismatchAction
+from nemo_like.config.choices import AdapterRefit, Dtype, MismatchAction
 from nemo_like.config.run_schema import RolloutRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
@@ -121,6 +121,29 @@ def warn_of_gap(config: RolloutRunConfig, metrics: Metrics) -> None:
             gap.value,
             limit,
             config.mismatch.action,
+        )
+
+
+def warn_of_adapters(config: RolloutRunConfig) -> None:
+    """Say so where engines lose more of what small adapters add than the policy does.
+
+    Summed with numbers of 16 bits, what is below half of their last digit is gone: of weights where
+    adapters are merged, of activations where they are apart. Compiled, the policy adds before it
+    rounds, as engines do not.
+    """
+    policy = config.policy
+    causes = {
+        "policy.lora.refit=merged": policy.lora.refit is AdapterRefit.merged,
+        "policy.compile=true": policy.compile,
+    }
+    found = [key for key, applies in causes.items() if applies]
+    if policy.lora.rank > 0 and policy.dtype is not Dtype.float32 and found:
+        logger.warning(
+            "With %s in %s, engines round away what small adapters add and sample from a policy "
+            "that lags behind (mismatch/mean_abs); policy.lora.refit=adapters with "
+            "policy.compile=false agrees best.",
+            " and ".join(found),
+            policy.dtype,
         )
 
 

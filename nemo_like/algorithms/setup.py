@@ -9,6 +9,7 @@ from typing import Any
 from nemo_like.algorithms.engine_size import engine_config
 from nemo_like.algorithms.processes import Processes, check_folders
 from nemo_like.algorithms.rows import Rows
+from nemo_like.algorithms.self_check import warn_of_adapters
 from nemo_like.config.choices import Output
 from nemo_like.config.plan import ResourcePlan
 from nemo_like.config.policy_schema import PolicyConfig
@@ -96,6 +97,7 @@ def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
             config.section,
             least,
         )
+    warn_of_adapters(config)
     return Prepared(
         loader=PromptLoader(
             checked["data.train"],
