@@ -406,7 +406,7 @@ REWARD_MODEL = [
     *PAIRS,
     *SCALAR_HEAD,
     *refused("no logits", "policy.logprob_chunk_tokens=8"),
-    *refused("no logits", "policy.float32_head=true", beside="policy.dtype=bfloat16"),
+    *refused("multiplied in float32", "policy.float32_head=true", beside="policy.dtype=bfloat16"),
     *seen(loop, "loss.center_coef=0.1", "loss.margin=0.5", "loss.label_smoothing=0.1"),
 ]
 OFF_POLICY_DISTILLATION = [
@@ -421,7 +421,7 @@ OFF_POLICY_DISTILLATION = [
 ]
 
 _NOTHING_TRAINS = (
-    "run.resume=true run.self_check=false policy.float32_head=true policy.tf32=true "
+    "policy.float32_head=true policy.tf32=true "
     "policy.loss_scale.initial=2 policy.loss_scale.growth_steps=1 policy.loss_scale.min=2 "
     "policy.parallel.reshard_after_forward=false policy.parallel.sequence_parallel=true "
     "policy.parallel.pipeline_schedule=gpipe policy.parallel.pipeline_stages_per_rank=3 "
@@ -439,8 +439,7 @@ _NOTHING_TRAINS = (
     "policy.debug.check_gradients=true policy.debug.check_data=true policy.debug.memory=true "
     "policy.debug.collectives=true policy.debug.hang_report_s=100 checkpoint.every_steps=1 "
     "checkpoint.keep_last=1 checkpoint.keep_best=false checkpoint.metric=train/loss "
-    "checkpoint.export=false mismatch.action=stop "
-    "mismatch.max_mean_abs=1 data.num_train_rows=30 data.shuffle=false"
+    "checkpoint.export=false"
 )
 EVAL = [
     *ANY_RUN,
@@ -448,7 +447,12 @@ EVAL = [
     *CONTEXT_AND_TENSOR[:2],
     *PIPELINE[:1],
     *refused("an evaluation trains nothing", *_NOTHING_TRAINS.split()),
-    Refused("data.train={prompts}", _FILE[2:], "an evaluation trains nothing"),
+    *refused("no checkpoint to continue from", "run.resume=true"),
+    *refused("nothing is compared", "run.self_check=false", "mismatch.action=stop"),
+    *refused("nothing is compared", "mismatch.max_mean_abs=1"),
+    Refused("data.train={prompts}", _FILE[2:], "set data.validation"),
+    *refused("reads validation rows only", "data.num_train_rows=30"),
+    *refused("its order changes nothing", "data.shuffle=false"),
     *refused("checkpoint.metric is null", "checkpoint.smaller_is_better=true"),
     *seen(placed, "policy.parallel.data_parallel=ddp", beside=_RANKS),
     *proven(
@@ -462,10 +466,10 @@ EVAL = [
     *refused("samples.jsonl has every", "logging.trajectories_per_step=2"),
     *refused("needs run.resume=true", f"{_SLURM}.requeue=true"),
     *refused("lets the job end with its time", f"{_SLURM}.signal_before_s=60"),
-    *refused("the section eval says", "generation.temperature=0.5", "validation.every_steps=2"),
-    *refused("the section eval says", "validation.num_generations_per_prompt=2"),
-    *refused("the section eval says", "validation.temperature=0.5", "validation.top_p=0.5"),
-    *refused("the section eval says", "validation.top_k=5", "validation.max_new_tokens=9"),
+    *refused("as the section eval says", "generation.temperature=0.5", "validation.every_steps=2"),
+    *refused("as the section eval says", "validation.num_generations_per_prompt=2"),
+    *refused("as the section eval says", "validation.temperature=0.5", "validation.top_p=0.5"),
+    *refused("as the section eval says", "validation.top_k=5", "validation.max_new_tokens=9"),
     *seen(validated, "generation.max_new_tokens=20", "generation.stop=[x]"),
     *seen(validated, "generation.stop_token_ids=[5]", "eval.num_generations_per_prompt=3"),
     *seen(validated, "eval.temperature=0.5", "eval.top_p=0.5", "eval.top_k=5"),

@@ -293,8 +293,8 @@ def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, str
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("ppo.gamma=1.5", "ppo.gamma=1.5 must be at most 1"),
-        ("ppo.lam=-0.1", "ppo.lam=-0.1 must be at least 0"),
+        ("ppo.gamma=1.5", "ppo.gamma=1.5 must be in [0, 1]."),
+        ("ppo.lam=-0.1", "ppo.lam=-0.1 must be in [0, 1]."),
         ("ppo.num_critic_warmup_steps=40", "must be below ppo.max_steps=40"),
         ("ppo.num_mini_batches=17", "ppo.num_mini_batches=17 is more than the 16 groups of ppo."),
         ("value_loss.clip=0", "value_loss.clip=0.0 must be a finite number above 0"),
@@ -305,7 +305,7 @@ def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, str
         ("critic.model=./nowhere", "critic.model=./nowhere: no such folder"),
         ("loss.kl_in=reward", "loss.kl_coef is 0"),
         ("critic.enabled=false", "ppo.lam=0.95 weighs values"),
-        ("critic.num_workers=1", "critic.num_workers=1 must take at least one of the 1 workers"),
+        ("critic.num_workers=1", "critic.num_workers=1 must leave at least one of the 1 workers"),
         (
             "critic.enabled=false ppo.lam=1 critic.num_workers=1 cluster.cpu_workers_per_node=2",
             "critic.num_workers=1 would have no effect: critic.enabled=false",

@@ -35,8 +35,6 @@ def check_eval(config: EvalRunConfig) -> None:
 _EFFECTS = (
     Effect(
         keys=(
-            "run.resume",
-            "run.self_check",
             "policy.float32_head",
             "policy.tf32",
             "policy.loss_scale",
@@ -58,13 +56,30 @@ _EFFECTS = (
             "policy.parallel.ddp",
             "policy.debug",
             "checkpoint",
-            "mismatch",
-            "data.train",
-            "data.num_train_rows",
-            "data.shuffle",
         ),
         applies=lambda _: False,
         why_not="an evaluation trains nothing",
+    ),
+    Effect(
+        keys=("run.resume",),
+        applies=lambda _: False,
+        why_not="an evaluation saves no checkpoint to continue from; start it again",
+    ),
+    Effect(
+        keys=("run.self_check", "mismatch"),
+        applies=lambda _: False,
+        why_not="only the engine computes logprobs in an evaluation, so nothing is compared",
+    ),
+    Effect(
+        keys=("data.train", "data.num_train_rows"),
+        applies=lambda _: False,
+        why_not="an evaluation reads validation rows only; set data.validation, or "
+        "data.num_validation_rows",
+    ),
+    Effect(
+        keys=("data.shuffle",),
+        applies=lambda _: False,
+        why_not="an evaluation uses every row once, and its order changes nothing",
     ),
     Effect(
         keys=("policy.offload",),
@@ -84,7 +99,7 @@ _EFFECTS = (
     Effect(
         keys=("generation.temperature", "validation"),
         applies=lambda _: False,
-        why_not="the section eval says how an evaluation samples",
+        why_not="an evaluation measures once, and samples as the section eval says",
     ),
     Effect(
         keys=("logging.trajectories_per_step",),

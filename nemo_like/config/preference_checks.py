@@ -30,10 +30,8 @@ def check_reward_model(config: RewardModelRunConfig) -> None:
 def _check_label_smoothing(config: DPORunConfig | RewardModelRunConfig) -> None:
     share = config.loss.label_smoothing
     if not 0 <= share < 0.5:
-        raise UserError(
-            f"loss.label_smoothing={share} must be in [0, 0.5); if most labels are wrong, swap "
-            "chosen and rejected."
-        )
+        swap = "; if most labels are wrong, swap chosen and rejected" if share >= 0.5 else ""
+        raise UserError(f"loss.label_smoothing={share} must be in [0, 0.5){swap}.")
 
 
 _DPO_EFFECTS = (
@@ -56,8 +54,13 @@ _DPO_EFFECTS = (
 
 _REWARD_MODEL_EFFECTS = (
     Effect(
-        keys=("policy.float32_head", "policy.logprob_chunk_tokens"),
+        keys=("policy.float32_head",),
         applies=lambda _: False,
-        why_not="a reward model has no logits, and its head is always multiplied in float32",
+        why_not="a reward model's head is always multiplied in float32",
+    ),
+    Effect(
+        keys=("policy.logprob_chunk_tokens",),
+        applies=lambda _: False,
+        why_not="a reward model has no logits to compute in chunks",
     ),
 )

@@ -37,6 +37,10 @@ _RANGES = Ranges(
         "validation.top_p",
     ),
     at_most={"validation.top_p": 1},
+    instead={
+        "validation.num_generations_per_prompt": "validation.every_steps=0 turns validation off",
+        "generation.temperature": "only validation and evaluation have greedy sampling",
+    },
 )
 
 _VLLM_LOWEST = 0.01
@@ -45,6 +49,8 @@ _GRPO_RANGES = Ranges(at_least={"grpo.max_sampling_rounds": 2})
 
 def check_rollouts(config: RolloutRunConfig) -> None:
     """Raise UserError for the first rule that ``config`` breaks."""
+    if isinstance(config, GRPORunConfig):
+        _check_group(config)
     names = ["num_prompts_per_step", "num_generations_per_prompt"]
     if not isinstance(config, EvalRunConfig):
         names.append("max_steps")
@@ -64,16 +70,23 @@ def check_grpo(config: GRPORunConfig) -> None:
     """Raise UserError for the first rule of GRPO that ``config`` breaks."""
     check_ranges(config, _GRPO_RANGES)
     check_effects(config, _GRPO_EFFECTS)
-    grpo = config.grpo
-    if grpo.num_generations_per_prompt < 2 and (
-        config.advantage.baseline is not Baseline.none or grpo.dynamic_sampling
-    ):
-        raise UserError(
-            f"grpo.num_generations_per_prompt={grpo.num_generations_per_prompt} must be at least 2 "
-            f"(a group of one has no baseline and no signal); raise it, or set "
-            "advantage.baseline=none and grpo.dynamic_sampling=false."
-        )
     check_updates(config)
+
+
+def _check_group(config: GRPORunConfig) -> None:
+    """What GRPO compares must not be alone."""
+    count = config.grpo.num_generations_per_prompt
+    wants = []
+    if config.advantage.baseline is not Baseline.none:
+        wants.append(("has no baseline", "advantage.baseline=none"))
+    if config.grpo.dynamic_sampling:
+        wants.append(("always has equal rewards", "grpo.dynamic_sampling=false"))
+    if count < 2 and wants:
+        reasons, remedies = (" and ".join(parts) for parts in zip(*wants, strict=True))
+        raise UserError(
+            f"grpo.num_generations_per_prompt={count} must be at least 2, as a group of one "
+            f"{reasons}; raise it, or set it to 1 with {remedies}."
+        )
 
 
 def check_updates(config: PolicyGradientRunConfig) -> None:
@@ -141,6 +154,14 @@ _GRPO_EFFECTS = (
     ),
 )
 
+_HOW_TO_VALIDATE = (
+    "validation.num_generations_per_prompt",
+    "validation.temperature",
+    "validation.top_p",
+    "validation.top_k",
+    "validation.max_new_tokens",
+)
+
 _EFFECTS = (
     Effect(
         keys=("environment.reward_model",),
@@ -168,15 +189,14 @@ _EFFECTS = (
         why_not="validation rows do not come from reasoning_gym",
     ),
     Effect(
-        keys=(
-            "validation.num_generations_per_prompt",
-            "validation.temperature",
-            "validation.top_p",
-            "validation.top_k",
-            "validation.max_new_tokens",
-        ),
+        keys=_HOW_TO_VALIDATE,
+        applies=lambda c: c.validation.every_steps > 0,
+        why_not="validation.every_steps=0 turns validation off; raise it",
+    ),
+    Effect(
+        keys=_HOW_TO_VALIDATE,
         applies=has_validation,
-        why_not="there is no validation; set data.validation and validation.every_steps",
+        why_not="there are no validation rows; set data.validation",
     ),
     Effect(
         keys=("validation.top_p", "validation.top_k"),

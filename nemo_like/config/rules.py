@@ -21,6 +21,8 @@ class Ranges:
     at_most: Mapping[str, float] = field(default_factory=dict)
     below_one: Sequence[str] = ()
     """Shares in [0, 1)."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """What to set for what too small a value seems to ask for: the end of a sentence, by key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +73,24 @@ def _items(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def check_ranges(config: TrainingRunConfig, ranges: Ranges) -> None:
     """Raise UserError for the first value out of its range."""
-    for key, least in ranges.at_least.items():
-        value = value_of(config, key)
-        if value is not None and not value >= least:
-            why = " (a group of one has no baseline)" if "num_generations_per" in key else ""
-            raise UserError(f"{key}={value} must be at least {least:g}{why}.")
-    for key in ranges.above_zero:
-        value = value_of(config, key)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{key}={value} must be a finite number above 0.")
-    for key, most in ranges.at_most.items():
-        if not value_of(config, key) <= most:
-            raise UserError(f"{key}={value_of(config, key)} must be at most {most:g}.")
+    lower = {key: (least, True) for key, least in ranges.at_least.items()}
+    lower |= {key: (0, False) for key in ranges.above_zero}
+    for key, (least, included) in lower.items():
+        value, most = value_of(config, key), ranges.at_most.get(key)
+        if value is None or _is_between(value, least, math.inf if most is None else most, included):
+            continue
+        rule = f"be at least {least:g}" if included else f"be a finite number above {least:g}"
+        if most is not None:
+            rule = f"be in {'[' if included else '('}{least:g}, {most:g}]"
+        instead = f"; {ranges.instead[key]}" if key in ranges.instead else ""
+        raise UserError(f"{key}={value} must {rule}{instead}.")
     for key in ranges.below_one:
         if not 0 <= value_of(config, key) < 1:
             raise UserError(f"{key}={value_of(config, key)} must be in [0, 1).")
+
+
+def _is_between(value: float, least: float, most: float, included: bool) -> bool:
+    return least <= value <= most if included else least < value <= most and value < math.inf
 
 
 def check_effects(config: TrainingRunConfig, effects: Sequence[Effect]) -> None:
