@@ -1,6 +1,7 @@
 """Configuration: strict keys, the nearest valid one named, and no key without an effect."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -151,15 +152,27 @@ def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
             "must be at least 2, as a group of one always has equal rewards; raise it, or set it "
             "to 1 with grpo.dynamic_sampling=false.",
         ),
-        ("grpo advantage.baseline=none", "grpo.num_generations_per_prompt=0", "must be at least 1."),
-        ("grpo", "generation.temperature=0", "; only validation and evaluation have greedy sampling."),
+        (
+            "grpo advantage.baseline=none",
+            "grpo.num_generations_per_prompt=0",
+            "must be at least 1.",
+        ),
+        (
+            "grpo",
+            "generation.temperature=0",
+            "; only validation and evaluation have greedy sampling.",
+        ),
         ("grpo", "cluster.num_generation_workers=0", "must be at least 1, or null to colocate."),
         ("ppo", "critic.num_workers=0", "critic.enabled=false leaves the critic out."),
         ("ppo", "critic.num_workers=1", "must leave at least one of the 1 workers to the policy"),
         ("dpo", "loss.label_smoothing=-1", "must be in [0, 0.5)."),
         ("dpo", "loss.label_smoothing=0.7", "if most labels are wrong, swap chosen and rejected."),
         ("eval", "run.resume=true", "an evaluation saves no checkpoint to continue from"),
-        ("eval", "data.train=rows.jsonl", "an evaluation reads validation rows only; set data.vali"),
+        (
+            "eval",
+            "data.train=rows.jsonl",
+            "an evaluation reads validation rows only; set data.vali",
+        ),
     ],
 )
 def test_each_refusal_gives_the_reason_of_its_own_key(algorithm, override, sentence):
@@ -429,6 +442,17 @@ def test_keys_without_effect_for_the_hf_backend_and_file_data(tmp_path):
     assert refusal(*off).endswith("validation.every_steps=0 turns validation off; raise it.")
     compose_config(CONFIGS, "grpo", file)
     assert "set environment.reward" in refusal(f"data.train={rows}")
+
+
+def test_a_data_file_is_read_up_to_its_first_text_only(tmp_path):
+    """A terabyte without a block on the disk, after one row: reading it all takes hours."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n" * 70_000 + '{"prompt": "1 + 1", "completion": "2"}\n')
+    os.truncate(rows, 2**40)
+    compose_config(CONFIGS, "sft", [f"data.train={rows}"])
+    rows.write_text("\n \r\n" * 70_000)
+    with pytest.raises(UserError, match="is empty; give a file with at least one row"):
+        compose_config(CONFIGS, "sft", [f"data.train={rows}"])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from nemo_like.config.choices import (
     PipelineSchedule,
 )
 from nemo_like.config.layout import layer_range, parallel_sizes
-from nemo_like.config.load import compose_config
+from nemo_like.config.load import compose_config, compose_raw, load
 from nemo_like.config.memory import GIB, Role, predict_memory
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
@@ -621,6 +621,35 @@ def test_the_plan_names_the_bottleneck_of_a_gpu_run_and_none_of_a_cpu_run(capsys
     )
     assert gpu[-1].startswith("bottleneck: rollout, 100% of 8 s")
     assert not any(line.startswith("bottleneck") for line in lines(capsys))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("grpo", ["policy.model"]),
+        ("sft", ["policy.model"]),
+        ("ppo", ["policy.model", "critic.model"]),
+        ("distillation", ["policy.model", "teacher.model"]),
+    ],
+)
+def test_a_models_config_is_enough_to_plan_it_and_not_to_run_it(tmp_path, capsys, name, keys):
+    settings = json.loads((resolve_model("embedded") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 3}))
+    models = [f"{key}={tmp_path}" for key in keys]
+    main(["plan", name, *models])
+    printed = capsys.readouterr().out
+    assert "Memory      of a policy rank" in printed
+    assert "Memory is not predicted" not in printed
+    with pytest.raises(UserError, match=f"^{keys[0]}=.* has no tokenizer_config.json"):
+        compose_config(CONFIGS, name, models)
+
+
+def test_models_of_a_run_on_other_machines_are_not_looked_for_here():
+    for name, model in (("ppo", "critic.model=/else"), ("distillation", "teacher.model=/else")):
+        raw = compose_raw(CONFIGS, name, [model])
+        load(raw, files_are_here=False)
+        with pytest.raises(UserError, match=f"{model}: no such folder"):
+            load(raw)
 
 
 def test_a_config_of_the_users_own_is_planned(tmp_path, capsys):

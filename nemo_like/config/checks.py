@@ -66,10 +66,11 @@ _RANGES = Ranges(
 )
 
 
-def check(config: TrainingRunConfig, *, files_are_here: bool = True) -> None:
+def check(config: TrainingRunConfig, *, files_are_here: bool = True, runs: bool = True) -> None:
     """Raise UserError for the first rule that ``config`` breaks.
 
-    ``files_are_here`` is false for a run on other machines, whose files cannot be looked at.
+    ``files_are_here`` is false for a run on other machines, whose files cannot be looked at;
+    ``runs`` is false where the run is only planned, for which models need no tokenizer.
     """
     check_values(config)
     check_ranges(config, _RANGES)
@@ -108,7 +109,7 @@ def check(config: TrainingRunConfig, *, files_are_here: bool = True) -> None:
     check_finite(config)
     check_slurm(config)
     if files_are_here:
-        check_files(config)
+        check_files(config, runs=runs)
 
 
 def _check_passes(config: TextRunConfig) -> None:

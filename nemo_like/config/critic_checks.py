@@ -1,6 +1,5 @@
 """Rules of PPO: its loop, the critic and what the critic learns."""
 
-from nemo_like.config.file_checks import check_model
 from nemo_like.config.layout import resolve_mesh_shape
 from nemo_like.config.loss_checks import one_update
 from nemo_like.config.optimizer_checks import check_optimizer, check_scheduler
@@ -31,8 +30,6 @@ def check_ppo(config: PPORunConfig) -> None:
     check_scalar_head(config)
     if apart := plan_run(config).critic:
         resolve_mesh_shape(config.critic_policy, len(apart))
-    if config.critic.model is not None:
-        check_model("critic.model", config.critic.model)
     warmup = config.ppo.num_critic_warmup_steps
     if warmup >= config.max_steps:
         raise UserError(

@@ -1,7 +1,6 @@
 """Rules of runs with a teacher."""
 
 from nemo_like.config.choices import Divergence, MismatchAction, TeacherTail
-from nemo_like.config.file_checks import check_model
 from nemo_like.config.layout import resolve_mesh_shape
 from nemo_like.config.plan import plan_run
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
@@ -32,7 +31,6 @@ def check_distillation(config: DistillationRunConfig | OffPolicyDistillationRunC
             "in Hugging Face format, or a hub name (organisation/model), with the student's "
             "vocabulary."
         )
-    check_model("teacher.model", teacher.model)
     check_ranges(config, Ranges(at_least={"teacher.top_k": 1}))
     if teacher.top_k == 1 and config.loss.tail is TeacherTail.renormalize:
         raise UserError(

@@ -32,11 +32,11 @@ def register() -> None:
         store.store(name=name, node=schema)
 
 
-def load(raw: DictConfig, *, files_are_here: bool = True) -> Any:
+def load(raw: DictConfig, *, files_are_here: bool = True, runs: bool = True) -> Any:
     """Plain dataclasses from what Hydra composed, checked; raises UserError.
 
-    The type is that of the schema at the head of the YAML file's defaults. ``files_are_here`` is
-    as in ``checks.check``.
+    The type is that of the schema at the head of the YAML file's defaults. ``files_are_here`` and
+    ``runs`` are as in ``checks.check``.
     """
     schema = OmegaConf.get_type(raw) or TrainingRunConfig
     try:
@@ -44,7 +44,7 @@ def load(raw: DictConfig, *, files_are_here: bool = True) -> Any:
     except OmegaConfBaseException as error:
         raise explain(error, schema) from error
     assert isinstance(config, TrainingRunConfig)
-    check(config, files_are_here=files_are_here)
+    check(config, files_are_here=files_are_here, runs=runs)
     return config
 
 

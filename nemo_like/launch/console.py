@@ -64,10 +64,11 @@ class ConfigParser(CommandParser):
         )
 
     def load(
-        self, options: argparse.Namespace, *, files_are_here: bool = True
+        self, options: argparse.Namespace, *, files_are_here: bool = True, runs: bool = True
     ) -> TrainingRunConfig:
-        """The checked configuration; raises UserError. ``files_are_here``: see ``checks.check``."""
-        return load(compose_raw(*self.source(options)), files_are_here=files_are_here)
+        """The checked configuration; raises UserError. For the others see ``checks.check``."""
+        raw = compose_raw(*self.source(options))
+        return load(raw, files_are_here=files_are_here, runs=runs)
 
     def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
         """What ``compose_raw`` needs: folder, name, overrides and the user's folder.

@@ -25,8 +25,8 @@ _USAGE = "nemo-like plan [config name] [key=value ...] [--config-name NAME] [--c
 def run(arguments: Sequence[str]) -> None:
     """Print the plan of the configuration that ``arguments`` give; raises UserError."""
     parser = ConfigParser("plan", _USAGE, __doc__)
-    config = parser.load(parser.parse_intermixed_args(arguments))
-    lines = plan_lines(config, resolve_model(config.policy.model))
+    config = parser.load(parser.parse_intermixed_args(arguments), runs=False)
+    lines = plan_lines(config, resolve_model(config.policy.model, only_config=True))
     # At once, so that a reader that leaves early (head) has all it takes in its pipe.
     sys.stdout.write("\n".join([*lines, ""]))
 

@@ -80,7 +80,7 @@ def _models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) -> list
             _Model(
                 name="critic",
                 config=critic,
-                shape=read_model_shape(resolve_model(critic.model, "critic.model")),
+                shape=_shape_of(critic.model, "critic.model"),
                 sizes=parallel_sizes(critic, len(plan.critic or plan.policy)),
                 role=Role(scalar_head=True),
                 shares=not plan.critic,
@@ -89,10 +89,14 @@ def _models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) -> list
     if distills:
         assert config.teacher.model is not None
         teacher = replace(config.policy, model=config.teacher.model, lora=LoraConfig())
-        shape = read_model_shape(resolve_model(teacher.model, "teacher.model"))
+        shape = _shape_of(teacher.model, "teacher.model")
         asked = Role(trains=False)
         models.append(replace(policy, name="teacher", config=teacher, shape=shape, role=asked))
     return models
+
+
+def _shape_of(model: str, key: str) -> ModelShape:
+    return read_model_shape(resolve_model(model, key, only_config=True))
 
 
 def _phases(config: TrainingRunConfig, model: _Model) -> dict[int, tuple[PhaseMemory, ...]]:

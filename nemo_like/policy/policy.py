@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Batching, KLEstimator, Output
 from nemo_like.config.layout import resolve_mesh_shape
+from nemo_like.config.model_shape import attention_tokens
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -50,6 +52,7 @@ class Policy:
         self.weight_version = 0
         """Optimizer steps taken so far."""
         self._start_timeout_s = cluster_config.start_timeout_s
+        self._attention_tokens = attention_tokens(Path(model_path))
         self._parallel = resolve_mesh_shape(config, group.world_size)
         self.group = group
         self._setup = PolicySetup(
@@ -232,6 +235,7 @@ class Policy:
             max_tokens=self.config.micro_batch_tokens,
             max_rows=self.config.micro_batch_size,
             padded=self.config.batching is Batching.padded,
+            attention_tokens=self._attention_tokens,
             **bins_for_pipeline(self._parallel),
         )
 
