@@ -644,6 +644,31 @@ def test_a_models_config_is_enough_to_plan_it_and_not_to_run_it(tmp_path, capsys
         compose_config(CONFIGS, name, models)
 
 
+def test_an_evaluation_of_a_checkpoint_is_planned_by_its_runs_model(tmp_path, capsys):
+    checkpoint = tmp_path / "checkpoints" / "step_1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "driver.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("policy:\n  model: embedded\n")
+    main(["plan", "eval", f"policy.model={checkpoint}"])
+    assert "Memory      of a policy rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"text_config": [1]}', "text"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_named_without_a_key_that_is_not_its_own(
+    tmp_path, text, sentence
+):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=rf"^{tmp_path / 'config.json'}.*{sentence}"):
+        read_model_shape(tmp_path)
+
+
 def test_models_of_a_run_on_other_machines_are_not_looked_for_here():
     for name, model in (("ppo", "critic.model=/else"), ("distillation", "teacher.model=/else")):
         raw = compose_raw(CONFIGS, name, [model])

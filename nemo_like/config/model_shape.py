@@ -77,14 +77,14 @@ def read_settings(model_folder: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"policy.model: {path} cannot be read as JSON ({error}); give a folder in Hugging "
-            "Face format."
+            f"{path} cannot be read as JSON ({error}); give a folder in Hugging Face format."
         ) from error
     if not isinstance(settings, dict):
-        raise UserError(
-            f"policy.model: {path} is not a JSON object; give a folder in Hugging Face format."
-        )
-    return {**settings, **(settings.get("text_config") or {})}
+        raise UserError(f"{path} is not a JSON object; give a folder in Hugging Face format.")
+    of_text = settings.get("text_config") or {}
+    if not isinstance(of_text, dict):
+        raise UserError(f"{path}: text_config={of_text} is not a JSON object; repair it.")
+    return {**settings, **of_text}
 
 
 def number(settings: dict[str, Any], key: str) -> int | None:
@@ -103,14 +103,14 @@ def read_model_shape(model_folder: Path) -> ModelShape:
     settings = read_settings(model_folder)
     if experts := [key for key in _EXPERT_KEYS if (number(settings, key) or 0) > 1]:
         raise UserError(
-            f"policy.model: {model_folder} has experts ({experts[0]}={settings[experts[0]]}), "
+            f"{model_folder} has experts ({experts[0]}={settings[experts[0]]}), "
             "which the formulas do not cover; they are for dense models."
         )
 
     def wanted(key: str) -> int:
         if (value := number(settings, key)) is None:
             raise UserError(
-                f"policy.model: {model_folder / 'config.json'} does not give {key}, which the "
+                f"{model_folder / 'config.json'} does not give {key}, which the "
                 "formulas need; they are for Llama-like models."
             )
         return value

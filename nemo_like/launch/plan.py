@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_like.config.choices import Batching
+from nemo_like.config.file_checks import is_checkpoint, model_of_checkpoint
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
@@ -26,7 +27,10 @@ def run(arguments: Sequence[str]) -> None:
     """Print the plan of the configuration that ``arguments`` give; raises UserError."""
     parser = ConfigParser("plan", _USAGE, __doc__)
     config = parser.load(parser.parse_intermixed_args(arguments), runs=False)
-    lines = plan_lines(config, resolve_model(config.policy.model, only_config=True))
+    model = config.policy.model
+    if is_checkpoint(model):
+        model = model_of_checkpoint(model)
+    lines = plan_lines(config, resolve_model(model, only_config=True))
     # At once, so that a reader that leaves early (head) has all it takes in its pipe.
     sys.stdout.write("\n".join([*lines, ""]))
 
