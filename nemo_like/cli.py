@@ -7,21 +7,32 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import get_args_parser, run_and_report
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import run_job
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.algorithms.stop_request import listen
 from nemo_like.config.config_files import check_config_files, schema_of
-from nemo_like.config.load import check_algorithm, compose_raw, explain, load, register
+from nemo_like.config.load import (
+    Composed,
+    check_algorithm,
+    compose_job,
+    explain,
+    load,
+    register,
+)
 from nemo_like.config.overrides import accept_free_keys, check_overrides
 from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.errors import (
@@ -35,6 +46,8 @@ from nemo_like.errors import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # A file system that has no room, may not be written or is broken.
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -46,14 +59,18 @@ def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None
     """Run ``run`` with the configuration that the command line gives, through ``hydra.main``.
 
     Everything that Hydra users expect works (``--config-name``, ``--cfg job``, ``--multirun``,
-    ``--help``, tab completion). Each job's configuration is composed and checked once before the
-    first one starts, so that a typing error costs no run and prints one sentence.
+    ``--help``, tab completion). Each job's configuration is composed and checked before the first
+    one starts, so that a typing error costs no run and prints one sentence. A single job then runs
+    with what was checked; those of a sweep are composed again by Hydra's sweeper.
     """
     listen()  # Run takes it over; until then SIGUSR1 would end the process unheard.
     register()
     sys.argv[1:] = arguments = accept_free_keys(sys.argv[1:])
     if not any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
-        end_on_error(lambda: _preflight(config_name, config_dir, arguments))
+        job = end_on_error(lambda: _preflight(config_name, config_dir, arguments))
+        if job is not None:
+            run_and_report(lambda: _run(job, run))
+            return
 
     @functools.wraps(run)
     def task(raw: DictConfig) -> None:
@@ -64,14 +81,43 @@ def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None
     )()
 
 
-def end_on_error(action: Callable[[], None]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A single run that was composed and checked."""
+
+    name: str
+    """Of its configuration."""
+    composed: Composed
+    config: TrainingRunConfig
+
+
+def _run(job: _Job, run: Callable[[Any], None]) -> None:
+    """Run a job in Hydra's frame, as ``hydra.main`` would, without composing it again."""
+    raw, settings = job.composed.raw, job.composed.settings
+    settings.mode = RunMode.RUN
+    with open_dict(raw):
+        raw["hydra"] = settings
+    callbacks = Callbacks(raw)
+    callbacks.on_run_start(config=raw, config_name=job.name)
+    done = run_job(
+        task_function=lambda _: end_on_error(lambda: run(job.config)),
+        config=raw,
+        job_dir_key="hydra.run.dir",
+        job_subdir_key=None,
+        hydra_context=HydraContext(config_loader=job.composed.loader, callbacks=callbacks),
+    )
+    callbacks.on_run_end(config=raw, config_name=job.name, job_return=done)
+    _ = done.return_value  # raises what the job raised
+
+
+def end_on_error(action: Callable[[], T]) -> T:
     """Carry out ``action``; failures with an explanation end the process without a traceback."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:  # nohup
             signal.signal(number, _raise_interrupt)
     try:
-        action()
+        return action()
     except (UserError, RunError, WaitTimeoutError) as error:
         logger.debug("The run ended here:", exc_info=True)
         sys.stderr.write(f"Error: {error}\n")
@@ -105,24 +151,28 @@ def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> None:
-    """Compose and check what each job would run with."""
+def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> _Job | None:
+    """Compose and check what each job would run with; the one job, if Hydra has no more to do."""
     parsed = _parse(arguments)
     directory = Path(parsed.config_path) if parsed.config_path else config_dir
     extra_dir = Path(parsed.config_dir) if parsed.config_dir else None
     name = config_name if parsed.config_name is None else parsed.config_name
-    own, configs = schema_of([config_dir], config_name), []
+    own, checked = schema_of([config_dir], config_name), []
     for job in jobs(directory, name, parsed.overrides, extra_dir, multirun=parsed.multirun):
-        raw = compose_raw(directory, name, job, extra_dir)
+        composed = compose_job(directory, name, job, extra_dir)
         if parsed.cfg is None:
-            configs.append(load(raw))
-            check_algorithm(sys.argv[0], configs[-1], own)
+            checked.append(_Job(name=name, composed=composed, config=load(composed.raw)))
+            check_algorithm(sys.argv[0], checked[-1].config, own)
         elif parsed.resolve:
             try:
-                OmegaConf.resolve(raw)
+                OmegaConf.resolve(composed.raw)
             except OmegaConfBaseException as error:
                 raise explain(error, own) from error
-    check_run_dirs(configs)
+    check_run_dirs([job.config for job in checked])
+    asks_more = parsed.multirun or parsed.resolve or parsed.package or parsed.experimental_rerun
+    if len(checked) != 1 or asks_more or checked[0].composed.settings.mode is not None:
+        return None
+    return checked[0]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

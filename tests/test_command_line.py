@@ -53,6 +53,52 @@ def run(tmp_path, *overrides, timeout_s=240, **env):
     return process.returncode, output
 
 
+COUNTS = f"""
+import itertools
+import sys
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from nemo_like.cli import main
+
+opened = []
+checks = itertools.count(1)
+
+
+def note(event, about):
+    if event == "open" and sys._getframe(1).f_globals["__name__"].endswith("file_config_source"):
+        opened.append(Path(about[0]).name)
+
+
+sys.addaudithook(note)
+OmegaConf.register_new_resolver("check", lambda: next(checks))
+
+
+def run(config):
+    job = HydraConfig.get()
+    print(opened.count("grpo.yaml"), config.run.seed, job.job.name, job.mode.name)
+
+
+main("grpo", run, Path({str(ROOT / "configs")!r}))
+"""
+
+
+def test_a_single_job_is_composed_and_checked_once(tmp_path):
+    (tmp_path / "count.py").write_text(COUNTS)
+    done = subprocess.run(
+        [sys.executable, "count.py", "run.seed='${check:}'"],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "1 1 count RUN\n", done.stderr
+
+
 class Warm(NamedTuple):
     """What a run's driver is a fork of, and the environment that makes its workers forks too."""
 

@@ -1,14 +1,17 @@
 """From the command line and YAML files to checked dataclasses, with errors that name the key."""
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, version
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -63,9 +66,28 @@ def compose_config(config_dir: Path, config_name: str, overrides: Sequence[str] 
     return load(compose_raw(config_dir, config_name, overrides))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """One job, as Hydra composed it."""
+
+    raw: DictConfig
+    """The configuration, without Hydra's own section."""
+    settings: DictConfig
+    """Hydra's own section."""
+    loader: ConfigLoader
+    """What found the files."""
+
+
 def compose_raw(
     config_dir: Path, config_name: str, overrides: Sequence[str], extra_dir: Path | None = None
 ) -> DictConfig:
+    """The configuration of ``compose_job``."""
+    return compose_job(config_dir, config_name, overrides, extra_dir).raw
+
+
+def compose_job(
+    config_dir: Path, config_name: str, overrides: Sequence[str], extra_dir: Path | None = None
+) -> Composed:
     """Compose without running; every error of Hydra and OmegaConf becomes one clear UserError.
 
     ``extra_dir`` is searched after ``config_dir``, like Hydra's ``--config-dir``.
@@ -76,19 +98,19 @@ def compose_raw(
     schema = schema_of(folders, config_name)
     check_overrides(overrides, schema)
     try:
-        with _hydra(folders):
+        with _hydra(folders) as loader:
             raw = compose(config_name, accept_free_keys(overrides), return_hydra_config=True)
         for group, choice in raw.hydra.runtime.choices.items():
             check_choice(folders, f"{group}/{choice}", schema)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise explain(error, schema) from error
     with open_dict(raw):
-        del raw["hydra"]
-    return raw
+        settings = raw.pop("hydra")
+    return Composed(raw=raw, settings=settings, loader=loader)
 
 
 @contextmanager
-def _hydra(folders: Sequence[Path]) -> Iterator[None]:
+def _hydra(folders: Sequence[Path]) -> Iterator[ConfigLoader]:
     """Hydra, searching ``folders`` in turn, as ``initialize_config_dir`` does with one."""
     search_path = create_config_search_path(str(folders[0].resolve()))
     for folder in folders[1:]:
@@ -96,9 +118,10 @@ def _hydra(folders: Sequence[Path]) -> Iterator[None]:
         search_path.prepend("command-line", f"file://{folder.resolve()}", anchor=before)
     GlobalHydra.instance().clear()
     version.setbase("1.3")
-    Hydra.create_main_hydra2(task_name="nemo_like", config_search_path=search_path)
+    name = Path(sys.argv[0]).stem or "nemo_like"
+    made = Hydra.create_main_hydra2(task_name=name, config_search_path=search_path)
     try:
-        yield
+        yield made.config_loader
     finally:
         GlobalHydra.instance().clear()
 
