@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.algorithms.stop_request import listen
-from nemo_like.config.config_files import check_config_files, schema_of
+from nemo_like.config.config_files import check_config_files, schema_names, schema_of
 from nemo_like.config.load import (
     Composed,
     check_algorithm,
@@ -35,6 +35,7 @@ from nemo_like.config.load import (
 )
 from nemo_like.config.overrides import accept_free_keys, check_overrides
 from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.config.schemas import SCHEMAS
 from nemo_like.errors import (
     EXIT_RUN_ERROR,
     RunError,
@@ -51,6 +52,8 @@ T = TypeVar("T")
 # A file system that has no room, may not be written or is broken.
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
+# Options by which Hydra may read files that are based on any schema.
+_OTHER_FILES = ("--config", "-c", "-sc", "--shell-completion", "--experimental-rerun")
 # Hydra's own modes, which compose by themselves and run nothing of ours.
 _HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
 
@@ -64,13 +67,15 @@ def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None
     with what was checked; those of a sweep are composed again by Hydra's sweeper.
     """
     listen()  # Run takes it over; until then SIGUSR1 would end the process unheard.
-    register()
     sys.argv[1:] = arguments = accept_free_keys(sys.argv[1:])
     if not any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
         job = end_on_error(lambda: _preflight(config_name, config_dir, arguments))
         if job is not None:
             run_and_report(lambda: _run(job, run))
             return
+
+    other = any(one.startswith(_OTHER_FILES) for one in arguments)
+    register(SCHEMAS if other else schema_names([config_dir], config_name))
 
     @functools.wraps(run)
     def task(raw: DictConfig) -> None:

@@ -239,6 +239,12 @@ def test_trained_tokens_are_the_answers_and_their_ends(chats, texts):
 # Rows.
 
 
+def as_parts(message):
+    half = len(message["content"]) // 2
+    texts = message["content"][:half], message["content"][half:]
+    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+
+
 def test_every_form_of_a_row_gives_the_same_tokens(tmp_path):
     chat = build_chat(tmp_path, QWEN)
     user, assistant = TURNS[:2]
@@ -248,14 +254,19 @@ def test_every_form_of_a_row_gives_the_same_tokens(tmp_path):
         {"prompt": user["content"], "completion": assistant["content"]},
         {"prompt": [user], "completion": assistant["content"], "source": "kept by nobody"},
         {"prompt": [user], "completion": [assistant]},
+        {"messages": [user, assistant], "prompt": user["content"], "chosen": [user, assistant]},
+        {"prompt": user["content"], "messages": None, "completion": assistant["content"]},
+        {"messages": [{**user, "name": None}, {**assistant, "tool_calls": None}], "tools": None},
+        {"messages": [user, {**assistant, "tool_calls": []}]},
+        {"messages": [as_parts(user), as_parts(assistant)], "label": True},
     )
     batch, held_out = load(chat, path)
     assert held_out is None
     first, *others = rows_of(batch)
-    assert others == [first] * 3
+    assert others == [first] * 8
     ids, mask = chat.render_conversation([user, assistant])
     assert first == (ids[:-1], mask[:-1])  # without the newline after the end token
-    assert batch.rows["num_loss_tokens"].tolist() == [sum(mask)] * 4
+    assert batch.rows["num_loss_tokens"].tolist() == [sum(mask)] * 9
     assert batch.rows["sample_mask"].all()
 
 
@@ -337,6 +348,17 @@ def test_a_system_prompt_is_put_before_conversations_that_have_none(tmp_path):
         ({"messages": [TURNS[0], {**TURNS[1], "train": False}]}, "'train' of message 1 is not sup"),
         ({"messages": [TURNS[0], {**TURNS[1], "reasoning_content": "hm"}]}, "'reasoning_content'"),
         ({"messages": TURNS, "functions": [{}]}, "'functions' is not supported"),
+        (
+            {"messages": TURNS, "prompt": "else?"},
+            "of these forms; it has messages, prompt",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, TURNS[1]]},
+            "has a part of type 'image_url', and only text is read",
+        ),
+        ({"prompt": "x", "completion": "y", "label": False}, "'label' is false, which marks a bad"),
+        ({"prompt": "x", "completion": "y", "label": 0}, "'label' is 0, which marks a bad answer"),
+        ({"messages": TURNS, "label": False}, "pair both kinds for run_dpo.py"),
         ({"prompt": "x", "completion": "y", "system": "z"}, "'system' is not supported"),
     ],
 )
@@ -345,6 +367,58 @@ def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
     path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, row)
     with pytest.raises(UserError, match=rf"^data\.train={path}, line 2: .*{message}"):
         load(chat, path)
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        (
+            {"question": 1, "answer": 2},
+            "rename 'question' to 'prompt' and 'answer' to 'comp",
+        ),
+        (
+            {"problem": 1, "solution": 2, "answer": 3},
+            "'problem' to 'prompt' and 'solution' to 'c",
+        ),
+        (
+            {"instruction": 1, "input": "", "output": 2},
+            "write 'instruction' and 'input' as one 'prompt' and rename 'output' to 'completion'.",
+        ),
+        (
+            {"instruction": 1, "context": "", "response": 2},
+            "'instruction' and 'context' as one",
+        ),
+        ({"prompt": 1, "response": 2}, "; rename 'response' to 'completion'."),
+        (
+            {"system": 1, "question": 2, "response": 3},
+            "write 'system' and 'question' as 'prompt', a list of a system and a user message and "
+            "rename 'response' to 'completion'.",
+        ),
+        (
+            {"question": 1, "choices": [2], "answer": 3},
+            "write 'question' and 'choices' as one 'prompt' and the right choice in words as "
+            "'completion' ('answer' says which it is).",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "x"}]},
+            "rename 'conversations' to 'messages' and in each of them 'from' to 'role' (human is "
+            "user, gpt is assistant) and 'value' to 'content'.",
+        ),
+        ({"conversation": [TURNS[0]]}, "; rename 'conversation' to 'messages'."),
+        (
+            {"prompt": "x", "chosen": [TURNS[0]], "rejected": [TURNS[0]]},
+            "rename 'chosen' to 'messages' (and take 'prompt' out).",
+        ),
+        ({"chosen": "x", "rejected": "y"}, "rename 'chosen' to 'completion'."),
+        ({"prompt": "x"}, "rows without an answer are for runs that sample, such as run_grpo.py."),
+        ({"tokens": [1]}, "it has tokens."),
+    ],
+)
+def test_a_row_in_a_known_shape_is_answered_with_how_to_write_it(tmp_path, row, remedy):
+    chat = build_chat(tmp_path, QWEN)
+    with pytest.raises(UserError) as refused:
+        load(chat, write_rows(tmp_path / "r.jsonl", row))
+    assert remedy in str(refused.value)
 
 
 def test_tool_calls_train_where_the_template_writes_them(tmp_path):

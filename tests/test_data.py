@@ -48,6 +48,14 @@ def test_a_row_is_text_or_chat_and_keeps_every_other_field(tmp_path):
     assert [m["role"] for m in conversation.messages] == ["user", "assistant", "user"]
 
 
+def test_a_null_counts_as_absent_and_reaches_the_reward_function_under_other_names(tmp_path):
+    message = {"role": "user", "content": "x", "name": None}
+    row = {"prompt": None, "messages": [message], "completion": None, "tools": None, "tag": None}
+    (found,) = load(write_rows(tmp_path / "rows.jsonl", row))
+    assert found.messages == ({"role": "user", "content": "x"},)
+    assert found.fields == {"tag": None}
+
+
 def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "x"}]
     path = write_rows(tmp_path / "rows.jsonl", {"prompt": "x"}, {"messages": own})
@@ -72,6 +80,18 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
         ('{"messages": [{"role": "Human", "content": "x"}]}', "'Human', which must be 'user'"),
         ('{"messages": [{"role": "user", "content": "x", "tool_calls": "f"}]}', "no list of obj"),
         ('{"prompt": "x", "tools": [{"name": "f"}]}', "'tools' is not supported"),
+        ('{"problem": "x", "solution": "y"}', "rename 'problem' to 'prompt'; other entries reach"),
+        ('{"text": "x"}', "it has text; texts are for run_sft.py."),
+        ('{"chosen": "x", "rejected": "y"}', "; pairs are for run_dpo.py and run_rm.py."),
+        ('{"prompt": "x", "messages": [{}]}', "it has prompt, messages; take one of them out."),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            "ends with the one to answer; leave out the assistant's last message.",
+        ),
+        (
+            '{"conversations": [{"from": "human", "value": "x"}]}',
+            "'value' to 'content' and leave out the assistant's last one.",
+        ),
         ('{"prompt": "x", "prompt": "y"}', "line 2: not JSON ('prompt' is given twice)"),
         ('{"prompt": "x", "n": {"k": 1, "k": 2}}', "line 2: not JSON ('k' is given twice)"),
         ('{"prompt": "x", "n": NaN}', "line 2: not JSON (NaN is no JSON number; write null)"),

@@ -47,8 +47,13 @@ def check_choice(folders: Sequence[Path], choice: str, schema: type) -> None:
 
 def schema_of(folders: Sequence[Path], config_name: str) -> type[TrainingRunConfig]:
     """The schema that a YAML file's ``defaults`` name; that of GRPO if none can be read there."""
-    names = (config_name, *_bases(folders, config_name, ()))
-    return next((SCHEMAS[name] for name in names if name in SCHEMAS), SCHEMAS["grpo_schema"])
+    names = schema_names(folders, config_name)
+    return SCHEMAS[names[0] if names else "grpo_schema"]
+
+
+def schema_names(folders: Sequence[Path], config_name: str) -> list[str]:
+    """Names of the schemas that a YAML file is based on."""
+    return [n for n in (config_name, *_bases(folders, config_name, ())) if n in SCHEMAS]
 
 
 def _bases(folders: Sequence[Path], name: str, below: tuple[str, ...]) -> Iterator[str]:

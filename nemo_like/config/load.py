@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.config.checks import check
-from nemo_like.config.config_files import check_choice, check_config_files, schema_of
+from nemo_like.config.config_files import (
+    check_choice,
+    check_config_files,
+    schema_names,
+    schema_of,
+)
 from nemo_like.config.keys import did_you_mean
 from nemo_like.config.overrides import accept_free_keys, check_overrides
 from nemo_like.config.run_schema import TrainingRunConfig
@@ -28,11 +33,14 @@ from nemo_like.config.schemas import SCHEMAS
 from nemo_like.errors import UserError
 
 
-def register() -> None:
-    """Make the schemas known to Hydra as the base of every YAML file."""
+def register(names: Iterable[str] = SCHEMAS) -> None:
+    """Make schemas known to Hydra as the base of YAML files.
+
+    Hydra copies all that it knows whenever it looks into a folder, so that few are faster.
+    """
     store = ConfigStore.instance()
-    for name, schema in SCHEMAS.items():
-        store.store(name=name, node=schema)
+    for name in names:
+        store.store(name=name, node=SCHEMAS[name])
 
 
 def load(raw: DictConfig, *, files_are_here: bool = True, runs: bool = True) -> Any:
@@ -92,9 +100,9 @@ def compose_job(
 
     ``extra_dir`` is searched after ``config_dir``, like Hydra's ``--config-dir``.
     """
-    register()
     folders = [config_dir] + ([extra_dir] if extra_dir else [])
     check_config_files(folders, config_name)
+    register(schema_names(folders, config_name))
     schema = schema_of(folders, config_name)
     check_overrides(overrides, schema)
     try:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from nemo_like.data.datasets import Message
 from nemo_like.data.end_tokens import end_token_ids
 from nemo_like.data.lost_text import (
     refuse_losses,
@@ -21,6 +20,7 @@ from nemo_like.data.lost_text import (
     refuse_unasked_header,
     turn_marks,
 )
+from nemo_like.data.messages import Message
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ Functions raise UserError without the row's name.
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from nemo_like.data.datasets import Message
+from nemo_like.data.messages import Message
 from nemo_like.errors import UserError
 
 REASONING = ("reasoning_content", "reasoning", "thinking")

@@ -10,8 +10,9 @@ from nemo_like.config.choices import Dtype
 from nemo_like.config.data_schema import TrainOn
 from nemo_like.config.file_checks import GRADER_KEY, check_scores
 from nemo_like.config.rollout_schema import GradingModelConfig
-from nemo_like.data.chat import ChatTokenizer, Message
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation, encode
+from nemo_like.data.messages import Message
 from nemo_like.data.token_rows import TokenRow
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
