@@ -1,23 +1,29 @@
 """Prompts: rendered once and the same way everywhere, in an order that can be continued."""
 
 import json
+import shutil
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from nemo_like.algorithms import evaluation, text_rows
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.setup import prepare
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.config.choices import OverlongPrompts
 from nemo_like.config.load import compose_config
-from nemo_like.config.rollout_schema import DataConfig
+from nemo_like.config.rollout_schema import DataConfig, EnvironmentConfig, GradingModelConfig
+from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
 from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
+from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, merge
+from nemo_like.rollout import graders
+from tests.chat_templates import QWEN, QWEN3, build_chat, tokenizer_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -54,6 +60,90 @@ def test_a_null_counts_as_absent_and_reaches_the_reward_function_under_other_nam
     (found,) = load(write_rows(tmp_path / "rows.jsonl", row))
     assert found.messages == ({"role": "user", "content": "x"},)
     assert found.fields == {"tag": None}
+
+
+ROW = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("switch", "sentence"),
+    [
+        (
+            "enable_thinkin",
+            r"^data\.template_switches\.enable_thinkin is no switch of the model's "
+            r"chat template; did you mean enable_thinking\?",
+        ),
+        ("content", r"did you mean enable_thinking\?"),  # the template sets it itself
+        ("messages", r"did you mean enable_thinking\?"),  # transformers does
+    ],
+)
+def test_a_switch_that_the_template_lacks_is_answered_with_those_it_has(tmp_path, switch, sentence):
+    with pytest.raises(UserError, match=sentence):
+        build_chat(tmp_path, QWEN3, **{switch: True})
+    with pytest.raises(UserError, match=r"x is no switch .* template; it has none, so leave it"):
+        build_chat(tmp_path, QWEN, x=True)
+    sets = "{% if not think is defined %}{% set think = true %}{% endif %}{% if think %}{% endif %}"
+    build_chat(tmp_path, sets + QWEN, think=False)
+
+
+def test_template_switches_reach_every_text_that_is_rendered(tmp_path):
+    """Prompts of training and evaluation, conversations and pairs."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("embedded"), folder)
+    (folder / "chat_template.jinja").write_text(QWEN3)
+    rows = write_rows(tmp_path / "p.jsonl", *prompts(8))
+    texts = write_rows(tmp_path / "t.jsonl", {"messages": [ROW, {**ROW, "role": "assistant"}]})
+    pairs = write_rows(tmp_path / "d.jsonl", {"prompt": "x", "chosen": "y", "rejected": "z"})
+    block = tokenizer_of(folder)("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"]
+
+    def config(name, *overrides):
+        told = [f"policy.model={folder}", "data.template_switches.enable_thinking=false"]
+        return compose_config(CONFIGS, name, [*overrides, *told])
+
+    def asks_with_block(ids):
+        return list(ids[-len(block) :]) == block
+
+    grpo = config("grpo", f"data.train={rows}", "environment.reward=math")
+    prepared = prepare(grpo, read_rows(grpo), str(folder))
+    assert [asks_with_block(row.prompt_ids) for row in prepared.loader.next_rows(8)] == [True] * 8
+    measured = config("eval", f"data.validation={rows}", "environment.reward=math")
+    held_out = evaluation.prepare(measured, read_rows(measured), str(folder)).validation_rows
+    assert [asks_with_block(row.prompt_ids) for row in held_out] == [True] * 8
+    for name, source, reader in (
+        ("sft", texts, conversations.load),
+        ("dpo", pairs, preferences.load),
+        ("rm", pairs, preferences.load),
+    ):
+        found = text_rows.prepare(config(name, f"data.train={source}"), reader, str(folder))
+        mask = found.train.tokens["loss_mask"].tolist()
+        assert asks_with_block(found.train.tokens["input_ids"][: mask.index(True)].tolist())
+
+
+def test_a_grader_is_told_what_its_own_template_knows_unless_it_is_told_otherwise(tmp_path):
+    folder = tmp_path / "scores"
+    shutil.copytree(resolve_model("embedded"), folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(QWEN3)
+
+    def told(**own):
+        model = GradingModelConfig(model=str(folder), template_switches=own)
+        environment = EnvironmentConfig(reward="reward_model", reward_model=model)
+        switches = {"enable_thinking": False, "date": "today"}
+        return graders.for_other_folders(environment, switches).reward_model.template_switches
+
+    assert told() == {"enable_thinking": False}
+    assert told(enable_thinking=True) == {"enable_thinking": True}
+    key = r"environment\.reward_model\.template_switches\.date"
+    with pytest.raises(UserError, match=f"^{key} is no switch of the model's chat template"):
+        told(date="today")
+
+
+@pytest.mark.parametrize("value", ["null", "[1]", "{a: 1}"])
+def test_a_switch_is_yes_or_no_a_number_or_text(value):
+    with pytest.raises(UserError, match=r"data\.template_switches\.x=.* must be true, false, a nu"):
+        compose_config(CONFIGS, "sft", [f"data.template_switches.x={value}"])
 
 
 def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):

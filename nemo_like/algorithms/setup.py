@@ -73,7 +73,7 @@ class Setup:
 
 def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
     """Render and check every prompt; raises UserError."""
-    chat = ChatTokenizer(model_path)
+    chat = ChatTokenizer(model_path, config.data.template_switches)
     check_stop_ids(config, chat)
     most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)
     is_longer = most_new > config.generation.max_new_tokens
@@ -243,7 +243,7 @@ def _rollout_setup(
     return RolloutSetup(
         backend=config.generation.backend,
         engine=engine_config(config, processes.model_path, prepared.max_model_len, plan),
-        environment=graders.for_other_folders(config.environment),
+        environment=graders.for_other_folders(config.environment, config.data.template_switches),
         trajectories_path=str(run.dir / "trajectories.jsonl"),
         resumed_step=run.first_step,
     )

@@ -103,7 +103,7 @@ def prepare(
     passes = config.passes
     train, held_out = load(
         value_of(config, "data"),
-        ChatTokenizer(model_path),
+        ChatTokenizer(model_path, value_of(config, "data.template_switches")),
         micro_batch_tokens=config.policy.micro_batch_tokens,
         context=context_length(model_path),
         seed=config.run.seed,

@@ -31,6 +31,7 @@ from nemo_like.config.rules import (
     check_finite,
     check_ranges,
     check_values,
+    value_of,
 )
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import (
@@ -73,6 +74,7 @@ def check(config: TrainingRunConfig, *, files_are_here: bool = True, runs: bool 
     ``runs`` is false where the run is only planned, for which models need no tokenizer.
     """
     check_values(config)
+    _check_switches(config)
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
     if isinstance(config, RolloutRunConfig):
@@ -110,6 +112,20 @@ def check(config: TrainingRunConfig, *, files_are_here: bool = True, runs: bool 
     check_slurm(config)
     if files_are_here:
         check_files(config, runs=runs)
+
+
+def _check_switches(config: TrainingRunConfig) -> None:
+    """A template is told words, numbers and yes or no."""
+    keys = ["data.template_switches"]
+    if isinstance(config, RolloutRunConfig):
+        keys.append("environment.reward_model.template_switches")
+    for key in keys:
+        for name, value in value_of(config, key).items():
+            if not isinstance(value, bool | int | float | str):
+                raise UserError(
+                    f"{key}.{name}={'null' if value is None else value} must be true, false, a "
+                    "number or text."
+                )
 
 
 def _check_passes(config: TextRunConfig) -> None:

@@ -46,6 +46,10 @@ class TextDataConfig:
     """Rows generated for validation (reasoning_gym)."""
     system_prompt: str | None = None
     """System message put before conversations that have none. None: no system message."""
+    template_switches: dict[str, Any] = field(default_factory=dict)
+    """What the model's chat template is told beside the messages, ``{name: value}``, such as
+    ``{enable_thinking: false}``: the same for every conversation. A name that the template does not
+    look at is refused."""
     shuffle: bool = True
     """New order every epoch, derived from ``run.seed``."""
     max_length: int | None = None

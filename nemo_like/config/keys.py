@@ -7,7 +7,12 @@ from enum import StrEnum
 from typing import Any, get_args, get_origin
 
 # Dictionaries that take any key.
-FREE_DICTS = ("generation.engine_kwargs", "data.tasks")
+FREE_DICTS = (
+    "generation.engine_kwargs",
+    "data.tasks",
+    "data.template_switches",
+    "environment.reward_model.template_switches",
+)
 
 
 def kinds_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

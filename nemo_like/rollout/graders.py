@@ -4,9 +4,10 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from nemo_like.config.file_checks import GRADER_KEY, REWARD_MODEL
-from nemo_like.config.rollout_schema import EnvironmentConfig
+from nemo_like.config.rollout_schema import EnvironmentConfig, GradingModelConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.environments.grading_pool import GradingPool
@@ -29,7 +30,7 @@ def check_reward_model(
     """
     if environment.reward != REWARD_MODEL:
         return
-    config = environment.reward_model
+    config = _with_switches(environment.reward_model, chat.switches)
     text = RewardText(config)
     for key, rows in rows_of.items():
         for row in rows[:1]:  # for all of them, each grade checks its own
@@ -52,12 +53,26 @@ def check_reward_model(
     )
 
 
-def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
-    """The same for a process that works in another folder."""
+def for_other_folders(
+    environment: EnvironmentConfig, switches: Mapping[str, Any]
+) -> EnvironmentConfig:
+    """The same for a process that works in another folder and does not know the rest.
+
+    ``switches``: what the policy's template is told.
+    """
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
+        model = _with_switches(model, switches)
         model = replace(model, model=str(RewardText(model).folder))
     return replace(environment, reward=absolute_reward(environment.reward), reward_model=model)
+
+
+def _with_switches(model: GradingModelConfig, policys: Mapping[str, Any]) -> GradingModelConfig:
+    """What a reward model's own template is told, if nothing else is: what it knows of these."""
+    if model.template_switches or not policys:
+        return model
+    known = RewardText(model).chat.known_switches
+    return replace(model, template_switches={k: v for k, v in policys.items() if k in known})
 
 
 def start_pool(environment: EnvironmentConfig) -> GradingPool:

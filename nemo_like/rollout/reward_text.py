@@ -18,6 +18,8 @@ from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
 from nemo_like.models.resolve import resolve_model
 
+GRADER_SWITCHES = "environment.reward_model.template_switches"
+
 
 class RewardText:
     """A reward model's folder: its tokenizer, chat template and context, without its weights."""
@@ -27,7 +29,7 @@ class RewardText:
         assert config.model is not None
         self.folder = resolve_model(config.model, GRADER_KEY)
         check_scores(self.folder)
-        self.chat = ChatTokenizer(str(self.folder))
+        self.chat = ChatTokenizer(str(self.folder), config.template_switches, GRADER_SWITCHES)
         self._context = context_length(str(self.folder))
 
     def encode(self, messages: Sequence[Message], completion: str) -> TokenRow:
