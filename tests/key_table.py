@@ -133,6 +133,10 @@ ANY_RUN = [
         "logging.wandb_project=mine",
         beside="logging.wandb=offline",
     ),
+    *proven(
+        "tests/test_data.py::test_template_switches_reach_every_text_that_is_rendered",
+        "data.template_switches={{think: false}}",
+    ),
     *seen(placed, "policy.parallel.replicate_size=2", beside=_RANKS),
     *seen(placed, "policy.mesh_shape=[[2,2],[replicate,fsdp]]", beside=_RANKS),
 ]
@@ -286,6 +290,12 @@ ENGINES = [
     *seen(started, "environment.reward_model.dtype=bfloat16", beside=_SCORED),
     *seen(started, "environment.reward_model.num_threads=2", beside=_SCORED),
     *seen(started, "environment.reward_model.rows_at_once=2", beside=_SCORED),
+    *proven(
+        "tests/test_data.py::"
+        "test_a_grader_is_told_what_its_own_template_knows_unless_it_is_told_otherwise",
+        "environment.reward_model.template_switches={{think: false}}",
+        beside=_SCORED,
+    ),
 ]
 ROLLOUTS = [
     *TRAINING,

@@ -76,8 +76,8 @@ class SFTDataConfig(TextDataConfig):
     ``<answer>…</answer>`` that its reward asks for."""
     train_on: TrainOn = TrainOn.assistant
     """``assistant``: every turn of the assistant (of the completion, where a row has one), from its
-    first token to the one that ends it; ``last_assistant``: the last of them; ``all``: every
-    token."""
+    first token to the one that ends it, without an empty block of thinking that only the template
+    wrote; ``last_assistant``: the last of them; ``all``: every token."""
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,8 @@ class PreferenceDataConfig(TextDataConfig):
 
     A .jsonl row has ``prompt``, ``chosen`` and ``rejected`` (text, or messages); or the latter two
     alone, as messages whose common beginning is the prompt; or ``prompt``, two ``completions`` and
-    their ``ranks``, of which the lower is chosen.
+    their ``ranks``, of which the lower is chosen. With ``prompt``, the two may also be whole
+    conversations that begin with it.
     """
 
     train: str = "reasoning_gym"
