@@ -175,6 +175,10 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
         ('{"chosen": "x", "rejected": "y"}', "; pairs are for run_dpo.py and run_rm.py."),
         ('{"prompt": "x", "messages": [{}]}', "it has prompt, messages; take one of them out."),
         (
+            '{"prompt": "x", "messages": [{"role": "assistant"}]}',
+            "; take 'messages' out, which has",
+        ),
+        (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
             "ends with the one to answer; leave out the assistant's last message.",
         ),

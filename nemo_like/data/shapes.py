@@ -25,6 +25,7 @@ _QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
 _MORE = ("input", "context")
 _ANSWERS = ("completion", "output", "response", "solution", "answer")
 _WITHOUT_ANSWER = "rows without an answer are for runs that sample, such as run_grpo.py"
+_ONE = "take one of them out"
 _SHAREGPT = ("from", "value")
 
 
@@ -133,7 +134,7 @@ def _pairs(record: Mapping[str, Any]) -> str:
 
 def _prompts(record: Mapping[str, Any]) -> str:
     if "prompt" in record and "messages" in record:
-        return "take one of them out"
+        return "take 'messages' out, which has the answer" if _ends(record) else _ONE
     if prompt := _prompt(record):
         return f"{prompt}; other entries reach the reward function under their own names"
     if "chosen" in record and "rejected" in record:
@@ -141,6 +142,13 @@ def _prompts(record: Mapping[str, Any]) -> str:
     if "text" in record:
         return "texts are for run_sft.py"
     return ""
+
+
+def _ends(record: Mapping[str, Any]) -> bool:
+    """Whether a row's messages end with an answer."""
+    messages = record["messages"]
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _prompt(record: Mapping[str, Any]) -> str:
