@@ -78,6 +78,7 @@ class ChatTokenizer:
         special = [token.content for token in added if token.special]
         self._marks, self._answer_marks = turn_marks(special, tokens, self._text)
         self._warned_of_end: set[int] = set()
+        self._empty_block = template_block(self._text)
         refuse_unasked_header(self._text)
 
     @property
@@ -180,11 +181,6 @@ class ChatTokenizer:
         except UserError:
             return True  # what can't be derived can't be compared: the template's word counts
         return self._mask(*marked) == self._mask(*derived)
-
-    @functools.cached_property
-    def _empty_block(self) -> str:
-        """See ``empty_blocks.template_block``."""
-        return template_block(self._text)
 
     def _as_taken(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with arguments of tool calls in the form that the template writes."""
