@@ -116,6 +116,10 @@ ANY_RUN = [
         "cluster.network_interface=eth0",
     ),
     *proven(
+        "tests/test_remote_code.py::test_code_of_a_model_is_refused_without_a_question",
+        "policy.trust_remote_code=true",
+    ),
+    *proven(
         f"{_HERE}limits_of_waits_end_a_run", "cluster.start_timeout_s=5", "cluster.call_timeout_s=5"
     ),
     *proven(

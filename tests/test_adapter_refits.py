@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.config.choices import AdapterRefit
 from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.vllm_engine import VLLMEngine
@@ -63,7 +64,7 @@ class AdapterCase(Case):
         dtype, num_ranks = getattr(torch, self.config.dtype), self.config.tensor_parallel_size
         buckets = plan_refit(self.config.model_path, dtype, self.lora, BUCKET_BYTES)
         if num_ranks == 1 and self.config.dtype == "float32":
-            sender = BroadcastSender(buckets, CPU, 1, TIMEOUT_S)
+            sender = BroadcastSender(listening_store("127.0.0.1", None), buckets, CPU, 1, TIMEOUT_S)
             self.senders, link = [sender], BroadcastLink("127.0.0.1", sender.port, 1, 2)
         else:
             self.senders = [IpcSender(buckets, CPU, 1, TIMEOUT_S) for _ in range(num_ranks)]

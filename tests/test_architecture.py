@@ -34,6 +34,7 @@ ONE_PLACE_ONLY = {
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
     "algorithms/run_folder.py",
+    "config/remote_code.py",
     "distributed/connection.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.protocol import (
@@ -110,7 +111,7 @@ class Case:
         buckets = plan_buckets(expected_tensors(self.config.model_path, dtype), BUCKET_BYTES)
         num_ranks = self.config.tensor_parallel_size
         if self.config.dtype == "float32" and num_ranks == 1:
-            sender = BroadcastSender(buckets, CPU, 1, TIMEOUT_S)
+            sender = BroadcastSender(listening_store("127.0.0.1", None), buckets, CPU, 1, TIMEOUT_S)
             self.senders = [sender]
             link = BroadcastLink("127.0.0.1", sender.port, 1, 2)
         else:  # One sender a rank, as on GPUs that policy and engine share.

@@ -261,8 +261,8 @@ def test_a_checkpoint_out_of_place_or_damaged_says_so(straight, tmp_path, local_
     (tmp_path / "x" / "config.yaml").write_text("reward_model: {}\npolicy: {model: embedded}\n")
     assert "a checkpoint of a reward model" in refusal(f"policy.model={alone}")
     (tmp_path / "x" / "config.yaml").write_text("policy: {model: embedded}\n")
-    (alone / "policy" / ".metadata").write_bytes(b"")
-    with pytest.raises(UserError, match=r"is damaged: policy/.metadata has changed"):
+    (alone / "policy" / "index.json").write_bytes(b"")
+    with pytest.raises(UserError, match=r"is damaged: policy/index.json has changed"):
         evaluate(tmp_path / "run", f"policy.model={alone}")
     with pytest.raises(UserError, match="is a checkpoint, not a model; give the folder final/"):
         compose_config(ROOT / "configs", "grpo", [f"policy.model={alone}"])

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError
 from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
 from nemo_like.weights.buckets import plan_buckets
@@ -32,7 +33,9 @@ def sender_and_links(kind, num_receivers):
     if kind == "ipc":
         sender = IpcSender(BUCKETS, CPU, num_receivers, TIMEOUT_S)
         return sender, [IpcLink((sender.address,))] * num_receivers
-    sender = BroadcastSender(BUCKETS, CPU, num_receivers, TIMEOUT_S)
+    sender = BroadcastSender(
+        listening_store("127.0.0.1", None), BUCKETS, CPU, num_receivers, TIMEOUT_S
+    )
     world = 1 + num_receivers
     links = [BroadcastLink("127.0.0.1", sender.port, 1 + i, world) for i in range(num_receivers)]
     return sender, links

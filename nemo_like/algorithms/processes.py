@@ -10,6 +10,7 @@ from nemo_like.algorithms.run import Run
 from nemo_like.config.file_checks import is_checkpoint, model_of_checkpoint
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.plan import plan_run
+from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.distributed.connection import connect
@@ -95,6 +96,7 @@ def check_folders(asked: Sequence[Pending[list[str]]]) -> None:
 
 def find_model(config: TrainingRunConfig) -> str:
     """The model's folder; raises UserError if it can't be laid out as configured."""
+    set_trust(config.policy.trust_remote_code)
     model = config.policy.model
     if isinstance(config, EvalRunConfig) and is_checkpoint(model):
         model = model_of_checkpoint(model)

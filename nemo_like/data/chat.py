@@ -8,11 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_like.data.empty_blocks import num_unwritten, template_block
-from nemo_like.data.end_tokens import end_token_ids
+from nemo_like.data.end_tokens import end_token_ids, load_tokenizer
 from nemo_like.data.lost_text import (
     refuse_losses,
     refuse_lost_reasoning,
@@ -54,7 +53,7 @@ class ChatTokenizer:
         Raises UserError if there is no such tokenizer, and for switches that its template lacks.
         """
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+            self._tokenizer = load_tokenizer(model_path)
         except (OSError, ValueError) as error:
             first_line = str(error).strip().splitlines()[0]
             raise UserError(

@@ -2,10 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
+from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
+
+
+def load_tokenizer(folder: Path | str) -> Any:
+    """A model folder's own."""
+    return AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trusts_code()
+    )
 
 
 def end_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
@@ -30,7 +39,7 @@ def padding_id(folder: Path, configured: int | None) -> int | None:
     transformers takes the score of a row at its last token that is no padding: with a padding that
     also ends rows, at the one before. Without any it takes the last, of one row at a time.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_tokenizer(folder)
     ends = end_token_ids(folder, tokenizer.eos_token_id)
     found = (one for one in (configured, tokenizer.pad_token_id) if one not in (None, *ends))
     return next(found, None)

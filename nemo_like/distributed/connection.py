@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import AuthenticationError
 
 from nemo_like.errors import RunError, UserError, exit_code
@@ -103,13 +104,29 @@ def _end_at_once(code: int) -> None:
 
 def _start() -> None:
     try:
-        ray.init(address="local", include_dashboard=False, **_QUIET)
+        with _on_loopback():
+            ray.init(address="local", include_dashboard=False, **_QUIET)
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         raise RunError(
             f"Ray could not be started on this machine: {_in_a_line(error)}; see that "
             "its folders can be written (~/.ray for its token; TMPDIR, or a short path in "
             "RAY_TMPDIR, for its sessions and their logs), and what the variables RAY_... say."
         ) from error
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Within, Ray starts with 127.0.0.1 for this node, which its processes then listen on alone.
+
+    It does so by itself on macOS and Windows; elsewhere its argument for the node's address refuses
+    loopback. (The variable that this constant is read from counts when ray is imported.)
+    """
+    was = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = was
 
 
 def _in_a_line(error: Exception) -> str:

@@ -52,6 +52,7 @@ def worker_contexts(
             address=of_rank[0].address,
             node_id=of_rank[0].node_id,
             environment=of_rank[0].environment,
+            listens_on=of_rank[0].listens_on,
             gpu_ids=tuple(bundle.gpu_id for bundle in of_rank if bundle.gpu_id is not None),
             log_dir=log_dir,
         )

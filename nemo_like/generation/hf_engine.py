@@ -9,14 +9,10 @@ import logging
 from collections.abc import Iterator, Sequence
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_like.config.remote_code import trusts_code
+from nemo_like.data.end_tokens import load_tokenizer
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.protocol import (
     Completion,
@@ -217,7 +213,7 @@ class HFEngine:
         stop = row.request.sampling.stop
         if not stop or row.finish_reason is FinishReason.stop:
             return
-        tokenizer = self._tokenizer or AutoTokenizer.from_pretrained(self._config.model_path)
+        tokenizer = self._tokenizer or load_tokenizer(self._config.model_path)
         self._tokenizer = tokenizer
         num_tokens = MAX_TOKENS_PER_CHARACTER * max(map(len, stop))
         tail = tokenizer.decode(row.token_ids[-num_tokens:], skip_special_tokens=False)
@@ -298,9 +294,11 @@ def _pad_left(prompts: Sequence[list[int]], device: str) -> tuple[torch.Tensor, 
 
 def _build_model(config: EngineConfig) -> PreTrainedModel:
     """Build the architecture with random weights, which the first refit replaces."""
-    architecture = AutoConfig.from_pretrained(config.model_path)
+    architecture = AutoConfig.from_pretrained(config.model_path, trust_remote_code=trusts_code())
     with torch.device(config.device):
-        model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
+        model = AutoModelForCausalLM.from_config(
+            architecture, dtype=getattr(torch, config.dtype), trust_remote_code=trusts_code()
+        )
         if config.lora is not None:
             inject_adapters(model, config.lora)
     return model.eval().requires_grad_(False)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nemo_like.config.lora_checks import ADAPTER_RANKS
+from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.weights.adapters import expected_adapters
@@ -26,6 +27,7 @@ OWNED_KEYS = (
     "data_parallel_size",
     "logprobs_mode",
     "load_format",
+    "trust_remote_code",
     "generation_config",
     "override_generation_config",
     "worker_extension_cls",
@@ -85,6 +87,7 @@ def engine_args(
         "dtype": config.dtype,
         "seed": config.seed,
         "max_model_len": config.max_model_len,
+        "trust_remote_code": trusts_code(),
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": config.max_num_seqs,
         "logprobs_mode": "processed_logprobs",

@@ -11,6 +11,7 @@ from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
 from nemo_like.config.plan import ResourcePlan, plan_run
+from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.config.step_time import predict_step
@@ -27,6 +28,7 @@ def run(arguments: Sequence[str]) -> None:
     """Print the plan of the configuration that ``arguments`` give; raises UserError."""
     parser = ConfigParser("plan", _USAGE, __doc__)
     config = parser.load(parser.parse_intermixed_args(arguments), runs=False)
+    set_trust(config.policy.trust_remote_code)
     model = config.policy.model
     if is_checkpoint(model):
         model = model_of_checkpoint(model)

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
+from nemo_like.models.own_code import refuse_code
 
 EMBEDDED = "embedded"
 SMOLLM2 = "smollm2"
@@ -16,7 +18,8 @@ def resolve_model(name: str, key: str = "policy.model", *, only_config: bool = F
     """The folder of ``embedded``, ``smollm2``, a path, or a hub name; ``key`` is for errors.
 
     ``only_config``: of a model of the hub, config.json is all that is downloaded.
-    Raises UserError, which names ``key``, if there is no such model.
+    Raises UserError, which names ``key``, if there is no such model, or if it needs code of its own
+    that the run does not trust.
     """
     if name == EMBEDDED:
         return Path(__file__).parent / "embedded"
@@ -25,9 +28,13 @@ def resolve_model(name: str, key: str = "policy.model", *, only_config: bool = F
 
         return smollm2_folder()
     if Path(name).expanduser().is_dir():
-        return Path(name).expanduser().resolve()
+        folder = Path(name).expanduser().resolve()
+        refuse_code(folder, key)
+        return folder
     if _HUB_NAME.fullmatch(name) and not name.startswith("."):
-        return _from_hub(name, key, _CONFIG if only_config else _FILES)
+        folder = _from_hub(name, key, _CONFIG if only_config else _FILES)
+        refuse_code(folder, key)
+        return folder
     raise UserError(
         f"{key}={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging "
         "Face format, or a hub name (organisation/model)."
@@ -37,6 +44,8 @@ def resolve_model(name: str, key: str = "policy.model", *, only_config: bool = F
 def _from_hub(name: str, key: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
+    if trusts_code():
+        patterns = [*patterns, "*.py"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the boundary of a network client with many kinds of failure

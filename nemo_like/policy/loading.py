@@ -27,6 +27,7 @@ from transformers.initialization import no_init_weights
 from nemo_like.config.choices import Batching, Offload, Output
 from nemo_like.config.layout import num_stages
 from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.file_errors import told_as
@@ -99,7 +100,12 @@ def _empty_model(path: str, config: PolicyConfig, output: Output) -> PreTrainedM
     kind, settings = model_class(path, output)
     with init_empty_weights(include_buffers=False):
         with no_init_weights():  # drawing none for the meta device takes a millisecond a tensor
-            model = kind.from_config(settings, dtype=torch.float32, attn_implementation=attention)
+            model = kind.from_config(
+                settings,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                trust_remote_code=trusts_code(),
+            )
         if config.lora.rank:
             add_adapters(model, config.lora)
     model.tie_weights()
@@ -112,7 +118,9 @@ def model_class(path: str, output: Output) -> tuple[Any, PreTrainedConfig]:
     Values are the one label of its model for sequence classification. Raises UserError if
     transformers has none for the architecture.
     """
-    settings = AutoConfig.from_pretrained(path, local_files_only=True)
+    settings = AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=trusts_code()
+    )
     if output is Output.logprobs:
         return AutoModelForCausalLM, settings
     if type(settings) not in AutoModelForSequenceClassification._model_mapping:
@@ -171,7 +179,11 @@ def _load_weights(model: LogprobModel, path: str) -> None:
     auto_class: Any = AutoModelForCausalLM  # whose types know nothing of output_loading_info
     with told_as(UserError, _UNREADABLE.format(path)):
         whole, found = auto_class.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            path,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trusts_code(),
         )
     # transformers would draw them at random.
     if lost := sorted(name for name in found["missing_keys"] if name in wanted):

@@ -73,7 +73,7 @@ class Policy:
         """Load the model on every rank, and compile it."""
         group = self.group.waiting(self._start_timeout_s)
         port = group.call_rank(0, PolicyWorker.open_store)
-        address = group.contexts[0].address
+        address = group.contexts[0].meeting_address
         unused, *_ = group.call(PolicyWorker.start, self._setup, address, port)
         if unused:
             logger.warning(

@@ -11,6 +11,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import Attention, Batching
 from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.calls import Call, Calls
@@ -71,8 +72,11 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
 
 def _load_config(path: str, config: PolicyConfig) -> PreTrainedConfig:
     try:
-        loaded = AutoConfig.from_pretrained(path, local_files_only=True)
-        if type(loaded) not in AutoModelForCausalLM._model_mapping:
+        loaded = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trusts_code()
+        )
+        own = "AutoModelForCausalLM" in getattr(loaded, "auto_map", ()) and trusts_code()
+        if not own and type(loaded) not in AutoModelForCausalLM._model_mapping:
             raise ValueError(f"{type(loaded).__name__} is no causal language model.")
     except (OSError, ValueError, ImportError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0]
@@ -115,7 +119,9 @@ def _twin(full: PreTrainedConfig) -> PreTrainedModel:
         setattr(text, name, value)
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
-    twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    twin = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=trusts_code()
+    ).eval()
     torch.random.set_rng_state(state)
     return twin
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict_loader as dcp_load
-import torch.distributed.checkpoint.state_dict_saver as dcp_save
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -28,6 +26,7 @@ from nemo_like.config.choices import Output
 from nemo_like.data.end_tokens import padding_id
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.adapters import sent_name
+from nemo_like.policy.checkpoint_files import read_sections, write_sections
 from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.file_errors import told_as
 from nemo_like.policy.loading import model_class, tied_names
@@ -136,7 +135,7 @@ def save_checkpoint(folder: Path, engine: TrainEngine) -> None:
     """Each rank writes its own shards of model and optimizer; collective."""
     engine.synchronize()
     with told_as(RunError, str(folder)):
-        dcp_save.save(_joined(engine, _stage_states(engine)), checkpoint_id=str(folder))
+        write_sections(folder, _joined(engine, _stage_states(engine)))
 
 
 def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
@@ -147,7 +146,7 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
     states = _stage_states(engine)
     loaded = _joined(engine, states)
     with told_as(UserError, _OTHER.format(folder)):
-        dcp_load.load(loaded, checkpoint_id=str(folder))
+        read_sections(folder, loaded)
     for state in states:
         set_state_dict(
             state.stage,
@@ -181,7 +180,7 @@ def load_weights(folder: Path, engine: TrainEngine) -> None:
     ]
     model = {_stored_name(stage, name): part[name] for stage, part in parts for name in part}
     with told_as(UserError, _OTHER.format(folder)):
-        dcp_load.load({"model": model}, checkpoint_id=str(folder))
+        read_sections(folder, {"model": model})
     for stage, part in parts:
         weights = {name: model[_stored_name(stage, name)] for name in part}
         set_model_state_dict(stage, weights, options=_strict_if_whole(engine))

@@ -19,6 +19,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.choices import KLEstimator, Transport
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
 from nemo_like.losses.mismatch import MismatchSums, gap_of_rows
@@ -110,7 +111,7 @@ class PolicyWorker(Worker):
 
     def open_store(self) -> int:
         """Rank 0: open the rendezvous on a port that the system picks and we keep."""
-        self._store = TCPStore("0.0.0.0", 0, self.context.world_size, True, wait_for_workers=False)
+        self._store = listening_store(self.context.listens_on, self.context.world_size)
         return self._store.port
 
     def start(self, setup: PolicySetup, address: str, port: int) -> list[str]:
@@ -265,7 +266,8 @@ class PolicyWorker(Worker):
             sender = IpcSender(buckets, self._device, num_receivers, timeout_s)
             self._sender = sender
             return SenderAddress(buckets=told, ipc=sender.address)
-        broadcast = BroadcastSender(buckets, self._device, num_receivers, timeout_s)
+        store = listening_store(self.context.listens_on, None, timedelta(seconds=timeout_s))
+        broadcast = BroadcastSender(store, buckets, self._device, num_receivers, timeout_s)
         self._sender = broadcast
         return SenderAddress(buckets=told, port=broadcast.port)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from nemo_like.config.file_checks import GRADER_KEY, REWARD_MODEL
+from nemo_like.config.remote_code import TRUSTED, trusts_code
 from nemo_like.config.rollout_schema import EnvironmentConfig, GradingModelConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
@@ -84,7 +85,7 @@ def start_pool(environment: EnvironmentConfig) -> GradingPool:
             num_processes=environment.num_processes,
         )
     return GradingPool(
-        json.dumps(asdict(environment.reward_model)),
+        json.dumps(asdict(environment.reward_model) | {TRUSTED: trusts_code()}),
         timeout_s=environment.timeout_s,
         num_processes=environment.num_processes,
         module="nemo_like.rollout.reward_model",

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from nemo_like.config.choices import Batching, Dtype
 from nemo_like.config.file_checks import GRADER_KEY
+from nemo_like.config.remote_code import TRUSTED, set_trust, trusts_code
 from nemo_like.config.rollout_schema import GradingModelConfig
 from nemo_like.data.token_rows import TokenRow, collate
 from nemo_like.environments.grading_process import Grader, serve, to_verdict
@@ -44,6 +45,7 @@ class RewardModel:
                 dtype="auto" if config.dtype is None else getattr(torch, config.dtype.value),
                 local_files_only=True,
                 output_loading_info=True,
+                trust_remote_code=trusts_code(),
             )
         except (OSError, ValueError, RuntimeError) as error:
             first_line = str(error).strip().splitlines()[0]
@@ -101,8 +103,10 @@ class RewardModel:
 
 
 def load(spec: str) -> Grader:
-    """``spec``: a ``GradingModelConfig`` as JSON."""
-    config = GradingModelConfig(**json.loads(spec))
+    """``spec``: a ``GradingModelConfig`` as JSON, and beside it whether its code is trusted."""
+    settings = json.loads(spec)
+    set_trust(settings.pop(TRUSTED))
+    config = GradingModelConfig(**settings)
     config.dtype = None if config.dtype is None else Dtype(config.dtype)
     torch.set_num_threads(config.num_threads)
     disable_progress_bar()

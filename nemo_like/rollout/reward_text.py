@@ -9,6 +9,7 @@ from nemo_like.config.activation_memory import BYTES, FLOAT32
 from nemo_like.config.choices import Dtype
 from nemo_like.config.data_schema import TrainOn
 from nemo_like.config.file_checks import GRADER_KEY, check_scores
+from nemo_like.config.remote_code import trusts_code
 from nemo_like.config.rollout_schema import GradingModelConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation, encode
@@ -54,5 +55,7 @@ class RewardText:
         stored = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         if dtype is None:
             return stored
-        own = AutoConfig.from_pretrained(self.folder, local_files_only=True).dtype
+        own = AutoConfig.from_pretrained(
+            self.folder, local_files_only=True, trust_remote_code=trusts_code()
+        ).dtype
         return stored * BYTES[dtype] // (own.itemsize if isinstance(own, torch.dtype) else FLOAT32)

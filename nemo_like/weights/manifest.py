@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import RunError
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
@@ -38,9 +39,11 @@ def expected_tensors(model_path: str, dtype: torch.dtype) -> dict[str, TensorSpe
 
 def empty_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The architecture without memory for its tensors."""
-    config = AutoConfig.from_pretrained(model_path)
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trusts_code())
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trusts_code()
+        )
 
 
 def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
