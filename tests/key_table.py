@@ -278,6 +278,7 @@ _FILE = (
     "data.num_validation_rows=256",
     "environment.reward=math",
 )
+_OWN = "environment.reward=json.dumps"
 _SCORED = "environment.reward=reward_model environment.reward_model.model={scores}"
 ENGINES = [
     *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),
@@ -289,7 +290,10 @@ ENGINES = [
     Seen("data.validation={prompts}", (), read, _FILE[2:]),
     *seen(read, "data.tasks={{gcd: {{}}}}", "data.num_validation_rows=8", "data.system_prompt=Hi"),
     *seen(started, "environment.reward=math", "environment.timeout_s=3"),
-    *seen(started, "environment.num_processes=2"),
+    *seen(started, "environment.num_processes=2", "environment.process_memory_gib=2"),
+    *seen(started, "environment.rows_at_once=8", beside=_OWN),
+    *seen(started, "environment.pass_variables=[JUDGE_KEY]", beside=_OWN),
+    *refused("not a function of your own", "environment.rows_at_once=8"),
     *seen(started, "environment.reward_model.model={other_scores}", beside=_SCORED),
     *seen(started, "environment.reward_model.dtype=bfloat16", beside=_SCORED),
     *seen(started, "environment.reward_model.num_threads=2", beside=_SCORED),

@@ -244,6 +244,7 @@ def _rollout_setup(
         backend=config.generation.backend,
         engine=engine_config(config, processes.model_path, prepared.max_model_len, plan),
         environment=graders.for_other_folders(config.environment, config.data.template_switches),
+        engines_per_node=plan.engines_per_node,
         trajectories_path=str(run.dir / "trajectories.jsonl"),
         resumed_step=run.first_step,
     )

@@ -1,5 +1,6 @@
 """How many bundles on how many nodes, and who works in which: arithmetic, without Ray."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,11 @@ class ResourcePlan:
     def node_of(self, bundle: int) -> int:
         """Index of the node that holds ``bundle``."""
         return bundle // self.bundles_per_node[0]  # all nodes have the same number
+
+    @property
+    def engines_per_node(self) -> int:
+        """Most generation replicas that any node leads."""
+        return max(Counter(self.node_of(replica[0]) for replica in self.generation).values())
 
     @property
     def node_resources(self) -> dict[str, float]:

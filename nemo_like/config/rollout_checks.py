@@ -1,7 +1,9 @@
 """Rules of runs that sample completions: batch sizes, engines, validation."""
 
+import re
+
 from nemo_like.config.choices import Backend, Baseline
-from nemo_like.config.file_checks import REASONING_GYM, REWARD_MODEL
+from nemo_like.config.file_checks import BUILT_IN_REWARDS, REASONING_GYM, REWARD_MODEL
 from nemo_like.config.loss_checks import check_loss
 from nemo_like.config.plan import plan_run, refit_transport
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges, value_of
@@ -22,6 +24,7 @@ _RANGES = Ranges(
         "data.num_train_rows": 1,
         "data.num_validation_rows": 1,
         "environment.num_processes": 1,
+        "environment.rows_at_once": 1,
         "environment.reward_model.num_threads": 1,
         "environment.reward_model.rows_at_once": 1,
         "validation.every_steps": 0,
@@ -34,6 +37,7 @@ _RANGES = Ranges(
         "generation.temperature",
         "mismatch.max_mean_abs",
         "environment.timeout_s",
+        "environment.process_memory_gib",
         "validation.top_p",
     ),
     at_most={"validation.top_p": 1},
@@ -44,6 +48,7 @@ _RANGES = Ranges(
 )
 
 _VLLM_LOWEST = 0.01
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GRPO_RANGES = Ranges(at_least={"grpo.max_sampling_rounds": 2})
 
 
@@ -57,6 +62,13 @@ def check_rollouts(config: RolloutRunConfig) -> None:
     check_ranges(config, Ranges(at_least={f"{config.section}.{name}": 1 for name in names}))
     check_ranges(config, _RANGES)
     check_effects(config, _EFFECTS)
+    for name in config.environment.pass_variables:
+        if not _VARIABLE.fullmatch(name):  # which may hold a secret, and is not shown
+            raise UserError(
+                f"environment.pass_variables: an entry of {len(name)} characters is no name of an "
+                "environment variable; list names alone, as in [OPENAI_API_KEY], and export their "
+                "values."
+            )
     for token in config.generation.stop_token_ids:
         if token < 0:
             raise UserError(f"generation.stop_token_ids: {token} is no token's id; leave it out.")
@@ -167,6 +179,11 @@ _EFFECTS = (
         keys=("environment.reward_model",),
         applies=lambda c: c.environment.reward == REWARD_MODEL,
         why_not=f"environment.reward is not {REWARD_MODEL}",
+    ),
+    Effect(
+        keys=("environment.rows_at_once", "environment.pass_variables"),
+        applies=lambda c: c.environment.reward not in BUILT_IN_REWARDS,
+        why_not="environment.reward is not a function of your own",
     ),
     Effect(
         keys=("generation.engine_kwargs", "generation.tensor_parallel_size"),

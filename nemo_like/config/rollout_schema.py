@@ -134,6 +134,16 @@ class EnvironmentConfig:
     """Seconds that one completion may take to grade; after them its row is masked and counted."""
     num_processes: int = 1
     """Grading processes beside each generation worker."""
+    rows_at_once: int = 32
+    """Completions that each grading process grades at once where the reward function is an ``async
+    def``: on one event loop that lives as long as the process. Others grade one after the other."""
+    process_memory_gib: float | None = None
+    """GiB of data that each grading process may hold; a process that keeps half of them is
+    replaced. None: half of the node's memory, shared by all of the run's on that node."""
+    pass_variables: list[str] = field(default_factory=list)
+    """Names of environment variables that the reward function needs, such as
+    ``[OPENAI_API_KEY]``. It gets those for programs, folders, languages, threads, caches and
+    proxies (``nemo_like/environments/variables.py``), and no others."""
     reward_model: GradingModelConfig = field(default_factory=GradingModelConfig)
 
 

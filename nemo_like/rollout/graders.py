@@ -11,7 +11,7 @@ from nemo_like.config.remote_code import TRUSTED, trusts_code
 from nemo_like.config.rollout_schema import EnvironmentConfig, GradingModelConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
-from nemo_like.environments.grading_pool import GradingPool
+from nemo_like.environments.grading_pool import GradingPool, memory_share
 from nemo_like.environments.rewards import absolute_reward
 from nemo_like.errors import UserError
 from nemo_like.rollout.reward_text import RewardText
@@ -76,19 +76,38 @@ def _with_switches(model: GradingModelConfig, policys: Mapping[str, Any]) -> Gra
     return replace(model, template_switches={k: v for k, v in policys.items() if k in known})
 
 
-def start_pool(environment: EnvironmentConfig) -> GradingPool:
-    """Grading processes that are ready; UserError says why they are not."""
-    if environment.reward != REWARD_MODEL:
+def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> GradingPool:
+    """Grading processes that are ready; UserError says why they are not.
+
+    ``engines_per_node``: engines that have such processes on one node, and share its memory.
+    """
+    gib = environment.process_memory_gib
+    num_processes = environment.num_processes
+    limit = memory_share(num_processes * engines_per_node) if gib is None else int(gib * _GIB)
+    if environment.reward == REWARD_MODEL:
         return GradingPool(
-            environment.reward,
+            json.dumps(asdict(environment.reward_model) | {TRUSTED: trusts_code()}),
             timeout_s=environment.timeout_s,
-            num_processes=environment.num_processes,
+            num_processes=num_processes,
+            memory_limit_bytes=limit,
+            module="nemo_like.rollout.reward_model",
+            rows_at_once=environment.reward_model.rows_at_once,
+            most_rows=None,  # another would round the scores of known texts otherwise
+            start_timeout_s=_LOAD_TIMEOUT_S,
         )
-    return GradingPool(
-        json.dumps(asdict(environment.reward_model) | {TRUSTED: trusts_code()}),
+    pool = GradingPool(
+        environment.reward,
         timeout_s=environment.timeout_s,
-        num_processes=environment.num_processes,
-        module="nemo_like.rollout.reward_model",
-        rows_at_once=environment.reward_model.rows_at_once,
-        start_timeout_s=_LOAD_TIMEOUT_S,
+        num_processes=num_processes,
+        memory_limit_bytes=limit,
+        pass_variables=environment.pass_variables,
+        concurrency=environment.rows_at_once,
     )
+    if not pool.is_concurrent and environment.rows_at_once != EnvironmentConfig().rows_at_once:
+        pool.shutdown()
+        raise UserError(
+            f"environment.rows_at_once={environment.rows_at_once} would have no effect: "
+            f"{environment.reward} is no async def, and grades one completion after the other; "
+            "leave it out, or set environment.num_processes."
+        )
+    return pool
