@@ -470,6 +470,19 @@ def test_a_frame_that_is_none_costs_the_rows_that_the_process_holds(judges):
     assert grade(judges, "x")[0].reward == 1.0
 
 
+def test_a_pool_works_where_another_loop_is_the_default(reward_file):
+    """Ray makes uvloop's the default in its workers."""
+    uvloop = pytest.importorskip("uvloop")
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    try:
+        pool = GradingPool(f"{reward_file}:by_completion")
+        assert grade(pool, "good")[0].reward == 1.0
+        pool.shutdown()
+    finally:
+        asyncio.set_event_loop_policy(before)
+
+
 def test_plain_functions_may_run_a_loop_or_return_an_awaitable(pool):
     assert [g.reward for g in grade(pool, "loop", "awaitable", "loop")] == [0.5, 0.75, 0.5]
 

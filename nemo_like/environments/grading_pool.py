@@ -87,7 +87,7 @@ class GradingPool:
         self._waiting: deque[_WaitingRow] = deque()
         self._is_shut_down = False
         self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()  # not uvloop, which Ray makes the default
         self._thread = threading.Thread(
             target=self._loop.run_forever, daemon=True, name="grading-pool"
         )
@@ -135,10 +135,11 @@ class GradingPool:
 
     async def _end(self) -> None:
         for row in self._waiting:
-            row.verdict.set_result(failed(_SHUT_DOWN))
+            if row.verdict.set_running_or_notify_cancel():
+                row.verdict.set_result(failed(_SHUT_DOWN))
         self._waiting.clear()
         await asyncio.gather(*(lane.end() for lane in self._lanes))
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._loop.shutdown_default_executor()
 
     def _add(self, row: "_WaitingRow") -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from nemo_like.environments.frames import (
     MOST_VERDICT_BYTES,
@@ -85,6 +85,7 @@ class GradingProcess(asyncio.Protocol):
         self._ready_by = time.monotonic() + settings.start_timeout_s
         self._transport: asyncio.Transport | None = None
         self._lost: str | None = None
+        self._is_ready = False
         self._is_retired = False
         self._num_graded = 0
         self._first_bytes: int | None = None
@@ -112,6 +113,8 @@ class GradingProcess(asyncio.Protocol):
 
     async def wait_until_ready(self) -> None:
         """Return when the reward is loaded; UserError if it never will be."""
+        if self._is_ready:
+            return
         what = f"environment.reward={self._settings.reward}"
         try:
             async with asyncio.timeout(self._ready_by - time.monotonic()):
@@ -125,6 +128,7 @@ class GradingProcess(asyncio.Protocol):
         if complaint is not None:
             self.lose(complaint)
             raise UserError(with_hint(complaint, self._settings.withheld))
+        self._is_ready = True
 
     @property
     def is_usable(self) -> bool:
@@ -190,8 +194,7 @@ class GradingProcess(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio, whenever the process has written something."""
@@ -215,7 +218,9 @@ class GradingProcess(asyncio.Protocol):
         row_id, verdict = read_verdict(payload)
         if row_id not in self._in_flight:
             raise FrameError("a verdict on a row that it does not hold")
-        self._in_flight.pop(row_id).set_result(verdict)
+        waiting = self._in_flight.pop(row_id)
+        if not waiting.done():  # its time may just be over
+            waiting.set_result(verdict)
 
     async def _lose_ended(self) -> None:
         deadline = time.monotonic() + EXIT_GRACE_S
@@ -238,7 +243,7 @@ class GradingProcess(asyncio.Protocol):
         if self._first_bytes is None:
             self._first_bytes = held
         share = GROWTH_SHARE_BUSY if self._in_flight else GROWTH_SHARE
-        if held - self._first_bytes > share * (limit - self._first_bytes):
+        if held - self._first_bytes > share * max(0, limit - self._first_bytes):
             self.spent = f"it has grown to {held / _GIB:.2f} GiB of at most {limit / _GIB:.2f}"
 
 
@@ -248,7 +253,8 @@ def _how_it_ended(code: int | None) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     cause = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{cause}"
+    known = -code in set(signal.Signals)
+    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}{cause}"
 
 
 def _data_bytes(pid: int) -> int | None:
