@@ -10,15 +10,25 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy
 import pytest
 
 from nemo_like.config.plan import plan_resources
 from nemo_like.config.rollout_schema import EnvironmentConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.environments import variables
-from nemo_like.environments.frames import FrameError, Frames, read_verdict, verdict_frame
+from nemo_like.environments.frames import (
+    FrameError,
+    Frames,
+    PlainDataError,
+    read_rows,
+    read_verdict,
+    rows_frame,
+    verdict_frame,
+    write_row,
+)
 from nemo_like.environments.grading_pool import GradingPool, memory_share
-from nemo_like.environments.protocol import Verdict
+from nemo_like.environments.protocol import GradingRow, Verdict
 from nemo_like.errors import UserError
 from nemo_like.rollout.dropped_metrics import DroppedMetrics
 from nemo_like.rollout.graders import start_pool
@@ -155,6 +165,13 @@ async def leave():
 SOCKET = "wrote to its socket what is no verdict"
 
 
+def deep_list(depth):
+    made = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return tmp_path_factory.mktemp("home")
@@ -187,12 +204,12 @@ def start(reward_file, home):
 
 @pytest.fixture
 def pool(start):
-    return start("by_completion", timeout_s=1.0, memory_limit_bytes=1 << 30)
+    return start("by_completion", timeout_s=2.0, memory_limit_bytes=1 << 30)
 
 
 @pytest.fixture
 def judges(start):
-    return start("judge", timeout_s=1.0, memory_limit_bytes=1 << 30)
+    return start("judge", timeout_s=2.0, memory_limit_bytes=1 << 30)
 
 
 def grade(pool, *completions):
@@ -215,7 +232,7 @@ def grade(pool, *completions):
         ("write long", f"{SOCKET}: a frame of {2 << 30} bytes"),
         ("write empty", f"{SOCKET}: a frame that is not JSON"),
         ("write latin", f"{SOCKET}: a frame that is not JSON"),
-        ("stall half", "took longer than 1 s"),
+        ("stall half", "took longer than 2 s"),
         ("close", "ended with exit code 1"),
         ("large", "returned 2097"),
     ],
@@ -319,6 +336,30 @@ def test_bytes_changed_at_random_are_refused_or_a_verdict():
     assert min(kinds.values()) > 500
 
 
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({1: 2}, "has a key that is no text: 1"),
+        ([{"a": (1, 2)}], "holds a tuple"),
+        ({"a": b"x"}, "holds a bytes"),
+        ([numpy.float64(1)], "holds a float64"),
+        (10**5000, "cannot be sent as JSON"),
+        (deep_list(100_000), "cannot be sent as JSON"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, str) else "",
+)
+def test_fields_that_json_would_change_are_refused(value, reason):
+    with pytest.raises(PlainDataError, match=reason):
+        write_row(GradingRow("id", "p", "c", {"field": value}))
+
+
+def test_fields_of_plain_data_arrive_as_they_are():
+    fields = {"a": [1, 2.5, 1e-300, True, None, {"b": "\ud800 é"}], "n": 2**70, "": []}
+    rows = [GradingRow(str(i), "p\0", "c\udfff", fields) for i in range(3)]
+    (payload,) = Frames(1 << 20).feed(rows_frame([write_row(row) for row in rows]))
+    assert read_rows(payload) == rows
+
+
 def test_text_that_no_file_could_hold_is_escaped(pool):
     (odd,) = grade(pool, "surrogate")
     assert odd.answer == "a\\udfff"
@@ -410,11 +451,13 @@ def test_the_engines_of_a_node_share_its_memory(reward_file):
 
 def test_async_rewards_run_at_once_on_one_loop(judges):
     grade(judges, "warm up")
-    start = time.monotonic()
-    grades = grade(judges, *["sleep 0.25"] * 32)
-    seconds = time.monotonic() - start
-    assert [g.reward for g in grades] == [1.0] * 32
-    assert seconds <= 0.5
+    seconds = []
+    for _ in range(3):  # the machine may be busy
+        start = time.monotonic()
+        grades = grade(judges, *["sleep 0.25"] * 32)
+        seconds.append(time.monotonic() - start)
+        assert [g.reward for g in grades] == [1.0] * 32
+    assert min(seconds) <= 0.5
     grades += grade(judges, "later", "still later")
     assert all(g.metrics["same_loop"] for g in grades)
     assert len({g.metrics["pid"] for g in grades}) == 1
@@ -432,8 +475,8 @@ def test_no_more_rows_run_at_once_than_asked_for(start):
 @pytest.mark.parametrize(
     ("completion", "reason"),
     [
-        ("sleep 30", "took longer than 1 s"),
-        ("stubborn", "took longer than 1 s"),
+        ("sleep 30", "took longer than 2 s"),
+        ("stubborn", "took longer than 2 s"),
         ("exit", "SystemExit: bye"),
         ("cancel", "CancelledError"),
         ("hog", "MemoryError"),
@@ -449,10 +492,10 @@ def test_an_async_row_that_fails_costs_itself_only(judges, completion, reason):
 def test_an_async_row_that_blocks_the_loop_meets_the_hard_limit(judges):
     start = time.monotonic()
     blocked, beside = grade(judges, "block", "sleep 0.1")
-    assert time.monotonic() - start < 8
-    assert "took longer than 1 s" in blocked.error
+    assert time.monotonic() - start < 12
+    assert "took longer than 2 s" in blocked.error
     assert beside.reward is None
-    assert "took longer than 1 s" in beside.error
+    assert "took longer than 2 s" in beside.error
     assert grade(judges, "x")[0].reward == 1.0
 
 

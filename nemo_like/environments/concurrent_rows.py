@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from nemo_like.environments.frames import MOST_ROW_BYTES, Frames, read_rows, verdict_frame
+from nemo_like.environments.frames import MOST_BYTES, Frames, read_rows, verdict_frame
 from nemo_like.environments.process_tree import bury_orphans
 from nemo_like.environments.protocol import GradingRow, Verdict, failed
 from nemo_like.environments.rewards import RewardFunction
@@ -61,7 +61,7 @@ class _Server:
             self._watch_loop()
 
     async def _incoming(self) -> AsyncIterator[GradingRow]:
-        loop, frames = asyncio.get_running_loop(), Frames(MOST_ROW_BYTES)
+        loop, frames = asyncio.get_running_loop(), Frames(MOST_BYTES)
         while data := await loop.sock_recv(self._pool, 1 << 16):
             for payload in frames.feed(data):
                 for row in read_rows(payload):

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from nemo_like.environments.protocol import MOST, GradingRow, Verdict, failed
 
+MOST_BYTES = (1 << 32) - 1
+"""Of any frame, by its length."""
 MOST_ROW_BYTES = 1 << 28
 MOST_VERDICT_BYTES = 1 << 20
 

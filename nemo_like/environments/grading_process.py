@@ -21,7 +21,7 @@ from typing import Any
 
 from nemo_like.environments.concurrent_rows import Limits, serve_concurrently
 from nemo_like.environments.frames import (
-    MOST_ROW_BYTES,
+    MOST_BYTES,
     FirstWord,
     Frames,
     first_word_frame,
@@ -107,7 +107,7 @@ def _serve(pool: socket.socket, grader: BatchGrader, timeout_s: float) -> None:
 
 
 def _lists_of_rows(pool: socket.socket) -> Iterator[list[GradingRow]]:
-    frames = Frames(MOST_ROW_BYTES)
+    frames = Frames(MOST_BYTES)
     while data := pool.recv(1 << 16):
         yield from map(read_rows, frames.feed(data))
 
