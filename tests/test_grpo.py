@@ -258,7 +258,7 @@ def test_the_custom_reward_example_learns(tmp_path):
         ("time.sleep(len(completion) % 2 * 9)\n    return 1.0", "took longer than 1 s"),
         (
             "os.write(int(sys.argv[1]), b'x' * (len(completion) % 2 * 9))\n    return 1.0",
-            "is no verdict",
+            "something else to its socket",
         ),
     ],
 )

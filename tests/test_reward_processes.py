@@ -162,7 +162,7 @@ async def judge(prompt, completion, **fields):
 async def leave():
     sys.exit("bye")
 '''
-SOCKET = "wrote to its socket what is no verdict"
+SOCKET = "wrote something else to its socket"
 
 
 def deep_list(depth):
@@ -226,8 +226,8 @@ def grade(pool, *completions):
         ("write pickle", f"{SOCKET}: a frame that is not JSON"),
         ("write framed pickle", f"{SOCKET}: a frame that is not JSON"),
         ("write forged", f"{SOCKET}: a verdict on a row that it does not hold"),
-        ("write forged list", f"{SOCKET}: a value that is no object"),
-        ("write first word", f"{SOCKET}: a frame that is no verdict"),
+        ("write forged list", f"{SOCKET}: a value that is not an object"),
+        ("write first word", f"{SOCKET}: a frame that is not a verdict"),
         ("write deep", f"{SOCKET}: a frame that is not JSON"),
         ("write long", f"{SOCKET}: a frame of {2 << 30} bytes"),
         ("write empty", f"{SOCKET}: a frame that is not JSON"),
@@ -313,7 +313,7 @@ def test_a_verdict_of_another_shape_is_refused(changes):
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000])
-def test_numbers_that_are_none_are_refused(number):
+def test_numbers_that_are_not_finite_are_refused(number):
     payload = verdict_frame("id", GOOD)[4:].replace(b"0.5", number.encode())
     with pytest.raises(FrameError):
         read_verdict(payload)
@@ -339,7 +339,7 @@ def test_bytes_changed_at_random_are_refused_or_a_verdict():
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({1: 2}, "has a key that is no text: 1"),
+        ({1: 2}, "has a key that is not text: 1"),
         ([{"a": (1, 2)}], "holds a tuple"),
         ({"a": b"x"}, "holds a bytes"),
         ([numpy.float64(1)], "holds a float64"),
@@ -404,7 +404,9 @@ def test_a_variable_that_is_missed_is_named_with_its_key(start, monkeypatch, tmp
 def test_a_value_among_the_names_is_refused_and_not_shown(tmp_path):
     own = ("data.train=x.jsonl", "environment.reward=json.dumps")
     for entry in ("OPENAI_API_KEY=sk-123", "sk-123"):
-        with pytest.raises(UserError, match=r"pass_variables: an entry of .* is no name") as caught:
+        with pytest.raises(
+            UserError, match=r"pass_variables: an entry of .* is not a name"
+        ) as caught:
             small_config(tmp_path, *own, f"environment.pass_variables=['{entry}']", small=())
         assert "sk-123" not in str(caught.value)
 
@@ -463,7 +465,7 @@ def test_async_rewards_run_at_once_on_one_loop(judges):
     assert len({g.metrics["pid"] for g in grades}) == 1
 
 
-def test_no_more_rows_run_at_once_than_asked_for(start):
+def test_no_more_rows_run_at_once_than_the_limit(start):
     pool = start("judge", concurrency=3, num_processes=2)
     grades = grade(pool, *["sleep 0.02"] * 24)
     assert {g.metrics["at_once"] for g in grades[-4:]} == {3.0}
@@ -491,11 +493,11 @@ def test_an_async_row_that_fails_costs_itself_only(judges, completion, reason):
 
 def test_an_async_row_that_blocks_the_loop_meets_the_hard_limit(judges):
     start = time.monotonic()
-    blocked, beside = grade(judges, "block", "sleep 0.1")
+    blocked, other = grade(judges, "block", "sleep 0.1")
     assert time.monotonic() - start < 12
     assert "took longer than 2 s" in blocked.error
-    assert beside.reward is None
-    assert "took longer than 2 s" in beside.error
+    assert other.reward is None
+    assert "took longer than 2 s" in other.error
     assert grade(judges, "x")[0].reward == 1.0
 
 
@@ -505,7 +507,7 @@ def test_a_fork_of_an_async_row_answers_nothing(judges):
     assert len({g.metrics["pid"] for g in grades}) == 1
 
 
-def test_a_frame_that_is_none_costs_the_rows_that_the_process_holds(judges):
+def test_a_broken_frame_costs_the_rows_that_the_process_holds(judges):
     held, forger = grade(judges, "sleep 0.3", "write forged")
     assert held.reward is None
     assert forger.reward is None
@@ -536,7 +538,7 @@ def test_rows_at_once_of_a_plain_function_is_refused(reward_file):
         start_pool(environment)
 
 
-def test_a_metric_that_is_no_number_costs_itself_only(pool, caplog):
+def test_a_metric_that_is_not_a_number_costs_itself_only(pool, caplog):
     (mixed, other) = grade(pool, "metrics", "metrics 137")
     assert (mixed.reward, mixed.error) == (0.5, None)
     assert mixed.metrics == {"true": 1.0, "false": 0.0, "one": 1.5}
@@ -548,10 +550,10 @@ def test_a_metric_that_is_no_number_costs_itself_only(pool, caplog):
         "pair": mixed.dropped["pair"],
     }
     assert (mixed.answer, other.answer) == ("", "137")
-    told = DroppedMetrics("my.py:f")
+    warnings = DroppedMetrics("my.py:f")
     result = SimpleNamespace(dropped_metrics=mixed.dropped)
     for _ in range(3):
-        told.warn([result, result])
+        warnings.warn([result, result])
     assert sorted(re.findall(r"metric '(\w+)'", caplog.text)) == sorted(mixed.dropped)
 
 

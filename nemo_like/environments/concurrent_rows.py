@@ -38,7 +38,7 @@ def serve_concurrently(pool: socket.socket, function: RewardFunction, limits: Li
     pool.setblocking(False)
     serving = loop.create_task(_Server(pool, function, limits).run())
     while not serving.done():
-        # What a task of the user's own raises comes out here, besides reaching whoever awaits it.
+        # A SystemExit in a task of the user's comes out here too, not only where it is awaited.
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             loop.run_until_complete(serving)
     os._exit(0)  # nobody waits for rows that still run, or that do not let themselves be cancelled

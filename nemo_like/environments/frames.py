@@ -23,7 +23,7 @@ _VERDICT_KEYS = {"id", *(one.name for one in fields(Verdict))}
 
 
 class FrameError(Exception):
-    """Bytes that are no frame of this protocol; the message says what is wrong with them."""
+    """Bytes that are not a frame of this protocol; the message says what is wrong with them."""
 
 
 class PlainDataError(Exception):
@@ -98,7 +98,7 @@ def read_verdict(payload: bytes) -> tuple[str, Verdict]:
     """The row's id and its verdict; FrameError for everything else."""
     said = _parse(payload)
     if said.keys() != _VERDICT_KEYS:
-        raise FrameError("a frame that is no verdict")
+        raise FrameError("a frame that is not a verdict")
     reward, error = _optional_number(said["reward"]), _optional_text(said["error"])
     if (reward is None) == (error is None):
         raise FrameError("a verdict with both reward and error, or with neither")
@@ -132,7 +132,7 @@ def read_first_word(payload: bytes) -> FirstWord:
     """Inverse of ``first_word_frame``; FrameError for everything else."""
     said = _parse(payload)
     if said.keys() != {one.name for one in fields(FirstWord)}:
-        raise FrameError("a frame that is no first word")
+        raise FrameError("a frame that is not a first word")
     if not isinstance(said["is_concurrent"], bool):
         raise FrameError("a first word of another type")
     return FirstWord(refused=_optional_text(said["refused"]), is_concurrent=said["is_concurrent"])
@@ -151,13 +151,13 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise FrameError("a value that is no object")
+        raise FrameError("a value that is not an object")
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float) or not abs(value) <= MOST:
-        raise FrameError("a value that is no finite number")
+        raise FrameError("a value that is not a finite number")
     return float(value)
 
 
@@ -168,7 +168,7 @@ def _optional_number(value: Any) -> float | None:
 def _text(value: Any) -> str:
     """As text that can be written to any file: JSON may hold halves of surrogate pairs."""
     if not isinstance(value, str):
-        raise FrameError("a value that is no text")
+        raise FrameError("a value that is not text")
     return value.encode("utf-8", "backslashreplace").decode()
 
 
@@ -177,7 +177,7 @@ def _optional_text(value: Any) -> str | None:
 
 
 def _require_plain(value: Any, where: str) -> None:
-    """JSON makes lists of tuples and text of numbers that are keys, without a word."""
+    """Refuse what JSON changes silently: tuples become lists, and keys become text."""
     kind = type(value)
     if kind is list:
         for item in value:
@@ -186,6 +186,6 @@ def _require_plain(value: Any, where: str) -> None:
         for key, item in value.items():
             _require_plain(item, where)
             if type(key) is not str:
-                raise PlainDataError(f"the row's {where} has a key that is no text: {key!r}")
+                raise PlainDataError(f"the row's {where} has a key that is not text: {key!r}")
     elif value is not None and kind not in (str, int, float, bool):
         raise PlainDataError(f"the row's {where} holds a {kind.__name__}, which is not plain data")

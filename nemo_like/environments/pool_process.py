@@ -33,13 +33,13 @@ EXIT_GRACE_S = 1.0
 GROWTH_SHARE = 0.5
 """Of the memory that was free after the first row: a process that keeps more is replaced."""
 GROWTH_SHARE_BUSY = 0.8
-"""The same while other rows are being graded, whose memory is counted too."""
+"""The same while the process grades other rows, since their memory counts too."""
 
 _GIB = 2**30
 
 
 class LostError(Exception):
-    """Rows that their process will give no verdict on; the message says why."""
+    """There will be no verdict on these rows; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class SentRow:
 class GradingProcess(asyncio.Protocol):
     """One process and its socket, on the pool's event loop; ``kill`` may come from other threads.
 
-    Whatever it writes is read at once and checked. The first thing that is no verdict on a row
-    that it holds ends it, and costs the rows that it holds.
+    Whatever it writes is read at once and checked. Anything but a verdict on a row that it holds
+    ends it, and costs the rows that it holds.
     """
 
     def __init__(self, settings: ProcessSettings) -> None:
@@ -202,7 +202,7 @@ class GradingProcess(asyncio.Protocol):
             for payload in self._frames.feed(data):
                 self._receive(payload)
         except FrameError as error:
-            self.lose(f"the grading process wrote to its socket what is no verdict: {error}")
+            self.lose(f"the grading process wrote something else to its socket: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""

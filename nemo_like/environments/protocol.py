@@ -38,7 +38,7 @@ class GradingRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A ``Grade`` as it leaves a grading process, and what the pool has to know besides."""
+    """A ``Grade`` as it leaves a grading process, and what only the pool has to know."""
 
     reward: float | None
     metrics: dict[str, float] = field(default_factory=dict)

@@ -82,9 +82,9 @@ def to_verdict(result: Any) -> Verdict:
     """Read what a reward function returned: a number, None, or a dict with ``reward`` and metrics.
 
     Next to ``reward`` a dict holds numbers, which become metrics, and perhaps ``answer``: what the
-    completion answered, or None if it stated none. What is no finite number is dropped, and costs
-    the reward nothing. A ``reward`` of None means that the row cannot be graded; then ``error`` may
-    be a text that says why. Raises UserError for a reward that is no number.
+    completion answered, or None if it stated none. Metrics that are not finite numbers are
+    dropped; the reward still counts. A ``reward`` of None means that the row cannot be graded; then
+    ``error`` may be a text that says why. Raises UserError for a reward that is not a number.
     """
     if result is None:
         return failed("returned None")

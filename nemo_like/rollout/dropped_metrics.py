@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class DroppedMetrics:
-    """What a run has been told of so far."""
+    """Metrics that were warned of so far."""
 
     def __init__(self, reward: str) -> None:
         self._reward = reward

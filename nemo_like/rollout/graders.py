@@ -107,7 +107,7 @@ def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> Gra
         pool.shutdown()
         raise UserError(
             f"environment.rows_at_once={environment.rows_at_once} would have no effect: "
-            f"{environment.reward} is no async def, and grades one completion after the other; "
+            f"{environment.reward} is not an async def, and grades one completion after the other; "
             "leave it out, or set environment.num_processes."
         )
     return pool

@@ -30,7 +30,7 @@ class RolloutSetup:
     engine: EngineConfig
     environment: EnvironmentConfig
     engines_per_node: int
-    """Replicas whose grading processes share a node's memory."""
+    """Replicas on one node: their grading processes share its memory."""
     trajectories_path: str
     resumed_step: int
     """Trajectories of later steps are dropped; 0 for a new run."""
@@ -61,7 +61,7 @@ class RolloutResult:
     errors: dict[str, int]
     """Grading failures by message; only the most frequent ones."""
     dropped_metrics: dict[str, str]
-    """Metrics of the environment that are no numbers in some rows, and why."""
+    """Metrics of the environment that are not numbers in some rows, and why."""
     samples: tuple[Sample, ...] = ()
     """The completions as text, if they were asked for."""
 
