@@ -405,7 +405,7 @@ def test_a_value_among_the_names_is_refused_and_not_shown(tmp_path):
     own = ("data.train=x.jsonl", "environment.reward=json.dumps")
     for entry in ("OPENAI_API_KEY=sk-123", "sk-123"):
         with pytest.raises(
-            UserError, match=r"pass_variables: an entry of .* is not a name"
+            UserError, match=r"pass_variables: an entry of .* is not the name"
         ) as caught:
             small_config(tmp_path, *own, f"environment.pass_variables=['{entry}']", small=())
         assert "sk-123" not in str(caught.value)

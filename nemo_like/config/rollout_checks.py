@@ -65,9 +65,8 @@ def check_rollouts(config: RolloutRunConfig) -> None:
     for name in config.environment.pass_variables:
         if not _VARIABLE.fullmatch(name):  # which may hold a secret, and is not shown
             raise UserError(
-                f"environment.pass_variables: an entry of {len(name)} characters is not the name of "
-                "an environment variable; list names alone, as in [OPENAI_API_KEY], and export "
-                "their values."
+                f"environment.pass_variables: an entry of {len(name)} characters is not the name "
+                "of a variable; list names alone, as in [OPENAI_API_KEY], and export their values."
             )
     for token in config.generation.stop_token_ids:
         if token < 0:
