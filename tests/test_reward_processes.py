@@ -264,10 +264,9 @@ def test_what_arrives_between_two_rows_costs_neither(pool, what):
 
 
 def test_a_reward_that_reads_the_pools_words_costs_a_row_at_most(pool):
-    (thief,) = grade(pool, "steal")
-    assert thief.reward == 1.0
-    grade(pool, "good")
-    assert grade(pool, "good")[0].reward == 1.0
+    rewards = [grade(pool, completion)[0].reward for completion in ("steal", *["good"] * 4)]
+    assert rewards[0] == 1.0
+    assert rewards.count(1.0) >= 4
 
 
 def test_a_module_that_writes_to_its_socket_is_refused(tmp_path):
@@ -478,7 +477,6 @@ def test_no_more_rows_run_at_once_than_the_limit(start):
     ("completion", "reason"),
     [
         ("sleep 30", "took longer than 2 s"),
-        ("stubborn", "took longer than 2 s"),
         ("exit", "SystemExit: bye"),
         ("cancel", "CancelledError"),
         ("hog", "MemoryError"),
@@ -489,6 +487,19 @@ def test_an_async_row_that_fails_costs_itself_only(judges, completion, reason):
     assert reason in grades[1].error
     assert [g.reward for g in grades] == [1.0, None, 1.0]
     assert [g.reward for g in grade(judges, "sleep 0.01", "x")] == [1.0, 1.0]
+
+
+def test_an_async_row_that_ignores_its_cancellation_costs_itself_and_then_its_process(
+    start,
+):
+    pool = start("judge", timeout_s=0.5)
+    (before,) = grade(pool, "x")
+    begin = time.monotonic()
+    stubborn, other = grade(pool, "stubborn", "sleep 0.2")
+    assert time.monotonic() - begin < 3, "before the hard limit"
+    assert "took longer than 0.5 s" in stubborn.error
+    (after,) = grade(pool, "x")
+    assert before.metrics["pid"] == other.metrics["pid"] != after.metrics["pid"]
 
 
 def test_an_async_row_that_blocks_the_loop_meets_the_hard_limit(judges):
