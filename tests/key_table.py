@@ -278,7 +278,7 @@ _FILE = (
     "data.num_validation_rows=256",
     "environment.reward=math",
 )
-_OWN = "environment.reward=json.dumps"
+_OWN = "environment.reward=nemo_like.environments.reasoning_gym_reward.reward"
 _SCORED = "environment.reward=reward_model environment.reward_model.model={scores}"
 ENGINES = [
     *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),
@@ -293,7 +293,6 @@ ENGINES = [
     *seen(started, "environment.num_processes=2", "environment.process_memory_gib=2"),
     *seen(started, "environment.rows_at_once=8", beside=_OWN),
     *seen(started, "environment.pass_variables=[JUDGE_KEY]", beside=_OWN),
-    *refused("not a function of your own", "environment.rows_at_once=8"),
     *seen(started, "environment.reward_model.model={other_scores}", beside=_SCORED),
     *seen(started, "environment.reward_model.dtype=bfloat16", beside=_SCORED),
     *seen(started, "environment.reward_model.num_threads=2", beside=_SCORED),

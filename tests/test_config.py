@@ -440,6 +440,8 @@ def test_keys_without_effect_for_the_hf_backend_and_file_data(tmp_path):
     assert "there are no validation rows; set data" in refusal(*file, "validation.temperature=0")
     off = ["validation.every_steps=0", "validation.temperature=0"]
     assert refusal(*off).endswith("validation.every_steps=0 turns validation off; raise it.")
+    for name in ("rows_at_once=8", "pass_variables=[JUDGE_KEY]"):
+        assert "environment.reward is not a function of your own" in refusal(f"environment.{name}")
     compose_config(CONFIGS, "grpo", file)
     assert "set environment.reward" in refusal(f"data.train={rows}")
 
