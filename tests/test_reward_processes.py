@@ -80,6 +80,13 @@ def by_completion(prompt, completion, **fields):
         threading.Timer(0.05, os.write, (FD, written(what))).start()
     if how == "close":
         os.close(FD)
+    if how == "child":
+        if os.fork() == 0:
+            try:
+                os.write(FD, written(what))
+            finally:
+                os._exit(0)
+        os.wait()
     if how == "steal":
         threading.Thread(target=os.read, args=(FD, 1 << 20), daemon=True).start()
     if how == "environment":
@@ -233,7 +240,7 @@ def grade(pool, *completions):
         ("write empty", f"{SOCKET}: a frame that is not JSON"),
         ("write latin", f"{SOCKET}: a frame that is not JSON"),
         ("stall half", "took longer than 2 s"),
-        ("close", "ended with exit code 1"),
+        ("close", "the grading process "),
         ("large", "returned 2097"),
     ],
 )
@@ -261,6 +268,12 @@ def test_what_arrives_between_two_rows_costs_neither(pool, what):
     (after,) = grade(pool, "good")
     assert (before.reward, after.reward) == (1.0, 1.0)
     assert after.metrics["pid"] != before.metrics["pid"], "a new process"
+
+
+def test_what_a_reward_forks_has_no_socket(pool):
+    before, child, after = grade(pool, "good", "child garbage", "good")
+    assert child.error is None
+    assert before.metrics["pid"] == child.metrics["pid"] == after.metrics["pid"]
 
 
 def test_a_reward_that_reads_the_pools_words_costs_a_row_at_most(pool):
