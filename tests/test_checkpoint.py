@@ -95,6 +95,26 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path, damage):
         checkpoints.latest()
 
 
+def test_damage_anywhere_in_a_file_of_several_chunks_is_found(tmp_path):
+    """Files are read 16 MiB at a time."""
+    checkpoints = make(tmp_path)
+    whole = bytes(1 << 24) + b"the second chunk"
+
+    def write_models(folder):
+        (folder / "policy").mkdir()
+        (folder / "policy" / "shard.bin").write_bytes(whole)
+
+    state = DriverState(step=1, loader={}, metric=None, totals={}, weight_versions={})
+    path = checkpoints.save(state, write_models)
+    files = json.loads((path / "files.json").read_text())
+    assert files["policy/shard.bin"] == [len(whole), zlib.crc32(whole)]
+    with (path / "policy" / "shard.bin").open("r+b") as shard:
+        shard.seek(5)
+        shard.write(b"x")
+    with pytest.raises(UserError, match=r"step_1 is damaged: policy/shard\.bin has changed"):
+        checkpoints.latest()
+
+
 @pytest.mark.parametrize("manifest", ["[]", "null", "{}", '{"driver.json": 5}', '{"a": [1, 2, 3]}'])
 def test_a_list_of_files_that_lists_none_is_damage(tmp_path, manifest):
     checkpoints = make(tmp_path)

@@ -357,6 +357,17 @@ def test_a_position_of_another_data_set_starts_it_at_its_beginning(tmp_path, row
     assert "starts at its beginning" in caplog.text
 
 
+def test_a_position_under_another_seed_starts_the_rows_at_their_beginning(rows, caplog):
+    loader = PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=True)
+    loader.next_rows(6)
+    fresh, same = (
+        PromptLoader(rows, fingerprint=fingerprint(rows), seed=2, shuffle=True) for _ in range(2)
+    )
+    fresh.load_state(loader.state())
+    assert indices(fresh, 10) == indices(same, 10)
+    assert "another seed; this data starts at its beginning" in caplog.text
+
+
 # Finite epochs.
 
 

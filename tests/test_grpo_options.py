@@ -228,6 +228,8 @@ def test_each_pass_deals_whole_groups_to_mini_batches_anew():
     assert parts[:3] != parts[3:]
     again = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 1)]
     assert again == parts
+    next_step = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 2)]
+    assert next_step[:3] != parts[:3]
 
 
 class Sampled:
