@@ -94,6 +94,12 @@ def test_equal_rewards_carry_no_signal_and_are_counted():
     assert zero_variance_share(torch.ones(4), groups, valid) == 1.0
 
 
+@pytest.mark.parametrize("reward", [0.1, -0.1, 0.7, -3.3])
+def test_equal_rewards_have_no_advantage_whatever_their_sign_and_number(reward):
+    for config, count in itertools.product((MEAN, MEAN_STD, LOO, LOO_STD, MEAN_BATCH), (3, 6, 7)):
+        assert advantages([reward] * count, config) == [0.0] * count
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=8), st.floats(-100, 100))
 def test_adding_a_constant_to_all_rewards_changes_nothing(rewards, shift):

@@ -162,6 +162,16 @@ def test_a_failed_write_leaves_earlier_checkpoints_and_no_new_one(tmp_path, erro
     assert checkpoints.latest()[1].step == 1
 
 
+def test_a_step_that_is_saved_twice_is_the_one_that_was_saved_last(tmp_path):
+    checkpoints = make(tmp_path)
+    save(checkpoints, 3, metric=0.1)
+    (checkpoints.folder / "step_3" / "of_the_first").touch()
+    path = save(checkpoints, 3, metric=0.2)
+    assert checkpoints.latest()[1].metric == 0.2
+    assert not (path / "of_the_first").exists()
+    assert [each.name for each in checkpoints.folder.iterdir()] == ["step_3"]
+
+
 def test_state_survives_json_exactly(tmp_path):
     checkpoints = make(tmp_path)
     path = save(checkpoints, 1, metric=0.1 + 0.2)

@@ -118,6 +118,16 @@ def test_without_values_a_rows_first_token_earns_its_reward_less_the_kl_of_all_i
         assert torch.allclose(columns[keys.ADVANTAGES][at[0]], expected, atol=1e-6)
 
 
+def test_whitening_leaves_the_column_that_it_was_made_of_alone():
+    batch = make_batch()
+    batch.tokens |= MAKE(batch)[0]
+    before = batch.tokens[keys.ADVANTAGES].clone()
+    moments = Moments.of(before[before != 0])
+    white, _ = WhitenedAdvantages(moments)(batch)
+    assert torch.equal(batch.tokens[keys.ADVANTAGES], before)
+    assert not torch.equal(white[keys.ADVANTAGES], before)
+
+
 class Disagreeing(StandIn):
     """A policy whose logprobs are far from the engine's in every other row."""
 
