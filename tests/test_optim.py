@@ -274,6 +274,13 @@ def test_clipping_divides_by_the_loss_scale_in_the_same_pass():
     assert [p.grad.item() for p in named.values()] == pytest.approx([1.5, 2.0], abs=TOLERANCE)
 
 
+def test_the_loss_scale_does_not_change_where_the_limit_is():
+    scale = 65536.0  # the first one in float16
+    named = plain([3 * scale], [4 * scale])
+    clip_gradients(named, gradient_norm(named) / scale, max_norm=1.0, grad_scale=scale)
+    assert [p.grad.item() for p in named.values()] == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
 def test_gradients_below_the_limit_are_left_as_they_are():
     named = plain([3.0], [4.0])
     versions = [p.grad._version for p in named.values()]
