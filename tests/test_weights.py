@@ -171,6 +171,14 @@ def test_a_sender_does_not_wait_for_a_receiver_that_died(kind):
     process.join()
 
 
+def test_no_bucket_is_larger_than_asked_for_with_the_gaps_between_its_tensors():
+    # 260 and 240 bytes fit into 500, but the second begins at 512.
+    specs = {"a": ((65,), torch.float32), "b": ((60,), torch.float32)}
+    assert [one.num_bytes for one in plan_buckets(specs, 500)] == [260, 240]
+    assert [one.num_bytes for one in plan_buckets(specs, 751)] == [260, 240]
+    assert [one.num_bytes for one in plan_buckets(specs, 752)] == [752]
+
+
 def test_a_sender_of_other_names_or_shapes_is_refused():
     buffer = torch.empty(BUCKETS[0].num_bytes, dtype=torch.uint8)
     first = BUCKETS[0].slots[0]
