@@ -14,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -226,6 +227,49 @@ def test_no_step_is_repeated_over_requests_that_were_preempted_or_came_back(mode
     # Workers must hear of a preempted request, also of one that ended right after.
     scheduler.reset_preempted_req_ids = {"gone"}
     assert scheduler.schedule().preempted_req_ids == {"gone"}
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
+def test_nothing_is_scheduled_that_vllm_would_not_while_it_is_paused(model, state):
+    def arrivals():
+        return {0: [request_of(f"r{i}", [4] * 30, 120) for i in range(4)]}
+
+    def pausing(cls):
+        class Pausing(cls):
+            num_calls = 0
+
+            def schedule(self, *args, **kwargs):
+                self.num_calls += 1
+                is_paused = 20 <= self.num_calls < 30
+                self.set_pause_state(state if is_paused else PauseState.UNPAUSED)
+                output = super().schedule(*args, **kwargs)
+                self.set_pause_state(PauseState.UNPAUSED)  # or there would be nothing left to do
+                return output
+
+        return Run(make(Pausing, model, 2000, 32), arrivals())
+
+    theirs, ours = pausing(AsyncScheduler), pausing(WholeCompletions)
+    assert ours.steps == theirs.steps
+    assert ours.completions == theirs.completions
+    assert (ours.steps[24] == {}) is (state is PauseState.PAUSED_ALL)
+
+
+def test_completions_of_every_length_leave_as_much_in_the_cache_as_vllms(model):
+    def cached(cls):
+        found = []
+        for length in range(BLOCK + 1):
+            prompt = [7] * 2 * BLOCK
+            first = Run(make(cls, model, 2000, 32), {0: [request_of("a1", prompt, 20 + length)]})
+            first.scheduler.schedule()
+            told = [*prompt, *first.completions["a1"], *range(20, 60)]
+            first.scheduler.add_request(request_of("second", told, 5))
+            output = first.scheduler.schedule()
+            found.append(len(told) - output.num_scheduled_tokens["second"])
+        return found
+
+    ours = cached(WholeCompletions)
+    assert ours == cached(AsyncScheduler)
+    assert len(set(ours)) > 1
 
 
 def test_a_shared_prompt_is_found_in_the_cache_also_after_decoding(model):

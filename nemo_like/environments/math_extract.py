@@ -103,16 +103,16 @@ def extract(response: str, gold: str = "") -> str | None:
 class Kind(Enum):
     """What a right answer looks like."""
 
-    letter = auto()
-    letters = auto()
-    value = auto()
+    choice = auto()
+    choices = auto()
+    quantity = auto()
     either = auto()
 
     def takes(self, value: str) -> bool:
         """Whether a statement of ``value`` speaks of what was asked for."""
-        if self is Kind.letters:
+        if self is Kind.choices:
             return len(letters_of(tidy(value))[0]) > 1
-        if self is Kind.letter:
+        if self is Kind.choice:
             return states_choice(value)
         return self is Kind.either or not is_only_choice(value)
 
@@ -123,8 +123,8 @@ def _kind_of(gold: str) -> Kind:
     if not text or variables or with_answer(text)[0]:
         return Kind.either
     if len(letters) > 1:
-        return Kind.letters
-    return Kind.letter if letters else Kind.value
+        return Kind.choices
+    return Kind.choice if letters else Kind.quantity
 
 
 def _shorter(space: re.Match[str]) -> str:
@@ -213,8 +213,8 @@ def _last_statement(text: str, kind: Kind) -> str | None:
         if matches:
             found.append((matches[-1].start(), _after_phrase(text[matches[-1].end() :])))
     stated = list(statements(text, _after_phrase))
-    found += [one for one in stated if kind is Kind.letter or is_answer(one[1], words=True)]
-    if kind is Kind.letter:
+    found += [one for one in stated if kind is Kind.choice or is_answer(one[1], words=True)]
+    if kind is Kind.choice:
         found = [one for one in found if one[1] and states_choice(one[1])] or found
     if found:
         return max(found, key=lambda item: item[0])[1]
