@@ -162,7 +162,8 @@ def test_an_end_token_that_sampling_does_not_know_is_trained_and_named_once(tmp_
     chat = build_chat(tmp_path, LLAMA3, all_ends=False)
     for _ in range(2):
         ids, mask = chat.render_conversation(TURNS)
-    assert trained_texts(tokenizer_of(tmp_path), ids, mask)[-1] == "and 2<|eot_id|>"
+    trained = trained_texts(tokenizer_of(tmp_path), ids, mask)
+    assert trained == ["the first\nanswer<|eot_id|>", "and 2<|eot_id|>"]
     assert caplog.text.count("ends answers with <|eot_id|>") == 1
 
 

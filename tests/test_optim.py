@@ -359,6 +359,12 @@ def test_learning_rates_by_hand():
     assert factors(3, kind=Schedule.wsd, decay_steps=1) == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("kind", [Schedule.linear, Schedule.cosine, Schedule.wsd])
+def test_steps_after_the_end_of_a_schedule_keep_its_last_rate(kind):
+    config = SchedulerConfig(kind=kind, warmup_steps=1, decay_steps=2, min_lr_ratio=0.25)
+    assert [lr_factor(step, config, 5) for step in (4, 5, 9)] == pytest.approx([0.25] * 3)
+
+
 def test_a_resumed_schedule_has_the_learning_rates_of_one_that_was_not_interrupted():
     """Both optimizers of muon, with decay; saved after step 3."""
     config = SchedulerConfig(kind=Schedule.cosine, warmup_steps=2)

@@ -39,6 +39,10 @@ class Replicas:
 
     def __init__(self, num):
         self.world_size, self.group, self.rounds = num, self, []
+        self.rounds_before_sleep = []
+
+    def sleep(self):
+        self.rounds_before_sleep.append(len(self.rounds))
 
     def scatter(self, _, requests):
         self.rounds.append([task for request in requests for task in request.tasks])
@@ -62,7 +66,7 @@ def source_of(num_replicas=2):
     source = SyncRolloutSource(
         CONFIG,
         generation=replicas,  # pyright: ignore
-        sync=SimpleNamespace(is_due=False, give_to_policy=lambda: None),  # pyright: ignore
+        sync=SimpleNamespace(is_due=False, give_to_policy=replicas.sleep),  # pyright: ignore
         loader=PromptLoader(range(100), fingerprint="", seed=0, shuffle=False),  # pyright: ignore
         validation_rows=range(4),  # pyright: ignore
         stop_token_ids=(2,),
@@ -117,6 +121,7 @@ def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own(
     assert sorted(set(batch.rows[keys.PROMPT_IDS].tolist())) == [1, 3, 5, 7]
     assert values(metrics)["rollout/kept_share"] == 0.5
     assert len(first) == 8
+    assert replicas.rounds_before_sleep == [3]  # shared memory goes to the policy once, at the end
 
 
 def test_of_more_groups_than_a_step_takes_the_first_are_kept():
