@@ -12,7 +12,7 @@ import torch
 from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError
 from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
-from nemo_like.weights.buckets import plan_buckets
+from nemo_like.weights.buckets import announced_tensors, plan_buckets
 from nemo_like.weights.ipc import IpcLink, IpcSender
 
 CPU = torch.device("cpu")
@@ -169,6 +169,11 @@ def test_a_sender_does_not_wait_for_a_receiver_that_died(kind):
         for _ in range(3):  # What is in flight may still fit into the system's buffers.
             sender.send(iter(tensors_of(1).items()), 1)
     process.join()
+
+
+def test_a_refit_that_holds_a_tensor_twice_is_refused():
+    with pytest.raises(RunError, match=r"The refit holds layer\.0 twice"):
+        announced_tensors([*BUCKETS, BUCKETS[0]])
 
 
 def test_no_bucket_is_larger_than_asked_for_with_the_gaps_between_its_tensors():
