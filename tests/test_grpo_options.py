@@ -72,7 +72,7 @@ def one_of_each_kind():
         **{
             keys.SAMPLE_MASK: [True] * 6 + [False],
             keys.TRUNCATED: [False] * 3 + [True] + [False] * 3,
-            keys.MEAN_GAPS: [0.1] * 4 + [0.3, 0.1, 0.1],
+            keys.MEAN_GAPS: [0.1] * 3 + [0.3, 0.3, 0.1, 0.1],
             keys.NUM_LOSS_TOKENS: [8] * 5 + [0, 8],
         },
     )
@@ -106,6 +106,11 @@ def test_completions_that_do_not_train_count_in_no_baseline_unless_asked_to(over
     found = advantages(batch, *MASKED, *overrides.split())
     assert batch.rows[keys.SAMPLE_MASK].tolist() == [True] * 3 + [False] * 4
     assert found[:3] == pytest.approx(expected)
+
+
+def test_rows_count_as_masked_for_their_gap_only_if_they_would_have_trained():
+    metrics = choose_rows(one_of_each_kind(), config_of(*MASKED))
+    assert metrics["mismatch/masked_rows"].value == 1  # the one that was cut off is out already
 
 
 def test_a_group_of_which_one_completion_trains_has_no_baseline_and_no_signal():
