@@ -153,6 +153,7 @@ def test_rows_that_a_mismatch_masks_count_in_no_whitening(tmp_path):
         run.restore({"policy": policy}, Position())
         sampled_loop(config, policy, None, run)
     assert policy.derived == [[True, False] * 10] * 2  # advantages, and whitened once more
+    assert list(records(tmp_path)) == [1]
 
 
 def test_moments_of_equal_numbers_do_not_blow_up_their_rounding():
