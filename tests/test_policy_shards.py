@@ -11,6 +11,7 @@ from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
+from nemo_like.models.resolve import resolve_model
 from nemo_like.policy.policy import Policy
 
 LENGTHS = [9, 5, 4, 7, 6, 8]
@@ -36,7 +37,7 @@ def trained(num_ranks, num_tokens, sample_mask=(True,) * 6, **how):
         PolicyConfig(),
         ClusterConfig(),
         ranks,  # pyright: ignore
-        model_path="nowhere",
+        model_path=str(resolve_model("embedded")),
         max_steps=1,
     )
     rows = {
