@@ -182,7 +182,7 @@ def looped(config: Any, folder: Path) -> Any:
             for _ in run.rounds(2):
                 run.log({})
         elif isinstance(config, RolloutRunConfig):
-            _sampled_loop(config, policy, critic, run)
+            sampled_loop(config, policy, critic, run)
         else:
             _text_loop(config, policy, critic, run)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
@@ -195,7 +195,8 @@ def looped(config: Any, folder: Path) -> Any:
     }
 
 
-def _sampled_loop(config: Any, policy: Any, critic: Any, run: Run) -> None:
+def sampled_loop(config: Any, policy: Any, critic: Any, run: Run) -> None:
+    """The loop of an algorithm that samples, with stand-ins for all that it calls."""
     with_critic = isinstance(config, PPORunConfig) and config.critic.enabled
     setup: Any = Setup(
         policy=policy,

@@ -352,6 +352,7 @@ GRPO = [
     *seen(loop, "grpo.max_sampling_rounds=3", beside="grpo.dynamic_sampling=true"),
     *seen(loop, "advantage.baseline=mean", "advantage.scale=none"),
     *seen(loop, "advantage.overlong_buffer_tokens=14"),
+    *seen(loop, "advantage.count_untrained=true", beside="grpo.mask_truncated=true"),
     *seen(loop, "advantage.overlong_penalty=0.5", beside="advantage.overlong_buffer_tokens=14"),
 ]
 PPO = [

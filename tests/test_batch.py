@@ -184,6 +184,14 @@ def test_any_number_of_bins_works_with_any_micro_batch_size():
         assert sorted(plan.rows(0)) == list(range(249))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_bound_on_rows_counts_rows_and_not_pairs(padded):
+    plan = plan_micro_batches(
+        [5] * 16, num_ranks=1, max_tokens=999, max_rows=4, rows_per_unit=2, padded=padded
+    )
+    assert [len(one) for one in plan.bins[0]] == [4] * 4
+
+
 def test_bins_are_those_of_plain_first_fit_decreasing():
     lengths = [((i * 7919) % 97) + 1 for i in range(256)]
     bins = []

@@ -73,6 +73,20 @@ def test_an_answer_trains_from_its_first_token_to_its_end_token(tmp_path, templa
     assert ids[:first] == chat.render(TURNS[:1])
 
 
+@pytest.mark.parametrize("think", ["", "<think>\n"], ids=["derivable", "asks_with_think"])
+def test_an_end_token_after_the_markers_trains_too(tmp_path, think):
+    # With "think" the template asks in words that no answer begins with: only markers tell.
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + think + "{% endif %}"
+    )
+    ids, mask = build_chat(tmp_path, template).render_conversation(TURNS)
+    trained = trained_texts(tokenizer_of(tmp_path), ids, mask)
+    assert trained == ["the first\nanswer<|im_end|>", "and 2<|im_end|>"]
+
+
 def test_turns_before_a_message_can_be_left_out(tmp_path):
     chat = build_chat(tmp_path, MARKED)
     ids, mask = chat.render_conversation(TURNS, from_message=2)
@@ -148,7 +162,8 @@ def test_an_end_token_that_sampling_does_not_know_is_trained_and_named_once(tmp_
     chat = build_chat(tmp_path, LLAMA3, all_ends=False)
     for _ in range(2):
         ids, mask = chat.render_conversation(TURNS)
-    assert trained_texts(tokenizer_of(tmp_path), ids, mask)[-1] == "and 2<|eot_id|>"
+    trained = trained_texts(tokenizer_of(tmp_path), ids, mask)
+    assert trained == ["the first\nanswer<|eot_id|>", "and 2<|eot_id|>"]
     assert caplog.text.count("ends answers with <|eot_id|>") == 1
 
 

@@ -357,6 +357,17 @@ def test_a_position_of_another_data_set_starts_it_at_its_beginning(tmp_path, row
     assert "starts at its beginning" in caplog.text
 
 
+def test_a_position_under_another_seed_starts_the_rows_at_their_beginning(rows, caplog):
+    loader = PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=True)
+    loader.next_rows(6)
+    fresh, same = (
+        PromptLoader(rows, fingerprint=fingerprint(rows), seed=2, shuffle=True) for _ in range(2)
+    )
+    fresh.load_state(loader.state())
+    assert indices(fresh, 10) == indices(same, 10)
+    assert "another seed; this data starts at its beginning" in caplog.text
+
+
 # Finite epochs.
 
 
@@ -462,3 +473,12 @@ def test_the_batches_that_are_left_are_those_that_come(rows, drop_last):
     # Two rows of the first pass, and all of the second.
     loader.load_state(loader.state() | {"epoch": 0, "position": 8})
     assert loader.steps_left == (2 if drop_last else 4)
+
+
+@pytest.mark.parametrize(("batch_size", "of_a_pass"), [(3, 4), (4, 3), (5, 2), (9, 2), (10, 1)])
+def test_steps_that_are_left_are_those_that_come(rows, batch_size, of_a_pass):
+    loader = epochs(rows, batch_size)
+    left = [loader.steps_left]
+    for _ in loader:
+        left.append(loader.steps_left)
+    assert left == list(range(2 * of_a_pass, -1, -1))

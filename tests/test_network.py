@@ -203,6 +203,28 @@ def test_what_a_refit_tells_each_side_does_not_grow_with_the_group(transport):
     assert sizes[1000][1] <= sizes[1][1] + 16
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "num_apart", "tensor_parallel", "engines"),
+    [(4, None, 2, 1), (6, 4, 2, 1), (4, None, 1, 2), (3, 1, 1, 1), (8, None, 4, 1)],
+)
+def test_every_engine_rank_has_a_place_of_its_own_in_the_group_of_a_broadcast(
+    num_gpus, num_apart, tensor_parallel, engines
+):
+    config = ClusterConfig(gpus_per_node=num_gpus, num_generation_workers=num_apart)
+    plan = plan_resources(config, tensor_parallel, engines)
+    senders = [SenderAddress(ipc=None, port=40000)] * len(plan.policy)
+    links = links_to(Transport.broadcast, plan, senders, "10.0.0.1")
+    sizes = [len(replica) for replica in plan.generation]
+    places = [
+        link.first_rank + rank
+        for link, size in zip(links, sizes, strict=True)
+        for rank in range(size)
+    ]
+    assert places == list(range(1, 1 + sum(sizes)))  # 0 sends
+    assert {link.world_size for link in links} == {1 + sum(sizes)}
+    assert receivers(Transport.broadcast, plan) == (sum(sizes), *[0] * (len(plan.policy) - 1))
+
+
 def test_leaders_of_thousands_of_ranks_are_found_at_once():
     layout = RankLayout({"pp": 4, "dp": 500, "tp": 4})
     start = time.thread_time()

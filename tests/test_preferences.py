@@ -1,10 +1,12 @@
 """Preference pairs: the right completion is chosen, and both rows differ in it alone."""
 
 import pytest
+import torch
 
 from nemo_like.config.data_schema import IdenticalPairs, OverlongRows, PreferenceDataConfig
 from nemo_like.data import preferences
 from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow
 from nemo_like.environments.reasoning_gym_reward import reward, rows
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
@@ -245,3 +247,16 @@ def test_a_task_whose_rows_all_have_one_answer_has_no_wrong_one():
     config = PreferenceDataConfig()
     with pytest.raises(UserError, match=r"row 0: no other row of data\.tasks\.chain_sum"):
         preferences.read(config, "reasoning_gym", 1, 0, "data.train")
+
+
+@pytest.mark.parametrize("first", [[False, False, True], [True, False, False]])
+def test_a_pair_of_which_only_one_row_keeps_a_token_to_train_is_dropped(first):
+    masks = [first, [not one for one in first]]
+    pair = [
+        TokenRow(ids=torch.tensor([1, 2, index]), mask=torch.tensor(mask))
+        for index, mask in enumerate(masks)
+    ]
+    limit = Limit(num_tokens=1, key="data.max_length", overlong=OverlongRows.truncate)
+    rows = LengthFilter(limit=limit)
+    assert rows.fit(pair, "row 1") == []
+    assert dict(rows.dropped) == {"without a token to train within the first 1": 1}

@@ -68,6 +68,10 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
     if reuse:
         logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
     watch_rewards = RewardWatch(config.environment.reward)
+
+    def keep(batch: RemoteBatch) -> Tensor:
+        return signal(batch, config)
+
     for step in run.steps(
         grpo.max_steps,
         setup.models,
@@ -77,7 +81,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
     ):
         setup.meter.pop()  # what a validation before this step came to
         if grpo.dynamic_sampling:
-            batch, metrics = rollouts.next_batch(step, signal, grpo.max_sampling_rounds)
+            batch, metrics = rollouts.next_batch(step, keep, grpo.max_sampling_rounds)
         else:
             batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
         num_made = step - run.first_step
@@ -89,9 +93,8 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
                 metrics |= policy.logprobs(batch, with_policy=not reuse, kl=kl)
         if not reuse:
             check(metrics)
-        metrics |= group_metrics(batch)
+        metrics |= choose_rows(batch, config)
         add_advantages(batch, config)
-        metrics |= mask_mismatch(batch, config)
         metrics |= batch_metrics(batch)
         with run.span("train"):
             updates = [
@@ -110,18 +113,45 @@ def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:
     return ClippedPGLoss(replace(config.loss, constant_tokens=most))
 
 
-def signal(batch: RemoteBatch) -> Tensor:
-    """Bool [B]: rows of groups whose raw rewards differ."""
+def trainable(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
+    """Bool [B]: graded completions with tokens, unless ``grpo.mask_truncated`` leaves them out."""
     rows = batch.rows
-    return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
+    trains = rows[keys.SAMPLE_MASK] & (rows[keys.NUM_LOSS_TOKENS] > 0)
+    return trains & ~rows[keys.TRUNCATED] if config.grpo.mask_truncated else trains
+
+
+def counted(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
+    """Bool [B]: completions whose rewards make baselines and scales.
+
+    They are those that train: what is left out of the loss would otherwise shift the advantages of
+    its siblings, whose sum is then no longer 0.
+    """
+    if config.advantage.count_untrained:
+        return ~batch.rows[keys.REWARDS].isnan()
+    return trainable(batch, config)
+
+
+def signal(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
+    """Bool [B]: rows of groups that count raw rewards which differ."""
+    rows = batch.rows
+    return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
+
+
+def choose_rows(batch: RemoteBatch, config: GRPORunConfig) -> Metrics:
+    """Take completions that do not train out of ``SAMPLE_MASK``, before anything counts them.
+
+    Groups without a signal, which dynamic sampling gives where it found no other, do not train.
+    """
+    rows = batch.rows
+    rows[keys.SAMPLE_MASK] = trainable(batch, config)
+    metrics = mask_mismatch(batch, config) | group_metrics(batch, config)
+    if config.grpo.dynamic_sampling:
+        rows[keys.SAMPLE_MASK] = rows[keys.SAMPLE_MASK] & signal(batch, config)
+    return metrics
 
 
 def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
-    """Row column ``advantages``, from rewards with what the configuration adds to them.
-
-    A truncated completion that is not to train counts in its group all the same. Groups without a
-    signal, which dynamic sampling gives where it found no other, do not train.
-    """
+    """Row column ``advantages``, from rewards with what the configuration adds to them."""
     rows, advantage = batch.rows, config.advantage
     rewards = rows[keys.REWARDS].double()
     if advantage.overlong_buffer_tokens:
@@ -134,20 +164,14 @@ def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
     if config.kl_in_reward:
         rewards = rewards - config.loss.kl_coef * rows[keys.REFERENCE_KL]
     rows[keys.ADVANTAGES] = group_advantages(
-        rewards, rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK], advantage
+        rewards, rows[keys.PROMPT_IDS], counted(batch, config), advantage
     )
-    trains = rows[keys.SAMPLE_MASK]
-    if config.grpo.dynamic_sampling:
-        trains = trains & signal(batch)
-    if config.grpo.mask_truncated:
-        trains = trains & ~rows[keys.TRUNCATED]
-    rows[keys.SAMPLE_MASK] = trains
 
 
 def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metrics:
     """Take rows that engine and policy disagree about out of training, if so configured.
 
-    Before the step, so that its mean is over the others. They count in their groups' baselines.
+    Before the step, so that its mean is over the others, and before advantages.
     """
     if not config.masks_mismatch:
         return {}
@@ -195,8 +219,8 @@ def batch_metrics(batch: RemoteBatch) -> Metrics:
     return metrics
 
 
-def group_metrics(batch: RemoteBatch) -> Metrics:
+def group_metrics(batch: RemoteBatch, config: GRPORunConfig) -> Metrics:
     """How many groups have no signal."""
     rows = batch.rows
-    share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
+    share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
     return {"rollout/zero_variance_share": Metric(share)}

@@ -108,11 +108,11 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
                 metrics |= policy.logprobs(batch, with_policy=not reuse, kl=kl)
         if not reuse:
             check(metrics)
+        metrics |= mask_mismatch(batch, config)
         with run.span("advantages"):
             if critic is not None:
                 critic.score(batch, keys.VALUES)
             metrics |= add_advantages(batch, policy, config)
-        metrics |= mask_mismatch(batch, config)
         metrics |= batch_metrics(batch)
         parts = list(mini_batches(batch, config, step))
         if critic is not None:
@@ -131,7 +131,7 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
 
 
 def add_advantages(batch: RemoteBatch, policy: Policy, config: PPORunConfig) -> Metrics:
-    """Token columns ``advantages`` and ``returns``; whitened over the tokens of all ranks."""
+    """Token columns ``advantages`` and ``returns``; whitened over all ranks' trained tokens."""
     ppo, loss = config.ppo, config.loss
     make = TokenAdvantages(
         gamma=ppo.gamma,

@@ -2,7 +2,13 @@
 
 import math
 
-from nemo_like.config.choices import ImportanceCorrection, Normalization, Objective
+from nemo_like.config.choices import (
+    AdvantageScale,
+    Baseline,
+    ImportanceCorrection,
+    Normalization,
+    Objective,
+)
 from nemo_like.config.rules import Effect, Ranges, check_effects, check_ranges
 from nemo_like.config.sampling_run_schema import GRPORunConfig, PolicyGradientRunConfig
 from nemo_like.errors import UserError
@@ -34,7 +40,7 @@ def check_loss(config: PolicyGradientRunConfig) -> None:
     if isinstance(config, GRPORunConfig):
         check_ranges(config, _ADVANTAGE_RANGES)
         # (PPO's advantages differ from token to token, and a sequence's ratio mixes them.)
-        check_effects(config, [_OVERLONG, one_update(config, "loss.ratio_level")])
+        check_effects(config, [*_ADVANTAGE_EFFECTS, one_update(config, "loss.ratio_level")])
         _check_overlong(config)
 
 
@@ -81,10 +87,27 @@ def _check_overlong(config: GRPORunConfig) -> None:
         )
 
 
-_OVERLONG = Effect(
-    keys=("advantage.overlong_penalty",),
-    applies=lambda c: c.advantage.overlong_buffer_tokens > 0,
-    why_not="advantage.overlong_buffer_tokens is 0, so no completion is overlong",
+_ADVANTAGE_EFFECTS = (
+    Effect(
+        keys=("advantage.overlong_penalty",),
+        applies=lambda c: c.advantage.overlong_buffer_tokens > 0,
+        why_not="advantage.overlong_buffer_tokens is 0, so no completion is overlong",
+    ),
+    Effect(
+        keys=("advantage.count_untrained",),
+        applies=lambda c: c.grpo.mask_truncated or c.masks_mismatch,
+        why_not="all graded completions train; set grpo.mask_truncated=true or "
+        "mismatch.action=mask too",
+    ),
+    Effect(
+        keys=("advantage.count_untrained",),
+        applies=lambda c: (
+            c.advantage.baseline is not Baseline.none
+            or c.advantage.scale is not AdvantageScale.none
+            or c.grpo.dynamic_sampling
+        ),
+        why_not="advantage.baseline=none and advantage.scale=none count nothing",
+    ),
 )
 
 _EFFECTS = (

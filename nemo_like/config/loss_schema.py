@@ -33,6 +33,11 @@ class AdvantageConfig:
     ``batch``: subtract the mean of all advantages of the step and divide by their unbiased standard
     deviation (REINFORCE++, arXiv:2501.03262); ``none``: neither (RLOO; Dr. GRPO,
     arXiv:2503.20783)."""
+    count_untrained: bool = False
+    """Whether completions that do not train (``grpo.mask_truncated``, ``mismatch.action=mask``)
+    count in the mean and deviation of their group and step. True: as with the overlong filter of
+    DAPO (arXiv:2503.14476 section 3.4), which takes them out of the loss alone. Completions whose
+    reward failed never count."""
     overlong_buffer_tokens: int = 0
     """Completions within this many tokens of ``generation.max_new_tokens`` lose reward, in
     proportion to how far they are into the buffer (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""

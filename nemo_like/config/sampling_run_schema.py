@@ -77,14 +77,15 @@ class GRPOConfig(UpdatesConfig):
     num_generations_per_prompt: int = 8
     """Completions of each prompt: the group that its baseline is taken over."""
     dynamic_sampling: bool = False
-    """Leave out groups whose raw rewards are all equal, and sample others in their place (DAPO,
+    """Leave out groups whose raw rewards are all equal (of completions that count, see
+    ``advantage.count_untrained``), and sample others in their place (DAPO,
     arXiv:2503.14476 section 3.2)."""
     max_sampling_rounds: int = 4
     """Most times that prompts are sampled for one step (dynamic_sampling). The groups with a signal
     that were found by then train; if there is none, the step trains on nothing."""
     mask_truncated: bool = False
-    """Completions that were cut off do not train, but count in their group (overlong filter of
-    DAPO, section 3.4)."""
+    """Completions that were cut off do not train (overlong filter of DAPO, section 3.4, with
+    ``advantage.count_untrained``)."""
 
 
 @dataclass(kw_only=True)
@@ -107,7 +108,7 @@ class PPOConfig(UpdatesConfig):
     """GAE's lambda (arXiv:1506.02438), in [0, 1]. 1: returns are sums of rewards, and values are
     only a baseline; 0: each token's advantage is by the values of two tokens alone."""
     whiten_advantages: bool = True
-    """Subtract the mean of all tokens' advantages of the step, and divide by their unbiased
+    """Subtract the mean of all trained tokens' advantages of the step, and divide by their unbiased
     standard deviation."""
     num_critic_warmup_steps: int = 0
     """First steps, in which only the critic trains."""
