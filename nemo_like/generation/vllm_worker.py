@@ -28,6 +28,8 @@ from nemo_like.weights.ipc import IpcReceiver
 
 _AS_LOADED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """On a GPU these compute with the weights just as they were loaded."""
+_MOE_KERNEL = "moe_kernel"
+"""The attribute by which vLLM's methods for experts know that their kernel was made."""
 _LOGPROBS = "compute_topk_scores"
 """The function of vLLM's GPU sampler that computes logprobs."""
 
@@ -80,6 +82,8 @@ def _load_model(worker: RefitExtension, tensors: Iterator[tuple[str, Tensor]]) -
             # Unpacks layer by layer what start-up packed for the kernels, and keeps every
             # tensor's address, which CUDA graphs rely on. It keeps tensors until their layer
             # is complete, hence the copies.
+            if current_platform.is_cpu():
+                _forget_packed_experts(model)
             worker.reload_weights(weights_iterator=((n, t.clone()) for n, t in tensors))
         if current_platform.is_cpu():
             _pack_output_heads(model)
@@ -108,6 +112,15 @@ def _computes_with_loaded_weights(model: nn.Module) -> bool:
         if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
             return False
     return True
+
+
+def _forget_packed_experts(model: nn.Module) -> None:
+    # vLLM (0.32) packs the matrices of experts for its CPU kernels when it makes those, which it
+    # does once: later weights would be copied in as they come, and be taken for packed ones.
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, _MOE_KERNEL, None) is not None:
+            setattr(method, _MOE_KERNEL, None)
 
 
 def _pack_output_heads(model: nn.Module) -> None:
