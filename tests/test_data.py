@@ -17,6 +17,7 @@ from nemo_like.config.rollout_schema import DataConfig, EnvironmentConfig, Gradi
 from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
+from nemo_like.data.end_tokens import end_token_ids
 from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
@@ -288,6 +289,30 @@ def test_all_end_of_sequence_ids_are_known(tmp_path, tiny_model):
         (folder / "generation_config.json").write_text(content)
         with pytest.raises(UserError, match=r"generation_config\.json.*; repair"):
             ChatTokenizer(str(folder))
+
+
+@pytest.mark.parametrize("generation_config", [None, {"eos_token_id": 2}, {"eos_token_id": None}])
+@pytest.mark.parametrize(
+    "place", [lambda ids: {"eos_token_id": ids}, lambda ids: {"text_config": {"eos_token_id": ids}}]
+)
+def test_end_of_sequence_ids_of_the_models_configuration_count_too(
+    tmp_path, place, generation_config
+):
+    if generation_config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"vocab_size": 100} | place([3, 17])))
+    assert end_token_ids(tmp_path, 2) == (2, 3, 17)
+    config.write_text(json.dumps({"vocab_size": 100} | place(17)))
+    others = {2} if generation_config == {"eos_token_id": 2} else set()
+    assert set(end_token_ids(tmp_path, None)) == {17} | others
+    # A leftover of another tokenizer: no token of this model.
+    config.write_text(json.dumps({"vocab_size": 17} | place([3, 17])))
+    assert end_token_ids(tmp_path, 2) == (2, 3)
+    for content in ("", "[]", json.dumps(place(["</s>"]))):
+        config.write_text(content)
+        with pytest.raises(UserError, match=r"config\.json.*; repair"):
+            end_token_ids(tmp_path, 2)
 
 
 def test_the_context_is_the_models_own(tiny_model, tmp_path):

@@ -69,7 +69,7 @@ class ChatTokenizer:
         check_switches(self._tokenizer.get_chat_template(), self.switches, key)
         self._cuts = TokenCuts(self._tokenizer)
         self.eos_token_ids = end_token_ids(Path(model_path), self._tokenizer.eos_token_id)
-        """Every id that ends a turn: the tokenizer's, and all of the generation config."""
+        """Every id that ends a turn: the tokenizer's, and all that the folder's files name."""
         tokens = self._tokenizer.convert_ids_to_tokens(self.eos_token_ids)
         ends = "|".join(re.escape(token) for token in tokens if token is not None)
         self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
