@@ -18,6 +18,7 @@ KNOWN = (
     "gpu_memory_utilization",
     "logprobs_mode",
     "enable_chunked_prefill",
+    "quantization",
 )
 
 
@@ -109,6 +110,13 @@ def test_prompts_in_parts_are_refused_where_they_end_the_engine():
     with pytest.raises(UserError, match="enable_chunked_prefill=true ends vLLM's engine"):
         args_of(device="cpu", engine_kwargs=kwargs)
     assert args_of(engine_kwargs=kwargs)["enable_chunked_prefill"]
+
+
+def test_quantised_weights_are_refused_where_no_refit_makes_them():
+    kwargs = {"quantization": "fp8"}
+    with pytest.raises(UserError, match=r"engine_kwargs\.quantization=fp8: .*; remove it"):
+        args_of(device="cpu", engine_kwargs=kwargs)
+    assert args_of(engine_kwargs=kwargs)["quantization"] == "fp8"
 
 
 def test_a_folder_too_deep_for_sockets_is_refused(monkeypatch):

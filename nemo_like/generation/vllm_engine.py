@@ -2,8 +2,8 @@
 
 Every check of vLLM's version and every work-around for it is here or in the other ``vllm_…`` files:
 ``vllm_settings`` (what it is started with), ``vllm_environment`` and ``vllm_processes`` (how its
-processes start), ``vllm_worker``, ``vllm_lora`` and ``vllm_scheduler`` (what runs in them). Nothing
-else imports it.
+processes start), ``vllm_worker``, ``vllm_loading``, ``vllm_lora`` and ``vllm_scheduler`` (what runs
+in them). Nothing else imports it.
 """
 
 import asyncio

@@ -41,18 +41,30 @@ def load_model(
     logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
     # vLLM 0.26 leaves it to the caller to set the configuration that layers look up.
     with set_current_vllm_config(config), torch.no_grad():
-        if current_platform.is_cpu():
-            _load_as_at_start(model, config, tensors)
-        elif _computes_with_loaded_weights(model):
-            model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-        else:
-            _forget(model)
-            # Unpacks layer by layer what start-up packed for the kernels, and keeps every
-            # tensor's address, which CUDA graphs rely on. It keeps tensors until their layer
-            # is complete, hence the copies.
-            reload(weights_iterator=((n, t.clone()) for n, t in tensors))
-            # What pads a kernel's tensors is never written.
-            _refuse_unwritten(model, torch.all)
+        try:
+            _load(model, config, tensors, reload)
+        except (KeyError, AttributeError, ValueError) as error:
+            raise RuntimeError(
+                f"vLLM cannot load the weights of {type(model).__name__} by their names on disk "
+                f"({type(error).__name__}: {error}); set generation.backend=hf."
+            ) from error
+
+
+def _load(
+    model: nn.Module, config: VllmConfig, tensors: Tensors, reload: Callable[..., None]
+) -> None:
+    if current_platform.is_cpu():
+        _load_as_at_start(model, config, tensors)
+    elif _computes_with_loaded_weights(model):
+        model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
+    else:
+        _forget(model)
+        # Unpacks layer by layer what start-up packed for the kernels, and keeps every tensor's
+        # address, which CUDA graphs rely on. It keeps tensors until their layer is complete,
+        # hence the copies.
+        reload(weights_iterator=((n, t.clone()) for n, t in tensors))
+        # What pads a kernel's tensors is never written.
+        _refuse_unwritten(model, torch.all)
 
 
 def _computes_with_loaded_weights(model: nn.Module) -> bool:

@@ -161,6 +161,11 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
             "generation.engine_kwargs.enable_chunked_prefill=true ends vLLM's engine at the first "
             "long prompt on the CPU; remove it."
         )
+    if (method := config.engine_kwargs.get("quantization")) is not None:
+        raise UserError(
+            f"generation.engine_kwargs.quantization={method}: on the CPU vLLM quantises weights as "
+            "it starts, and not those that a refit brings; remove it."
+        )
     return {
         # Compiling takes half a minute and a C++ compiler.
         "enforce_eager": True,
