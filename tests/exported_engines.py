@@ -60,6 +60,7 @@ class RefittedEngine:
         args = engine_args(config, [field.name for field in fields(EngineArgs)], 0)
         # It holds a request's tokens back, prompt logprobs among them.
         del args["scheduler_cls"]
+        args["skip_tokenizer_init"] = True  # The folder may have none.
         devices = EngineDevices(
             device="cpu", tensor_parallel_size=1, engine_kwargs=config.engine_kwargs
         )
@@ -98,7 +99,9 @@ class RefittedEngine:
 
     def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logprobs [T - 1] of each row's tokens after its first, by a prefill."""
-        params = vllm.SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
+        params = vllm.SamplingParams(
+            max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False
+        )
         outputs = self._llm.generate(_prompts(rows), params, use_tqdm=False)
         found = []
         for row, output in zip(rows, outputs, strict=True):
@@ -112,7 +115,12 @@ class RefittedEngine:
     ) -> list[tuple[list[int], Tensor]]:
         """``num_tokens`` sampled token ids for each prompt, and their logprobs, by decoding."""
         params = vllm.SamplingParams(
-            max_tokens=num_tokens, temperature=1.0, seed=0, logprobs=0, ignore_eos=True
+            max_tokens=num_tokens,
+            temperature=1.0,
+            seed=0,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
         )
         found = []
         for output in self._llm.generate(_prompts(prompts), params, use_tqdm=False):

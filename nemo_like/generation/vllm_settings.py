@@ -4,7 +4,9 @@ Pure, and without an import of vLLM.
 """
 
 import difflib
+import json
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -166,6 +168,12 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
             f"generation.engine_kwargs.quantization={method}: on the CPU vLLM quantises weights as "
             "it starts, and not those that a refit brings; remove it."
         )
+    if _has_latent_attention(Path(config.model_path) / "config.json"):
+        raise UserError(
+            "generation.backend=vllm: on the CPU vLLM (0.32) has other logprobs than transformers "
+            f"for models with latent attention (kv_lora_rank in the config.json of "
+            f"{config.model_path}), by 0.1 and more; set generation.backend=hf."
+        )
     return {
         # Compiling takes half a minute and a C++ compiler.
         "enforce_eager": True,
@@ -178,3 +186,11 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(config.max_model_len, CPU_BATCHED_TOKENS),
     }
+
+
+def _has_latent_attention(path: Path) -> bool:
+    """Whether keys and values are made of a smaller matrix, as DeepSeek's are."""
+    if not path.exists():
+        return False
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return any(part.get("kv_lora_rank") for part in (config, config.get("text_config") or {}))
