@@ -153,8 +153,9 @@ class LoraConfig:
     alpha: float = 16.0
     """What an adapter adds is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=list)
-    """Linear layers that get one, by the last part of their name (``q_proj``). Empty: all. (The
-    output head cannot have one.)"""
+    """Matrices that get one, by the last part of their name: linear layers (``q_proj``), experts,
+    which transformers stacks (``gate_up_proj``, ``down_proj``), routers (``gate``). Empty: all
+    linear layers and experts. (The output head cannot have one.)"""
     refit: AdapterRefit = AdapterRefit.merged
     """``merged``: each refit carries the whole model, with adapters added and rounded to
     ``policy.dtype``; ``adapters``: engines compute with model and adapters apart, as the policy

@@ -74,8 +74,11 @@ class Policy:
         group = self.group.waiting(self._start_timeout_s)
         port = group.call_rank(0, PolicyWorker.open_store)
         address = group.contexts[0].meeting_address
-        unused, *_ = group.call(PolicyWorker.start, self._setup, address, port)
-        if unused:
+        started, *_ = group.call(PolicyWorker.start, self._setup, address, port)
+        if self._setup.engine.trains:
+            where = self._setup.engine.model_path
+            logger.info("%s: %s parameters train.", where, f"{started.num_trained:,}")
+        if unused := started.unused:
             logger.warning(
                 "%s: %d tensors of its files are not used, as its config.json has no place for "
                 "them: %s; see that the two belong together.",

@@ -5,12 +5,10 @@ import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -25,18 +23,15 @@ from torch.optim import Optimizer
 from nemo_like.config.choices import Output
 from nemo_like.data.end_tokens import padding_id
 from nemo_like.errors import RunError, UserError
-from nemo_like.models.adapters import sent_name
 from nemo_like.policy.checkpoint_files import read_sections, write_sections
 from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.file_errors import told_as
-from nemo_like.policy.loading import model_class, tied_names
-from nemo_like.policy.lora import Adapter, adapters_of, write_adapter
+from nemo_like.policy.leaving import adapter_tensors, leaving_tensors
+from nemo_like.policy.loading import model_architecture, model_class, tied_names
+from nemo_like.policy.lora import write_adapter
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.names import hf_name
-from nemo_like.policy.whole import whole, whole_tensors
-from nemo_like.weights.adapters import is_adapter, travels_apart
-from nemo_like.weights.manifest import expected_tensors
+from nemo_like.weights.adapters import travels_apart
 
 _OTHER = "{} does not fit this run's model, adapters or optimizer"
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
@@ -51,84 +46,22 @@ def refit_tensors(
         return
     if not adapters_only:
         yield from full_tensors(engine, dtype, merged=False)
-    yield from adapter_tensors(engine, dtype)
-
-
-def adapter_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of an adapter by the name that it travels by, whole; collective."""
     engine.synchronize()
-    adapters = {
-        sent_name(hf_name(name)): tensor
-        for stage in engine.stages
-        for name, tensor in stage.state_dict().items()
-        if is_adapter(name)
-    }
-    parts = ((tensor.detach(), dtype) for tensor in adapters.values())
-    yield from zip(adapters, whole_tensors(parts, engine.device), strict=True)
+    yield from adapter_tensors(engine.stages, dtype, engine.device)
 
 
 def full_tensors(
     engine: TrainEngine, dtype: torch.dtype, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the architecture once, by its Hugging Face name, whole, in ``dtype``.
+    """Every tensor of the architecture once, by its name on disk, whole, in ``dtype``; collective.
 
-    ``merged``: adapters are added to their matrices, in float32. A value model has ``score`` in
-    place of an output head. Collective: all ranks must draw from it at the same pace. With a
-    pipeline, each tensor is sent from the stage that has it to the others.
+    A value model has ``score`` in place of an output head.
     """
     engine.synchronize()
-    state: dict[str, Tensor] = {}
-    adapters: dict[str, Adapter] = {}
-    for stage in engine.stages:
-        ties = tied_names(stage) if stage.is_first else {}
-        for name, tensor in stage.state_dict().items():
-            if hf_name(name) not in ties:
-                state[hf_name(name)] = tensor
-        if merged:
-            adapters |= adapters_of(stage, state)
-    pp = engine.mesh.group("pp")
-    owners = _owners(list(state), pp)
-    if engine.setup.output is not Output.logprobs:  # one stage, which has all of them
-        expected = {
-            name: (tuple(tensor.shape), _stored(tensor, dtype))
-            for name, tensor in state.items()
-            if not is_adapter(name)
-        }
-    else:
-        expected = expected_tensors(engine.setup.model_path, dtype)
-    gather = partial(whole, dtype=torch.float32, device=engine.device)
-    plain = whole_tensors(
-        (
-            (state[name].detach(), stored)
-            for name, (_, stored) in expected.items()
-            if name in state and name not in adapters
-        ),
-        engine.device,
+    described = model_architecture(engine.setup.model_path, engine.setup.output, dtype)
+    yield from leaving_tensors(
+        engine.stages, described, engine.device, merged=merged, pp=engine.mesh.group("pp")
     )
-    for name, (shape, stored) in expected.items():
-        if name in adapters:
-            tensor = adapters[name].merged(gather(state[name].detach()), gather).to(stored)
-        elif name in state:
-            tensor = next(plain)
-        else:
-            tensor = torch.empty(shape, dtype=stored, device=engine.device)
-        if pp is not None:
-            tensor = tensor.contiguous()
-            dist.broadcast(tensor, dist.get_global_rank(pp, owners[name]), group=pp)
-        yield name, tensor
-
-
-def _stored(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
-
-
-def _owners(names: list[str], pp: dist.ProcessGroup | None) -> dict[str, int]:
-    """Tensor name -> the first pipeline rank that has it."""
-    if pp is None:
-        return {}
-    everyone: list[Any] = [None] * dist.get_world_size(pp)
-    dist.all_gather_object(everyone, names, group=pp)
-    return {name: rank for rank in reversed(range(len(everyone))) for name in everyone[rank]}
 
 
 def save_checkpoint(folder: Path, engine: TrainEngine) -> None:
@@ -197,7 +130,8 @@ def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
             # A gathered tensor may be a view of a padded buffer, which safetensors would refuse.
             state[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
     adapters = {
-        name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(engine, torch.float32)
+        name: tensor.cpu().contiguous()
+        for name, tensor in adapter_tensors(engine.stages, torch.float32, engine.device)
     }
     if write:
         with told_as(RunError, f"{target} could not be written"):
@@ -217,7 +151,8 @@ def _write_folder(
     shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
     aside.chmod(aside.stat().st_mode | stat.S_IRWXU)
     if adapters:
-        write_adapter(aside / "adapter", adapters, engine.config.lora, engine.config.model)
+        plain = model_architecture(str(source), engine.setup.output, torch.float32).model
+        write_adapter(aside / "adapter", adapters, engine.config.lora, engine.config.model, plain)
     dtype = next(t.dtype for t in state.values() if t.is_floating_point())
     config = json.loads((aside / "config.json").read_text())
     config.pop("torch_dtype", None)

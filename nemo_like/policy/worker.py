@@ -27,6 +27,7 @@ from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, MicroBatches, TrainEngine
+from nemo_like.policy.export_check import check_export
 from nemo_like.policy.loading import unused_tensors
 from nemo_like.policy.probe import check_architecture
 from nemo_like.policy.state import (
@@ -101,6 +102,16 @@ class SenderAddress:
     port: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """What a rank found when it loaded its model."""
+
+    num_trained: int
+    """Parameters that the whole model trains, all ranks' shards together."""
+    unused: Sequence[str] = ()
+    """Rank 0: tensors that the model's files hold and that it has no use for."""
+
+
 class PolicyWorker(Worker):
     """See the module. Methods marked collective must run on all ranks at once."""
 
@@ -114,16 +125,16 @@ class PolicyWorker(Worker):
         self._store = listening_store(self.context.listens_on, self.context.world_size)
         return self._store.port
 
-    def start(self, setup: PolicySetup, address: str, port: int) -> list[str]:
-        """Join the process group, load the model, shard it; collective.
-
-        Rank 0 returns the names of tensors that the model's files hold and that it has no use for.
-        """
+    def start(self, setup: PolicySetup, address: str, port: int) -> Started:
+        """Join the process group, load the model, shard it; collective."""
         self._timeout_s = setup.timeout_s
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
         if self.context.rank == 0:
-            check_architecture(setup.engine.model_path, setup.engine.config)
+            where = setup.engine.model_path, setup.engine.config
+            check_architecture(*where)
+            if setup.engine.trains:
+                check_export(*where, setup.engine.output)
         else:
             world_size = self.context.world_size
             self._store = TCPStore(address, port, world_size, False, timeout)
@@ -137,10 +148,11 @@ class PolicyWorker(Worker):
             world_size=self.context.world_size,
             timeout=timeout,
         )
-        self._engine = engine = TrainEngine(setup.engine, self._device)
-        if self.context.rank > 0:
-            return []
-        return unused_tensors(setup.engine.model_path, engine.config, setup.engine.output)
+        self._engine = TrainEngine(setup.engine, self._device)
+        num_trained = self._engine.num_parameters()
+        path, output = setup.engine.model_path, setup.engine.output
+        unused = [] if self.context.rank else unused_tensors(path, output)
+        return Started(num_trained=num_trained, unused=unused)
 
     def warm_up(self) -> None:
         """Compile before the first step, if anything is compiled; collective."""
