@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nemo_like.config.choices import AdapterRefit
 from nemo_like.config.policy_schema import LoraConfig
 from nemo_like.distributed.store import listening_store
-from nemo_like.errors import RunError
+from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.vllm_engine import VLLMEngine
 from nemo_like.generation.vllm_lora import replace_adapters
@@ -198,7 +198,7 @@ def test_an_engine_that_was_started_without_adapters_refuses_them(tmp_path, run)
 
 def test_targets_that_name_no_layer_are_an_error(tmp_path):
     path = make_model_folder(tmp_path, tied=False)
-    with pytest.raises(RunError, match=r"matches no adapter: .*targets=\[q_prj\]"):
+    with pytest.raises(UserError, match=r"q_prj names no linear layer.*did you mean q_proj"):
         expected_adapters(path, torch.float32, replace(ALL, targets=["q_prj"]))
 
 

@@ -87,7 +87,8 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(
 @pytest.mark.parametrize("target", ["q_prj", "lm_head"])
 def test_a_target_that_matches_no_layer_is_refused(target, pool, four_layers):
     config = LORA | {"lora": LoraConfig(rank=4, targets=["q_proj", target])}
-    message = rf"{target} is no linear layer .* output head; there are down_proj, gate_proj"
+    near = {"q_prj": "did you mean q_proj.*There are", "lm_head": "there are"}[target]
+    message = rf"{target} names no linear layer.*output head cannot.*{near} down_proj, gate_proj"
     with pytest.raises(AssertionError, match=message):
         pool.run(1, f"{CASES}:train", four_layers(), config, 0)
 

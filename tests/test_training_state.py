@@ -22,7 +22,6 @@ from nemo_like.config.policy_schema import (
     LossScaleConfig,
     OptimizerConfig,
     ParallelConfig,
-    PolicyConfig,
 )
 from nemo_like.policy.loading import unused_tensors
 from tests.engine_cases import CASES, TOLERANCE, largest_gap, schedule
@@ -270,11 +269,10 @@ def test_tensors_that_the_architecture_lacks_are_named_unless_they_are_harmless(
 ):
     folder = shutil.copytree(four_layers("llama", tied), tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    config = PolicyConfig(lora=LoraConfig(rank=2))
-    assert unused_tensors(str(folder), config, output) == []
+    assert unused_tensors(str(folder), output) == []
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     extra = ["model.layers.0.self_attn.q_proj.bias", "model.layers.4.mlp.up_proj.weight"]
     tensors |= {name: torch.ones(4) for name in extra}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert unused_tensors(str(folder), config, output) == extra
+    assert unused_tensors(str(folder), output) == extra

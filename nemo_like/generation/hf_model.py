@@ -16,7 +16,9 @@ def build_model(config: EngineConfig) -> PreTrainedModel:
     """Build the architecture with random weights, which the first refit replaces."""
     settings = AutoConfig.from_pretrained(config.model_path, trust_remote_code=trusts_code())
     with torch.device(config.device):
-        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype), trust_remote_code=trusts_code())
+        model = AutoModelForCausalLM.from_config(
+            settings, dtype=getattr(torch, config.dtype), trust_remote_code=trusts_code()
+        )
         if config.lora is not None:
             inject_adapters(model, config.lora)
     return model.eval().requires_grad_(False)

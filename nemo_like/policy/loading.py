@@ -236,7 +236,9 @@ def model_architecture(path: str, output: Output, dtype: torch.dtype) -> Archite
         return architecture(path, dtype)
     kind, settings = model_class(path, output)
     with torch.device("meta"):
-        return Architecture.of(kind.from_config(settings, dtype=dtype, trust_remote_code=trusts_code()))
+        return Architecture.of(
+            kind.from_config(settings, dtype=dtype, trust_remote_code=trusts_code())
+        )
 
 
 def tied_names(model: LogprobModel) -> dict[str, str]:

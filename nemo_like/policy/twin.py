@@ -37,7 +37,10 @@ def small_twin(kind: Any, full: PreTrainedConfig) -> PreTrainedModel:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 twin = kind.from_config(
-                    config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusts_code()
+                    config,
+                    dtype=torch.float32,
+                    attn_implementation="eager",
+                    trust_remote_code=trusts_code(),
                 ).eval()
             with torch.no_grad():
                 twin(input_ids=torch.arange(5)[None], use_cache=False)

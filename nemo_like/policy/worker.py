@@ -127,14 +127,14 @@ class PolicyWorker(Worker):
 
     def start(self, setup: PolicySetup, address: str, port: int) -> Started:
         """Join the process group, load the model, shard it; collective."""
+        path, output = setup.engine.model_path, setup.engine.output
         self._timeout_s = setup.timeout_s
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
         if self.context.rank == 0:
-            where = setup.engine.model_path, setup.engine.config
-            check_architecture(*where)
+            check_architecture(path, setup.engine.config)
             if setup.engine.trains:
-                check_export(*where, setup.engine.output)
+                check_export(path, setup.engine.config, output)
         else:
             world_size = self.context.world_size
             self._store = TCPStore(address, port, world_size, False, timeout)
@@ -149,10 +149,8 @@ class PolicyWorker(Worker):
             timeout=timeout,
         )
         self._engine = TrainEngine(setup.engine, self._device)
-        num_trained = self._engine.num_parameters()
-        path, output = setup.engine.model_path, setup.engine.output
         unused = [] if self.context.rank else unused_tensors(path, output)
-        return Started(num_trained=num_trained, unused=unused)
+        return Started(num_trained=self._engine.num_parameters(), unused=unused)
 
     def warm_up(self) -> None:
         """Compile before the first step, if anything is compiled; collective."""
