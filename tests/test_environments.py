@@ -78,8 +78,11 @@ def terminates(prompt, completion):
     os.kill(os.getpid(), signal.SIGTERM)
     command = subprocess.Popen(["sleep", "60"])
     command.terminate()
-    fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    forks = multiprocessing.get_context("fork")
+    ready = forks.Event()
+    fork = forks.Process(target=lambda: (ready.set(), time.sleep(60)))
     fork.start()
+    ready.wait(5)
     fork.terminate()
     fork.join(5)
     return {"reward": 1.0, "command": command.wait(5), "fork": fork.exitcode}
