@@ -46,6 +46,8 @@ class DriverState:
     metric_name: str | None = None
     """What ``metric`` is the value of, with a minus where the smallest is best. None: written
     before this was; the run's own."""
+    unlogged: dict[str, float] | None = None
+    """Numbers of the step, if the run was stopped before the validation that belongs to them."""
 
 
 class Checkpoints:

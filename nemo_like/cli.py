@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra._internal.callbacks import Callbacks
@@ -23,7 +23,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_like.algorithms.stop_request import listen
+from nemo_like.algorithms.stop_request import SIGNALS, StopRequest, listen
 from nemo_like.config.config_files import check_config_files, schema_names, schema_of
 from nemo_like.config.load import (
     Composed,
@@ -66,7 +66,14 @@ def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None
     one starts, so that a typing error costs no run and prints one sentence. A single job then runs
     with what was checked; those of a sweep are composed again by Hydra's sweeper.
     """
-    listen()  # Run takes it over; until then SIGUSR1 would end the process unheard.
+    listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
+    try:
+        _main(config_name, run, config_dir)
+    except StoppedError as stopped:  # between jobs, or before the first one
+        _end_stopped(stopped)
+
+
+def _main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None:
     sys.argv[1:] = arguments = accept_free_keys(sys.argv[1:])
     if not any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
         job = end_on_error(lambda: _preflight(config_name, config_dir, arguments))
@@ -119,7 +126,7 @@ def end_on_error(action: Callable[[], T]) -> T:
     """Carry out ``action``; failures with an explanation end the process without a traceback."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:  # nohup
+        if handler is not signal.SIG_IGN and not isinstance(handler, StopRequest):  # nohup; a run
             signal.signal(number, _raise_interrupt)
     try:
         return action()
@@ -136,14 +143,16 @@ def end_on_error(action: Callable[[], T]) -> T:
             "or repair the file system, then continue with run.resume=true.\n"
         )
         sys.exit(EXIT_RUN_ERROR)
-    except StoppedError as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        sys.exit(exit_code(stopped))
-    except KeyboardInterrupt as interrupt:
-        # For good, or the next one would end the end of Ray half-way, and leave its processes.
-        for number in (signal.SIGINT, *previous):
-            signal.signal(number, signal.SIG_IGN)
+    except (StoppedError, SystemError) as error:
+        # Ray's calls in C wrap all that a signal's handler raises in them but KeyboardInterrupt.
+        stopped = error.__cause__ if isinstance(error, SystemError) else error
+        if not isinstance(stopped, StoppedError):
+            raise
         previous.clear()
+        _end_stopped(stopped)
+    except KeyboardInterrupt as interrupt:
+        previous.clear()
+        _ignore_signals()
         sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
         sys.exit(exit_code(interrupt))
     finally:
@@ -151,8 +160,20 @@ def end_on_error(action: Callable[[], T]) -> T:
             signal.signal(number, handler)
 
 
+def _end_stopped(stopped: StoppedError) -> NoReturn:
+    _ignore_signals()
+    sys.stderr.write(f"{stopped}\n")
+    sys.exit(exit_code(stopped))
+
+
+def _ignore_signals() -> None:
+    """For good, or the next one would end the end of Ray half-way, and leave its processes."""
+    for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
-    """Schedulers send SIGTERM, a closed terminal SIGHUP: leave through Ctrl-C's clean-up."""
+    """A closed terminal sends SIGHUP, and where there is no run SIGTERM is like Ctrl-C, too."""
     raise KeyboardInterrupt
 
 

@@ -120,7 +120,10 @@ ANY_RUN = [
         "policy.trust_remote_code=true",
     ),
     *proven(
-        f"{_HERE}limits_of_waits_end_a_run", "cluster.start_timeout_s=5", "cluster.call_timeout_s=5"
+        f"{_HERE}limits_of_waits_end_a_run",
+        "cluster.start_timeout_s=5",
+        "cluster.call_timeout_s=5",
+        "cluster.save_timeout_s=5",
     ),
     *proven(
         "tests/test_observe.py::"
@@ -153,6 +156,15 @@ TRAINING = [
     *seen(queued, f"{_SLURM}.requeue=true", beside=_RESUMED),
     *seen(queued, f"{_SLURM}.signal_before_s=60", beside=f"{_RESUMED} {_SLURM}.requeue=true"),
     *seen(loop, "checkpoint.every_steps=2", "checkpoint.keep_last=1"),
+    *proven(
+        "tests/test_stops.py::"
+        "test_a_run_saves_by_time_and_reasons_that_coincide_make_one_checkpoint",
+        "checkpoint.every_minutes=1",
+    ),
+    *proven(
+        "tests/test_stops.py::test_what_takes_longer_than_the_grace_is_abandoned",
+        "run.stop_grace_s=5",
+    ),
     *seen(loop, "checkpoint.keep_best=false", "checkpoint.metric=train/loss", beside=_KEPT),
     *seen(
         loop,
@@ -456,11 +468,13 @@ _NOTHING_TRAINS = (
     "policy.activation_offload=true policy.debug.check_replicas=true "
     "policy.debug.check_gradients=true policy.debug.check_data=true policy.debug.memory=true "
     "policy.debug.collectives=true policy.debug.hang_report_s=100 checkpoint.every_steps=1 "
+    "checkpoint.every_minutes=1 "
     "checkpoint.keep_last=1 checkpoint.keep_best=false checkpoint.metric=train/loss "
     "checkpoint.export=false"
 )
 EVAL = [
     *ANY_RUN,
+    *refused("SIGTERM ends it at once", "run.stop_grace_s=5"),
     *ENGINES,
     *CONTEXT_AND_TENSOR[:2],
     *PIPELINE[:1],

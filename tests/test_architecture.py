@@ -33,9 +33,11 @@ ONE_PLACE_ONLY = {
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
+    "__init__.py",
     "algorithms/run_folder.py",
     "config/remote_code.py",
     "distributed/connection.py",
+    "distributed/sweeper.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
     "environments/grading_pool.py",

@@ -17,7 +17,7 @@ from nemo_like.environments.rewards import resolve_reward
 from nemo_like.errors import UserError
 
 REWARDS = '''
-import asyncio, os, signal, subprocess, sys, threading, time
+import asyncio, multiprocessing, os, signal, subprocess, sys, threading, time
 import sibling
 from numpy import complex64
 
@@ -73,6 +73,20 @@ def by_completion(prompt, completion, **fields):
         "sibling": sibling.VALUE, "float64": 1e200, "complex": complex64(1),
     }.get(completion, 1.0)
 
+def terminates(prompt, completion):
+    """Ends children as any code does, after a SIGTERM of its own."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    command = subprocess.Popen(["sleep", "60"])
+    command.terminate()
+    forks = multiprocessing.get_context("fork")
+    ready = forks.Event()
+    fork = forks.Process(target=lambda: (ready.set(), time.sleep(60)))
+    fork.start()
+    ready.wait(5)
+    fork.terminate()
+    fork.join(5)
+    return {"reward": 1.0, "command": command.wait(5), "fork": fork.exitcode}
+
 async def slow(prompt, completion):
     await asyncio.sleep(0.01)
     return 0.25
@@ -103,6 +117,19 @@ def pool(reward_file):
     )
     yield pool
     pool.shutdown()
+
+
+def test_sigterm_costs_no_row_and_ends_what_a_function_ends_by_it(reward_file):
+    """Workers block it, which their children inherit."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        pool = GradingPool(f"{reward_file}:terminates", timeout_s=20.0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    (one,) = grade(pool, "")
+    pool.shutdown()
+    assert one.reward == 1.0, one.error
+    assert one.metrics == {"command": -signal.SIGTERM, "fork": -signal.SIGTERM}
 
 
 def grade(pool: GradingPool, *completions: str, **fields):

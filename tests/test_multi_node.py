@@ -204,7 +204,7 @@ def test_a_short_cut_is_survived_and_a_long_one_is_named_and_resumed_from(networ
     assert time.monotonic() - cut_at < 30
     assert driver.returncode == 1, output
     error = output[output.index("Error: ") :]
-    assert f"rank 1 on {lost.address} died in" in error
+    assert f"rank 1 on {lost.address} died " in error
     assert "its node was lost (health check failed" in error
     assert "Traceback" not in output
     left = [text for node in (head, kept) for text in WORKERS if node.processes(text)]

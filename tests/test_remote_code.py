@@ -143,12 +143,14 @@ def test_a_model_whose_code_is_trusted_trains_and_leaves_with_its_code(
     unknown, marker, tmp_path, local_ray
 ):
     with_own_tokenizer(unknown)
+    lengths = tmp_path / "lengths.py"
+    lengths.write_text("def reward(prompt, completion, **fields):\n    return len(completion)\n")
     steps = run(
         tmp_path / "run",
         f"policy.model={unknown}",
         "policy.trust_remote_code=true",
         "grpo.max_steps=1",
-        "environment.reward=math",
+        f"environment.reward={lengths}:reward",
         f"data.train={rows(tmp_path / 'train.jsonl', 1)}",
         f"data.validation={rows(tmp_path / 'validation.jsonl', 2)}",
         small=[one for one in SMALL if "rows" not in one],

@@ -273,8 +273,8 @@ def test_a_requeued_job_must_find_its_own_checkpoints():
             check_slurm(replace(job(requeue=True, **slurm).config, run=run, checkpoint=checkpoint))
         return str(error.value)
 
-    run, checkpoint = RunConfig(dir="runs/mine", resume=True), CheckpointConfig()
-    assert "needs checkpoint.every_steps" in refusal()
+    run, checkpoint = RunConfig(dir="runs/mine", resume=True), CheckpointConfig(every_minutes=0)
+    assert "needs checkpoint.every_steps or every_minutes" in refusal()
     checkpoint.every_steps = 5
     assert "signal_before_s=120 leaves nothing of cluster.slurm.time=0:02:00" in refusal(
         time="0:02:00"

@@ -66,7 +66,10 @@ def started(config: RolloutRunConfig, name: str) -> Iterator[Processes]:
         paths = [str(run.dir / "config.yaml"), model_path]
         groups: list[WorkerGroup[Any]] = [of_policy, replicas]
         missing = [
-            group.waiting(config.cluster.start_timeout_s).submit_missing(paths) for group in groups
+            group.waiting(
+                config.cluster.start_timeout_s, "start_timeout_s", "Ray starts its process"
+            ).submit_missing(paths)
+            for group in groups
         ]
         for group in groups:
             group.submit(Worker.ready)  # A process imports at its first call; nobody waits for it.

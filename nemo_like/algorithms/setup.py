@@ -18,6 +18,7 @@ from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
+from nemo_like.distributed.progress import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker import Worker
 from nemo_like.errors import UserError
@@ -213,13 +214,16 @@ def _start_workers(
     An engine that measures how much of a shared GPU it may use waits for the models: what becomes
     used meanwhile, it would take for its own.
     """
-    engines = generation.group.waiting(config.cluster.start_timeout_s)
+    limit_s = config.cluster.start_timeout_s
 
     def start_engines() -> None:
         # Ray unpickles arguments beside a worker that still imports; two threads that import the
         # same modules may find them half done. ``ready`` has no arguments.
-        engines.call(Worker.ready)
-        engines.call(RolloutWorker.start, setup)
+        group = generation.group
+        group.waiting(limit_s, "start_timeout_s", IMPORTING_ENGINE).call(Worker.ready)
+        starting = group.waiting(limit_s, "start_timeout_s", STARTING_ENGINE)
+        starting.call(RolloutWorker.start, setup)
+        generation.watch()
 
     with ThreadPoolExecutor(len(models) + 1) as threads:
         try:

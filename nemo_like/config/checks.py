@@ -55,7 +55,9 @@ _RANGES = Ranges(
         "cluster.num_nodes": 1,
         "cluster.gpus_per_node": 0,
         "cluster.cpu_workers_per_node": 1,
+        "run.stop_grace_s": 0,
         "checkpoint.every_steps": 0,
+        "checkpoint.every_minutes": 0,
         "checkpoint.keep_last": 1,
         "logging.trajectories_per_step": 0,
     },
@@ -63,6 +65,7 @@ _RANGES = Ranges(
         "cluster.cpus_per_worker",
         "cluster.start_timeout_s",
         "cluster.call_timeout_s",
+        "cluster.save_timeout_s",
     ),
 )
 

@@ -66,6 +66,11 @@ _EFFECTS = (
         why_not="an evaluation saves no checkpoint to continue from; start it again",
     ),
     Effect(
+        keys=("run.stop_grace_s",),
+        applies=lambda _: False,
+        why_not="an evaluation saves nothing, so that SIGTERM ends it at once",
+    ),
+    Effect(
         keys=("run.self_check", "mismatch"),
         applies=lambda _: False,
         why_not="only the engine computes logprobs in an evaluation, so nothing is compared",

@@ -135,9 +135,10 @@ def _check_requeue(config: TrainingRunConfig, time_s: int | None) -> None:
         raise UserError(
             f"{key} needs run.resume=true and run.dir, or the job would start afresh each time."
         )
-    if config.checkpoint.every_steps == 0:
+    if config.checkpoint.every_steps == 0 and config.checkpoint.every_minutes == 0:
         raise UserError(
-            f"{key} needs checkpoint.every_steps, or the job would start afresh each time."
+            f"{key} needs checkpoint.every_steps or every_minutes, or a job that is killed would "
+            "start afresh each time."
         )
     before = config.cluster.slurm.signal_before_s
     if time_s and before >= time_s:

@@ -24,6 +24,10 @@ class RunConfig:
     """Seed of generated rows, their order and the sampling of completions, >= 0."""
     resume: bool = False
     """Continue from the latest complete checkpoint in ``run.dir``; without one, start afresh."""
+    stop_grace_s: float = 20.0
+    """After SIGTERM, longest time to finish the step in progress and save it, >= 0; what takes
+    longer is abandoned, and the latest checkpoint stands. Ending takes up to 8 s more, so that the
+    default fits the 30 s after which Kubernetes kills. SIGUSR1 has no such limit."""
     self_check: bool = True
     """On the first steps, stop unless engine and policy agree, ratios are 1 and seeds differ."""
 
@@ -50,6 +54,8 @@ class ClusterConfig:
     """Longest wait for nodes, workers and engines to start."""
     call_timeout_s: float = 1800.0
     """Longest wait for one phase of one step."""
+    save_timeout_s: float = 7200.0
+    """Longest wait for a checkpoint or an export to be written, or a checkpoint to be read."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
@@ -58,7 +64,10 @@ class CheckpointConfig:
     """What survives the run."""
 
     every_steps: int = 0
-    """Steps between checkpoints; the last step is always saved. 0: the last step only."""
+    """Steps between checkpoints; the last step is always saved. 0: not by steps."""
+    every_minutes: float = 30.0
+    """Minutes after which the step that ends next is saved, counted from the start of the process
+    and from each checkpoint on, whatever it was written for. 0: not by time."""
     keep_last: int = 2
     """Latest checkpoints to keep, >= 1."""
     keep_best: bool = True

@@ -28,7 +28,12 @@ from nemo_like.environments.frames import (
     read_rows,
     verdict_frame,
 )
-from nemo_like.environments.process_tree import adopt_orphans, bury_orphans, kill_tree
+from nemo_like.environments.process_tree import (
+    adopt_orphans,
+    bury_orphans,
+    kill_tree,
+    leave_sigterm_to_driver,
+)
 from nemo_like.environments.protocol import GradingRow, Verdict
 from nemo_like.environments.rewards import RewardFunction, resolve_reward
 from nemo_like.environments.verdicts import grade_row
@@ -76,6 +81,7 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchGrader | RewardFuncti
     pool = socket.socket(fileno=int(file_descriptor))
     _keep_from_children(pool)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
+    leave_sigterm_to_driver()
     adopt_orphans()
     _die_with_parent(os.getppid())
     _limit_memory(int(memory_limit_bytes))

@@ -154,6 +154,13 @@ class VLLMEngine:
         assert self._llm is not None
         await self._alive(self._llm.wake_up(tags=[memory.value]), "to wake up")
 
+    async def watch(self) -> None:
+        """See ``HasProcesses``."""
+        while self._llm is not None:
+            if self._llm.errored:
+                raise self._failure("to stay up", None)
+            await asyncio.sleep(LIVENESS_POLL_S)
+
     async def shutdown(self) -> None:
         """End the engine and every process that it started, by force after a grace period."""
         if self._llm is None:

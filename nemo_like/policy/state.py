@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from nemo_like.config.choices import Output
 from nemo_like.data.end_tokens import padding_id
+from nemo_like.distributed.progress import writing_folder
 from nemo_like.errors import RunError, UserError
 from nemo_like.policy.checkpoint_files import read_sections, write_sections
 from nemo_like.policy.engine import TrainEngine
@@ -62,6 +63,19 @@ def full_tensors(
     yield from leaving_tensors(
         engine.stages, described, engine.device, merged=merged, pp=engine.mesh.group("pp")
     )
+
+
+def state_bytes(engine: TrainEngine) -> int:
+    """About what a checkpoint of the stages on this rank has, whoever else holds parts of them."""
+    total = 0
+    for stage, optimizers in zip(engine.stages, engine.optimizers, strict=True):
+        adapts = engine.config.lora.rank > 0
+        tensors = [one for one in stage.parameters() if one.requires_grad or not adapts]
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                tensors += [one for one in state.values() if isinstance(one, Tensor)]
+        total += sum(one.numel() * one.element_size() for one in tensors)
+    return total
 
 
 def save_checkpoint(folder: Path, engine: TrainEngine) -> None:
@@ -143,7 +157,7 @@ def _write_folder(
 ) -> None:
     """Aside first, so that what stands at ``target`` is whole."""
     source = Path(engine.setup.model_path)
-    aside = target.with_name(f".{target.name}-writing")
+    aside = writing_folder(target)
     shutil.rmtree(aside, ignore_errors=True)
     # Contents alone: files of a model that others may only read must be writable here. The model
     # may be the export of a run with adapters, which are in its weights.

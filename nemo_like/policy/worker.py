@@ -36,6 +36,7 @@ from nemo_like.policy.state import (
     load_weights,
     refit_tensors,
     save_checkpoint,
+    state_bytes,
 )
 from nemo_like.policy.warm_up import warm_up
 from nemo_like.weights.adapters import plan_refit, travels_apart
@@ -302,6 +303,10 @@ class PolicyWorker(Worker):
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
+
+    def state_bytes(self) -> int:
+        """About what ``save`` writes of this rank's pipeline stages."""
+        return state_bytes(self._engine)
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule; collective."""
