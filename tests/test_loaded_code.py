@@ -210,7 +210,7 @@ ALLOWED = {
     ("policy/checkpoint_files.py", f"{loaded_code.DCP}.state_dict_loader.load"): (
         "with a reader and a planner of ours, which unpickle nothing"
     ),
-    ("policy/loading.py", f"{loaded_code.DCP}.state_dict_loader.load"): "safetensors alone",
+    ("policy/files.py", f"{loaded_code.DCP}.state_dict_loader.load"): "safetensors alone",
     ("rollout/reward_model.py", "pickle.loads"): OUR_PROCESSES,
     ("weights/ipc.py", "multiprocessing.connection.Listener"): "a key that only our processes have",
     ("weights/ipc.py", "multiprocessing.connection.Client"): "a key that only our processes have",
