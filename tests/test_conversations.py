@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from nemo_like.config.data_schema import OverlongRows, SFTDataConfig, TrainOn
 from nemo_like.data import conversations, json_rows
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
+from nemo_like.data.empty_blocks import num_unwritten
 from nemo_like.data.end_tokens import padding_id
 from nemo_like.environments.reasoning_gym_reward import reward
 from nemo_like.errors import UserError
@@ -331,6 +333,12 @@ def test_what_a_sampled_answer_begins_with_trains(tmp_path, before):
     ids, mask = chat.render_conversation(TURNS[:2])
     expected = [f"{before}the first\nanswer<|im_end|>"]
     assert trained_texts(tokenizer_of(tmp_path), ids, mask) == expected
+
+
+def test_white_space_before_an_answer_takes_no_time():
+    start = time.process_time()
+    assert num_unwritten(" " * 600 + "2", {"role": "assistant", "content": "2"}, "") == 0
+    assert time.process_time() - start < 1
 
 
 def test_markers_around_an_empty_block_do_not_make_it_train(tmp_path):

@@ -118,7 +118,7 @@ def check(config: TrainingRunConfig, *, files_are_here: bool = True, runs: bool 
 
 
 def _check_switches(config: TrainingRunConfig) -> None:
-    """A template is told words, numbers and yes or no."""
+    """Refuse values of switches that are neither text nor number nor true or false."""
     keys = ["data.template_switches"]
     if isinstance(config, RolloutRunConfig):
         keys.append("environment.reward_model.template_switches")

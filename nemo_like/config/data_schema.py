@@ -47,9 +47,9 @@ class TextDataConfig:
     system_prompt: str | None = None
     """System message put before conversations that have none. None: no system message."""
     template_switches: dict[str, Any] = field(default_factory=dict)
-    """What the model's chat template is told beside the messages, ``{name: value}``, such as
-    ``{enable_thinking: false}``: the same for every conversation. A name that the template does not
-    look at is refused."""
+    """Variables for the model's chat template, ``{name: value}``, such as
+    ``{enable_thinking: false}``; the same for every conversation. A name that the template does not
+    use is refused."""
     shuffle: bool = True
     """New order every epoch, derived from ``run.seed``."""
     max_length: int | None = None

@@ -90,9 +90,9 @@ class DataConfig:
     system_prompt: str | None = None
     """System message put before prompts that have none. None: no system message."""
     template_switches: dict[str, Any] = field(default_factory=dict)
-    """What the model's chat template is told beside the messages, ``{name: value}``, such as
-    ``{enable_thinking: false}``: the same for every prompt. A name that the template does not
-    look at is refused."""
+    """Variables for the model's chat template, ``{name: value}``, such as
+    ``{enable_thinking: false}``; the same for every prompt. A name that the template does not use
+    is refused."""
     shuffle: bool = True
     """New order every epoch, derived from ``run.seed``."""
     overlong_prompts: OverlongPrompts = OverlongPrompts.refuse
@@ -111,8 +111,8 @@ class GradingModelConfig:
     and completion, and the score is read at the token that ends the completion, as in training it.
     A completion that was cut off is scored as if it ended there."""
     template_switches: dict[str, Any] = field(default_factory=dict)
-    """What its chat template is told beside the messages, ``{name: value}``. Empty: what
-    ``data.template_switches`` has that its template looks at."""
+    """Variables for its chat template, ``{name: value}``. Empty: those of
+    ``data.template_switches`` that its template uses."""
     dtype: Dtype | None = None
     """Parameters in compute. None: the folder's own, which is that of training."""
     num_threads: int = 1

@@ -75,6 +75,7 @@ def check_ranges(config: TrainingRunConfig, ranges: Ranges) -> None:
     """Raise UserError for the first value out of its range."""
     lower = {key: (least, True) for key, least in ranges.at_least.items()}
     lower |= dict.fromkeys(ranges.above_zero, (0, False))
+    assert ranges.at_most.keys() <= lower.keys()
     for key, (least, included) in lower.items():
         value, most = value_of(config, key), ranges.at_most.get(key)
         if value is None or _is_between(value, least, math.inf if most is None else most, included):
