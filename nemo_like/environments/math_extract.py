@@ -220,8 +220,11 @@ def _last_statement(text: str, kind: Kind) -> str | None:
         return max(found, key=lambda item: item[0])[1]
     display = DISPLAY.fullmatch(text.strip())
     line = _content(display) if display else text.strip()
-    is_expression = "\n" not in line and len(line) <= 100 and BARE_EXPRESSION.match(line)
-    return line if is_expression and re.search(r"\d", line) else None
+    if "\n" in line or len(line) > 100:
+        return None
+    if kind is not Kind.quantity and is_only_choice(line):
+        return line
+    return line if BARE_EXPRESSION.match(line) and re.search(r"\d", line) else None
 
 
 def _after_marker(line: str) -> str | None:
