@@ -99,6 +99,8 @@ def test_a_pickle_beside_what_is_loaded_is_not_read(checkpoint, pool, four_layer
         (("tensors", 0, "dtype"), "nn"),
         (("tensors", 0, "chunks", 0, "file"), ".."),
         (("tensors", 0, "shape"), [True, 1.0]),
+        (("tensors", 0, "chunks"), []),
+        (("tensors", 0, "chunks", 0, "shape"), [1]),
     ],
 )
 def test_a_list_of_tensors_that_is_not_ours_is_refused(
