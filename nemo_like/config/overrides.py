@@ -71,7 +71,7 @@ def _unreadable(typed: str, schema: type) -> UserError:
 
 def _check_key(typed: str, override: Override, kinds: Mapping[str, Any], schema: type) -> None:
     key, written = override.key_or_group, typed.partition("=")[2].strip()
-    if is_in_free_dict(key):
+    if any(key.startswith(f"{one}.") and one in kinds for one in FREE_DICTS):
         return
     if key not in kinds and key not in _GROUPS:
         raise UserError(f"{key} is not a key of the configuration; {did_you_mean(key, schema)}")
