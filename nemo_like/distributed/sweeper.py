@@ -68,7 +68,13 @@ def _main(folder: str) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.close()
     sys.stdin.read()  # until the other end is closed, by hand or with its process
-    _end_processes(folder)
+    try:
+        _end_processes(folder)
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if Path(folder).exists():  # something that we may not end was still writing
         time.sleep(0.5)
@@ -104,7 +110,8 @@ def _is_tracker(pid: int) -> bool:
 
 def _shared_memory(pid: int) -> dict[int, str]:
     """Files in /dev/shm that a process has mapped, by inode."""
-    lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines()]
+    content = Path(f"/proc/{pid}/maps").read_bytes()
+    lines = [line.split(maxsplit=5) for line in content.split(b"\n")]  # names may hold b"\r"
     return {
         int(line[4]): os.fsdecode(line[5])
         for line in lines
