@@ -16,6 +16,7 @@ from nemo_like.environments.math_choices import letters_of, with_answer
 from nemo_like.environments.math_text import tidy
 from nemo_like.environments.math_units import VALUE_WORD, is_words
 from nemo_like.environments.math_verdict import (
+    HEADING,
     is_answer,
     is_only_choice,
     last_matches,
@@ -58,7 +59,6 @@ NO_STATEMENT = re.compile(
     r"(?:\s+that)?(?:\s+(?:the|our|my))?\s+$",
     re.IGNORECASE,
 )
-HEADING = re.compile(r"^[#*\s]++(?:final\s+)?answer[*\s]*\n", re.IGNORECASE | re.MULTILINE)
 DISPLAY = re.compile(r"\s*[*_]*\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\]|```\w*\n(.*?)```)", re.DOTALL)
 SENTENCE_END = re.compile(r"[.!?](?:\*\*|[\"')])?(?=\s|$)")
 LEAD_IN = re.compile(
