@@ -33,7 +33,8 @@ def equal(gold: str, given: str) -> bool:
         return False
     joined = join_thousands(gold_text)
     is_number = re.search(r",0\d\d(?!\d)", given_text)  # 1,000 is no list of 1 and 0
-    if isinstance(read_items(joined), Items) and not is_number and _equal(joined, given_text):
+    is_list = isinstance(read_items(joined), Items) and not is_number
+    if is_list and same_letters(joined, given_text) is None and _equal(joined, given_text):
         return True  # 100,200,300 is a list where a list is wanted
     return _choices_equal(joined, join_thousands(given_text))
 
@@ -134,16 +135,11 @@ def _items_equal(gold: str, a: Items | None, given: str, b: Items | None) -> boo
         return False
     if a.variable and b.variable and a.variable != b.variable:
         return False
-    if {a.brackets, b.brackets} <= {"", "{}"}:
-        ordered = goes_on
-    else:
-        ordered = True
-        one_is_bare = "" in (a.brackets, b.brackets) and "()" in (a.brackets, b.brackets)
-        if a.brackets != b.brackets and not one_is_bare:
-            return False
-    if ordered:
-        return all(_equal(x, y) for x, y in zip(a.items, b.items, strict=True))
-    return _same_members(a.items, b.items)
+    kinds = {a.brackets, b.brackets}
+    if kinds <= {"", "{}"} and not goes_on:
+        return _same_members(a.items, b.items)
+    alike = len(kinds) == 1 or kinds <= {"", "{}"} or kinds == {"", "()"}
+    return alike and all(_equal(x, y) for x, y in zip(a.items, b.items, strict=True))
 
 
 def _same_members(gold: list[str], given: list[str]) -> bool:
