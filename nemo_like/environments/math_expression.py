@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterable
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 import sympy
@@ -128,11 +129,7 @@ def parse(text: str) -> Parsed | None:
 
 
 def _depth(text: str) -> int:
-    deepest = depth = 0
-    for character in text:
-        depth += (character in "({[") - (character in ")}]")
-        deepest = max(deepest, depth)
-    return deepest
+    return max(accumulate((c in "({[") - (c in ")}]") for c in text), default=0)
 
 
 def _num_digits(expression: Any) -> float:

@@ -30,6 +30,7 @@ from nemo_like.environments.thinking import after_thinking
 LONG_SPACE = re.compile(r"\s{8,}|(?:\n[ \t#*_]*){8,}(?=\n)")
 """What a model that never stops may write: patterns would look at it from each of its places."""
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+INNER_BOX = re.compile(rf"{BOX.pattern}\{{([^{{}}]*)\}}")  # of x=\boxed{5}, which is x=5
 ESCAPED_BOX = re.compile(r"(?<!\\)\\\\(?:boxed|fbox)(?![a-zA-Z])")
 """With two backslashes, as in text that was escaped once more than it was read."""
 BRACES = re.compile(
@@ -84,11 +85,8 @@ def extract(response: str, gold: str = "") -> str | None:
     visible = after_thinking(LONG_SPACE.sub(lambda m: "\n\n" if "\n" in m[0] else " ", response))
     if visible is None:
         return None
-    if BOX.search(visible):
-        answer = _verdict_or_box(visible, _kind_of(gold))
-    else:
-        answer = _last_statement(visible, _kind_of(gold))
-    return (answer or "").strip() or None
+    read = _verdict_or_box if BOX.search(visible) else _last_statement
+    return (read(visible, _kind_of(gold)) or "").strip() or None
 
 
 class Kind(Enum):
@@ -143,13 +141,18 @@ def _with_letter(box: str, rest: str) -> str:
 
 def _marked(text: str) -> Iterator[tuple[int, str]]:
     """Whole ``####`` lines and closed answer tags."""
+    end = _end(text)
     for match in last_matches(GSM8K, text):
         line = TAGS_AT_END.sub("", match["line"]).strip(" *`")
-        if not (states_choice(line) and TAGS_AT_END.sub("", text[match.end() :]).strip()):
-            yield match.start(), chosen(line) or line  # "#### B" may be the heading of what follows
+        if match.end() >= end or not states_choice(line):  # "#### B" may be a heading
+            yield match.start(), chosen(line) or line
     for match in last_matches(TAG_OPENED, text):
         if content := _in_tag(text, match):
             yield match.start(), content
+
+
+def _end(text: str) -> int:
+    return len(TAGS_AT_END.sub("", text).rstrip())
 
 
 def _in_tag(text: str, opened: re.Match[str]) -> str | None:
@@ -180,7 +183,7 @@ def _box_and_rest(text: str) -> tuple[str | None, str]:
     unclosed = [start for start in open_braces if start is not None]
     if unclosed and unclosed[-1] >= last[0]:
         return None, text[unclosed[-1] :].partition("\n")[2]
-    return None if last[1] is None else _unbox(last[1]), text[last[2] :]
+    return None if last[1] is None else INNER_BOX.sub(r"\1", last[1]), text[last[2] :]
 
 
 def gold_answer(gold: str) -> str:
@@ -192,16 +195,11 @@ def gold_answer(gold: str) -> str:
     return gold.strip()
 
 
-def _unbox(content: str) -> str:
-    r"""Drop the boxes inside a box: ``x=\boxed{5}`` is ``x=5``."""
-    return re.sub(rf"{BOX.pattern}\{{([^{{}}]*)\}}", r"\1", content)
-
-
 def _last_statement(text: str, kind: Kind) -> str | None:
     found: list[tuple[int, str | None]] = []
+    end = _end(text)
     for match in reversed(list(GSM8K.finditer(text))):
-        at_end = not TAGS_AT_END.sub("", text[match.end() :]).strip()
-        if (answer := _after_marker(match["line"], at_end)) is not None:
+        if (answer := _after_marker(match["line"], match.end() >= end)) is not None:
             found.append((match.start(), answer))
             break
     if tags := list(TAG_OPENED.finditer(text)):

@@ -2,6 +2,7 @@ r"""Answers of several parts: lists, sets, tuples, intervals, unions and inequal
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nemo_like.environments.math_text import split_top_level
 
@@ -45,12 +46,8 @@ def read_items(text: str) -> Items | None:
 
 
 def _closes_at_end(text: str) -> bool:
-    depth = 0
-    for index, character in enumerate(text):
-        depth += (character in "([") - (character in ")]")
-        if depth == 0:
-            return index == len(text) - 1
-    return False
+    depths = list(accumulate((c in "([") - (c in ")]") for c in text))
+    return 0 in depths and depths.index(0) == len(text) - 1
 
 
 def _inequality(text: str) -> Items | None:
@@ -67,17 +64,14 @@ def _inequality(text: str) -> Items | None:
     if any(sign in (">", r"\ge") for sign in signs):
         return None
     variable = re.compile(r"[a-zA-Z]|\\[a-z]+")
-    if len(parts) == 3 and variable.fullmatch(parts[1]):
-        low, name, high = parts
-        left, right = signs
-    elif len(parts) == 2 and variable.fullmatch(parts[0]) and not is_variable(parts[1]):
-        low, name, high, left, right = r"-\infty", parts[0], parts[1], "<", signs[0]
-    elif len(parts) == 2 and variable.fullmatch(parts[1]):
-        low, name, high, left, right = parts[0], parts[1], r"\infty", signs[0], "<"
-    else:
+    if len(parts) == 2 and variable.fullmatch(parts[0]) and not is_variable(parts[1]):
+        parts, signs = [r"-\infty", *parts], ["<", *signs]
+    elif len(parts) == 2:
+        parts, signs = [*parts, r"\infty"], [*signs, "<"]
+    if not variable.fullmatch(parts[1]):
         return None
-    brackets = ("(" if left == "<" else "[") + (")" if right == "<" else "]")
-    return Items(brackets, [low, high], name)
+    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return Items(brackets, [parts[0], parts[2]], parts[1])
 
 
 def is_variable(text: str) -> bool:

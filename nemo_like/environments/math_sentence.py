@@ -18,9 +18,9 @@ AFTERTHOUGHT = re.compile(
 )
 # Option b, (B), or B where the sentence ends or goes on; not A man, A + B or P(A).
 LETTER = re.compile(
-    r"(?<![a-zA-Z\d\\)}^_])[*_`$]*(?:(?P<named>"
-    r"\(?(?i:(?:the\s+)?\b(?:options?|choice|answer|letter)\s+|选项\s*)[*_`$]*[(\[]?[A-Ja-j]"
-    r"(?![a-zA-Z(])[)\]]*|(?<![-+=*/]\s)(?<![-+=*/])[(\[（][A-J][)\]）])"
+    r"(?<![a-zA-Z\d\\)}^_])[*_`$]*"
+    r"(?:\(?(?i:(?:the\s+)?\b(?:options?|choice|answer|letter)\s+|选项\s*)[*_`$]*[(\[]?(?P<noun>[A-Ja-j])"
+    r"(?![a-zA-Z(])[)\]]*|(?<![-+=*/]\s)(?<![-+=*/])[(\[（](?P<round>[A-J])[)\]）]"
     r"|(?P<bare>[A-J])(?=[*_`$]*(?:\s*$|[.,;:)，。（）、而因不和或也で가이]|\s+[-–—(]"
     r"|\s+(?:and|or|nor|but|is|are|not|rather|instead|because|since|as|over|only|und|oder|noch|nicht)"
     r"\b)))[*_`$]*"
@@ -68,7 +68,10 @@ def chosen(sentence: str) -> str:
         return ""
     if letters_of(tidy(sentence))[0]:
         return sentence
-    marked = LETTER.sub(_mark, MACRO.sub(r"\1", re.sub("[@#]", "", sentence)))
+    plain = MACRO.sub(r"\1", re.sub("[@#]", "", sentence))
+    marked = LETTER.sub(
+        lambda m: f"#{m['bare']}" if m["bare"] else f"@{m['noun'] or m['round']}".upper(), plain
+    )
     kept = REJECTED.sub("", CORRECTED.sub("", marked)).strip()
     match = ANSWER_AND_LETTER.fullmatch(kept)
     if match and _is_value(match["answer"]):
@@ -83,11 +86,6 @@ def chosen(sentence: str) -> str:
     if kept == marked.strip():
         return ""
     return NAMED.sub(r"(\1)", short) if NAMED.search(short) else sentence
-
-
-def _mark(letter: re.Match[str]) -> str:
-    named = letter["named"]
-    return f"@{named.strip('()[]（）')[-1].upper()}" if named else f"#{letter['bare']}"
 
 
 def _is_value(text: str) -> bool:

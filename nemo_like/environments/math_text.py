@@ -146,11 +146,8 @@ def join_thousands(text: str) -> str:
     """
     parts, depth, start = [], 0, 0
     for match in re.finditer(r"\\[{}]|[()\[\]]", text):
-        if depth == 0:
-            parts.append(_without_commas(text[start : match.start()]))
-        else:
-            parts.append(text[start : match.start()])
-        parts.append(match.group())
+        piece = text[start : match.start()]
+        parts.append((piece if depth else _without_commas(piece)) + match.group())
         depth = max(0, depth + (1 if match.group()[-1] in "([{" else -1))
         start = match.end()
     rest = text[start:]
