@@ -14,7 +14,7 @@ from nemo_like.environments.math_expression import (
     parse,
     proportional,
 )
-from nemo_like.environments.math_items import RELATION, Items, is_variable, read_items
+from nemo_like.environments.math_items import RELATION, VARIABLE, Items, read_items
 from nemo_like.environments.math_text import join_thousands, split_top_level, squash, tidy
 from nemo_like.environments.math_units import is_known_unit, is_words, plain_words, strip_units
 
@@ -62,9 +62,9 @@ def _choices_equal(gold: str, given: str) -> bool:
     if gold_letter and given_letter:
         return gold_letter == given_letter and _equal(gold_rest, given_rest)
     gold_only, given_only = letters_of(gold)[0], letters_of(given)[0]
-    if given_letter and (gold_only or is_variable(gold)):
+    if given_letter and (gold_only or VARIABLE.fullmatch(gold)):
         return gold_only == given_letter
-    if gold_letter and (given_only or is_variable(given)):
+    if gold_letter and (given_only or VARIABLE.fullmatch(given)):
         return given_only == gold_letter
     return _equal(gold_rest, given_rest) or (given_rest != given and _equal(gold, given))
 
@@ -168,7 +168,7 @@ def _assignment(text: str) -> tuple[str | None, str]:
     bare = re.sub(r"_\{?\w+\}?|\^\{-1\}|\([a-zA-Z, ]*\)", "", name)
     if re.fullmatch(r"(?!\\(?:sin|cos|tan|log|ln|sqrt))[\\|]?[a-zA-Z][a-zA-Z\\'| ]*", bare):
         return name, value
-    if is_variable(value) and number_of(name) is not None:
+    if VARIABLE.fullmatch(value) and number_of(name) is not None:
         return value, name
     if all(_scalars_equal(value, side) for side in sides[:-1]):
         return "", value

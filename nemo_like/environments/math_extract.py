@@ -198,7 +198,7 @@ def gold_answer(gold: str) -> str:
 def _last_statement(text: str, kind: Kind) -> str | None:
     found: list[tuple[int, str | None]] = []
     end = _end(text)
-    for match in reversed(list(GSM8K.finditer(text))):
+    for match in last_matches(GSM8K, text):
         if (answer := _after_marker(match["line"], match.end() >= end)) is not None:
             found.append((match.start(), answer))
             break

@@ -7,6 +7,7 @@ from itertools import accumulate
 from nemo_like.environments.math_text import split_top_level
 
 LIST_SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
+VARIABLE = re.compile("[a-zA-Z]")
 RELATION = r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>"
 
 
@@ -64,7 +65,7 @@ def _inequality(text: str) -> Items | None:
     if any(sign in (">", r"\ge") for sign in signs):
         return None
     variable = re.compile(r"[a-zA-Z]|\\[a-z]+")
-    if len(parts) == 2 and variable.fullmatch(parts[0]) and not is_variable(parts[1]):
+    if len(parts) == 2 and variable.fullmatch(parts[0]) and not VARIABLE.fullmatch(parts[1]):
         parts, signs = [r"-\infty", *parts], ["<", *signs]
     elif len(parts) == 2:
         parts, signs = [*parts, r"\infty"], [*signs, "<"]
@@ -72,8 +73,3 @@ def _inequality(text: str) -> Items | None:
         return None
     brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
     return Items(brackets, [parts[0], parts[2]], parts[1])
-
-
-def is_variable(text: str) -> bool:
-    """Whether the text is one letter."""
-    return re.fullmatch(r"[a-zA-Z]", text) is not None

@@ -78,9 +78,7 @@ def chosen(sentence: str) -> str:
         return f"({match['letter']}) {match['answer']}"
     short = AFTERTHOUGHT.sub("", kept).strip(" ,;:.-–—")
     if re.fullmatch(_MANY, short) and not re.search("or|oder|或", short):
-        return ", ".join(
-            f"({x})" if kind == "@" else x for kind, x in re.findall("([@#])([A-J])", short)
-        )
+        return NAMED.sub(r"(\1)", ", ".join(re.findall("[@#][A-J]", short))).replace("#", "")
     if match := LETTER_AND_WORDS.fullmatch(short):
         return f"({match['letter']}) {match['answer']}" if match["answer"] else match["letter"]
     if kept == marked.strip():

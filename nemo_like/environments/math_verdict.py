@@ -156,8 +156,7 @@ def is_meant(text: str, match: re.Match[str], *, whole: bool = True) -> bool:
     """
     before = text[max(0, match.start() - 200) : match.start()]
     sentence = SENTENCE_START.sub("", before)
-    is_final = match.groupdict().get("final")
-    if not is_final and match.re is LABEL:
+    if match.re is LABEL and not match["final"]:
         word = re.search(r"([a-zA-Z]+)[\s*_`(\"]*$", sentence)
         if word and word[1].lower() not in PLAIN_BEFORE:
             return False
