@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoConfig
 
 from nemo_like.config.activation_memory import BYTES, FLOAT32
 from nemo_like.config.choices import Dtype
 from nemo_like.config.data_schema import TrainOn
 from nemo_like.config.file_checks import GRADER_KEY, check_scores
-from nemo_like.config.remote_code import trusts_code
 from nemo_like.config.rollout_schema import GradingModelConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation, encode
@@ -17,7 +15,9 @@ from nemo_like.data.messages import Message
 from nemo_like.data.token_rows import TokenRow
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
+from nemo_like.models.kinds import CLASSIFIER
 from nemo_like.models.resolve import resolve_model
+from nemo_like.weights.model_settings import model_settings
 
 GRADER_SWITCHES = "environment.reward_model.template_switches"
 
@@ -28,7 +28,7 @@ class RewardText:
     def __init__(self, config: GradingModelConfig) -> None:
         """Raises UserError if there is no such model, or if it has no scalar head."""
         assert config.model is not None
-        self.folder = resolve_model(config.model, GRADER_KEY)
+        self.folder = resolve_model(config.model, GRADER_KEY, classes=(CLASSIFIER,))
         check_scores(self.folder)
         self.chat = ChatTokenizer(str(self.folder), config.template_switches, GRADER_SWITCHES)
         self._context = context_length(str(self.folder))
@@ -55,7 +55,5 @@ class RewardText:
         stored = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         if dtype is None:
             return stored
-        own = AutoConfig.from_pretrained(
-            self.folder, local_files_only=True, trust_remote_code=trusts_code()
-        ).dtype
+        own = model_settings(self.folder).dtype
         return stored * BYTES[dtype] // (own.itemsize if isinstance(own, torch.dtype) else FLOAT32)
