@@ -150,7 +150,7 @@ def test_importing_the_package_writes_nothing(tmp_path):
 WORKER = """
 from nemo_like.distributed.worker import Host, WorkerContext
 context = WorkerContext(
-    role="policy", rank=0, world_size=1, address="", node_id="", gpu_ids=(), environment={},
+    role="policy", rank=0, world_size=1, address="", node_id="", gpu_ids=(), environment={{}},
     listens_on="", log_dir={log_dir!r},
 )
 Host(context, lambda: None)

@@ -1,6 +1,7 @@
 """What a reward model reads: prompt and completion by its own template, as in training it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -25,12 +26,19 @@ GRADER_SWITCHES = "environment.reward_model.template_switches"
 class RewardText:
     """A reward model's folder: its tokenizer, chat template and context, without its weights."""
 
-    def __init__(self, config: GradingModelConfig) -> None:
-        """Raises UserError if there is no such model, or if it has no scalar head."""
+    def __init__(
+        self, config: GradingModelConfig, of_policy: Mapping[str, Any] | None = None
+    ) -> None:
+        """``of_policy``: switches of the policy's template, for a model that has none set.
+
+        Raises UserError if there is no such model, or if it has no scalar head.
+        """
         assert config.model is not None
         self.folder = resolve_model(config.model, GRADER_KEY, classes=(CLASSIFIER,))
         check_scores(self.folder)
-        self.chat = ChatTokenizer(str(self.folder), config.template_switches, GRADER_SWITCHES)
+        self.chat = ChatTokenizer(
+            str(self.folder), config.template_switches, GRADER_SWITCHES, of_policy
+        )
         self._context = context_length(str(self.folder))
 
     def encode(self, messages: Sequence[Message], completion: str) -> TokenRow:
