@@ -192,12 +192,14 @@ def test_a_models_config_has_no_say_in_how_it_is_computed(model, changes):
     check_export(path, config, Output.logprobs)
 
 
-def test_a_part_of_a_models_config_has_no_say_either(tmp_path):
-    parts = {"text_config": {"attn_implementation": "somebody/some-kernels"}}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"} | parts))
+def test_a_models_config_has_no_say_in_its_parts_either(tmp_path):
+    said = {"attn_implementation": "somebody/kernels", "experts_implementation": "fastest"}
+    written = {"model_type": "gemma3", "text_config": said} | said
+    (tmp_path / "config.json").write_text(json.dumps(written))
     settings = model_settings(tmp_path)
-    assert settings.text_config._attn_implementation is None
-    assert settings.text_config._experts_implementation is None
+    for part in (settings, settings.text_config, settings.vision_config):
+        assert part._attn_implementation is None
+        assert part._experts_implementation is None
 
 
 def test_configurations_are_read_in_one_place():
