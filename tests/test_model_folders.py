@@ -18,10 +18,13 @@ from transformers import (
 import nemo_like
 from nemo_like.algorithms.processes import find_model
 from nemo_like.config.choices import Output
+from nemo_like.config.file_checks import check_scores
 from nemo_like.config.load import compose_config
+from nemo_like.config.model_shape import read_settings
 from nemo_like.config.policy_schema import PolicyConfig
 from nemo_like.config.remote_code import set_trust
 from nemo_like.config.rollout_schema import GradingModelConfig
+from nemo_like.data.end_tokens import end_token_ids
 from nemo_like.errors import UserError
 from nemo_like.generation.hf_model import build_model
 from nemo_like.generation.protocol import EngineConfig
@@ -145,6 +148,25 @@ def test_the_kinds_that_are_read_are_those_that_transformers_makes():
         for kind in table.keys() & transformers.CONFIG_MAPPING.keys():
             assert has_class(kind, auto_class)
     assert not has_class("clip_text_model", CAUSAL_LM)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '"llama"', "[" * 100_000, "\x00"],
+    ids=["cut", "list", "text", "deep", "binary"],
+)
+def test_a_broken_config_is_said_alike_wherever_it_is_read(model, text):
+    folder = Path(model())
+    (folder / "config.json").write_text(text)
+    said = set()
+    for read in (resolve_model, read_settings, check_scores, end_token_ids):
+        arguments = {resolve_model: (str(folder),), end_token_ids: (folder, 2)}
+        with pytest.raises(UserError) as error:
+            read(*arguments.get(read, (folder,)))
+        said.add(str(error.value))
+    (one,) = said
+    assert one.startswith(f"{folder}/config.json ")
+    assert one.endswith("; repair it, or give another folder in Hugging Face format.")
 
 
 @pytest.mark.parametrize("width", ["wide", None, 0, [128]])
