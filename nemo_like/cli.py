@@ -36,6 +36,7 @@ from nemo_like.config.load import (
 from nemo_like.config.overrides import accept_free_keys, check_overrides
 from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.config.schemas import SCHEMAS
+from nemo_like.distributed.compiler_cache import keep_compiler_cache
 from nemo_like.errors import (
     EXIT_RUN_ERROR,
     RunError,
@@ -66,6 +67,7 @@ def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None
     one starts, so that a typing error costs no run and prints one sentence. A single job then runs
     with what was checked; those of a sweep are composed again by Hydra's sweeper.
     """
+    keep_compiler_cache()
     listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
     try:
         _main(config_name, run, config_dir)

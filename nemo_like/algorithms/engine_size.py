@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_like.config.choices import Backend
+from nemo_like.config.choices import Attention, Backend, Batching
 from nemo_like.config.model_shape import (
     MOST_SEQUENCES,
     kv_bytes_per_sequence,
@@ -46,6 +46,8 @@ def engine_config(
         tensor_parallel_size=generation.tensor_parallel_size,
         device="cuda" if plan.uses_gpus else "cpu",
         gpu_memory_share=share / generation.num_engines_per_bundle,
+        eager_attention=config.policy.batching is Batching.padded
+        and config.policy.attention is Attention.eager,
         lora=config.policy.lora if travels_apart(config.policy.lora) else None,
         sleep=sleep,
         engine_kwargs=dict(generation.engine_kwargs),

@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like.algorithms.rows import Rows, read_rows
 from nemo_like.algorithms.run import Run
-from nemo_like.config.file_checks import is_checkpoint, model_of_checkpoint
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.plan import plan_run
 from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.distributed.connection import connect
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import UserError
-from nemo_like.models.resolve import resolve_model
+from nemo_like.models.resolve import refuse_other_models, resolve_policy
 from nemo_like.policy.process import policy_group
 from nemo_like.rollout.process import rollout_group
 
@@ -100,10 +98,8 @@ def check_folders(asked: Sequence[Pending[list[str]]]) -> None:
 def find_model(config: TrainingRunConfig) -> str:
     """The model's folder; raises UserError if it can't be laid out as configured."""
     set_trust(config.policy.trust_remote_code)
-    model = config.policy.model
-    if isinstance(config, EvalRunConfig) and is_checkpoint(model):
-        model = model_of_checkpoint(model)
-    folder = resolve_model(model)
+    folder = resolve_policy(config)
+    refuse_other_models(config)
     plan = plan_run(config)
     check_model_fits(config.policy, len(plan.policy), folder)
     return str(folder)

@@ -4,7 +4,6 @@ They are looked at, never loaded or run.
 """
 
 import ast
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
 from nemo_like.config.rules import value_of
 from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.config.sampling_run_schema import (
@@ -49,7 +49,7 @@ def check_files(config: TrainingRunConfig, *, runs: bool = True) -> None:
         model = model_of_checkpoint(model)
         _check_adapters(config)
     check_model("policy.model", model, has_tokenizer=runs)
-    for key, other in _other_models(config):
+    for key, other in other_models(config):
         check_model(key, other, has_tokenizer=runs)
     if isinstance(config, RolloutRunConfig):
         _check_data(config.data.train, config.data.validation, config.environment.reward)
@@ -106,7 +106,7 @@ def _check_adapters(config: EvalRunConfig) -> None:
             )
 
 
-def _other_models(config: TrainingRunConfig) -> Iterator[tuple[str, str]]:
+def other_models(config: TrainingRunConfig) -> Iterator[tuple[str, str]]:
     """The keys and names of models that work beside the policy."""
     if isinstance(config, PPORunConfig) and config.critic.enabled and config.critic.model:
         yield "critic.model", config.critic.model
@@ -135,17 +135,15 @@ def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
             f"{key}={model} is the folder of a run; give its final/, or to evaluate one of "
             "its checkpoints/step_<n>."
         )
-    if not (path / "config.json").is_file():
+    if not (path / CONFIG).is_file():
         raise UserError(f"{key}={model}: the folder has no config.json; it is not a model.")
     if not has_tokenizer:
         return
-    settings = path / "tokenizer_config.json"
-    if not settings.is_file():
-        raise UserError(f"{key}={model}: the folder has no tokenizer_config.json.")
+    if not (path / TOKENIZER_CONFIG).is_file():
+        raise UserError(f"{key}={model}: the folder has no {TOKENIZER_CONFIG}.")
     templates = [path / "chat_template.jinja", path / "chat_template.json"]
-    if not any(one.is_file() for one in templates) and not json.loads(
-        settings.read_text(encoding="utf-8")
-    ).get("chat_template"):
+    of_tokenizer = read_object(path / TOKENIZER_CONFIG)
+    if not any(one.is_file() for one in templates) and not of_tokenizer.get("chat_template"):
         raise UserError(
             f"{key}={model}: its tokenizer has no chat template; add chat_template.jinja to "
             "the folder, or use an instruct model."
@@ -224,20 +222,21 @@ def _check_grading_model(model: str | None, *, has_tokenizer: bool) -> None:
 def check_scores(folder: Path) -> None:
     """Refuse a grading model without a scalar head, by its config.json."""
     key = GRADER_KEY
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kind = (settings.get("architectures") or ["model of unknown class"])[0]
-        labels = settings.get("id2label") or [0, 1]  # transformers leaves out two, its default
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{key}={folder}: its config.json cannot be read ({error}).") from error
+    settings = read_object(folder / CONFIG)
+    listed = settings.get("architectures")
+    named = isinstance(listed, list) and listed and isinstance(listed[0], str)
+    kind = listed[0] if named else "model of unknown class"
+    labels = settings.get("id2label")
+    # transformers leaves out two, its default
+    num_labels = len(labels) if isinstance(labels, dict) and labels else 2
     if not kind.endswith(_SCORES):
         raise UserError(
             f"{key}={folder} is no reward model: a {kind} has no scalar head; give the folder "
             f"final/ of a run of examples/run_rm.py, or another ...{_SCORES} with one label."
         )
-    if len(labels) != 1:
+    if num_labels != 1:
         raise UserError(
-            f"{key}={folder} is no reward model: its {kind} has {len(labels)} labels, and a score "
+            f"{key}={folder} is no reward model: its {kind} has {num_labels} labels, and a score "
             "is one number."
         )
 

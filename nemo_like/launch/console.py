@@ -10,6 +10,7 @@ from typing import NoReturn
 from nemo_like.cli import end_on_error
 from nemo_like.config.load import compose_raw, load
 from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.distributed.compiler_cache import keep_compiler_cache
 from nemo_like.errors import UserError
 
 # Modules are imported when asked for; each has ``run(arguments)``.
@@ -35,6 +36,7 @@ def _run(arguments: Sequence[str]) -> None:
         raise UserError(
             f"'{command}' is not a command of nemo-like; use nemo-like {' or '.join(COMMANDS)}."
         )
+    keep_compiler_cache()
     importlib.import_module(COMMANDS[command]).run(arguments[1:])
 
 

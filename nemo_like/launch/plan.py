@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_like.config.choices import Batching
-from nemo_like.config.file_checks import is_checkpoint, model_of_checkpoint
 from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
 from nemo_like.config.model_checks import check_model_fits
 from nemo_like.config.model_shape import ModelShape, read_model_shape
@@ -19,7 +18,7 @@ from nemo_like.errors import UserError
 from nemo_like.launch.console import ConfigParser
 from nemo_like.launch.plan_memory import longest_row, memory_lines, micro_batches, predict_models
 from nemo_like.launch.tables import LAST_ROWS, MOST_ROWS, abbreviated, table
-from nemo_like.models.resolve import resolve_model
+from nemo_like.models.resolve import refuse_other_models, resolve_policy
 
 _USAGE = "nemo-like plan [config name] [key=value ...] [--config-name NAME] [--config-dir DIR]"
 
@@ -29,10 +28,9 @@ def run(arguments: Sequence[str]) -> None:
     parser = ConfigParser("plan", _USAGE, __doc__)
     config = parser.load(parser.parse_intermixed_args(arguments), runs=False)
     set_trust(config.policy.trust_remote_code)
-    model = config.policy.model
-    if is_checkpoint(model):
-        model = model_of_checkpoint(model)
-    lines = plan_lines(config, resolve_model(model, only_config=True))
+    folder = resolve_policy(config, only_config=True)
+    refuse_other_models(config)
+    lines = plan_lines(config, folder)
     # At once, so that a reader that leaves early (head) has all it takes in its pipe.
     sys.stdout.write("\n".join([*lines, ""]))
 

@@ -1,5 +1,6 @@
 """Checks on a small random twin that what leaves the policy is what it trains."""
 
+import logging
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from nemo_like.policy.lora import adapters_of, add_adapters, initialize_adapters
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
 from nemo_like.policy.twin import small_twin
 from nemo_like.weights.manifest import Architecture
+from nemo_like.weights.model_settings import one_line
 from nemo_like.weights.naming import is_adapter, plain_name
+
+logger = logging.getLogger(__name__)
 
 _NUM_TOKENS = 12
 _STEP = 0.1
@@ -43,6 +47,11 @@ def check_export(path: str, config: PolicyConfig, output: Output) -> None:
         problem = _problem(path, config, output)
     except RunError as error:
         problem = str(error).rstrip(".")
+    except UserError:
+        raise
+    except Exception as error:  # the boundary to a model's code, which may raise anything
+        logger.debug("%s", config.model, exc_info=True)
+        problem = f"a small model of its config.json fails in it ({one_line(error)})"
     if problem:
         raise UserError(
             f"policy.model={config.model} cannot be exported as it would be trained: {problem}; "

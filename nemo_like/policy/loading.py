@@ -15,7 +15,6 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
@@ -39,6 +38,7 @@ from nemo_like.policy.shards import local_part
 from nemo_like.policy.stages import keep_stage, stages_of_rank
 from nemo_like.policy.tensor_parallel import apply_tensor_parallel
 from nemo_like.weights.manifest import Architecture, architecture
+from nemo_like.weights.model_settings import model_settings
 from nemo_like.weights.naming import is_adapter, plain_name
 
 logger = logging.getLogger(__name__)
@@ -116,9 +116,7 @@ def model_class(path: str, output: Output) -> tuple[Any, PreTrainedConfig]:
     Values are the one label of its model for sequence classification. Raises UserError if
     transformers has none for the architecture.
     """
-    settings = AutoConfig.from_pretrained(
-        path, local_files_only=True, trust_remote_code=trusts_code()
-    )
+    settings = model_settings(path)
     if output is Output.logprobs:
         return AutoModelForCausalLM, settings
     if type(settings) not in AutoModelForSequenceClassification._model_mapping:
@@ -187,6 +185,7 @@ def _load_whole(model: LogprobModel, path: str, wanted: Collection[str]) -> None
     with told_as(UserError, f"The weights of the model {path} cannot be loaded"):
         whole, found = auto_class.from_pretrained(
             path,
+            config=model_settings(path),
             dtype=torch.float32,
             local_files_only=True,
             output_loading_info=True,

@@ -25,7 +25,9 @@ from nemo_like.errors import UserError
 from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, ValueModel
+from nemo_like.policy.twin import plain_attention
 from nemo_like.rollout.reward_text import RewardText
+from nemo_like.weights.model_settings import model_settings
 
 _GIB = 2**30
 _CHUNK_TOKENS = 1  # of logits, which a value model does not make
@@ -39,10 +41,13 @@ class RewardModel:
         """Raises UserError if it cannot be loaded, or not within this process's memory limit."""
         self.text = RewardText(config)
         _check_memory(self.text, config.dtype)
+        settings = model_settings(self.text.folder)
         try:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 self.text.folder,
                 dtype="auto" if config.dtype is None else getattr(torch, config.dtype.value),
+                config=settings,
+                attn_implementation=plain_attention(AutoModelForSequenceClassification, settings),
                 local_files_only=True,
                 output_loading_info=True,
                 trust_remote_code=trusts_code(),
