@@ -224,8 +224,8 @@ def check_scores(folder: Path) -> None:
     key = GRADER_KEY
     settings = read_object(folder / CONFIG)
     listed = settings.get("architectures")
-    named = isinstance(listed, list) and listed and isinstance(listed[0], str)
-    kind = listed[0] if named else "model of unknown class"
+    first = listed[0] if isinstance(listed, list) and listed else None
+    kind = first if isinstance(first, str) else "model of unknown class"
     labels = settings.get("id2label")
     # transformers leaves out two, its default
     num_labels = len(labels) if isinstance(labels, dict) and labels else 2
