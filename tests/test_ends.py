@@ -274,6 +274,8 @@ def test_a_worker_that_dies_idle_is_named_in_the_phase_that_others_are_in(tmp_pa
     assert run.end(60) == 1, run.text()
     assert time.monotonic() - start < 20
     assert "died in rollout, while it was idle" in run.text()
+    assert "(raylet)" not in run.text()  # Ray's page of advice is in the log
+    assert "A worker died or was killed" in run.log()
 
 
 @pytest.mark.full
