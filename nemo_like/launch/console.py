@@ -1,5 +1,9 @@
 """``nemo-like COMMAND``: every command starts from a configuration, given as a run's would be."""
 
+from nemo_like import early  # noqa: F401
+
+# isort: split
+
 import argparse
 import importlib
 import sys
