@@ -157,7 +157,7 @@ def test_sigterm_to_all_processes_saves_the_step_and_the_run_goes_on_from_it(tmp
     at_step(2)(run)
     run.send(signal.SIGTERM)
     assert run.end() == 75, run.text()
-    assert "Stopped as told after step " in run.text()
+    assert "Stopped on request after step " in run.text()
     assert "Traceback" not in run.text()
     assert "SIGTERM received" not in run.text()
     assert run.saved() == [run.steps()[-1]]
@@ -207,7 +207,7 @@ def test_sigterm_in_every_phase_loses_one_step_at_most(tmp_path, phase, backend)
     if code == 0:
         assert (run.folder / "final" / "model.safetensors").is_file()
         return
-    assert "Stopped as told" in run.text()
+    assert "Stopped on request" in run.text()
     again = Command(tmp_path, *options, f"grpo.max_steps={saved + 1}", "run.resume=true")
     assert again.end(240) == 0, again.text()
     assert again.steps() == [*range(saved + 2)]

@@ -113,7 +113,7 @@ def test_a_submitted_run_on_two_nodes_is_queued_again_before_its_time_limit_and_
 
     assert job.exit_code(240) == 0, job.log()
     last = max(before)
-    assert f"Stopped as told after step {last} of {MANY_STEPS}, which is saved" in job.log()
+    assert f"Stopped on request after step {last} of {MANY_STEPS}, which is saved" in job.log()
     assert f"Continuing after step {last}" in job.log()
     lines = (run / "metrics.jsonl").read_text().splitlines()
     after = records(run)
