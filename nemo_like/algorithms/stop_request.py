@@ -104,7 +104,7 @@ class StopRequest:
 
     def _start_clock(self) -> None:
         logger.info(
-            "Stopping after the step in progress, which has %g s (run.stop_grace_s) to finish and save.",
+            "Stopping after the step in progress, which has %g s (run.stop_grace_s) to finish.",
             self.grace_s,
         )
         self._clock_runs = True
