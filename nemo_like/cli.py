@@ -143,6 +143,8 @@ def end_on_error(action: Callable[[], T]) -> T:
                 signal.signal(number, _raise_interrupt)
         try:
             return action()
+        except SystemExit:
+            raise
         except BaseException as error:
             if (told := _told_to_end(error)) is not None:
                 _end_early(told)
