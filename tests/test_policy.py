@@ -303,7 +303,7 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
 def test_a_rank_waits_for_a_silent_engine_as_long_as_for_a_call_not_as_for_a_save(
     tiny_model, tmp_path
 ):
-    with make_policy(tiny_model, tmp_path, call_timeout_s=2.0) as policy:
+    with make_policy(tiny_model(), tmp_path, call_timeout_s=2.0) as policy:
         group = policy.group.waiting(60.0)
         (sender,) = group.call(PolicyWorker.open_sender, 1, Transport.ipc, 1 << 20)
         accepted = group.submit(PolicyWorker.accept_receivers)
