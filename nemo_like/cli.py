@@ -1,12 +1,18 @@
 """The boundary between a command line and a run: composes, checks, and ends with one sentence."""
 
+from nemo_like import early
+
+# isort: split
+
 import argparse
+import atexit
 import errno
 import functools
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -38,7 +44,6 @@ from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.config.schemas import SCHEMAS
 from nemo_like.distributed.compiler_cache import keep_compiler_cache
 from nemo_like.errors import (
-    EXIT_RUN_ERROR,
     RunError,
     StoppedError,
     UserError,
@@ -46,12 +51,16 @@ from nemo_like.errors import (
     exit_code,
 )
 
+early.is_over()
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 # A file system that has no room, may not be written or is broken.
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+_HANDLED = (signal.SIGINT, signal.SIGHUP, *SIGNALS)
 
 # Options by which Hydra may read files that are based on any schema.
 _OTHER_FILES = ("--config", "-c", "-sc", "--shell-completion", "--experimental-rerun")
@@ -68,11 +77,12 @@ def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None
     with what was checked; those of a sweep are composed again by Hydra's sweeper.
     """
     keep_compiler_cache()
-    listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
-    try:
-        _main(config_name, run, config_dir)
-    except StoppedError as stopped:  # between jobs, or before the first one
-        _end_stopped(stopped)
+    with _handlers():
+        listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
+        try:
+            _main(config_name, run, config_dir)
+        except (StoppedError, KeyboardInterrupt) as told:  # between jobs, or before the first one
+            _end_early(told)
 
 
 def _main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None:
@@ -126,51 +136,74 @@ def _run(job: _Job, run: Callable[[Any], None]) -> None:
 
 def end_on_error(action: Callable[[], T]) -> T:
     """Carry out ``action``; failures with an explanation end the process without a traceback."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in previous.items():
-        if handler is not signal.SIG_IGN and not isinstance(handler, StopRequest):  # nohup; a run
-            signal.signal(number, _raise_interrupt)
-    try:
-        return action()
-    except (UserError, RunError, WaitTimeoutError) as error:
-        logger.debug("The run ended here:", exc_info=True)
-        sys.stderr.write(f"Error: {error}\n")
-        sys.exit(exit_code(error))
-    except OSError as error:
-        if error.errno not in _DISK_REFUSES:
+    with _handlers():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            handler = signal.getsignal(number)
+            if handler is not signal.SIG_IGN and not isinstance(handler, StopRequest):  # nohup; run
+                signal.signal(number, _raise_interrupt)
+        try:
+            return action()
+        except SystemExit:
             raise
-        logger.debug("The run ended here:", exc_info=True)
-        sys.stderr.write(
-            f"Error: {error.filename or 'a file'} cannot be written: {error.strerror}; make room "
-            "or repair the file system, then continue with run.resume=true.\n"
+        except BaseException as error:
+            if (told := _told_to_end(error)) is not None:
+                _end_early(told)
+            if (sentence := _sentence(error)) is None:
+                raise
+            logger.debug("The run ended here:", exc_info=True)
+            sys.stderr.write(f"Error: {sentence}\n")
+            sys.exit(exit_code(error))
+
+
+def _sentence(error: BaseException) -> str | None:
+    """What ends a run without a traceback, in words."""
+    if isinstance(error, (UserError, RunError, WaitTimeoutError)):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
+        return (
+            f"{error.filename or 'a file'} cannot be written: {error.strerror}; make room "
+            "or repair the file system, then continue with run.resume=true."
         )
-        sys.exit(EXIT_RUN_ERROR)
-    except (StoppedError, SystemError) as error:
-        # Ray's calls in C wrap all that a signal's handler raises in them but KeyboardInterrupt.
-        stopped = error.__cause__ if isinstance(error, SystemError) else error
-        if not isinstance(stopped, StoppedError):
-            raise
-        previous.clear()
-        _end_stopped(stopped)
-    except KeyboardInterrupt as interrupt:
-        previous.clear()
-        _ignore_signals()
-        sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
-        sys.exit(exit_code(interrupt))
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return None
 
 
-def _end_stopped(stopped: StoppedError) -> NoReturn:
+def _told_to_end(error: BaseException) -> BaseException | None:
+    """The interrupt that ``error`` is, or hides.
+
+    Calls in C wrap what a signal's handler raises in them, and what is cut short may fail itself.
+    """
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, (StoppedError, KeyboardInterrupt)):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
+def _end_early(told: BaseException) -> NoReturn:
     _ignore_signals()
-    sys.stderr.write(f"{stopped}\n")
-    sys.exit(exit_code(stopped))
+    interrupted = "Interrupted; workers are ended, finished checkpoints are kept."
+    sys.stderr.write(f"{told if isinstance(told, StoppedError) else interrupted}\n")
+    sys.exit(exit_code(told))
+
+
+@contextmanager
+def _handlers() -> Iterator[None]:
+    """Handlers of signals are what they were afterwards, as the process may go on, or it exits.
+
+    Its exit ignores signals: the next one would end the end of Ray half-way, or change the code.
+    """
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # else it is none of Python's
+                signal.signal(number, handler)
+        atexit.unregister(_ignore_signals)
+        atexit.register(_ignore_signals)  # the last one is called first
 
 
 def _ignore_signals() -> None:
-    """For good, or the next one would end the end of Ray half-way, and leave its processes."""
-    for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS):
+    for number in _HANDLED:
         signal.signal(number, signal.SIG_IGN)
 
 

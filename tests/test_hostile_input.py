@@ -131,7 +131,7 @@ def test_a_users_file_finds_its_schema_through_what_it_is_based_on(tmp_path):
     (tmp_path / "recipes" / "near.yaml").write_text("defaults: [sft_smollm2_1gpu, _self_]\n")
     assert schema_of([CONFIGS, tmp_path], "mine") is PPORunConfig
     assert schema_of([CONFIGS, tmp_path], "recipes/near") is SFTRunConfig
-    with pytest.raises(UserError, match=r"--config-dir=.*gone is no folder"):
+    with pytest.raises(UserError, match=r"--config-dir=.*gone is not a folder"):
         check_config_files([CONFIGS, tmp_path / "gone"], "grpo")
 
 

@@ -693,7 +693,7 @@ def test_a_config_of_the_users_own_is_planned(tmp_path, capsys):
         (["plan", "--gpus=8"], "unrecognized arguments: --gpus=8; use nemo-like plan"),
         (["plan", "pqr"], "--config-name=pqr: there is no pqr.yaml"),
         (["plan", "polcy.lr=1"], "did you mean policy.optimizer.lr?"),
-        (["plan", "--config-path=/no/such"], "--config-path=/no/such is no folder"),
+        (["plan", "--config-path=/no/such"], "--config-path=/no/such is not a folder"),
         (
             [
                 "plan",

@@ -124,4 +124,4 @@ def test_a_stop_that_comes_before_the_run_is_remembered(tmp_path, monkeypatch, c
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert ended.value.code == 75
-    assert "Stopped as told before the first step" in capsys.readouterr().err
+    assert "Stopped on request before the first step" in capsys.readouterr().err

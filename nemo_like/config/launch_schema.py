@@ -38,8 +38,8 @@ class SlurmConfig:
     """Queue the job again before its time is over or after a node failed; it continues from its
     latest checkpoint. Needs ``run.resume``."""
     signal_before_s: int = 120
-    """Seconds before the end of its time at which a run is told to stop. Half of them are for the
-    step in progress and its checkpoint."""
+    """Seconds before the end of its time at which a run gets the signal to stop. Half of them are
+    for the step in progress and its checkpoint."""
     log_dir: str = "slurm-logs"
     """Folder, seen by all nodes, of each job's output, ``JOB.out``, Ray's logs, ``JOB/``, and
     script, ``JOB.sbatch``."""

@@ -82,7 +82,7 @@ def records(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each row of ``source`` stands, for messages, and its entries.
 
-    Raises UserError naming ``key``, and the line of what is no JSON object.
+    Raises UserError naming ``key``, and the line of what is not a JSON object.
     """
     if source == REASONING_GYM:
         from nemo_like.environments.reasoning_gym_reward import rows as generate
