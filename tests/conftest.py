@@ -7,9 +7,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two busy cores make threads
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests start more than a hundred processes, which would each compile the package for a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# A shell starts commands in the background with these ignored, and tests of Ctrl-C would wait.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +21,9 @@ from tests.layouts import FOUR_LAYERS
 from tests.process_pool import ProcessPool
 
 keep_compiler_cache()  # as a command does, and before torch is imported
+# A shell starts commands in the background with these ignored, and tests of Ctrl-C would wait.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 WORKER_IMPORTS = (
