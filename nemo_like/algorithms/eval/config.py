@@ -1,0 +1,154 @@
+"""Configuration of evaluations; ``loop`` has the algorithm."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from nemo_like.config.algorithm import Algorithm
+from nemo_like.config.data import REASONING_GYM
+from nemo_like.config.paths import is_checkpoint
+from nemo_like.config.sampling import SamplesConfig, SamplingLoop, SamplingRunConfig
+from nemo_like.config.section import Count
+
+_TRAINING_KEYS = (
+    "run.resume",
+    "run.self_check",
+    *(
+        f"policy.{name}"
+        for name in (
+            "float32_head",
+            "tf32",
+            "loss_scale",
+            "attention",
+            "optimizer",
+            "scheduler",
+            "max_grad_norm",
+            "batching",
+            "micro_batch_tokens",
+            "micro_batch_size",
+            "logprob_chunk_tokens",
+            "compile",
+            "activation_checkpointing",
+            "activation_offload",
+            "debug",
+            *(
+                f"parallel.{name}"
+                for name in (
+                    "reshard_after_forward",
+                    "sequence_parallel",
+                    "pipeline_schedule",
+                    "pipeline_stages_per_rank",
+                    "ddp",
+                )
+            ),
+        )
+    ),
+    "checkpoint",
+    "mismatch",
+    "data.train",
+    "data.num_train_rows",
+    "data.shuffle",
+)
+
+
+class EvalSection(SamplesConfig):
+    """What an evaluation samples, and what it makes of it.
+
+    ``policy.model`` may also be a checkpoint of a run, ``<run.dir>/checkpoints/step_<n>``. Rows are
+    those that a training run with the same ``data`` and ``run.seed`` validates on.
+    """
+
+    num_prompts_per_step: Count = 64
+    """Prompts sampled at one time."""
+    pass_at: list[int] = Field(default_factory=list)
+    """Values of k for pass@k: the chance that at least one of k completions of a prompt passes,
+    without bias (arXiv:2107.03374 Eq. 1). At most ``num_generations_per_prompt``. (pass@1 is the
+    accuracy, which is always given.)"""
+    pass_reward: float = 1.0
+    """Least reward of a completion that passes."""
+    majority_at: list[int] = Field(default_factory=list)
+    """Values of k for maj@k: the chance that the most frequent answer of k completions of a prompt
+    passes, ties drawn by lot (arXiv:2203.11171). Answers are equal as text; completions without one
+    have no vote. Needs a reward that reports ``answer``, as ``reasoning_gym`` and ``math`` do."""
+    category_field: str | None = None
+    """Field of the rows by which results are also broken down, such as reasoning_gym's ``task``."""
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """Several completions differ, and are enough for each k."""
+        yield from super().rules(here, run)
+        count = self.num_generations_per_prompt
+        if self.temperature == 0 and count > 1:
+            yield (
+                f"{here}.num_generations_per_prompt={count} with {here}.temperature=0 would sample "
+                f"the same completion again; set it to 1, or {here}.temperature above 0."
+            )
+        for name in ("pass_at", "majority_at"):
+            for k in getattr(self, name):
+                if not 1 <= k <= count:
+                    yield (
+                        f"{here}.{name}={getattr(self, name)}: {k} must be between 1 and "
+                        f"{here}.num_generations_per_prompt={count}; raise that, or leave {k} out."
+                    )
+
+
+class EvalConfig(SamplingRunConfig):
+    """Everything that ``examples/run_eval.py`` can be told."""
+
+    section: ClassVar[str] = "eval"
+    evaluates: ClassVar[bool] = True
+    unused: ClassVar[tuple[tuple[str, str], ...]] = (
+        *((key, "an evaluation trains nothing") for key in _TRAINING_KEYS),
+        ("generation.temperature", "the section eval says how an evaluation samples"),
+        ("validation", "the section eval says how an evaluation samples"),
+        ("logging.trajectories_per_step", "samples.jsonl has every completion"),
+    )
+
+    eval: EvalSection = EvalSection()
+
+    @property
+    def loop(self) -> SamplingLoop:
+        """One step of sampling, which sizes the engines."""
+        return SamplingLoop(
+            max_steps=1,
+            num_prompts_per_step=self.eval.num_prompts_per_step,
+            num_generations_per_prompt=self.eval.num_generations_per_prompt,
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Nothing of what is sampled."""
+        return False
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """What means something else, or nothing, without training."""
+        yield from super().rules(here, run)
+        default = type(self)()
+        lora, model = self.policy.lora, self.policy.model
+        for sentence, changed in (
+            (
+                "policy.offload=optimizer would have no effect: an evaluation has no optimizer "
+                "state; all offloads the parameters.",
+                self.policy.offload == "optimizer",
+            ),
+            (
+                "policy.lora would have no effect: policy.model is a full model; only a run's "
+                "checkpoint has adapters apart.",
+                lora != default.policy.lora and not is_checkpoint(model),
+            ),
+            (
+                f"generation.max_new_tokens={self.generation.max_new_tokens} would have no effect: "
+                "eval.max_new_tokens is set too; leave one of them out.",
+                self.generation.max_new_tokens != default.generation.max_new_tokens
+                and self.eval.max_new_tokens is not None,
+            ),
+            (
+                f"data.tasks={self.data.tasks} would have no effect: data.validation is a file.",
+                bool(self.data.tasks) and self.data.validation not in (None, REASONING_GYM),
+            ),
+        ):
+            if changed:
+                yield sentence
+
+
+ALGORITHM = Algorithm(name="eval", config=EvalConfig, run="nemo_like.algorithms.eval.loop:run")

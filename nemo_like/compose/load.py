@@ -1,0 +1,139 @@
+"""From the command line and YAML files to a checked configuration, with errors that name the key."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_like.compose import registry
+from nemo_like.compose.files import check_choice, check_config_files, schema_of
+from nemo_like.compose.keys import did_you_mean
+from nemo_like.compose.overrides import accept_free_keys, check_overrides
+from nemo_like.compose.values import checked
+from nemo_like.config.paths import check_files
+from nemo_like.config.run import RunConfig
+from nemo_like.config.section import check_sections
+from nemo_like.errors import UserError
+from nemo_like.planning.placement import check_placement
+
+
+def store_schema(schema: type[RunConfig]) -> None:
+    """Make the defaults of ``schema`` known to Hydra as the base of YAML files."""
+    store = ConfigStore.instance()
+    for name in registry.names():
+        if registry.find(name).config is schema:
+            store.store(name=f"{name}{registry.SUFFIX}", node=schema().model_dump(mode="json"))
+
+
+def load(raw: DictConfig, schema: type[RunConfig], *, files_are_here: bool = True) -> Any:
+    """The configuration that Hydra composed, as ``schema`` and checked; raises UserError.
+
+    ``files_are_here`` is false for a run on other machines, whose files cannot be looked at.
+    """
+    try:
+        values = OmegaConf.to_container(raw, resolve=True)
+    except OmegaConfBaseException as error:
+        raise explain(error, schema) from error
+    assert isinstance(values, dict)
+    return check({str(key): value for key, value in values.items()}, schema, files_are_here)
+
+
+def check(values: Mapping[str, Any], schema: type[RunConfig], files_are_here: bool = True) -> Any:
+    """``values`` as ``schema``, all rules obeyed; raises UserError for the first broken one."""
+    config = checked(schema, values)
+    check_sections(config, config.unused)
+    check_placement(config)
+    if files_are_here:
+        check_files(config)
+        config.files()
+    return config
+
+
+def compose_config(config_dir: Path, config_name: str, overrides: Sequence[str] = ()) -> Any:
+    """What ``examples/run_*.py`` would run with, for tests and other programs."""
+    raw = compose_raw(config_dir, config_name, overrides)
+    return load(raw, schema_of([config_dir], config_name))
+
+
+def compose_raw(
+    config_dir: Path, config_name: str, overrides: Sequence[str], extra_dir: Path | None = None
+) -> DictConfig:
+    """Compose without running; every error of Hydra and OmegaConf becomes one clear UserError.
+
+    ``extra_dir`` is searched after ``config_dir``, like Hydra's ``--config-dir``.
+    """
+    folders = [config_dir] + ([extra_dir] if extra_dir else [])
+    check_config_files(folders, config_name)
+    schema = schema_of(folders, config_name)
+    store_schema(schema)
+    check_overrides(overrides, schema)
+    try:
+        with _hydra(folders):
+            accepted = accept_free_keys(overrides, schema)
+            raw = compose(config_name, accepted, return_hydra_config=True)
+        for group, choice in raw.hydra.runtime.choices.items():
+            check_choice(folders, f"{group}/{choice}", schema)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise explain(error, schema) from error
+    with open_dict(raw):
+        del raw["hydra"]
+    return raw
+
+
+@contextmanager
+def _hydra(folders: Sequence[Path]) -> Iterator[None]:
+    """Hydra, searching ``folders`` in turn, as ``initialize_config_dir`` does with one."""
+    search_path = create_config_search_path(str(folders[0].resolve()))
+    for folder in folders[1:]:
+        before = SearchPathQuery(provider="schema")
+        search_path.prepend("command-line", f"file://{folder.resolve()}", anchor=before)
+    GlobalHydra.instance().clear()
+    version.setbase("1.3")
+    Hydra.create_main_hydra2(task_name="nemo_like", config_search_path=search_path)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def explain(error: Exception, schema: type[RunConfig]) -> UserError:
+    """One sentence from an exception of Hydra or OmegaConf."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    lines = [line.strip() for line in str(cause).strip().splitlines()]
+    if len(lines) > 1 and "raised while composing config" in lines[0]:
+        lines = lines[1:]
+    key = getattr(cause, "full_key", None) or _full_key(lines)
+    text = lines[0].rstrip(".")
+    if key and "not in" in text:
+        return UserError(f"{key} is not a key of the configuration; {did_you_mean(key, schema)}")
+    if group := re.match(r"In '.*': Could not find '(\w+)/(.*)'", text):
+        first = next(i for i, line in enumerate(lines) if line.startswith("Available options")) + 1
+        last = next(i for i, line in enumerate(lines) if line.startswith("Config search path"))
+        options = ", ".join(lines[first:last])
+        return UserError(f"{group[1]}={group[2]} is not a choice; use one of {options}.")
+    if "Ambiguous value" in text:
+        return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
+    if "Cannot merge DictConfig with ListConfig" in text:
+        return UserError(f"{key} must be a dictionary, {key}={{name: value}}, not a list.")
+    if "HydraConfig was not set" in text:
+        return UserError(f"{key}: ${{hydra:...}} is not known here; use keys, as in ${{run.seed}}.")
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip('"')
+    return UserError(f"{key}: {text}." if key and key not in text else f"{text}.")
+
+
+def _full_key(lines: Sequence[str]) -> str | None:
+    for line in lines:
+        if line.startswith("full_key: "):
+            return line.removeprefix("full_key: ")
+    return None

@@ -1,0 +1,264 @@
+"""Runs that sample completions: how they are graded and validated, and how much is sampled."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from nemo_like.config.data import PromptsConfig
+from nemo_like.config.generation import (
+    LOWEST_TEMPERATURE,
+    GenerationConfig,
+    MismatchConfig,
+    RefitConfig,
+)
+from nemo_like.config.losses import LossConfig
+from nemo_like.config.policy import Dtype
+from nemo_like.config.run import RunConfig
+from nemo_like.config.section import Count, OnlyIf, Positive, Section
+from nemo_like.config.texts import NEEDS_VALIDATION_ROWS
+
+REWARD_MODEL = "reward_model"
+
+_VALIDATES = OnlyIf(
+    lambda _, run: run.validates,
+    "there is no validation; set data.validation and validation.every_steps",
+)
+
+
+class GradingModelConfig(Section):
+    """The reward model of ``environment.reward=reward_model``. It runs on the CPU, and every
+    grading process holds a copy of it: parameters x 4 bytes, or x 2 in 16 bits."""
+
+    model: str | None = None
+    """Folder ``final/`` of a run of ``run_rm.py``, or another of transformers' models for sequence
+    classification with one label; or a hub name. Its own tokenizer and chat template render prompt
+    and completion, and the score is read at the token that ends the completion, as in training it.
+    A completion that was cut off is scored as if it ended there."""
+    dtype: Dtype | None = None
+    """Parameters in compute. None: the folder's own, which is that of training."""
+    num_threads: Count = 1
+    """CPU threads of each grading process."""
+    rows_at_once: Count = 8
+    """Most completions of one forward pass: as many as wait when a grading process is free."""
+
+
+class EnvironmentConfig(Section):
+    """What grades a completion."""
+
+    reward: str = "reasoning_gym"
+    """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``reward_model`` (the score of
+    ``environment.reward_model``), ``file.py:function`` or ``package.module.function``; ``def
+    reward(prompt, completion, **fields) -> float | dict``, where fields are the row's, and
+    ``messages``, all of the prompt."""
+    timeout_s: Positive = 10.0
+    """Seconds that one completion may take to grade; after them its row is masked and counted."""
+    num_processes: Count = 1
+    """Grading processes of each generation worker."""
+    reward_model: Annotated[
+        GradingModelConfig,
+        OnlyIf(
+            lambda here, _: here.reward == REWARD_MODEL,
+            f"environment.reward is not {REWARD_MODEL}",
+        ),
+    ] = GradingModelConfig()
+
+
+class SamplesConfig(Section):
+    """How completions are sampled that measure a model and do not train it."""
+
+    num_generations_per_prompt: Count = 1
+    """Completions of each validation prompt; all of them count."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; 0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling, in (0, 1]."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Most likely tokens to sample from. 0: all."""
+    max_new_tokens: Count | None = None
+    """Most tokens of one completion. None: ``generation.max_new_tokens``."""
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """A temperature that vLLM samples at, and filters of sampling that is not greedy."""
+        if run.generation.backend == "vllm" and 0 < self.temperature < LOWEST_TEMPERATURE:
+            yield (
+                f"{here}.temperature={self.temperature:g} must be at least {LOWEST_TEMPERATURE}, "
+                "or 0, which is greedy."
+            )
+        for name, off in (("top_p", 1.0), ("top_k", 0)):
+            if self.temperature == 0 and (value := getattr(self, name)) != off:
+                yield (
+                    f"{here}.{name}={value} would have no effect: {here}.temperature=0 is greedy."
+                )
+
+
+class ValidationConfig(SamplesConfig):
+    """Measuring on held-out prompts: training rows with the same prompt are left out."""
+
+    every_steps: Annotated[int, Field(ge=0), NEEDS_VALIDATION_ROWS] = 5
+    """Steps between validations; one is made before the first and after the last step. 0: never."""
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """How to sample means nothing where nothing is validated."""
+        yield from super().rules(here, run)
+        if run.validates:
+            return
+        for name, field in SamplesConfig.model_fields.items():
+            if (value := getattr(self, name)) != field.default:
+                yield f"{here}.{name}={value} would have no effect: {_VALIDATES.otherwise}."
+
+
+class SamplingLoop(Section):
+    """How much is sampled for one step, and for how many steps."""
+
+    max_steps: Count = 40
+    """Steps of the whole run, resumed parts included: each samples a batch and trains on it."""
+    num_prompts_per_step: Count = 16
+    """Distinct prompts sampled for one step."""
+    num_generations_per_prompt: Count = 8
+    """Completions of each prompt."""
+
+
+class SamplingRunConfig(RunConfig):
+    """Sections of runs that sample completions. An algorithm adds its own."""
+
+    samples: ClassVar[bool] = True
+
+    generation: GenerationConfig = GenerationConfig()
+    refit: RefitConfig = RefitConfig()
+    mismatch: MismatchConfig = MismatchConfig()
+    data: PromptsConfig = PromptsConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    validation: ValidationConfig = ValidationConfig()
+
+    @property
+    def loop(self) -> SamplingLoop:
+        """The algorithm's own section."""
+        loop = getattr(self, self.section)
+        assert isinstance(loop, SamplingLoop)
+        return loop
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.loop.max_steps
+
+    @property
+    def max_updates(self) -> int:
+        """One optimizer step per step."""
+        return self.max_steps
+
+    @property
+    def rows_per_step(self) -> int:
+        """Completions of a step."""
+        return self.loop.num_prompts_per_step * self.loop.num_generations_per_prompt
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are held-out prompts, and a step to measure them at."""
+        return self.data.has_validation_rows and self.validation.every_steps > 0
+
+    @property
+    def metric_areas(self) -> tuple[str, ...]:
+        """What is sampled, and how far engine and policy agree, are measured too."""
+        return ("train/", "rollout/", "mismatch/", "policy/")
+
+    @property
+    def trains(self) -> bool:
+        """Whether what is sampled also trains."""
+        return True
+
+    @property
+    def num_critic_workers(self) -> int | None:
+        """Bundles set apart for a critic."""
+        return None
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """A micro-batch must hold one completion with something before it."""
+        tokens, least = self.policy.micro_batch_tokens, self.generation.max_new_tokens + 1
+        if self.trains and tokens < least:
+            yield (
+                f"policy.micro_batch_tokens={tokens} cannot hold one prompt token and "
+                f"generation.max_new_tokens={self.generation.max_new_tokens}; use at least "
+                f"{least}, plus the length of your prompts."
+            )
+
+
+class UpdatesLoop(SamplingLoop):
+    """How many optimizer steps a step's completions take."""
+
+    num_epochs_per_batch: Count = 1
+    """Passes over a step's completions."""
+    num_mini_batches: Count = 1
+    """Optimizer steps of a pass; groups are dealt to them anew in each."""
+    reuse_logprobs: Annotated[
+        bool,
+        OnlyIf(
+            lambda here, _: here.num_updates == 1,
+            "a batch takes several optimizer steps, which need logprobs from before them",
+        ),
+        OnlyIf(
+            lambda _, run: not run.kl_in_reward,
+            "loss.kl_in=reward needs logprobs from before the step anyway",
+        ),
+        OnlyIf(
+            lambda _, run: not run.masks_mismatch,
+            "mismatch.action=mask needs logprobs from before the step anyway",
+        ),
+    ] = True
+    """With one optimizer step per batch, use the logprobs of its own forward pass as the policy's,
+    unless rewards (``loss.kl_in=reward``) or masks (``mismatch.action=mask``) need them earlier.
+    False: compute them in a pass of their own, and check that ratios are 1."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of one step."""
+        return self.num_epochs_per_batch * self.num_mini_batches
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """Groups are dealt whole."""
+        if self.num_mini_batches > self.num_prompts_per_step:
+            yield (
+                f"{here}.num_mini_batches={self.num_mini_batches} is more than the "
+                f"{self.num_prompts_per_step} groups of {here}.num_prompts_per_step; use at most "
+                "that."
+            )
+
+
+class PolicyGradientRunConfig(SamplingRunConfig):
+    """Sections of runs that make completions with high advantages more likely."""
+
+    loss: LossConfig = LossConfig()
+
+    @property
+    def loop(self) -> UpdatesLoop:
+        """The algorithm's own section."""
+        loop = getattr(self, self.section)
+        assert isinstance(loop, UpdatesLoop)
+        return loop
+
+    @property
+    def max_updates(self) -> int:
+        """Optimizer steps of the policy in the whole run."""
+        return self.max_steps * self.loop.num_updates
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether a KL is subtracted from rewards."""
+        return self.loss.kl_coef > 0 and self.loss.kl_in == "reward"
+
+    @property
+    def masks_mismatch(self) -> bool:
+        """Whether rows that engine and policy disagree about do not train."""
+        return self.mismatch.action == "mask"
+
+    @property
+    def reuses_logprobs(self) -> bool:
+        """Whether a batch's only optimizer step gives the policy's logprobs."""
+        one_update = self.loop.reuse_logprobs and self.loop.num_updates == 1
+        return one_update and not self.kl_in_reward and not self.masks_mismatch
+
+    @property
+    def keeps_reference(self) -> bool:
+        """For the KL term, wherever it stands."""
+        return self.loss.kl_coef > 0
