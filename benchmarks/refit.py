@@ -21,7 +21,7 @@ from workloads import SHAPES, random_model, set_environment
 
 from nemo_like.algorithms.processes import started
 from nemo_like.algorithms.setup import prepare, start
-from nemo_like.config.load import compose_config
+from nemo_like.compose.load import compose_config
 from nemo_like.observe.metrics import values
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

@@ -33,13 +33,20 @@ from workloads import SHAPES, count_parameters
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching, Checkpointing, DataParallel, Dtype, Offload
-from nemo_like.config.loss_schema import LossConfig
-from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
-from nemo_like.config.step_time import PEAK_FLOPS
+from nemo_like.config.losses import LossConfig
+from nemo_like.config.policy import (
+    Batching,
+    Checkpointing,
+    DataParallel,
+    Dtype,
+    Offload,
+    ParallelConfig,
+    PolicyConfig,
+)
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
+from nemo_like.planning.step_time import PEAK_FLOPS
 from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, TrainEngine
 
@@ -219,7 +226,7 @@ def make_batch(lengths: list[int], vocab: int, seed: int, device: torch.device) 
 
 def parse(text: str) -> PolicyConfig:
     """``micro_batch_tokens=16384,parallel.tensor_parallel_size=2`` -> a policy's configuration."""
-    changes: dict[str, Any] = {"dtype": Dtype.bfloat16}
+    changes: dict[str, Any] = {"dtype": "bfloat16"}
     parallel: dict[str, Any] = {}
     for item in text.split(","):
         key, _, value = item.partition("=")

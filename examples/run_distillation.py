@@ -4,17 +4,17 @@ teacher.model=FOLDER [key=value ...]``; see --help.
 
 from pathlib import Path
 
-from nemo_like.cli import main
-from nemo_like.config.sampling_run_schema import DistillationRunConfig
+from nemo_like.algorithms.distillation.config import DistillationConfig
+from nemo_like.compose.main import main
 
 
-def run(config: DistillationRunConfig) -> None:
+def run(config: DistillationConfig) -> None:
     """Ray and the workers start before torch is imported here: all import at the same time."""
     from nemo_like.algorithms.processes import started
 
     with started(config, "distillation") as processes:
         with processes.run.start_phase("imports"):
-            from nemo_like.algorithms.distillation import run_distillation
+            from nemo_like.algorithms.distillation.loop import run_distillation
         run_distillation(config, processes)
 
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from nemo_like.cli import main
-from nemo_like.config.text_run_schema import DPORunConfig
+from nemo_like.algorithms.dpo.config import DPOConfig
+from nemo_like.compose.main import main
 
 
-def run(config: DPORunConfig) -> None:
+def run(config: DPOConfig) -> None:
     """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.dpo import run_dpo
+    from nemo_like.algorithms.dpo.loop import run_dpo
 
     run_dpo(config)
 

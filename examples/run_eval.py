@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from nemo_like.cli import main
-from nemo_like.config.sampling_run_schema import EvalRunConfig
+from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.compose.main import main
 
 
-def run(config: EvalRunConfig) -> None:
+def run(config: EvalConfig) -> None:
     """Ray and the workers start before torch is imported here: all import at the same time."""
     from nemo_like.algorithms.processes import started
 
     with started(config, "eval") as processes:
         with processes.run.start_phase("imports"):
-            from nemo_like.algorithms.evaluation import run_eval
+            from nemo_like.algorithms.eval.loop import run_eval
         run_eval(config, processes)
 
 

@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from nemo_like.cli import main
-from nemo_like.config.sampling_run_schema import GRPORunConfig
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.compose.main import main
 
 
-def run(config: GRPORunConfig) -> None:
+def run(config: GRPOConfig) -> None:
     """Ray and the workers start before torch is imported here: all import at the same time."""
     from nemo_like.algorithms.processes import started
 
     with started(config, "grpo") as processes:
         with processes.run.start_phase("imports"):
-            from nemo_like.algorithms.grpo import run_grpo
+            from nemo_like.algorithms.grpo.loop import run_grpo
         run_grpo(config, processes)
 
 

@@ -4,13 +4,13 @@ teacher.model=FOLDER [key=value ...]``; see --help.
 
 from pathlib import Path
 
-from nemo_like.cli import main
-from nemo_like.config.text_run_schema import OffPolicyDistillationRunConfig
+from nemo_like.algorithms.distillation.config import OffPolicyDistillationConfig
+from nemo_like.compose.main import main
 
 
-def run(config: OffPolicyDistillationRunConfig) -> None:
+def run(config: OffPolicyDistillationConfig) -> None:
     """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.distillation import run_off_policy_distillation
+    from nemo_like.algorithms.distillation.loop import run_off_policy_distillation
 
     run_off_policy_distillation(config)
 

@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from nemo_like.cli import main
-from nemo_like.config.sampling_run_schema import PPORunConfig
+from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.compose.main import main
 
 
-def run(config: PPORunConfig) -> None:
+def run(config: PPOConfig) -> None:
     """Ray and the workers start before torch is imported here: all import at the same time."""
     from nemo_like.algorithms.processes import started
 
     with started(config, "ppo") as processes:
         with processes.run.start_phase("imports"):
-            from nemo_like.algorithms.ppo import run_ppo
+            from nemo_like.algorithms.ppo.loop import run_ppo
         run_ppo(config, processes)
 
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from nemo_like.cli import main
-from nemo_like.config.text_run_schema import RewardModelRunConfig
+from nemo_like.algorithms.rm.config import RewardModelConfig
+from nemo_like.compose.main import main
 
 
-def run(config: RewardModelRunConfig) -> None:
+def run(config: RewardModelConfig) -> None:
     """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.reward_model import run_reward_model
+    from nemo_like.algorithms.rm.loop import run_reward_model
 
     run_reward_model(config)
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from nemo_like.cli import main
-from nemo_like.config.text_run_schema import SFTRunConfig
+from nemo_like.algorithms.sft.config import SFTConfig
+from nemo_like.compose.main import main
 
 
-def run(config: SFTRunConfig) -> None:
+def run(config: SFTConfig) -> None:
     """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.sft import run_sft
+    from nemo_like.algorithms.sft.loop import run_sft
 
     run_sft(config)
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_like.config.choices import AdvantageScale, Baseline
-from nemo_like.config.loss_schema import AdvantageConfig
+from nemo_like.config.losses import AdvantageConfig
 
 # Rewards that differ by less than this share of their size are equal; their spread is rounding.
 _RELATIVE_SPREAD = 1e-9
@@ -37,7 +36,7 @@ def group_advantages(
     Deviations are unbiased (n - 1), without an epsilon; one that is zero, or of a single row, does
     not divide.
 
-    >>> config = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.std)
+    >>> config = AdvantageConfig(baseline="mean", scale="std")
     >>> r = torch.tensor([1.0, 0, 0, 0])
     >>> group_advantages(r, torch.zeros(4), torch.ones(4, dtype=torch.bool), config).tolist()
     [1.5, -0.5, -0.5, -0.5]
@@ -50,20 +49,20 @@ def group_advantages(
     x[line, slot] = torch.where(valid, rewards.double(), 0.0)
     ok[line, slot] = valid
     weight = (ok[:, None, :] & ok[:, :, None]).double()
-    if config.baseline is Baseline.leave_one_out:
+    if config.baseline == "leave_one_out":
         weight = weight * (1 - torch.eye(shape[1], dtype=torch.float64))
     count = weight.sum(-1)
     mean = (weight * x[:, None, :]).sum(-1) / count.clamp(min=1)
     size = (weight * x.abs()[:, None, :]).amax(-1)
-    advantage = x if config.baseline is Baseline.none else x - mean
+    advantage = x if config.baseline == "none" else x - mean
     # Of equal rewards rounding may be left, which a scale over other groups would blow up.
     advantage = torch.where((count > 0) & (advantage.abs() > _RELATIVE_SPREAD * size), advantage, 0)
-    if config.scale is AdvantageScale.std:
+    if config.scale == "std":
         squares = (weight * (x[:, None, :] - mean[:, :, None]).square()).sum(-1)
         deviation = (squares / (count - 1).clamp(min=1)).sqrt()
         spread = (count > 1) & (deviation > _RELATIVE_SPREAD * size)
         advantage = torch.where(spread, advantage / deviation.clamp(min=1e-300), advantage)
-    elif config.scale is AdvantageScale.batch:
+    elif config.scale == "batch":
         advantage = whiten(advantage, ok)
     return advantage[line, slot].float()
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.schema import CheckpointConfig
+from nemo_like.config.run import CheckpointConfig
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching
-from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
-from nemo_like.config.preference_schema import DistillationLossConfig
+from nemo_like.config.losses import DistillationLossConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.observe.metrics import values
 from nemo_like.policy.engine import EngineSetup, TrainEngine
@@ -56,7 +56,7 @@ def two_steps(
         num_ranks=engine.mesh.sizes.dp,
         max_tokens=engine.config.micro_batch_tokens,
         max_rows=engine.config.micro_batch_size,
-        padded=engine.config.batching is Batching.padded,
+        padded=engine.config.batching == "padded",
     )
     bins = plan.bins[engine.mesh.coordinate("dp")]
     shares = [batch.select(one) if one else None for one in bins]

@@ -13,14 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
-from nemo_like.config.choices import DataParallel, Schedule
-from nemo_like.config.policy_schema import (
-    DDPConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-    SchedulerConfig,
-)
+from nemo_like.config.optimizer import OptimizerConfig, Schedule, SchedulerConfig
+from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
@@ -47,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
 def ddp(**changes: Any) -> dict[str, Any]:
     """Whole replicas, and several micro-batches a step."""
     return {
-        "parallel": ParallelConfig(data_parallel=DataParallel.ddp, ddp=DDPConfig(**changes)),
+        "parallel": ParallelConfig(data_parallel="ddp", ddp=DDPConfig(**changes)),
         "micro_batch_tokens": 40,
     }
 

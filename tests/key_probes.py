@@ -12,22 +12,23 @@ from types import SimpleNamespace
 from typing import Any
 
 from nemo_like.algorithms import evaluation, setup, text_rows
-from nemo_like.algorithms.distillation import find_teacher
-from nemo_like.algorithms.eval_report import Measured
-from nemo_like.algorithms.ppo import find_critic
+from nemo_like.algorithms.distillation.loop import find_teacher
+from nemo_like.algorithms.dpo.config import DPOConfig
+from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.algorithms.eval.report import Measured
+from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.algorithms.ppo.loop import find_critic
+from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.setup import _rollout_setup
-from nemo_like.config.choices import Output
-from nemo_like.config.layout import parallel_sizes, resolve_mesh_shape
-from nemo_like.config.plan import plan_run
-from nemo_like.config.run_schema import RolloutRunConfig
-from nemo_like.config.sampling_run_schema import EvalRunConfig, PPORunConfig
-from nemo_like.config.text_run_schema import DPORunConfig, RewardModelRunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data import conversations, preferences
 from nemo_like.environments.protocol import Grade
 from nemo_like.generation.vllm_settings import engine_args
 from nemo_like.launch.slurm_script import BatchJob, render_script
 from nemo_like.models.resolve import resolve_model
+from nemo_like.planning.layout import parallel_sizes, resolve_mesh_shape
+from nemo_like.planning.resources import plan_run
 from nemo_like.policy.stages import bins_for_pipeline, stages_of_rank
 from nemo_like.refit.weight_sync import WeightSync
 from nemo_like.rollout.rollout import Sample
@@ -55,11 +56,11 @@ def queued(config: Any) -> str:
 def _prepared(shown: str) -> Any:
     config = _PREPARED[shown]
     model = str(resolve_model(config.policy.model))
-    if isinstance(config, EvalRunConfig):
+    if isinstance(config, EvalConfig):
         return evaluation.prepare(config, read_rows(config), model)
-    if isinstance(config, RolloutRunConfig):
+    if isinstance(config, SamplingRunConfig):
         return setup.prepare(config, read_rows(config), model)
-    pairs = isinstance(config, DPORunConfig | RewardModelRunConfig)
+    pairs = isinstance(config, DPOConfig | RewardModelConfig)
     return text_rows.prepare(config, (preferences if pairs else conversations).load, model)
 
 
@@ -74,7 +75,7 @@ def _ready(config: Any) -> Any:
 def read(config: Any) -> Any:
     """The rows that a run reads, as tokens, in the order in which it uses them."""
     found = _ready(config)
-    if isinstance(config, RolloutRunConfig):
+    if isinstance(config, SamplingRunConfig):
         loader = found.loader
         rows = loader.next_rows(2 * loader.rows_left)
         loader.load_state(loader.state() | {"epoch": 0, "position": 0})
@@ -134,7 +135,7 @@ def validated(config: Any) -> Any:
     """Requests of a validation, or of an evaluation's first step."""
     source, replicas = _source(config)
     with suppress(AskedError):
-        if isinstance(config, EvalRunConfig):
+        if isinstance(config, EvalConfig):
             rows = _ready(config).validation_rows[: config.eval.num_prompts_per_step]
             source.sample(1, rows, 0, config.eval)
         else:
@@ -165,17 +166,17 @@ def sent(config: Any) -> Any:
 
 def trained(config: Any) -> Any:
     """Two steps of the policy's engine; of a model with scores where that is what trains."""
-    output = Output.values if isinstance(config, RewardModelRunConfig) else Output.logprobs
+    output = "values" if isinstance(config, RewardModelConfig) else "logprobs"
     model = str(resolve_model(config.policy.model))
     return policy_steps(model, config.policy, output, config.max_steps or 4)
 
 
-def critic_trained(config: PPORunConfig) -> Any:
+def critic_trained(config: PPOConfig) -> Any:
     """Two steps of the critic's engine; None where there is none."""
     critic = find_critic(config, str(resolve_model(config.policy.model)))
     if critic is None:
         return None
-    return policy_steps(critic.model_path, critic.config, Output.values_before, critic.max_updates)
+    return policy_steps(critic.model_path, critic.config, "values_before", critic.max_updates)
 
 
 def taught(config: Any) -> Any:
@@ -196,7 +197,7 @@ def again(config: Any) -> Any:
         return looped(config, Path(folder))
 
 
-def reported(config: EvalRunConfig) -> Any:
+def reported(config: EvalConfig) -> Any:
     """The report on two completions of each row; some pass, and answers differ."""
     rows = _ready(config).validation_rows
     measured = Measured(config, rows)

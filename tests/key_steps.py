@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching, Output
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics, values
@@ -69,7 +68,7 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
             for stage in engine.stages
             for each in stage.modules()
         ),
-        "head": str(engine.stages[0].settings) if output is Output.logprobs else "",
+        "head": str(engine.stages[0].settings) if output == "logprobs" else "",
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "hangs": engine.diagnostics._hangs is not None,
     }
@@ -80,7 +79,7 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
 
 
 def policy_steps(
-    model_path: str, config: PolicyConfig, output: Output = Output.logprobs, max_steps: int = 4
+    model_path: str, config: PolicyConfig, output: Output = "logprobs", max_steps: int = 4
 ) -> Any:
     """``two_steps``, once for each configuration."""
     _CONFIGS[repr(config)] = config
@@ -98,7 +97,7 @@ def _step(engine: TrainEngine) -> dict[str, Any]:
         num_ranks=1,
         max_tokens=config.micro_batch_tokens,
         max_rows=config.micro_batch_size,
-        padded=config.batching is Batching.padded,
+        padded=config.batching == "padded",
     )
     shares = [rows.select(one) for one in plan.bins[0]]
     kept = [0, 0]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.algorithms.grpo import run_grpo
+from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.processes import started
-from nemo_like.config.load import compose_config
+from nemo_like.compose.load import compose_config
 
 ROOT = Path(__file__).parent.parent
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2)))

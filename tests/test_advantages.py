@@ -16,17 +16,16 @@ from nemo_like.advantages import (
     whiten,
     zero_variance_share,
 )
-from nemo_like.config.choices import AdvantageScale, Baseline
-from nemo_like.config.loss_schema import AdvantageConfig
+from nemo_like.config.losses import AdvantageConfig
 
-LOO_STD = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.std)
-LOO = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.none)
-MEAN_STD = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.std)
-MEAN = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.none)
-REINFORCE = AdvantageConfig(baseline=Baseline.none, scale=AdvantageScale.none)
-REINFORCE_PLUS_PLUS = AdvantageConfig(baseline=Baseline.none, scale=AdvantageScale.batch)
-MEAN_BATCH = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.batch)
-LOO_BATCH = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.batch)
+LOO_STD = AdvantageConfig(baseline="leave_one_out", scale="std")
+LOO = AdvantageConfig(baseline="leave_one_out", scale="none")
+MEAN_STD = AdvantageConfig(baseline="mean", scale="std")
+MEAN = AdvantageConfig(baseline="mean", scale="none")
+REINFORCE = AdvantageConfig(baseline="none", scale="none")
+REINFORCE_PLUS_PLUS = AdvantageConfig(baseline="none", scale="batch")
+MEAN_BATCH = AdvantageConfig(baseline="mean", scale="batch")
+LOO_BATCH = AdvantageConfig(baseline="leave_one_out", scale="batch")
 EVERY = [
     AdvantageConfig(baseline=baseline, scale=scale)
     for baseline in Baseline

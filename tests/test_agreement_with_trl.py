@@ -12,14 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import (
-    Batching,
-    ImportanceCorrection,
-    Normalization,
-    Objective,
-    RatioLevel,
-)
-from nemo_like.config.loss_schema import LossConfig
+from nemo_like.config.losses import LossConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss, importance_weights
 from nemo_like.losses.protocol import Denominators, apply_loss, needs_entropy
 from nemo_like.policy.attention import PACKED
@@ -44,9 +37,9 @@ TO_REFERENCE = [0.3, -0.2, 0.1, 0.0, 0.9, 0.0, 0.0, -1.0, 0.2, -0.4, 0.5, -0.1, 
 ENGINE_GAPS = [0.0, 0.9, -0.3, 0.1, 0.2, 0.0, 0.0, -0.5, 0.0, 0.4, 1.2, -0.1, 0.0, 0.3]
 
 TOKEN, SEQUENCE, CONSTANT = (
-    {"normalization": Normalization.token},
-    {"normalization": Normalization.sequence},
-    {"normalization": Normalization.constant, "constant_tokens": LONGEST},
+    {"normalization": "token"},
+    {"normalization": "sequence"},
+    {"normalization": "constant", "constant_tokens": LONGEST},
 )
 WITH_KL = {"kl_coef": BETA}
 
@@ -97,7 +90,7 @@ class Sides:
     def forward(self, model, with_entropy=False, entropy_trains=False):
         """Logprobs and entropies [2, N]."""
         model.set_attn_implementation(PACKED)
-        inputs = model_inputs(self.batch, InputLayout(batching=Batching.packed))
+        inputs = model_inputs(self.batch, InputLayout(batching="packed"))
         call = Call(
             inputs=inputs,
             temperature=TEMPERATURE,
@@ -193,7 +186,7 @@ class Sides:
         """Of trained tokens, as the formulas have it."""
         mask = self.padded(self.batch.tokens[keys.LOSS_MASK])
         column = self.padded(column) * mask
-        if normalization is Normalization.token:
+        if normalization == "token":
             return (column.sum() / mask.sum()).item()
         return (column.sum(1) / mask.sum(1)).mean().item()
 
@@ -224,8 +217,8 @@ def sides(tiny_model, tmp_path_factory):
 
 CLIP = {"clip_low": LOW, "clip_high": HIGH}
 # TRL's CISPO bounds ratios from above only, and by the bound itself.
-CISPO = {"objective": Objective.cispo, "clip_low": None, "clip_high": HIGH}
-OF_SEQUENCES = {"ratio_level": RatioLevel.sequence}
+CISPO = {"objective": "cispo", "clip_low": None, "clip_high": HIGH}
+OF_SEQUENCES = {"ratio_level": "sequence"}
 CASES = {
     "grpo": (CLIP | SEQUENCE, {"loss_type": "grpo"}),
     "bnpo": (CLIP | TOKEN, {"loss_type": "bnpo"}),
@@ -306,9 +299,7 @@ def test_without_its_correction_the_kl_of_trl_lacks_the_gradient_of_the_sampling
     theirs = sides.theirs(on_policy=True, loss_type="grpo", beta=BETA, use_bias_correction_kl=False)
     loss, gap = minus(ours, theirs)
     assert loss == pytest.approx(0, abs=1e-5)
-    score = sides.ours(
-        objective=Objective.reinforce, token_advantages=-BETA * sides.k3(), **SEQUENCE
-    )
+    score = sides.ours(objective="reinforce", token_advantages=-BETA * sides.k3(), **SEQUENCE)
     assert_equal((0.0, gap), (0.0, score[1]))
 
 
@@ -323,7 +314,7 @@ def test_the_kl_of_trl_has_the_ratio_of_the_sequence_where_the_objective_has_it(
         for i in range(len(PROMPTS))
     ]
     gap = sides.flat(LOG_RATIOS).exp() - torch.stack(of_row)[row].exp()
-    expected = BETA * sides.mean(Normalization.sequence, gap * sides.k3())
+    expected = BETA * sides.mean("sequence", gap * sides.k3())
     assert abs(expected) > 1e-3
     assert ours[0] - theirs[0] == pytest.approx(expected, abs=1e-5)
 
@@ -332,16 +323,14 @@ def test_the_entropy_of_trl_is_a_mean_over_tokens_whatever_the_loss_is(sides):
     """Ours has the mean of the rest of the loss."""
     theirs = sides.theirs(loss_type="grpo", entropy_coef=ENTROPY)
     ours = sides.ours(entropy_coef=ENTROPY, **CLIP, **SEQUENCE)
-    means = [
-        sides.mean(kind, sides.entropies) for kind in (Normalization.sequence, Normalization.token)
-    ]
+    means = [sides.mean(kind, sides.entropies) for kind in ("sequence", "token")]
     assert abs(means[0] - means[1]) > 1e-3
     assert ours[0] - theirs[0] == pytest.approx(-ENTROPY * (means[0] - means[1]), abs=1e-5)
 
 
 def test_importance_weights_of_trl_leave_its_kl_alone(sides):
     """Ours multiply the KL too: a token whose weight is 0 does not train. Without KL both agree."""
-    config = LossConfig(importance=ImportanceCorrection.truncate, importance_cap=2.0)
+    config = LossConfig(importance="truncate", importance_cap=2.0)
     weights, was_cut = importance_weights(sides.flat(ENGINE_GAPS), torch.zeros(0), 0, config)
     assert was_cut.any()
     plain = CLIP | TOKEN | {"importance": "truncate", "importance_cap": 2.0}
@@ -350,6 +339,6 @@ def test_importance_weights_of_trl_leave_its_kl_alone(sides):
     ours = sides.ours(**plain, **WITH_KL)
     theirs = sides.theirs(**dapo, beta=BETA, use_bias_correction_kl=True)
     of_token = (weights - 1) * sides.flat(LOG_RATIOS).exp() * sides.k3()
-    expected = BETA * sides.mean(Normalization.token, of_token)
+    expected = BETA * sides.mean("token", of_token)
     assert abs(expected) > 1e-3
     assert ours[0] - theirs[0] == pytest.approx(expected, abs=1e-5)

@@ -6,7 +6,7 @@ import zlib
 import pytest
 
 from nemo_like.checkpoint import Checkpoints, DriverState
-from nemo_like.config.schema import CheckpointConfig
+from nemo_like.config.run import CheckpointConfig
 from nemo_like.errors import RunError, UserError
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from nemo_like.cli import end_on_error
+from nemo_like.compose.main import end_on_error
 from nemo_like.errors import UserError
 from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, records
 from tests.warm_process import WarmProcess
@@ -328,7 +328,7 @@ def test_what_the_tokenizer_refuses_is_refused_before_models_load(
     from nemo_like.algorithms.processes import find_model
     from nemo_like.algorithms.rows import read_rows
     from nemo_like.algorithms.setup import prepare
-    from nemo_like.config.load import compose_config
+    from nemo_like.compose.load import compose_config
 
     monkeypatch.chdir(inputs)
     config = compose_config(ROOT / "configs", "grpo", arguments(typed))

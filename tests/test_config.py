@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from nemo_like.config.checks import check
-from nemo_like.config.keys import all_keys
-from nemo_like.config.load import compose_config, compose_raw
-from nemo_like.config.overrides import check_overrides
-from nemo_like.config.plan import NodeResources, check_fits, plan_resources
-from nemo_like.config.sampling_run_schema import GRPORunConfig
-from nemo_like.config.schema import ClusterConfig
+
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.compose.keys import all_keys
+from nemo_like.compose.load import compose_config, compose_raw
+from nemo_like.compose.overrides import check_overrides
+from nemo_like.config.run import ClusterConfig
 from nemo_like.errors import UserError
+from nemo_like.planning.resources import NodeResources, check_fits, plan_resources
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SHIPPED = [["model=embedded"], ["model=smollm2"]]
@@ -28,10 +28,10 @@ def refusal(*overrides):
 @pytest.mark.parametrize("choice", SHIPPED, ids=str)
 def test_every_schema_key_can_be_overridden_in_every_shipped_config(choice):
     raw = compose_raw(CONFIGS, "grpo", choice)
-    leaves = [key for key in all_keys(GRPORunConfig) if not hasattr(value(raw, key), "keys")]
+    leaves = [key for key in all_keys(GRPOConfig) if not hasattr(value(raw, key), "keys")]
     assert len(leaves) > 60
     for key in leaves:
-        check_overrides([f"{key}={literal(value(raw, key))}"], GRPORunConfig)
+        check_overrides([f"{key}={literal(value(raw, key))}"], GRPOConfig)
     overrides = [f"{key}={literal(value(raw, key))}" for key in leaves]
     assert compose_raw(CONFIGS, "grpo", [*choice, *overrides]) == raw
 
@@ -49,7 +49,7 @@ def literal(value):
 
 
 def test_the_default_config_is_the_schema():
-    assert compose_config(CONFIGS, "grpo") == GRPORunConfig()
+    assert compose_config(CONFIGS, "grpo") == GRPOConfig()
 
 
 @pytest.mark.parametrize(
@@ -411,14 +411,14 @@ def test_free_dicts_take_any_key():
 
 
 def test_documentation_of_every_key_is_current():
-    from nemo_like.config.docs import render
+    from nemo_like.compose.docs import render
 
     path = Path(__file__).parent.parent / "docs" / "config.md"
     assert path.read_text() == render(), "run: python -m nemo_like.config.docs > docs/config.md"
 
 
 def test_shipped_yaml_states_differences_only():
-    default = GRPORunConfig()
+    default = GRPOConfig()
     for path in (CONFIGS / "model").glob("*.yaml"):
         if path.stem == "embedded":
             continue
@@ -439,7 +439,7 @@ def flatten(tree, prefix=""):
 
 
 def test_the_schema_passes_its_own_checks():
-    check(GRPORunConfig())
+    check(GRPOConfig())
 
 
 # The plan: arithmetic of nodes and bundles.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.data_schema import OverlongRows, SFTDataConfig, TrainOn
+from nemo_like.config.data import ConversationsConfig, OverlongRows
 from nemo_like.data import conversations, json_rows
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
@@ -40,7 +40,7 @@ CALLING = {**TURNS[1], "tool_calls": [{"type": "function", "function": {"name": 
 
 def load(chat, source, with_validation=False, micro_batch_tokens=9999, context=9999, **config):
     return conversations.load(
-        SFTDataConfig(train=str(source), **config),
+        ConversationsConfig(train=str(source), **config),
         chat,
         micro_batch_tokens=micro_batch_tokens,
         context=context,
@@ -98,7 +98,7 @@ def test_a_template_that_rewrites_earlier_turns_trains_the_last_one_or_is_refuse
     path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, {"messages": THINKING})
     with pytest.raises(UserError, match=r"line 2: .*message 1 in another way .*last_assistant"):
         load(chat, path)
-    batch, _ = load(chat, path, train_on=TrainOn.last_assistant)
+    batch, _ = load(chat, path, train_on="last_assistant")
     for ids, mask in rows_of(batch):
         assert trained_texts(tokenizer_of(tmp_path), ids, mask) == ["and 2<|im_end|>"]
 
@@ -275,7 +275,7 @@ def test_a_completion_trains_without_the_answers_in_its_prompt(tmp_path):
 def test_all_trains_every_token_but_the_first(tmp_path):
     chat = build_chat(tmp_path, LLAMA3)
     path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, {"text": "plain"})
-    for ids, mask in rows_of(load(chat, path, train_on=TrainOn.all)[0]):
+    for ids, mask in rows_of(load(chat, path, train_on="all")[0]):
         assert mask == [False] + [True] * (len(ids) - 1)
 
 
@@ -468,11 +468,11 @@ def test_overlong_rows_are_dropped_and_counted(tmp_path, caplog):
     short = {"prompt": "a", "completion": "b"}
     path = write_rows(tmp_path / "r.jsonl", {"prompt": "a", "completion": "b" * 99}, short)
     _, length = lengths_of(chat, short)
-    batch, _ = load(chat, path, max_length=length, overlong=OverlongRows.drop)
+    batch, _ = load(chat, path, max_length=length, overlong="drop")
     assert batch.lengths.tolist() == [length]
     assert f"data.train: dropped 1 of 2 rows as longer than {length} tokens" in caplog.text
     with pytest.raises(UserError, match="none of 2 rows is left: 2 longer than 9"):
-        load(chat, path, max_length=9, overlong=OverlongRows.drop)
+        load(chat, path, max_length=9, overlong="drop")
 
 
 def test_the_kept_part_of_a_cut_answer_trains_and_a_row_without_any_is_dropped(tmp_path, caplog):
@@ -484,7 +484,7 @@ def test_the_kept_part_of_a_cut_answer_trains_and_a_row_without_any_is_dropped(t
     ]
     before, _ = lengths_of(chat, rows[0])
     path = write_rows(tmp_path / "r.jsonl", *rows)
-    batch, _ = load(chat, path, max_length=before + 3, overlong=OverlongRows.truncate)
+    batch, _ = load(chat, path, max_length=before + 3, overlong="truncate")
     cut, whole = rows_of(batch)
     tokenizer = tokenizer_of(tmp_path)
     assert trained_texts(tokenizer, *cut) == ["bcd"]
@@ -546,7 +546,7 @@ def test_conversations_overlap_where_all_but_the_last_answer_is_the_same():
 
 def test_the_default_is_questions_with_answers_that_earn_full_marks():
     chat = ChatTokenizer(str(resolve_model("embedded")))
-    config = SFTDataConfig(num_train_rows=20, num_validation_rows=5)
+    config = ConversationsConfig(num_train_rows=20, num_validation_rows=5)
     rows = conversations.read(config, "reasoning_gym", 20, 3, "data.train")
     assert rows == conversations.read(config, "reasoning_gym", 20, 3, "data.train")
     question, answer = (message["content"] for message in rows[0].messages)
@@ -562,7 +562,7 @@ def test_the_default_is_questions_with_answers_that_earn_full_marks():
 
 
 def test_a_task_without_a_single_right_answer_is_refused_by_name():
-    config = SFTDataConfig(tasks={"propositional_logic": None})
+    config = ConversationsConfig(tasks={"propositional_logic": None})
     with pytest.raises(UserError, match=r"data\.tasks\.propositional_logic has no single right"):
         conversations.read(config, "reasoning_gym", 5, 0, "data.train")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_like.algorithms.distillation import (
+from nemo_like.algorithms.distillation.loop import (
     Compared,
     find_teacher,
     run_distillation,
@@ -16,9 +16,8 @@ from nemo_like.algorithms.distillation import (
 )
 from nemo_like.algorithms.processes import started
 from nemo_like.batch import keys
-from nemo_like.config.choices import Batching
-from nemo_like.config.load import compose_config
-from nemo_like.config.preference_schema import DistillationLossConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.losses import DistillationLossConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.losses.distillation import divergence
 from nemo_like.models.resolve import resolve_model
@@ -137,10 +136,10 @@ def one_rank(pool, pair):
     ("name", "config"),
     [
         ("one", {"micro_batch_size": 1}),
-        ("one", {"micro_batch_size": 2, "batching": Batching.padded}),
+        ("one", {"micro_batch_size": 2, "batching": "padded"}),
         ("one", {"micro_batch_size": 4, "logprob_chunk_tokens": 5}),
         ("dp2", {"micro_batch_size": 2}),
-        ("ddp2", {"batching": Batching.padded}),
+        ("ddp2", {"batching": "padded"}),
         ("tp2", {}),
         ("cp2", {}),
     ],

@@ -8,8 +8,7 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Divergence, TeacherTail
-from nemo_like.config.preference_schema import DistillationLossConfig
+from nemo_like.config.losses import DistillationLossConfig, TeacherTail
 from nemo_like.losses.distillation import DistillationLoss, divergence
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import merge, values

@@ -8,17 +8,17 @@ from itertools import combinations
 
 import pytest
 
-from nemo_like.algorithms.eval_report import Measured, table
-from nemo_like.algorithms.eval_statistics import (
+from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.algorithms.eval.loop import run_eval
+from nemo_like.algorithms.eval.report import Measured, table
+from nemo_like.algorithms.eval.statistics import (
     majority_at,
     mean_of_prompts,
     pass_at,
     share_of_prompts,
 )
-from nemo_like.algorithms.evaluation import run_eval
 from nemo_like.algorithms.processes import started
-from nemo_like.config.load import compose_config
-from nemo_like.config.sampling_run_schema import EvalRunConfig
+from nemo_like.compose.load import compose_config
 from nemo_like.data.datasets import Row
 from nemo_like.environments.protocol import Grade
 from nemo_like.errors import UserError
@@ -123,7 +123,7 @@ def sample(prompt, index, reward, answer="", num_tokens=3, truncated=False):
 
 
 def measured(**changes):
-    config = EvalRunConfig()
+    config = EvalConfig()
     config.eval.num_generations_per_prompt = 2
     for name, value in changes.items():
         setattr(config.eval, name, value)

@@ -12,13 +12,13 @@ import shutil
 from functools import cache
 
 import pytest
+from nemo_like.config.schemas import SCHEMAS
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from nemo_like.algorithms.distillation import run_off_policy_distillation
-from nemo_like.algorithms.sft import run_sft
-from nemo_like.config.load import load
-from nemo_like.config.schemas import SCHEMAS
+from nemo_like.algorithms.distillation.loop import run_off_policy_distillation
+from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.compose.load import load
 from nemo_like.errors import UserError, WaitTimeoutError
 from nemo_like.models.resolve import resolve_model
 from tests.key_loops import looped

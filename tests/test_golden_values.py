@@ -22,8 +22,7 @@ from nemo_like.advantages import (
 )
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import AdvantageScale, Baseline, KLEstimator
-from nemo_like.config.loss_schema import AdvantageConfig, LossConfig
+from nemo_like.config.losses import AdvantageConfig, KLEstimator, LossConfig
 from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators, apply_loss

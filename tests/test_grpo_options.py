@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
-from nemo_like.algorithms.grpo import (
+from nemo_like.algorithms.grpo.loop import (
     add_advantages,
     batch_metrics,
     make_loss,

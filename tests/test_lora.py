@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.choices import AdapterRefit
-from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, ParallelConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import LoraConfig, ParallelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from nemo_like.weights.adapters import expected_adapters, is_adapter, plan_refit
@@ -60,7 +60,7 @@ def test_every_layout_takes_the_same_steps(ranks, config, pool, four_layers, one
 
 
 def test_refits_of_adapters_carry_the_model_as_it_was_and_what_trains(pool, four_layers):
-    path, lora = four_layers(), replace(LORA["lora"], refit=AdapterRefit.adapters)
+    path, lora = four_layers(), replace(LORA["lora"], refit="adapters")
     case = f"{CASES}:refits_after_one_step", path, LORA | {"lora": lora}
     (first, later), (first_of_two, later_of_two) = (pool.run(n, *case)[0] for n in (1, 2))
     plan = [s for b in plan_refit(path, torch.float32, lora, 2**20) for s in b.slots]
@@ -164,7 +164,7 @@ def test_a_run_that_refits_adapters_alone_takes_the_steps_of_one_that_merges(mer
     assert_same_training(steps, expected)
     assert any("validation/reward" in record for record in steps.values())
     assert all(steps[step]["mismatch/max_abs"] < 1e-5 for step in (1, 2, 3))
-    lora = LoraConfig(rank=4, refit=AdapterRefit.adapters)
+    lora = LoraConfig(rank=4, refit="adapters")
     specs = expected_adapters(str(resolve_model("embedded")), torch.float32, lora)
     adapter_bytes = sum(4 * math.prod(shape) for shape, _ in specs.values())
     found = {step: record.get("refit/bytes") for step, record in steps.items()}

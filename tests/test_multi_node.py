@@ -76,8 +76,8 @@ def test_several_nodes_give_the_numbers_of_one(network, local_ray, tmp_path, num
 
 PLACEMENT = """
 import sys
-from nemo_like.config.plan import plan_resources
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.planning.resources import plan_resources
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.connection import connect
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import WorkerGroup

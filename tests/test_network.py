@@ -5,14 +5,13 @@ import time
 
 import pytest
 
-from nemo_like.config.choices import Transport
-from nemo_like.config.plan import NodeResources, check_fits, plan_resources
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.virtual_cluster import Bundle
 from nemo_like.distributed.worker_group import worker_contexts
 from nemo_like.errors import UserError
+from nemo_like.planning.resources import NodeResources, check_fits, plan_resources
 from nemo_like.policy.worker import SenderAddress
 from nemo_like.refit.weight_sync import links_to, receivers
 from nemo_like.weights.ipc import IpcAddress
@@ -124,11 +123,11 @@ def test_what_a_worker_is_told_at_start_does_not_grow_with_the_group():
     assert sizes[1000] <= sizes[1] + 16  # digits of numbers
 
 
-@pytest.mark.parametrize("transport", [Transport.ipc, Transport.broadcast])
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 def test_what_a_refit_tells_each_side_does_not_grow_with_the_group(transport):
     sizes = {}
     for num_nodes in (1, 1000):
-        separate = None if transport is Transport.ipc else 4 * num_nodes
+        separate = None if transport == "ipc" else 4 * num_nodes
         config = ClusterConfig(
             num_nodes=num_nodes, gpus_per_node=8, num_generation_workers=separate
         )

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
-from nemo_like.config.choices import Console, WandbMode
+
+from nemo_like.config.run import Console, WandbMode
 from nemo_like.errors import RunError
 from nemo_like.observe.console import Column, Progress, live_terminal
 from nemo_like.observe.jsonl import JsonlFile
@@ -318,7 +319,7 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path
     config = {"generation": {"engine_kwargs": {"hf_token": "s3cret", "max_num_seqs": 4}}}
     ids = []
     for step in (1, 2):
-        sink = WandbSink(tmp_path, mode=WandbMode.offline, project="p", config=config)
+        sink = WandbSink(tmp_path, mode="offline", project="p", config=config)
         sink.log(step, {"train/loss": 0.5})
         sink.close()
         ids.append((tmp_path / "wandb_run_id").read_text().strip())
@@ -336,7 +337,7 @@ def test_a_missing_wandb_is_named_with_its_remedy(tmp_path: Path) -> None:
         "import sys, pathlib; sys.modules['wandb'] = None\n"
         "from nemo_like.observe.wandb_sink import WandbMode, WandbSink\n"
         f"run_dir = pathlib.Path({str(tmp_path)!r})\n"
-        "WandbSink(run_dir, mode=WandbMode.offline, project='p', config={})\n"
+        "WandbSink(run_dir, mode="offline", project='p', config={})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], check=False, capture_output=True, text=True
@@ -418,9 +419,9 @@ def test_plain_lines_are_short_and_aligned(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_output_that_is_no_terminal_gets_plain_lines_unless_live_is_asked_for() -> None:
-    assert live_terminal(Console.plain) is None
-    assert live_terminal(Console.auto) is None, "pytest captures stderr"
-    terminal = live_terminal(Console.live)
+    assert live_terminal("plain") is None
+    assert live_terminal("auto") is None, "pytest captures stderr"
+    terminal = live_terminal("live")
     assert terminal is not None
     assert terminal.is_terminal
 

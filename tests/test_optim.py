@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from nemo_like.config.choices import Decay, OptimizerKind, Schedule
-from nemo_like.config.policy_schema import LossScaleConfig, OptimizerConfig, SchedulerConfig
+from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
+from nemo_like.config.policy import LossScaleConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.policy.gradients import (
     clip_gradients,
@@ -33,7 +33,7 @@ from tests.process_pool import ProcessPool
 
 TOLERANCE = 1e-5
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9}
-KINDS = (OptimizerKind.adamw, OptimizerKind.sgd, OptimizerKind.muon, OptimizerKind.adafactor)
+KINDS = ("adamw", "sgd", "muon", "adafactor")
 
 
 class TinyModel(nn.Module):
@@ -86,11 +86,11 @@ def torch_optimizers(model, kind):
         return [{"params": spared, "weight_decay": 0.0}, {"params": decayed, "weight_decay": decay}]
 
     everything = [p for _, p in named]
-    if kind is OptimizerKind.adamw:
+    if kind == "adamw":
         return [torch.optim.AdamW(groups(everything), lr=lr)]
-    if kind is OptimizerKind.sgd:
+    if kind == "sgd":
         return [torch.optim.SGD(groups(everything), lr=lr, momentum=momentum)]
-    if kind is OptimizerKind.adafactor:
+    if kind == "adafactor":
         return [torch.optim.Adafactor(groups(everything), lr=lr)]
     rest = [p for p in everything if not any(p is layer for layer in layers)]
     muon = torch.optim.Muon(
@@ -296,7 +296,7 @@ def test_only_the_first_three_of_many_parameters_are_named():
 
 @pytest.mark.parametrize(
     ("decay", "decayed"),
-    [(Decay.matrices, {"embed.weight", "head.weight"}), (Decay.all, None)],
+    [("matrices", {"embed.weight", "head.weight"}), ("all", None)],
 )
 def test_weight_decay_spares_norms_and_biases_unless_told_otherwise(decay, decayed):
     named = dict(TinyModel().named_parameters())
@@ -314,7 +314,7 @@ def test_weight_decay_spares_norms_and_biases_unless_told_otherwise(decay, decay
 
 def test_muon_takes_the_matrices_of_layers_only():
     named = dict(TinyModel().named_parameters())
-    config = OptimizerConfig(kind=OptimizerKind.muon)
+    config = OptimizerConfig(kind="muon")
     muon, adamw = make_optimizers(named.items(), config)
     taken = [p for group in muon.param_groups for p in group["params"]]
     assert [id(p) for p in taken] == [id(named[f"layers.{i}.weight"]) for i in range(3)]
@@ -332,10 +332,10 @@ def test_frozen_parameters_have_no_optimizer():
 def test_kinds_that_cannot_work_say_what_to_do(monkeypatch):
     outside = [("head.weight", nn.Parameter(torch.zeros(2, 2)))]
     with pytest.raises(UserError, match=r"kind=muon finds no matrix .*kind=adamw"):
-        make_optimizers(outside, OptimizerConfig(kind=OptimizerKind.muon))
+        make_optimizers(outside, OptimizerConfig(kind="muon"))
     monkeypatch.setitem(sys.modules, "torchao.optim", None)  # as if it were not installed
     with pytest.raises(UserError, match="pip install torchao"):
-        make_optimizers(outside, OptimizerConfig(kind=OptimizerKind.adamw8bit))
+        make_optimizers(outside, OptimizerConfig(kind="adamw8bit"))
 
 
 def test_learning_rates_by_hand():
@@ -343,21 +343,21 @@ def test_learning_rates_by_hand():
         config = SchedulerConfig(**keys)
         return [lr_factor(step, config, max_steps) for step in range(max_steps)]
 
-    assert factors(4, kind=Schedule.constant, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
-    assert factors(3, kind=Schedule.linear, min_lr_ratio=0.2) == pytest.approx([1.0, 0.6, 0.2])
+    assert factors(4, kind="constant", warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert factors(3, kind="linear", min_lr_ratio=0.2) == pytest.approx([1.0, 0.6, 0.2])
     cosine = [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0]
-    assert factors(5, kind=Schedule.cosine) == pytest.approx(cosine)
-    stable = factors(7, kind=Schedule.wsd, warmup_steps=2, decay_steps=3, min_lr_ratio=0.1)
+    assert factors(5, kind="cosine") == pytest.approx(cosine)
+    stable = factors(7, kind="wsd", warmup_steps=2, decay_steps=3, min_lr_ratio=0.1)
     assert stable == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1])
-    assert factors(3, kind=Schedule.wsd, decay_steps=1) == [1.0, 1.0, 0.0]
+    assert factors(3, kind="wsd", decay_steps=1) == [1.0, 1.0, 0.0]
 
 
 def test_a_resumed_schedule_has_the_learning_rates_of_one_that_was_not_interrupted():
     """Both optimizers of muon, with decay; saved after step 3."""
-    config = SchedulerConfig(kind=Schedule.cosine, warmup_steps=2)
+    config = SchedulerConfig(kind="cosine", warmup_steps=2)
 
     def start():
-        optimizers = own_optimizers(TinyModel(), OptimizerKind.muon)
+        optimizers = own_optimizers(TinyModel(), "muon")
         return optimizers, make_schedulers(optimizers, config, 7)
 
     def rates(optimizers, schedulers, steps):

@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Attention, Batching, Dtype, KLEstimator, Normalization
-from nemo_like.config.loss_schema import LossConfig
-from nemo_like.config.plan import plan_resources
-from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.losses import LossConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import values
+from nemo_like.planning.resources import plan_resources
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 
@@ -86,7 +86,7 @@ def make_batch():
     )
 
 
-def three_steps(policy, tmp_path, kl_coef=0.1, normalization=Normalization.token):
+def three_steps(policy, tmp_path, kl_coef=0.1, normalization="token"):
     """Losses, gradient norms and final parameters of three steps, and the first logprobs."""
     loss = ClippedPGLoss(LossConfig(kl_coef=kl_coef, normalization=normalization))
     numbers, first = [], None
@@ -123,7 +123,7 @@ def baseline(four_layers, tmp_path_factory):
         four_layers(),
         tmp_path,
         with_reference=True,
-        batching=Batching.padded,
+        batching="padded",
         micro_batch_size=1,
     ) as policy:
         return three_steps(policy, tmp_path)
@@ -145,7 +145,7 @@ def test_loss_gradient_and_parameters_are_those_of_one_rank(
     with make_policy(four_layers(), tmp_path, with_reference=True, **LAYOUTS[layout]) as policy:
         assert_same(three_steps(policy, tmp_path), baseline)
         few = make_batch().select([0, 1])  # fewer than three ranks
-        policy.logprobs(few, kl=KLEstimator.k1)
+        policy.logprobs(few, kl="k1")
         found = few.fetch()
     gap = found.tokens[keys.POLICY_LOGPROBS] - found.tokens[keys.REFERENCE_LOGPROBS]
     by_row = [part[mask].sum().item() for part, mask in zip(*_by_row(found, gap), strict=True)]
@@ -220,7 +220,7 @@ def test_export_is_a_complete_folder_with_ties_and_tokenizer_as_they_were(tiny_m
 
 
 def test_bfloat16_compute_stays_near_float32(four_layers, baseline, tmp_path):
-    config = {"with_reference": True, "dtype": Dtype.bfloat16}
+    config = {"with_reference": True, "dtype": "bfloat16"}
     with make_policy(four_layers(), tmp_path, **config) as policy:
         (loss, grad_norm, *_), _, _ = three_steps(policy, tmp_path)
     (_, exact_norm, *_), _, _ = baseline
@@ -254,6 +254,4 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
     model = str(tmp_path / "gemma")
     with pytest.raises(UserError, match=r"Gemma2ForCausalLM cannot be trained.*batching=padded"):
         check_architecture(model, PolicyConfig(model=model))
-    check_architecture(
-        model, PolicyConfig(model=model, batching=Batching.padded, attention=Attention.eager)
-    )
+    check_architecture(model, PolicyConfig(model=model, batching="padded", attention="eager"))

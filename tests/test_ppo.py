@@ -6,24 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nemo_like.config.checks import check
 from transformers import AutoModelForSequenceClassification
 
 from nemo_like.advantages import Moments
 from nemo_like.algorithms import ppo
-from nemo_like.algorithms.ppo import find_critic, run_ppo
+from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.algorithms.ppo.loop import find_critic, run_ppo
 from nemo_like.algorithms.processes import started
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.checks import check
-from nemo_like.config.choices import KLEstimator, Output
-from nemo_like.config.load import compose_config
-from nemo_like.config.plan import plan_resources
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.sampling_run_schema import PPORunConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.errors import UserError
+from nemo_like.planning.resources import plan_resources
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
@@ -32,7 +31,7 @@ from tests.small_runs import ROOT, SEEDS, SMALL, records
 
 NAN = float("nan")
 GAMMA, LAM, KL_COEF = 0.9, 0.7, 0.3
-MAKE = TokenAdvantages(gamma=GAMMA, lam=LAM, kl_coef=KL_COEF, kl_estimator=KLEstimator.k1)
+MAKE = TokenAdvantages(gamma=GAMMA, lam=LAM, kl_coef=KL_COEF, kl_estimator="k1")
 
 LENGTHS = [9, 30, 4, 17, 23]
 # Of each row the tokens that the policy sampled; a tool's text may be between them.
@@ -149,7 +148,7 @@ def make_critic(folder, tmp_path, ranks, **config):
             ),
             model_path=str(folder),
             max_steps=1,
-            output=Output.values_before,
+            output="values_before",
         )
         try:
             critic.start()
@@ -335,13 +334,13 @@ def test_what_cannot_work_or_would_do_nothing_is_refused(overrides, message):
 
 
 def test_a_group_of_one_completion_is_let_through():
-    config = PPORunConfig()
+    config = PPOConfig()
     config.ppo.num_generations_per_prompt = 1
     check(config)
 
 
 def test_a_critic_that_reads_other_tokens_is_refused(tiny_model):
-    config = PPORunConfig()
+    config = PPOConfig()
     config.critic.model = tiny_model()
     embedded = str(ROOT / "nemo_like" / "models" / "embedded")
     with pytest.raises(UserError, match=r"critic\.model=.* has other tokens than .*=embedded"):

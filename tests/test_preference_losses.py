@@ -4,20 +4,21 @@ import math
 
 import pytest
 import torch
+from nemo_like.config.checks import check
 
+from nemo_like.algorithms.distillation.config import DistillationConfig
+from nemo_like.algorithms.dpo.config import DPOConfig
+from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.checks import check
-from nemo_like.config.choices import Divergence, PreferenceKind
-from nemo_like.config.policy_schema import TeacherConfig
-from nemo_like.config.preference_schema import (
+from nemo_like.config.losses import (
     DistillationLossConfig,
     DPOLossConfig,
     RewardModelLossConfig,
     ValueLossConfig,
 )
-from nemo_like.config.sampling_run_schema import DistillationRunConfig, PPORunConfig
-from nemo_like.config.text_run_schema import DPORunConfig, RewardModelRunConfig
+from nemo_like.config.policy import TeacherConfig
 from nemo_like.errors import UserError
 from nemo_like.losses.preference import PreferenceLoss, pair_loss, sigmoid_loss
 from nemo_like.losses.protocol import Denominators
@@ -407,22 +408,22 @@ def test_a_loss_is_float32_whatever_the_model_gives(name):
 
 
 def dpo_run(**loss):
-    return DPORunConfig(loss=DPOLossConfig(**loss))
+    return DPOConfig(loss=DPOLossConfig(**loss))
 
 
 def reward_model_run(**loss):
-    return RewardModelRunConfig(loss=RewardModelLossConfig(**loss))
+    return RewardModelConfig(loss=RewardModelLossConfig(**loss))
 
 
 def ppo_run(**loss):
-    config = PPORunConfig(value_loss=ValueLossConfig(**loss))
+    config = PPOConfig(value_loss=ValueLossConfig(**loss))
     config.ppo.num_mini_batches = 2  # values are clipped from the second update on
     return config
 
 
 def distillation_run(**loss):
     teacher = TeacherConfig(model="embedded")
-    return DistillationRunConfig(loss=DistillationLossConfig(**loss), teacher=teacher)
+    return DistillationConfig(loss=DistillationLossConfig(**loss), teacher=teacher)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +464,7 @@ def test_what_cannot_work_or_has_no_effect_is_refused_by_name(config, message):
         ppo_run(),
         ppo_run(clip=None),
         distillation_run(),
-        distillation_run(kind=Divergence.jsd, alpha=0.1),
+        distillation_run(kind="jsd", alpha=0.1),
     ],
     ids=lambda config: config.section,
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_like.config.data_schema import IdenticalPairs, OverlongRows, PreferenceDataConfig
+from nemo_like.config.data import PairsConfig
 from nemo_like.data import preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.reasoning_gym_reward import reward, rows
@@ -29,7 +29,7 @@ PLAIN = {"prompt": "which?", "chosen": "good", "rejected": "bad one"}
 
 def load(chat, source, with_validation=False, micro_batch_tokens=9999, context=9999, **config):
     return preferences.load(
-        PreferenceDataConfig(train=str(source), **config),
+        PairsConfig(train=str(source), **config),
         chat,
         micro_batch_tokens=micro_batch_tokens,
         context=context,
@@ -127,7 +127,7 @@ def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
 def test_pairs_that_prefer_nothing_can_be_dropped_and_are_counted(tmp_path, caplog):
     chat = build_chat(tmp_path, QWEN)
     path = write_rows(tmp_path / "r.jsonl", {**PLAIN, "rejected": "good"}, PLAIN)
-    batch, _ = load(chat, path, identical=IdenticalPairs.drop)
+    batch, _ = load(chat, path, identical="drop")
     assert len(batch) == 2
     assert "dropped 1 of 2 pairs as of two completions that are the same" in caplog.text
 
@@ -140,10 +140,10 @@ def test_overlong_pairs_are_refused_dropped_whole_or_cut(tmp_path, caplog):
     limit = before + len("bad one") + 1
     with pytest.raises(UserError, match=rf"line 1: the row has {before + 28} tokens"):
         load(chat, path, max_length=limit)
-    batch, _ = load(chat, path, max_length=limit, overlong=OverlongRows.drop)
+    batch, _ = load(chat, path, max_length=limit, overlong="drop")
     assert batch.lengths.tolist() == [before + 5, limit]
     assert "dropped 1 of 2 pairs" in caplog.text
-    batch, _ = load(chat, path, max_length=limit, overlong=OverlongRows.truncate)
+    batch, _ = load(chat, path, max_length=limit, overlong="truncate")
     assert batch.lengths.tolist() == [before + 5, limit] * 2
     assert "cut 1 of 2 pairs" in caplog.text
 
@@ -153,7 +153,7 @@ def test_a_pair_is_dropped_whose_kept_tokens_differ_no_more_or_do_not_train(tmp_
     before = len(chat.render([USER]))
     late = {**PLAIN, "chosen": "same beginning", "rejected": "same beginning!"}
     path = write_rows(tmp_path / "r.jsonl", late, {**PLAIN, "prompt": "a" * 99}, PLAIN)
-    batch, _ = load(chat, path, max_length=before + 8, overlong=OverlongRows.truncate)
+    batch, _ = load(chat, path, max_length=before + 8, overlong="truncate")
     assert batch.lengths.tolist() == [before + 5, before + 8]
     assert "dropped 1 of 3 pairs as of two rows with the same first" in caplog.text
     assert "dropped 1 of 3 pairs as without a token to train" in caplog.text
@@ -179,7 +179,7 @@ def test_validation_pairs_are_no_training_pairs(tmp_path):
 
 def test_the_default_pairs_have_a_right_and_a_wrong_answer():
     tasks = {"chain_sum": {"max_terms": 2}, "prime_factorization": None}
-    config = PreferenceDataConfig(tasks=tasks)
+    config = PairsConfig(tasks=tasks)
     pairs = preferences.read(config, "reasoning_gym", 24, 3, "data.train")
     assert pairs == preferences.read(config, "reasoning_gym", 24, 3, "data.train")
     assert pairs != preferences.read(config, "reasoning_gym", 24, 4, "data.train")
@@ -201,6 +201,6 @@ def test_the_default_pairs_have_a_right_and_a_wrong_answer():
 
 
 def test_a_task_whose_rows_all_have_one_answer_has_no_wrong_one():
-    config = PreferenceDataConfig()
+    config = PairsConfig()
     with pytest.raises(UserError, match=r"row 0: no other row of data\.tasks\.chain_sum"):
         preferences.read(config, "reasoning_gym", 1, 0, "data.train")

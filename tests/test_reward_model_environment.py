@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from nemo_like.algorithms.reward_model import run_reward_model
+from nemo_like.algorithms.rm.loop import run_reward_model
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.setup import prepare
-from nemo_like.config.file_checks import GRADER_KEY
-from nemo_like.config.load import compose_config
-from nemo_like.config.rollout_schema import EnvironmentConfig, GradingModelConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.paths import GRADER_KEY
+from nemo_like.config.sampling import EnvironmentConfig, GradingModelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from nemo_like.rollout.graders import start_pool

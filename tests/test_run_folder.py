@@ -6,24 +6,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from nemo_like.config.run_schema import RunConfig
 
+from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.run_folder import note_end, note_start, save_config
-from nemo_like.cli import main
-from nemo_like.config.choices import Decay, OptimizerKind
-from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, PolicyConfig
-from nemo_like.config.run_schema import RunConfig
-from nemo_like.config.sampling_run_schema import GRPORunConfig
-from nemo_like.config.text_run_schema import SFTRunConfig
+from nemo_like.algorithms.sft.config import SFTConfig
+from nemo_like.compose.main import main
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import LoraConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
-    save_config(tmp_path, GRPORunConfig(), continued=False)
-    save_config(tmp_path, GRPORunConfig(), continued=True)
-    other = SFTRunConfig(run=RunConfig(dir="x"))
+    save_config(tmp_path, GRPOConfig(), continued=False)
+    save_config(tmp_path, GRPOConfig(), continued=True)
+    other = SFTConfig(run=RunConfig(dir="x"))
     with pytest.raises(UserError, match=r"run\.dir=x is .* of another kind: .* no section sft; "):
         save_config(tmp_path, other, continued=True)
 
@@ -32,8 +32,8 @@ def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
     ("policy", "key"),
     [
         (PolicyConfig(model="other"), "policy.model=other"),
-        (PolicyConfig(optimizer=OptimizerConfig(kind=OptimizerKind.sgd)), "policy.optimizer.kind"),
-        (PolicyConfig(optimizer=OptimizerConfig(decay=Decay.all)), "policy.optimizer.decay"),
+        (PolicyConfig(optimizer=OptimizerConfig(kind="sgd")), "policy.optimizer.kind"),
+        (PolicyConfig(optimizer=OptimizerConfig(decay="all")), "policy.optimizer.decay"),
         (PolicyConfig(lora=LoraConfig(rank=8)), "policy.lora.rank=8"),
         (PolicyConfig(lora=LoraConfig(alpha=64)), "policy.lora.alpha=64"),
     ],
@@ -41,17 +41,17 @@ def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
 def test_a_run_goes_on_with_the_model_adapters_and_optimizer_of_its_checkpoints(
     policy, key, tmp_path
 ):
-    save_config(tmp_path, GRPORunConfig(), continued=False)
+    save_config(tmp_path, GRPOConfig(), continued=False)
     before = (tmp_path / "config.yaml").read_text()
     with pytest.raises(UserError, match=f"{key}.* is not that of the run to continue, "):
-        save_config(tmp_path, GRPORunConfig(policy=policy), continued=True)
+        save_config(tmp_path, GRPOConfig(policy=policy), continued=True)
     assert (tmp_path / "config.yaml").read_text() == before
 
 
 def test_a_value_that_the_checkpoint_keeps_stays_in_the_configuration(tmp_path, caplog):
-    save_config(tmp_path, GRPORunConfig(), continued=False)
+    save_config(tmp_path, GRPOConfig(), continued=False)
     before = (tmp_path / "config.yaml").read_text()
-    changed = GRPORunConfig(policy=PolicyConfig(optimizer=OptimizerConfig(lr=0.5)))
+    changed = GRPOConfig(policy=PolicyConfig(optimizer=OptimizerConfig(lr=0.5)))
     for _ in range(2):
         caplog.clear()
         save_config(tmp_path, changed, continued=True)
@@ -64,9 +64,9 @@ def test_a_value_that_the_checkpoint_keeps_stays_in_the_configuration(tmp_path, 
 def test_a_damaged_configuration_is_named(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match=r"config\.yaml is damaged, .*; restore it, or remove it"):
-        save_config(tmp_path, GRPORunConfig(), continued=True)
+        save_config(tmp_path, GRPOConfig(), continued=True)
     (tmp_path / "config.yaml").unlink()
-    save_config(tmp_path, GRPORunConfig(), continued=True)
+    save_config(tmp_path, GRPOConfig(), continued=True)
 
 
 def test_a_job_that_is_queued_again_and_again_without_progress_ends(tmp_path, caplog, monkeypatch):

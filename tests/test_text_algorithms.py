@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from nemo_like.algorithms.dpo import run_dpo
-from nemo_like.algorithms.reward_model import run_reward_model
-from nemo_like.algorithms.sft import run_sft
-from nemo_like.config.load import compose_config
+from nemo_like.algorithms.dpo.loop import run_dpo
+from nemo_like.algorithms.rm.loop import run_reward_model
+from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
 from tests.small_runs import ROOT, SEEDS, records
 

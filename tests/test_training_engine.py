@@ -7,20 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.choices import Compression, Dtype, OptimizerKind, Schedule
-from nemo_like.config.policy_schema import (
-    DebugConfig,
-    LossScaleConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import DebugConfig, LossScaleConfig, ParallelConfig
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap, schedule
 from tests.layouts import LAYOUTS, layout
 
 LARGER = 1 + 2.0**-10  # an eighth of the distance between two numbers of bfloat16, or a quarter
 # Plain gradient descent: what is added to parameters is proportional to the gradient.
 DESCENT = {
-    "optimizer": OptimizerConfig(kind=OptimizerKind.sgd, lr=0.1, momentum=0.0),
+    "optimizer": OptimizerConfig(kind="sgd", lr=0.1, momentum=0.0),
     "max_grad_norm": None,
 }
 
@@ -58,12 +53,12 @@ def test_ddp_options_that_only_change_how_gradients_travel_change_no_number(pool
         assert largest_gap(parameters, expected[1]) < 1e-6, options
 
 
-@pytest.mark.parametrize("compression", [Compression.fp16, Compression.powersgd])
+@pytest.mark.parametrize("compression", ["fp16", "powersgd"])
 def test_compressed_gradients_differ_a_little_and_still_train(compression, pool, four_layers):
     """(bf16 needs NCCL.)"""
     path = four_layers()
     options = {"compression": compression}
-    if compression is Compression.powersgd:
+    if compression == "powersgd":
         options |= {"powersgd_start_step": 2, "powersgd_rank": 1}
     exact, _ = pool.run(2, f"{CASES}:train", path, ddp(), 5)[0]
     metrics, _ = pool.run(2, f"{CASES}:train", path, ddp(**options), 5)[0]
@@ -101,7 +96,7 @@ def test_float16_compression_rounds_gradients_by_no_more_than_it_must(pool, four
     path = four_layers()
     start = flat(pool.run(2, f"{CASES}:train", path, ddp() | DESCENT, 0)[0][1])
     exact = flat(pool.run(2, f"{CASES}:train", path, ddp() | DESCENT, 1)[0][1]) - start
-    config = ddp(compression=Compression.fp16) | DESCENT
+    config = ddp(compression="fp16") | DESCENT
     rounded = flat(pool.run(2, f"{CASES}:train", path, config, 1)[0][1]) - start
     # Two shares and their sum are each rounded to 11 bits, by 2^-11 at most; the shares together
     # are about as large as their sum, twice that if they cancel to half.
@@ -112,7 +107,7 @@ def test_float16_compression_rounds_gradients_by_no_more_than_it_must(pool, four
 def test_powersgd_is_exact_until_its_start_and_trains_after_it(pool, four_layers):
     path, start = four_layers(), 3
     exact, _ = pool.run(2, f"{CASES}:train", path, ddp(), 15)[0]
-    config = ddp(compression=Compression.powersgd, powersgd_start_step=start)
+    config = ddp(compression="powersgd", powersgd_start_step=start)
     low_rank, _ = pool.run(2, f"{CASES}:train", path, config, 15)[0]
     gaps = [
         abs(a["train/grad_norm"] - b["train/grad_norm"]) / b["train/grad_norm"]
@@ -155,7 +150,7 @@ def test_bfloat16_is_the_same_whether_or_not_parameters_stay_gathered(pool, four
     results = []
     for reshard in (True, False):
         config = {
-            "dtype": Dtype.bfloat16,
+            "dtype": "bfloat16",
             "parallel": ParallelConfig(reshard_after_forward=reshard),
             "micro_batch_tokens": 40,
         }
@@ -168,9 +163,9 @@ def test_bfloat16_is_the_same_whether_or_not_parameters_stay_gathered(pool, four
 
 def test_a_float16_overflow_skips_the_step_is_counted_and_training_goes_on(pool, four_layers):
     config = {
-        "dtype": Dtype.float16,
+        "dtype": "float16",
         "loss_scale": LossScaleConfig(initial=2.0**24),
-        "scheduler": schedule(Schedule.linear)["scheduler"],
+        "scheduler": schedule("linear")["scheduler"],
     }
     metrics, unchanged, num_steps = pool.run(2, f"{CASES}:float16_overflow", four_layers(), config)[
         0
@@ -203,7 +198,7 @@ def test_a_float32_head_keeps_what_bfloat16_rounds_away(name, pool, heads):
     ranks, parallel = LAYOUTS[name]
 
     def run(folder, temperature, **changes):
-        config = {"parallel": parallel, "micro_batch_tokens": 512, "dtype": Dtype.bfloat16}
+        config = {"parallel": parallel, "micro_batch_tokens": 512, "dtype": "bfloat16"}
         answers = pool.run(ranks, f"{CASES}:logprobs", folder, config | changes, temperature)
         return torch.cat(answers)
 
@@ -220,10 +215,10 @@ def test_a_float32_head_keeps_what_bfloat16_rounds_away(name, pool, heads):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("one", Dtype.float32),
-        ("dp2", Dtype.float16),  # no loss scale could be at fault
-        ("tp2", Dtype.float32),
-        ("pp2_1f1b", Dtype.float32),
+        ("one", "float32"),
+        ("dp2", "float16"),  # no loss scale could be at fault
+        ("tp2", "float32"),
+        ("pp2_1f1b", "float32"),
     ],
 )
 def test_a_loss_that_is_not_finite_stops_before_the_step(name, dtype, pool, four_layers):

@@ -4,11 +4,11 @@ import tempfile
 
 import pytest
 
-from nemo_like.config.model_shape import ModelShape, kv_bytes_per_sequence
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm_environment import EngineDevices, start_fork_server
 from nemo_like.generation.vllm_settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
+from nemo_like.planning.model_shape import ModelShape, kv_bytes_per_sequence
 
 GIB = 2**30
 GPU_BYTES = 80 * GIB

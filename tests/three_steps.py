@@ -9,10 +9,9 @@ import torch.distributed as dist
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching
-from nemo_like.config.loss_schema import LossConfig
-from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
-from nemo_like.config.preference_schema import DPOLossConfig
+from nemo_like.config.losses import DPOLossConfig, LossConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.preference import PreferenceLoss
@@ -96,7 +95,7 @@ def three_steps(
             num_ranks=engine.mesh.sizes.dp,
             max_tokens=policy.micro_batch_tokens,
             max_rows=policy.micro_batch_size,
-            padded=policy.batching is Batching.padded,
+            padded=policy.batching == "padded",
             rows_per_unit=2 if loss_kind == "preference" else 1,
             **bins_for_pipeline(engine.mesh.parallel),
         )

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import torch
 
-from nemo_like.config.choices import Backend
-from nemo_like.config.model_shape import (
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.errors import UserError
+from nemo_like.generation.protocol import EngineConfig
+from nemo_like.planning.model_shape import (
     MOST_SEQUENCES,
     kv_bytes_per_sequence,
     read_model_shape,
 )
-from nemo_like.config.plan import ResourcePlan
-from nemo_like.config.run_schema import RolloutRunConfig
-from nemo_like.errors import UserError
-from nemo_like.generation.protocol import EngineConfig
+from nemo_like.planning.resources import ResourcePlan
 from nemo_like.weights.adapters import travels_apart
 
 # Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
@@ -26,20 +25,20 @@ _GPU_SHARE_BESIDE = 0.3
 
 
 def engine_config(
-    config: RolloutRunConfig, model_path: str, max_model_len: int, plan: ResourcePlan
+    config: SamplingRunConfig, model_path: str, max_model_len: int, plan: ResourcePlan
 ) -> EngineConfig:
     """One replica's engine, as large as a step's completions need."""
     generation = config.generation
     prompts = math.ceil(config.loop.num_prompts_per_step / len(plan.generation))
     most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     on_shared_gpus = plan.uses_gpus and plan.colocated
-    sleep = generation.sleep and on_shared_gpus and generation.backend is Backend.vllm
+    sleep = generation.sleep and on_shared_gpus and generation.backend == "vllm"
     share = _GPU_SHARE_SEPARATE
     if plan.colocated:
         share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE
     engine = EngineConfig(
         model_path=model_path,
-        dtype=config.policy.dtype.value,
+        dtype=config.policy.dtype,
         seed=config.run.seed,
         max_model_len=max_model_len,
         max_num_seqs=generation.engine_kwargs.get("max_num_seqs", most),

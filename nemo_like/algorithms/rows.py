@@ -3,10 +3,10 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from nemo_like.config.file_checks import REASONING_GYM, REWARD_MODEL
+from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.config.paths import REASONING_GYM, REWARD_MODEL
 from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import RolloutRunConfig
-from nemo_like.config.sampling_run_schema import EvalRunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.environments.rewards import resolve_reward
 from nemo_like.errors import UserError
@@ -20,7 +20,7 @@ class Rows:
     validation: list[Row]
 
 
-def read_rows(config: RolloutRunConfig) -> Rows:
+def read_rows(config: SamplingRunConfig) -> Rows:
     """Read or generate the rows, and check them against the reward; raises UserError."""
     required: frozenset[str] = frozenset()
     if config.environment.reward != REWARD_MODEL:  # whose errors need its tokenizer
@@ -29,17 +29,17 @@ def read_rows(config: RolloutRunConfig) -> Rows:
     train: list[Row] = []
     validation: list[Row] = []
     source = data.validation or REASONING_GYM
-    if not isinstance(config, EvalRunConfig):
+    if not isinstance(config, EvalConfig):
         train = load_rows(data.train, data, data.num_train_rows, seed, "data.train")
         source = data.validation or data.train
-    if isinstance(config, EvalRunConfig) or has_validation(config):
+    if isinstance(config, EvalConfig) or has_validation(config):
         held_out = seed + VALIDATION_SEED_OFFSET
         validation = load_rows(source, data, data.num_validation_rows, held_out, "data.validation")
     if train and validation:
         train = without_overlap(train, validation)
     for key, rows in (("data.train", train), ("data.validation", validation)):
         _check_fields(rows, required, config.environment.reward, key)
-    if isinstance(config, EvalRunConfig):
+    if isinstance(config, EvalConfig):
         _check_category(validation, config.eval.category_field)
     return Rows(train=train, validation=validation)
 

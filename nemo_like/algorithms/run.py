@@ -16,8 +16,8 @@ import psutil
 from nemo_like.algorithms.run_folder import claim, make_run_dir, note_end, note_start, save_config
 from nemo_like.algorithms.stop_request import StopRequest, listen
 from nemo_like.checkpoint import Checkpoints, DriverState
-from nemo_like.config.choices import WandbMode
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.observe.console import (
     ROLLOUT_COLUMNS,
@@ -81,7 +81,7 @@ class Run:
     weights it measured (0: before training).
     """
 
-    def __init__(self, config: TrainingRunConfig, name: str) -> None:
+    def __init__(self, config: RunConfig, name: str) -> None:
         self.config = config
         self._metric, self._smaller_is_better = _best_metric(config)
         self.dir = make_run_dir(config, name)
@@ -103,7 +103,7 @@ class Run:
         self._start_up = {"time/imports_s": time.time() - self._process_began}
         self._max_steps = 0
         self._stop = StopRequest()
-        samples = isinstance(config, RolloutRunConfig)
+        samples = isinstance(config, SamplingRunConfig)
         self._progress = Progress(
             terminal=terminal,
             columns=ROLLOUT_COLUMNS if samples else TRAINING_COLUMNS,
@@ -294,7 +294,7 @@ class Run:
         sinks: list[MetricSink] = [jsonl]
         if logging_config.tensorboard:
             sinks.append(TensorBoardSink(self.dir / "tensorboard", kept_step))
-        if logging_config.wandb is not WandbMode.off:
+        if logging_config.wandb != "off":
             from nemo_like.observe.wandb_sink import WandbSink
 
             sinks.append(
@@ -308,10 +308,10 @@ class Run:
         return Sinks([*sinks, self._progress], self.first_step or None)
 
 
-def _best_metric(config: TrainingRunConfig) -> tuple[str, bool]:
+def _best_metric(config: RunConfig) -> tuple[str, bool]:
     """The metric that decides which checkpoint is best, and whether its smallest value does."""
     if config.checkpoint.metric is not None:
         return config.checkpoint.metric, config.checkpoint.smaller_is_better
-    if isinstance(config, RolloutRunConfig):
+    if isinstance(config, SamplingRunConfig):
         return "validation/reward", False
     return "validation/loss", True

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.config.run import RunConfig
 from nemo_like.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _UNREADABLE = (
 )
 
 
-def save_config(folder: Path, config: TrainingRunConfig, *, continued: bool) -> None:
+def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
     """Write ``config.yaml``; where a run is continued, say what differs from before.
 
     Environment variables never enter it, so no secret does. Raises UserError for a change that
@@ -61,7 +61,7 @@ def save_config(folder: Path, config: TrainingRunConfig, *, continued: bool) -> 
     aside.replace(path)  # whole or not at all, should the run be killed here
 
 
-def make_run_dir(config: TrainingRunConfig, name: str) -> Path:
+def make_run_dir(config: RunConfig, name: str) -> Path:
     """``run.dir``, or a new folder under ``runs``; raises UserError if it can't be written."""
     try:
         if config.run.dir is not None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_like.batch import keys
-from nemo_like.config.choices import AdapterRefit, Dtype, MismatchAction
-from nemo_like.config.run_schema import RolloutRunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metrics
@@ -21,17 +20,17 @@ logger = logging.getLogger(__name__)
 # 4e-7 on a CPU and 1.4e-4 on an H100, whose engine has other kernels. In bfloat16 a logit of 16 to
 # 32 is rounded to 1/8, so that SmolLM2-135M has a mean gap of 0.04 and single tokens 0.6. A stale
 # output head gives 1.1. Float16 has three bits more than bfloat16: an eighth of its rounding.
-MAX_MEAN_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.1, Dtype.float16: 0.1 / 8}
-MAX_GAP = {Dtype.float32: 5e-2, Dtype.bfloat16: 2.0, Dtype.float16: 2.0 / 8}
+MAX_MEAN_GAP = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1 / 8}
+MAX_GAP = {"float32": 5e-2, "bfloat16": 2.0, "float16": 2.0 / 8}
 # The trainer against itself, before and in the step: the same weights, perhaps other kernels.
-MAX_LOG_RATIO = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.5, Dtype.float16: 0.5 / 8}
+MAX_LOG_RATIO = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5 / 8}
 # Weights that an engine failed to replace show from the second refit on.
 NUM_CHECKED_STEPS = 3
 NUM_CONSTANT_STEPS = 5
 
 
 def check_sampled(
-    config: RolloutRunConfig, batch: RemoteBatch, weight_version: int, num_made: int
+    config: SamplingRunConfig, batch: RemoteBatch, weight_version: int, num_made: int
 ) -> None:
     """What every batch must be, and the first ``num_made`` of an execution also are."""
     check_versions(batch, weight_version)
@@ -85,7 +84,7 @@ class GapCheck:
                 )
 
 
-def gap_check(config: RolloutRunConfig, num_made: int) -> GapCheck:
+def gap_check(config: SamplingRunConfig, num_made: int) -> GapCheck:
     """What the ``num_made``-th step of an execution must pass before its optimizer step."""
     limits: list[GapLimit] = []
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
@@ -96,7 +95,7 @@ def gap_check(config: RolloutRunConfig, num_made: int) -> GapCheck:
         dtype = config.policy.dtype
         limits.append(GapLimit("mismatch/mean_abs", MAX_MEAN_GAP[dtype], remedy))
         limits.append(GapLimit("mismatch/max_abs", MAX_GAP[dtype], remedy))
-    if config.mismatch.action is MismatchAction.stop:
+    if config.mismatch.action == "stop":
         remedy = (
             "mismatch.action=stop ended the run before the optimizer step; continue from the last "
             "checkpoint with run.resume=true, or raise mismatch.max_mean_abs."
@@ -105,13 +104,13 @@ def gap_check(config: RolloutRunConfig, num_made: int) -> GapCheck:
     return GapCheck(tuple(limits))
 
 
-def max_mean_gap(config: RolloutRunConfig) -> float:
+def max_mean_gap(config: SamplingRunConfig) -> float:
     """The configured limit, or that of the number format."""
     limit = config.mismatch.max_mean_abs
     return MAX_MEAN_GAP[config.policy.dtype] if limit is None else limit
 
 
-def warn_of_gap(config: RolloutRunConfig, metrics: Metrics) -> None:
+def warn_of_gap(config: SamplingRunConfig, metrics: Metrics) -> None:
     """Say so if a step's gap is above the limit."""
     gap, limit = metrics.get("mismatch/mean_abs"), max_mean_gap(config)
     if gap is not None and not gap.value <= limit:
@@ -124,7 +123,7 @@ def warn_of_gap(config: RolloutRunConfig, metrics: Metrics) -> None:
         )
 
 
-def warn_of_adapters(config: RolloutRunConfig) -> None:
+def warn_of_adapters(config: SamplingRunConfig) -> None:
     """Say so where engines lose more of what small adapters add than the policy does.
 
     Summed with numbers of 16 bits, what is below half of their last digit is gone: of weights where
@@ -133,11 +132,11 @@ def warn_of_adapters(config: RolloutRunConfig) -> None:
     """
     policy = config.policy
     causes = {
-        "policy.lora.refit=merged": policy.lora.refit is AdapterRefit.merged,
+        "policy.lora.refit=merged": policy.lora.refit == "merged",
         "policy.compile=true": policy.compile,
     }
     found = [key for key, applies in causes.items() if applies]
-    if policy.lora.rank > 0 and policy.dtype is not Dtype.float32 and found:
+    if policy.lora.rank > 0 and policy.dtype != "float32" and found:
         logger.warning(
             "With %s in %s, engines round away what small adapters add and sample from a policy "
             "that lags behind (mismatch/mean_abs); policy.lora.refit=adapters with "
@@ -178,7 +177,7 @@ class RewardWatch:
         )
 
 
-def check_ratios(config: RolloutRunConfig, metrics: Metrics, num_made: int) -> None:
+def check_ratios(config: SamplingRunConfig, metrics: Metrics, num_made: int) -> None:
     """Raise RunError unless importance ratios of an execution's first update are 1.
 
     ``metrics`` are that update's; without a logprob pass before it they have no ratio.

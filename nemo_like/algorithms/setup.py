@@ -10,10 +10,8 @@ from nemo_like.algorithms.engine_size import engine_config
 from nemo_like.algorithms.processes import Processes, check_folders
 from nemo_like.algorithms.rows import Rows
 from nemo_like.algorithms.self_check import warn_of_adapters
-from nemo_like.config.choices import Output
-from nemo_like.config.plan import ResourcePlan
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.run_schema import RolloutRunConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
@@ -23,6 +21,7 @@ from nemo_like.distributed.worker import Worker
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.models.context import context_for
+from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 from nemo_like.refit.weight_sync import WeightSync
@@ -71,7 +70,7 @@ class Setup:
         return _by_role(self.policy, self.critic)
 
 
-def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
+def prepare(config: SamplingRunConfig, rows: Rows, model_path: str) -> Prepared:
     """Render and check every prompt; raises UserError."""
     chat = ChatTokenizer(model_path)
     check_stop_ids(config, chat)
@@ -111,7 +110,7 @@ def prepare(config: RolloutRunConfig, rows: Rows, model_path: str) -> Prepared:
     )
 
 
-def check_stop_ids(config: RolloutRunConfig, chat: ChatTokenizer) -> None:
+def check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:
     """Raise UserError for an id that ends completions and that the model never writes."""
     known = set(chat.token_ids().values())
     for one in config.generation.stop_token_ids:
@@ -123,7 +122,7 @@ def check_stop_ids(config: RolloutRunConfig, chat: ChatTokenizer) -> None:
 
 
 def start(
-    config: RolloutRunConfig,
+    config: SamplingRunConfig,
     processes: Processes,
     prepared: Prepared,
     *,
@@ -181,7 +180,7 @@ def _by_role(policy: Policy, critic: Policy | None) -> dict[str, Policy]:
     return {"policy": policy} if critic is None else {"policy": policy, "critic": critic}
 
 
-def _critic(config: RolloutRunConfig, processes: Processes, critic: CriticSetup) -> Policy:
+def _critic(config: SamplingRunConfig, processes: Processes, critic: CriticSetup) -> Policy:
     group = policy_group(
         critic.config,
         config.cluster,
@@ -197,12 +196,12 @@ def _critic(config: RolloutRunConfig, processes: Processes, critic: CriticSetup)
         group,
         model_path=critic.model_path,
         max_steps=critic.max_updates,
-        output=Output.values_before,
+        output="values_before",
     )
 
 
 def _start_workers(
-    config: RolloutRunConfig,
+    config: SamplingRunConfig,
     models: Sequence[Policy],
     generation: Generation[RolloutWorker],
     setup: RolloutSetup,
@@ -237,7 +236,7 @@ def _start_workers(
 
 
 def _rollout_setup(
-    config: RolloutRunConfig, processes: Processes, prepared: Prepared
+    config: SamplingRunConfig, processes: Processes, prepared: Prepared
 ) -> RolloutSetup:
     run, plan = processes.run, processes.cluster.plan
     return RolloutSetup(

@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.algorithms.stop_request import listen
-from nemo_like.config.config_files import check_config_files, schema_of
-from nemo_like.config.load import check_algorithm, compose_raw, explain, load, register
-from nemo_like.config.overrides import accept_free_keys, check_overrides
-from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.compose.files import check_config_files, schema_of
+from nemo_like.compose.load import check_algorithm, compose_raw, explain, load, register
+from nemo_like.compose.overrides import accept_free_keys, check_overrides
+from nemo_like.config.run import RunConfig
 from nemo_like.errors import (
     EXIT_RUN_ERROR,
     RunError,
@@ -141,7 +141,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parsed
 
 
-def check_run_dirs(configs: Sequence[TrainingRunConfig]) -> None:
+def check_run_dirs(configs: Sequence[RunConfig]) -> None:
     """The jobs of a sweep must not share a folder; raises UserError."""
     folders = [config.run.dir for config in configs if config.run.dir is not None]
     for folder in folders:

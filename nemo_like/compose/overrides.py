@@ -63,7 +63,9 @@ def _unreadable(typed: str, schema: type[RunConfig]) -> UserError:
     )
 
 
-def _check_key(typed: str, override: Override, kinds: Mapping[str, Any], schema: type[RunConfig]) -> None:
+def _check_key(
+    typed: str, override: Override, kinds: Mapping[str, Any], schema: type[RunConfig]
+) -> None:
     key, written = override.key_or_group, typed.partition("=")[2].strip()
     if is_in_free_dict(key, schema):
         return

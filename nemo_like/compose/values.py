@@ -64,7 +64,9 @@ def _sentence(error: Any, key: str, schema: type[Section]) -> str:
         return f"{key}={_shown(value)} {rule(error.get('ctx', {}))}."
     if rule := _KINDS.get(kind):
         if isinstance(value, str) and kind != "dict_type" and _is_number(value):
-            rule += ", and this is text: leave out the quotes (or write ${{oc.decode:${{oc.env:X}}}})"
+            rule += (
+                ", and this is text: leave out the quotes (or write ${{oc.decode:${{oc.env:X}}}})"
+            )
         return f"{key}={_shown(value)} {rule.format(key=key)}."
     return f"{key}={_shown(value)}: {error['msg']}."
 

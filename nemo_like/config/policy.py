@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
-from nemo_like.config.section import Count, NonNegative, OnlyIf, Positive, Section
+from nemo_like.config.section import Count, OnlyIf, Positive, Section
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Number format of the parameters in compute."""

@@ -69,9 +69,7 @@ class SlurmConfig(Section):
     signal_before_s: Annotated[
         int,
         Field(ge=1, le=65535),  # Slurm keeps it in 16 bits
-        OnlyIf(
-            lambda here, _: here.requeue, "{here}.requeue=false lets the job end with its time"
-        ),
+        OnlyIf(lambda here, _: here.requeue, "{here}.requeue=false lets the job end with its time"),
     ] = 120
     """Seconds before the end of its time at which a run is told to stop. Half of them are for the
     step in progress and its checkpoint."""

@@ -104,4 +104,3 @@ class TextRunConfig(RunConfig):
     def validates(self) -> bool:
         """Whether there are held-out rows, and a step to measure them at."""
         return self.data.has_validation_rows and self.validation.every_steps > 0
-

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.data_schema import SFTDataConfig, TrainOn
+from nemo_like.config.data import ConversationsConfig, TrainOn
 from nemo_like.data import datasets
 from nemo_like.data.chat import ChatTokenizer, Message
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
@@ -37,7 +37,7 @@ class Conversation:
 
 
 def load(
-    config: SFTDataConfig,
+    config: ConversationsConfig,
     chat: ChatTokenizer,
     *,
     micro_batch_tokens: int,
@@ -60,7 +60,7 @@ def load(
 
 
 def read(
-    config: SFTDataConfig, source: str, num_rows: int, seed: int, key: str
+    config: ConversationsConfig, source: str, num_rows: int, seed: int, key: str
 ) -> list[Conversation]:
     """Rows of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
     records = datasets.records(source, config.tasks, num_rows, seed, key)
@@ -92,11 +92,11 @@ def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRo
         if row.text is not None:
             ids = chat.encode_text(row.text)
             mask = [True] * len(ids)
-        elif train_on is TrainOn.all:
+        elif train_on == "all":
             ids, mask = chat.render_conversation(row.messages, from_message=len(row.messages))
             mask = [True] * len(ids)
         else:
-            only_last = train_on is TrainOn.last_assistant
+            only_last = train_on == "last_assistant"
             first = len(row.messages) - 1 if only_last else row.num_prompt_messages
             ids, mask = chat.render_conversation(row.messages, from_message=first)
     except UserError as error:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.data_schema import IdenticalPairs, PreferenceDataConfig, TrainOn
+from nemo_like.config.data import IdenticalPairs, PairsConfig
 from nemo_like.data import conversations, datasets
 from nemo_like.data.chat import ChatTokenizer, Message
 from nemo_like.data.conversations import Conversation
@@ -35,7 +35,7 @@ class Pair:
 
 
 def load(
-    config: PreferenceDataConfig,
+    config: PairsConfig,
     chat: ChatTokenizer,
     *,
     micro_batch_tokens: int,
@@ -62,9 +62,7 @@ def load(
     )
 
 
-def read(
-    config: PreferenceDataConfig, source: str, num_rows: int, seed: int, key: str
-) -> list[Pair]:
+def read(config: PairsConfig, source: str, num_rows: int, seed: int, key: str) -> list[Pair]:
     """Pairs of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
     records = datasets.records(source, config.tasks, num_rows, seed, key)
     if source == datasets.REASONING_GYM:
@@ -84,11 +82,10 @@ def tokenize(
         where = pair.chosen.where
         if pair.chosen.messages != pair.rejected.messages:
             unit = [
-                conversations.encode(one, chat, TrainOn.assistant)
-                for one in (pair.chosen, pair.rejected)
+                conversations.encode(one, chat, "assistant") for one in (pair.chosen, pair.rejected)
             ]
             kept += lengths.fit(unit, where)
-        elif identical is IdenticalPairs.drop:
+        elif identical == "drop":
             lengths.dropped["of two completions that are the same"] += 1
         else:
             raise UserError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.config.policy import LoraConfig
 from nemo_like.weights.broadcast import BroadcastLink
 from nemo_like.weights.buckets import Bucket
 from nemo_like.weights.ipc import IpcLink

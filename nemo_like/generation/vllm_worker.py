@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import sampler
 
-from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.config.policy import LoraConfig
 from nemo_like.generation.vllm_lora import replace_adapters, without_adapters
 from nemo_like.weights.adapters import is_adapter
 from nemo_like.weights.broadcast import BroadcastReceiver

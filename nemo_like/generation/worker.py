@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from nemo_like.config.choices import Backend
+from nemo_like.config.generation import Backend
 from nemo_like.distributed.worker import Worker
 from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, Link
 from nemo_like.weights.buckets import Bucket
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def engine_class(backend: Backend) -> Callable[[EngineConfig], Engine]:
     """The engine of a backend; only the one that is asked for is imported."""
-    if backend is Backend.vllm:
+    if backend == "vllm":
         from nemo_like.generation.vllm_engine import VLLMEngine
 
         return VLLMEngine

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nemo_like.cli import end_on_error
-from nemo_like.config.load import compose_raw, load
-from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.compose.load import compose_raw, load
+from nemo_like.compose.main import end_on_error
+from nemo_like.config.run import RunConfig
 from nemo_like.errors import UserError
 
 # Modules are imported when asked for; each has ``run(arguments)``.
@@ -63,9 +63,7 @@ class ConfigParser(CommandParser):
             "--config-path", "-cp", type=Path, help="folder to use instead of the shipped one"
         )
 
-    def load(
-        self, options: argparse.Namespace, *, files_are_here: bool = True
-    ) -> TrainingRunConfig:
+    def load(self, options: argparse.Namespace, *, files_are_here: bool = True) -> RunConfig:
         """The checked configuration; raises UserError. ``files_are_here``: see ``checks.check``."""
         return load(compose_raw(*self.source(options)), files_are_here=files_are_here)
 

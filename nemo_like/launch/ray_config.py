@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from nemo_like.config.plan import ResourcePlan, plan_run
-from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.config.run import RunConfig
 from nemo_like.config.schemas import SCHEMAS
 from nemo_like.errors import UserError
 from nemo_like.launch.console import ConfigParser
+from nemo_like.planning.resources import ResourcePlan, plan_run
 
 _USAGE = (
     "nemo-like ray-config --kind {raycluster,rayjob,autoscaler} --image IMAGE:TAG "
@@ -153,7 +153,7 @@ def _job(entrypoint: str, cluster: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entrypoint(
-    options: argparse.Namespace, config: TrainingRunConfig, name: str, overrides: Sequence[str]
+    options: argparse.Namespace, config: RunConfig, name: str, overrides: Sequence[str]
 ) -> str:
     """The command of the run, in the image's working folder, where nemo-like is."""
     path = options.volume.partition(":")[2]

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_like.cli import check_run_dirs, jobs
-from nemo_like.config.launch_schema import SlurmConfig
-from nemo_like.config.load import check_algorithm, compose_raw, load
-from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.compose.load import check_algorithm, compose_raw, load
+from nemo_like.compose.main import check_run_dirs, jobs
+from nemo_like.config.run import RunConfig
 from nemo_like.config.schemas import SCHEMAS
+from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
 from nemo_like.launch.console import CONFIGS, CommandParser, ConfigParser
 from nemo_like.launch.slurm_jobs import cancel, print_log, status_lines, submit
@@ -107,7 +107,7 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     return BatchJob(name=own, config=configs[0], commands=commands, folder=Path.cwd())
 
 
-def _check_run_dir(raw: DictConfig, configs: Sequence[TrainingRunConfig]) -> None:
+def _check_run_dir(raw: DictConfig, configs: Sequence[RunConfig]) -> None:
     """Tasks have the same machines, and a job that is queued again must find its folder."""
     config = configs[-1]
     written = OmegaConf.to_container(raw.run, resolve=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Normalization
+from nemo_like.config.losses import Normalization
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
@@ -56,17 +56,17 @@ class GlobalMean:
     num_rows: int
     denominators: Denominators
     constant_tokens: int | None = None
-    """What ``Normalization.constant`` divides each sequence by (Dr. GRPO, arXiv:2503.20783)."""
+    """What ``"constant"`` divides each sequence by (Dr. GRPO, arXiv:2503.20783)."""
 
     def __call__(self, per_token: Tensor) -> Tensor:
         """``per_token`` [M] -> scalar."""
         match self.normalization:
-            case Normalization.token:
+            case "token":
                 return per_token.sum() / self.denominators.tokens
-            case Normalization.sequence:
+            case "sequence":
                 count = torch.bincount(self.row, minlength=self.num_rows)
                 return (per_token / count[self.row]).sum() / self.denominators.sequences
-            case Normalization.constant:
+            case "constant":
                 assert self.constant_tokens is not None
                 return per_token.sum() / (self.denominators.sequences * self.constant_tokens)
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Divergence, TeacherTail
-from nemo_like.config.preference_schema import DistillationLossConfig
+from nemo_like.config.losses import DistillationLossConfig, TeacherTail
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics
@@ -79,13 +78,13 @@ def divergence(teacher: Tensor, student: Tensor, config: DistillationLossConfig)
     student = _with_tail(student.clamp(min=_MIN_LOGPROB), config.tail)
     alpha = config.alpha
     match config.kind:
-        case Divergence.forward_kl:
+        case "forward_kl":
             return _kl(teacher, student)
-        case Divergence.reverse_kl:
+        case "reverse_kl":
             return _kl(student, teacher)
-        case Divergence.mixed:
+        case "mixed":
             return alpha * _kl(teacher, student) + (1 - alpha) * _kl(student, teacher)
-        case Divergence.jsd:  # Eq. 1 of arXiv:2306.13649, where beta is our alpha, P the teacher
+        case "jsd":  # Eq. 1 of arXiv:2306.13649, where beta is our alpha, P the teacher
             mixture = torch.logaddexp(teacher + math.log(alpha), student + math.log1p(-alpha))
             return alpha * _kl(teacher, mixture) + (1 - alpha) * _kl(student, mixture)
 
@@ -93,11 +92,11 @@ def divergence(teacher: Tensor, student: Tensor, config: DistillationLossConfig)
 def _with_tail(logprobs: Tensor, tail: TeacherTail) -> Tensor:
     """Logprobs [M, K], or [M, K + 1] with the rest of the mass as the last outcome."""
     match tail:
-        case TeacherTail.ignore:
+        case "ignore":
             return logprobs
-        case TeacherTail.renormalize:
+        case "renormalize":
             return logprobs.log_softmax(-1)
-        case TeacherTail.bucket:
+        case "bucket":
             rest = 1 - logprobs.exp().sum(-1, keepdim=True)
             return torch.cat([logprobs, rest.clamp(min=_MIN_TAIL).log()], dim=-1)
 

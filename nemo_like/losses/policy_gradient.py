@@ -11,15 +11,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import (
-    ImportanceCorrection,
-    ImportanceLevel,
-    KLPlace,
-    Normalization,
-    Objective,
-    RatioLevel,
-)
-from nemo_like.config.loss_schema import LossConfig
+from nemo_like.config.losses import LossConfig, RatioLevel
 from nemo_like.losses.aggregate import GlobalMean, as_metrics, row_means, row_sums, trained_tokens
 from nemo_like.losses.kl import kl_estimate, kl_loss
 from nemo_like.losses.protocol import Denominators
@@ -46,7 +38,7 @@ class ClippedPGLoss:
     """``constant_tokens`` must be a number where the normalization is ``constant``."""
 
     def __post_init__(self) -> None:
-        constant = self.config.normalization is Normalization.constant
+        constant = self.config.normalization == "constant"
         assert not constant or self.config.constant_tokens is not None
 
     @property
@@ -75,13 +67,13 @@ class ClippedPGLoss:
         )
         loss = mean(weight * objective)
         sums, means = {"train/policy_loss": loss}, {}
-        if config.importance is not ImportanceCorrection.none:
+        if config.importance != "none":
             means["mismatch/clipped_share"] = was_cut
-        if config.objective is not Objective.reinforce:
+        if config.objective != "reinforce":
             means["train/clip_share"] = was_clipped
-        if config.kl_coef > 0 and config.kl_in is KLPlace.loss:
+        if config.kl_coef > 0 and config.kl_in == "loss":
             to_reference = batch.tokens[keys.REFERENCE_LOGPROBS][at] - current
-            of_token = probability_ratio(current, policy, row, len(batch), RatioLevel.token)
+            of_token = probability_ratio(current, policy, row, len(batch), "token")
             kl = mean(weight * kl_loss(to_reference, of_token, config.kl_estimator))
             loss = loss + config.kl_coef * kl
             means["train/kl"] = kl_estimate(to_reference, config.kl_estimator)
@@ -103,11 +95,11 @@ def probability_ratio(
     Eq. 7); the gradient reaches all of the row's tokens.
 
     >>> old, new, row = torch.zeros(3), torch.tensor([1.0, 3.0, 0.0]), torch.tensor([0, 0, 1])
-    >>> probability_ratio(new, old, row, 2, RatioLevel.sequence).log().tolist()
+    >>> probability_ratio(new, old, row, 2, "sequence").log().tolist()
     [2.0, 2.0, 0.0]
     """
     log_ratio = current - policy
-    if level is RatioLevel.sequence:
+    if level == "sequence":
         log_ratio = row_means(log_ratio, row, num_rows)[row]
     return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
 
@@ -123,12 +115,12 @@ def policy_objective(
     gradient (arXiv:2506.13585 Eq. 4): each token keeps a gradient, of bounded weight.
     ``reinforce``: -A log p.
     """
-    if config.objective is Objective.reinforce:
+    if config.objective == "reinforce":
         return -advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
     low = 0.0 if config.clip_low is None else 1 - config.clip_low
     high = math.inf if config.clip_high is None else 1 + config.clip_high
     below, above, clipped = ratio < low, ratio > high, ratio.clamp(low, high)
-    if config.objective is Objective.cispo:
+    if config.objective == "cispo":
         return -clipped.detach() * advantages * logprobs, above | below
     term = -torch.minimum(ratio * advantages, clipped * advantages)
     was_clipped = (advantages > 0) & above | (advantages < 0) & below
@@ -150,15 +142,15 @@ def importance_weights(
     the whole completion, exact and of high variance.
     """
     exponent = gap
-    if config.importance_level is ImportanceLevel.sequence:
+    if config.importance_level == "sequence":
         exponent = row_sums(gap, row, num_rows)[row]
     raw = exponent.clamp(max=_MAX_LOG_RATIO).exp()
     match config.importance:
-        case ImportanceCorrection.none:
+        case "none":
             return torch.ones_like(raw), torch.zeros_like(raw, dtype=torch.bool)
-        case ImportanceCorrection.truncate:
+        case "truncate":
             return raw.clamp(max=config.importance_cap), raw > config.importance_cap
-        case ImportanceCorrection.mask:
+        case "mask":
             inside = (raw >= config.importance_floor) & (raw <= config.importance_cap)
             return torch.where(inside, raw, 0.0), ~inside
 

@@ -16,8 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import PreferenceKind
-from nemo_like.config.preference_schema import DPOLossConfig
+from nemo_like.config.losses import DPOLossConfig
 from nemo_like.losses.aggregate import as_metrics, row_means, row_sums, trained_tokens
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics
@@ -83,11 +82,11 @@ def pair_loss(margin: Tensor, config: DPOLossConfig) -> Tensor:
 
     def clean(margin: Tensor) -> Tensor:
         match config.kind:
-            case PreferenceKind.sigmoid:
+            case "sigmoid":
                 return sigmoid_loss(margin, config.beta, config.target_margin)
-            case PreferenceKind.hinge:
+            case "hinge":
                 return (1 + config.target_margin - config.beta * margin).relu()
-            case PreferenceKind.ipo:  # Eq. 17 of arXiv:2310.12036, where tau is our beta
+            case "ipo":  # Eq. 17 of arXiv:2310.12036, where tau is our beta
                 return (margin - 1 / (2 * config.beta)).square()
 
     return smoothed(clean, margin, config.label_smoothing, robust=config.robust)

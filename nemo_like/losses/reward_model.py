@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.preference_schema import RewardModelLossConfig
+from nemo_like.config.losses import RewardModelLossConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.preference import of_pairs, sigmoid_loss, smoothed, training_pairs
 from nemo_like.losses.protocol import Denominators

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.preference_schema import ValueLossConfig
+from nemo_like.config.losses import ValueLossConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics

@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.config.policy import LoraConfig
 from nemo_like.errors import UserError
 
 NAME = "default"

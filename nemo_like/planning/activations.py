@@ -9,14 +9,13 @@ parallelism and 1 without.
 import math
 from dataclasses import dataclass
 
-from nemo_like.config.choices import Checkpointing, Dtype, PipelineSchedule
-from nemo_like.config.layout import ParallelSizes, layer_range, num_stages
-from nemo_like.config.model_shape import ModelShape
-from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
+from nemo_like.planning.layout import ParallelSizes, layer_range, num_stages
+from nemo_like.planning.model_shape import ModelShape
 
 FLOAT32 = 4
 """Bytes of a float32 number."""
-BYTES = {Dtype.float32: FLOAT32, Dtype.bfloat16: 2, Dtype.float16: 2}
+BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 """Bytes of a number in compute."""
 
 
@@ -45,9 +44,9 @@ def layer_activations(
     whole = _whole_layer(shape, policy, parallel, sizes)
     s, inner = BYTES[policy.dtype], shape.intermediate / sizes.tp
     saved, recomputed = whole, 0.0
-    if policy.activation_checkpointing is Checkpointing.full:
+    if policy.activation_checkpointing == "full":
         saved, recomputed = s * shape.hidden / _sp(parallel, sizes), whole
-    elif policy.activation_checkpointing is Checkpointing.selective:
+    elif policy.activation_checkpointing == "selective":
         saved = _selective_layer(shape, policy, parallel, sizes)
         recomputed = max(whole - saved, 0.0)
     return LayerActivations(
@@ -178,11 +177,11 @@ def layers_in_flight(
     if size == 1:
         return sum(mine)
     match parallel.pipeline_schedule:
-        case PipelineSchedule.gpipe:
+        case "gpipe":
             return num_micro_batches * sum(mine)
-        case PipelineSchedule.one_f_one_b:
+        case "one_f_one_b":
             return min(num_micro_batches, size - pipeline_rank) * sum(mine)
-        case PipelineSchedule.interleaved:
+        case "interleaved":
             passes = 2 * (size - pipeline_rank - 1) + (len(mine) - 1) * size + 1
             return min(passes * max(mine), num_micro_batches * sum(mine))
 

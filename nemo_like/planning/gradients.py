@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from nemo_like.config.activation_memory import BYTES, FLOAT32, head_bytes
-from nemo_like.config.choices import Compression, DataParallel
-from nemo_like.config.layout import ParallelSizes
-from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
-from nemo_like.config.rank_parameters import RankParameters
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
+from nemo_like.planning.activations import BYTES, FLOAT32, head_bytes
+from nemo_like.planning.layout import ParallelSizes
+from nemo_like.planning.parameters import RankParameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,7 @@ class GradientMemory:
     @property
     def ddp(self) -> bool:
         """Whether ranks are copies."""
-        return self.parallel.data_parallel is DataParallel.ddp
+        return self.parallel.data_parallel == "ddp"
 
     @property
     def whole_step(self) -> bool:
@@ -74,7 +73,7 @@ class GradientMemory:
         ddp = self.parallel.ddp
         if not self.ddp or self.sizes.replicate == 1 or ddp.average_every_steps > 1:
             return 0.0
-        errors = ddp.compression is Compression.powersgd
+        errors = ddp.compression == "powersgd"
         return FLOAT32 * self.trained.total * (1 + errors)
 
     def sent_layer(self) -> float:

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_like.config.choices import DataParallel, PipelineSchedule
-from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
 
 # From the outermost axis in: the last varies fastest, so its ranks are neighbours on one node.
@@ -73,7 +72,7 @@ def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
         "context_parallel_size": parallel.context_parallel_size,
         "tensor_parallel_size": parallel.tensor_parallel_size,
     }
-    if parallel.data_parallel is DataParallel.fsdp:
+    if parallel.data_parallel == "fsdp":
         fixed["replicate_size"] = parallel.replicate_size
     product = math.prod(fixed.values())
     if num_ranks % product:
@@ -85,7 +84,7 @@ def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
             f"of {', '.join(map(str, divisors))} (or change cluster sizes)."
         )
     left = num_ranks // product
-    ddp = parallel.data_parallel is DataParallel.ddp
+    ddp = parallel.data_parallel == "ddp"
     return ParallelSizes(
         pp=parallel.pipeline_parallel_size,
         replicate=left if ddp else parallel.replicate_size,
@@ -117,13 +116,13 @@ def resolve_mesh_shape(policy: PolicyConfig, num_ranks: int) -> ParallelConfig:
         key: sizes[axis] for axis, key in _MESH_NAMES.items() if key and axis in sizes
     }
     if "ddp" in sizes:
-        changes["data_parallel"] = DataParallel.ddp
+        changes["data_parallel"] = "ddp"
     return replace(policy.parallel, **changes)
 
 
 def num_stages(parallel: ParallelConfig) -> int:
     """Stages of the whole pipeline; interleaved rank r holds stages r, r + pp, r + 2 pp ..."""
-    interleaved = parallel.pipeline_schedule is PipelineSchedule.interleaved
+    interleaved = parallel.pipeline_schedule == "interleaved"
     per_rank = parallel.pipeline_stages_per_rank if interleaved else 1
     return parallel.pipeline_parallel_size * per_rank
 

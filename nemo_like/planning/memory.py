@@ -9,7 +9,8 @@ come on top.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_like.config.activation_memory import (
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
+from nemo_like.planning.activations import (
     BYTES,
     FLOAT32,
     backward_logits,
@@ -19,12 +20,10 @@ from nemo_like.config.activation_memory import (
     layer_activations,
     layers_in_flight,
 )
-from nemo_like.config.choices import Dtype, Offload
-from nemo_like.config.gradient_memory import GradientMemory
-from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
-from nemo_like.config.model_shape import ModelShape
-from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
-from nemo_like.config.rank_parameters import (
+from nemo_like.planning.gradients import GradientMemory
+from nemo_like.planning.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
+from nemo_like.planning.model_shape import ModelShape
+from nemo_like.planning.parameters import (
     RankParameters,
     rank_parameters,
     state_bytes,
@@ -214,13 +213,13 @@ class _Rank:
     def _phase(self, name: str, parts: _Parts, host: float = 0.0) -> PhaseMemory:
         """Leave out what is offloaded: all but unreduced gradients, or the state between steps."""
         away: set[str] = set()
-        if self.policy.offload is Offload.all:
+        if self.policy.offload == "all":
             away = {"parameters", "optimizer"}
             if name == "optimizer":
                 away |= {"gradients", "working"}
             elif not self._gradients.unreduced:
                 away |= {"gradients"}
-        elif self.policy.offload is Offload.optimizer and name != "optimizer":
+        elif self.policy.offload == "optimizer" and name != "optimizer":
             away = {"optimizer"}
         return PhaseMemory(
             name=name,
@@ -299,7 +298,7 @@ class _Rank:
         """
         s, parameters = BYTES[self.policy.dtype], self._parameters
         if self._gradients.ddp:
-            return 0.0 if self.policy.dtype is Dtype.float32 else s * parameters.total
+            return 0.0 if self.policy.dtype == "float32" else s * parameters.total
         layers = parameters.matrices + parameters.norms
         held = layers if whole else min(num_layers * parameters.layer, layers)
         return s * held + head_bytes(self.policy) * parameters.root

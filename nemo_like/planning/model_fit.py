@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.layout import (
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.errors import UserError
+from nemo_like.planning.layout import (
     ParallelSizes,
     num_stages,
     parallel_sizes,
     resolve_mesh_shape,
 )
-from nemo_like.config.model_shape import number, read_settings
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.errors import UserError
+from nemo_like.planning.model_shape import number, read_settings
 
 _TENSOR = "policy.parallel.tensor_parallel_size"
 _CONTEXT = "policy.parallel.context_parallel_size"

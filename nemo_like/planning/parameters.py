@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from nemo_like.config.activation_memory import BYTES, FLOAT32
-from nemo_like.config.choices import Dtype, OptimizerKind
-from nemo_like.config.layout import layer_range, num_stages
-from nemo_like.config.model_shape import ModelShape
-from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
+from nemo_like.planning.activations import BYTES, FLOAT32
+from nemo_like.planning.layout import layer_range, num_stages
+from nemo_like.planning.model_shape import ModelShape
 
 _8BIT_MOMENT = 1 + FLOAT32 / 256  # torchao: a float32 scale for each block of 256 bytes
 
@@ -117,15 +117,15 @@ def state_bytes(optimizer: OptimizerConfig, parameters: RankParameters) -> float
     columns, taken as nothing.
     """
     match optimizer.kind:
-        case OptimizerKind.adamw:
+        case "adamw":
             return 2 * FLOAT32 * parameters.total
-        case OptimizerKind.sgd:
+        case "sgd":
             return FLOAT32 * parameters.total if optimizer.momentum > 0 else 0.0
-        case OptimizerKind.muon:
+        case "muon":
             return FLOAT32 * (2 * parameters.total - parameters.matrices)
-        case OptimizerKind.adamw8bit:
+        case "adamw8bit":
             return 2 * _8BIT_MOMENT * parameters.total
-        case OptimizerKind.adafactor:
+        case "adafactor":
             return 0.0
 
 
@@ -141,11 +141,11 @@ def update_bytes(
     """
     optimizer, matrix = policy.optimizer, shape.hidden * shape.intermediate
     match optimizer.kind:
-        case OptimizerKind.sgd if optimizer.weight_decay > 0:
+        case "sgd" if optimizer.weight_decay > 0:
             return FLOAT32 * parameters.total / shards
-        case OptimizerKind.muon:
-            return (2 * FLOAT32 + 3 * BYTES[Dtype.bfloat16]) * matrix
-        case OptimizerKind.adafactor:
+        case "muon":
+            return (2 * FLOAT32 + 3 * BYTES["bfloat16"]) * matrix
+        case "adafactor":
             widest = max(shape.hidden, shape.intermediate, shape.query_width)
             whole = max(matrix, shape.vocab * shape.hidden)
             return 3 * FLOAT32 * (policy.lora.rank * widest or whole)

@@ -63,7 +63,9 @@ def _rank_rules(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
     """Synchronising and comparing need ranks to do it with."""
     policy, default = config.policy, type(config.policy)()
     ddp, standard = policy.parallel.ddp, default.parallel.ddp
-    changed = [name for name in type(ddp).model_fields if getattr(ddp, name) != getattr(standard, name)]
+    changed = [
+        name for name in type(ddp).model_fields if getattr(ddp, name) != getattr(standard, name)
+    ]
     if changed and sizes.replicate == 1:
         yield (
             f"policy.parallel.ddp.{changed[0]}={getattr(ddp, changed[0])} would have no effect: "

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_like.config.choices import Transport
-from nemo_like.config.rollout_schema import RefitConfig
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.config.sampling_run_schema import PPORunConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.config.generation import RefitConfig, Transport
+from nemo_like.config.run import ClusterConfig, RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 
 _ROUNDING = 1e-6
@@ -127,9 +126,9 @@ def plan_resources(
     )
 
 
-def plan_run(config: TrainingRunConfig) -> ResourcePlan:
+def plan_run(config: RunConfig) -> ResourcePlan:
     """``plan_resources`` of a whole run; without generation if it samples nothing."""
-    if not isinstance(config, RolloutRunConfig):
+    if not isinstance(config, SamplingRunConfig):
         plan = plan_resources(config.cluster, 1)
         return replace(plan, policy=tuple(range(plan.num_bundles)), generation=())
     generation = config.generation
@@ -137,7 +136,7 @@ def plan_run(config: TrainingRunConfig) -> ResourcePlan:
         config.cluster,
         generation.tensor_parallel_size,
         generation.num_engines_per_bundle,
-        config.critic.num_workers if isinstance(config, PPORunConfig) else None,
+        config.critic.num_workers if isinstance(config, PPOConfig) else None,
     )
 
 
@@ -157,13 +156,13 @@ def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:
     Raises UserError for one that can't work there.
     """
     if plan.colocated:
-        if config.transport is Transport.broadcast and plan.uses_gpus:
+        if config.transport == "broadcast" and plan.uses_gpus:
             raise UserError(
                 "refit.transport=broadcast cannot serve an engine on its sender's own GPU, which "
                 "NCCL refuses; use ipc, or leave it null."
             )
-        return config.transport or Transport.ipc
-    if config.transport is Transport.ipc:
+        return config.transport or "ipc"
+    if config.transport == "ipc":
         raise UserError(
             "refit.transport=ipc needs policy and generation in the same bundles, and "
             "cluster.num_generation_workers sets bundles apart; use broadcast, or leave it null."
@@ -173,7 +172,7 @@ def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:
             "generation.num_engines_per_bundle must be 1 where cluster.num_generation_workers sets "
             "GPUs apart: weights are broadcast there, and NCCL refuses two engines on one GPU."
         )
-    return Transport.broadcast
+    return "broadcast"
 
 
 def _check_replicas(engines: Sequence[int], per_node: int, size: int) -> None:

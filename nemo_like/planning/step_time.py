@@ -8,11 +8,10 @@ Every completion is taken to be as long as it may be; prompts, grading and a cri
 import math
 from dataclasses import dataclass
 
-from nemo_like.config.activation_memory import BYTES
-from nemo_like.config.choices import Checkpointing
-from nemo_like.config.model_shape import MOST_SEQUENCES, ModelShape, kv_bytes_per_sequence
-from nemo_like.config.plan import ResourcePlan
-from nemo_like.config.run_schema import RolloutRunConfig
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.planning.activations import BYTES
+from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape, kv_bytes_per_sequence
+from nemo_like.planning.resources import ResourcePlan
 
 PEAK_FLOPS = 989e12
 """Of an H100 or H200 in 16 bits, dense."""
@@ -36,7 +35,7 @@ class PhaseTime:
 
 
 def predict_step(
-    config: RolloutRunConfig, shape: ModelShape, plan: ResourcePlan
+    config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan
 ) -> list[PhaseTime]:
     """Phases of one step with one pass over its batch, in their order."""
     policy, tokens = config.policy, config.rows_per_step * config.generation.max_new_tokens
@@ -44,7 +43,7 @@ def predict_step(
     refit = shape.num_parameters * size / REFIT_BYTES_PER_S
     flops_per_s = len(plan.policy) * PEAK_FLOPS * TRAINING_SHARE
     forward_s = 2 * shape.num_parameters * tokens / flops_per_s
-    again = 1 if policy.activation_checkpointing is Checkpointing.full else 0
+    again = 1 if policy.activation_checkpointing == "full" else 0
     phases = [
         _rollout(config, shape, plan, size),
         PhaseTime(name="refit", seconds=refit, bound_by="copies between processes"),
@@ -56,7 +55,7 @@ def predict_step(
 
 
 def _rollout(
-    config: RolloutRunConfig, shape: ModelShape, plan: ResourcePlan, size: int
+    config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan, size: int
 ) -> PhaseTime:
     generation = config.generation
     rows = math.ceil(config.rows_per_step / len(plan.generation))

@@ -9,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like.config.choices import Compression
 from nemo_like.policy.mesh import PolicyMesh
 
 
@@ -29,11 +28,11 @@ def wrap_ddp(model: nn.Module, mesh: PolicyMesh) -> DistributedDataParallel | No
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         find_unused_parameters=config.find_unused_parameters,
     )
-    if config.compression is Compression.bf16:
+    if config.compression == "bf16":
         ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
-    elif config.compression is Compression.fp16:
+    elif config.compression == "fp16":
         ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    elif config.compression is Compression.powersgd:
+    elif config.compression == "powersgd":
         state: Any = powerSGD_hook.PowerSGDState(
             process_group=group,
             matrix_approximation_rank=config.powersgd_rank,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.policy_schema import DebugConfig
+from nemo_like.config.policy import DebugConfig
 from nemo_like.observe.metrics import Metrics, merge, values
 from nemo_like.policy.debug import (
     CollectiveTimer,

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Dtype, Offload, Output
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
@@ -50,7 +49,7 @@ class EngineSetup:
     model_path: str
     max_steps: int
     with_reference: bool = False
-    output: Output = Output.logprobs
+    output: Output = "logprobs"
     trains: bool = True
     """False: no gradient and no optimizer, for models that are only asked."""
     log_dir: str = "."
@@ -65,7 +64,7 @@ class TrainEngine:
         self.setup = setup
         self.config = config
         self.device = device
-        self.dtype: torch.dtype = getattr(torch, config.dtype.value)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         torch.backends.cudnn.allow_tf32 = config.tf32
         self.mesh = PolicyMesh(config, device.type)
@@ -99,7 +98,7 @@ class TrainEngine:
         self.schedulers = make_schedulers(
             chain(*self.optimizers), config.scheduler, setup.max_steps
         )
-        self.loss_scale = LossScale(config.loss_scale) if config.dtype is Dtype.float16 else None
+        self.loss_scale = LossScale(config.loss_scale) if config.dtype == "float16" else None
         self.num_steps = 0
         """Optimizer steps taken."""
 
@@ -219,10 +218,10 @@ class TrainEngine:
 
     def _optimizer_step(self) -> None:
         for optimizer in chain(*self.optimizers):
-            if self.config.offload is Offload.optimizer:
+            if self.config.offload == "optimizer":
                 move_state(optimizer, self.device)
             optimizer.step()
-            if self.config.offload is Offload.optimizer:
+            if self.config.offload == "optimizer":
                 move_state(optimizer, torch.device("cpu"))
         for scheduler in self.schedulers:
             scheduler.step()
@@ -256,7 +255,7 @@ class TrainEngine:
         """One forward pass for each micro-batch, and the shape that all have in a pipeline."""
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
-        every_token = self.setup.output is Output.values
+        every_token = self.setup.output == "values"
         calls = [
             Call(
                 inputs=model_inputs(batch, self._layout, shape, every_token=every_token),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching
+from nemo_like.config.policy import Batching
 from nemo_like.policy.attention import row_index
 
 
@@ -42,7 +42,7 @@ class InputLayout:
 
     def shape_of(self, batch: TensorBatch) -> InputShape:
         """The least shape that holds ``batch``."""
-        if self.batching is Batching.packed:
+        if self.batching == "packed":
             return InputShape(rows=1, positions=_round_up(batch.num_tokens, self.multiple))
         longest = int(batch.lengths.max())
         return InputShape(rows=len(batch), positions=_round_up(longest, self.multiple))
@@ -84,7 +84,7 @@ def model_inputs(
     targets = batch.tokens[keys.LOSS_MASK].nonzero(as_tuple=True)[0]
     num_outputs = len(ids) if shape is None else shape.size
     shape = shape or layout.shape_of(batch)
-    if layout.batching is Batching.packed:
+    if layout.batching == "packed":
         return _packed(batch, targets, shape, num_outputs, layout.context_group)
     return _padded(batch, targets, shape, num_outputs)
 
@@ -110,7 +110,7 @@ def empty_batch(device: torch.device | str) -> TensorBatch:
 def _at_every_token(batch: TensorBatch, layout: InputLayout) -> ModelInputs:
     every = torch.arange(batch.num_tokens, device=batch.lengths.device)
     shape = layout.shape_of(batch)
-    if layout.batching is Batching.packed:
+    if layout.batching == "packed":
         inputs = _packed(batch, every[:0], shape, len(every), None)
         return replace(inputs, predictors=every, targets=every)
     inputs = _padded(batch, every[:0], shape, len(every))

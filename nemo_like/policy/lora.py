@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.config.policy import LoraConfig
 from nemo_like.models.adapters import NAME, inject_adapters
 from nemo_like.policy.names import hf_name
 from nemo_like.policy.shards import local_part

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from nemo_like.config.policy_schema import LossScaleConfig
+from nemo_like.config.policy import LossScaleConfig
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metrics
 

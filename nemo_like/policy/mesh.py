@@ -5,9 +5,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nemo_like.config.choices import DataParallel
-from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.planning.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
 
 
 class PolicyMesh:
@@ -23,7 +22,7 @@ class PolicyMesh:
         sizes = parallel_sizes(config, world_size)
         self.sizes: ParallelSizes = sizes
         self.parallel = resolve_mesh_shape(config, world_size)
-        self.ddp = self.parallel.data_parallel is DataParallel.ddp
+        self.ddp = self.parallel.data_parallel == "ddp"
         self.rank = dist.get_rank()
         self._parameters = init_device_mesh(
             device_type,

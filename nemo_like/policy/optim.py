@@ -16,8 +16,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from nemo_like.config.choices import Decay, OptimizerKind, Schedule
-from nemo_like.config.policy_schema import OptimizerConfig, SchedulerConfig
+from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.shards import local_part
 
@@ -37,15 +36,15 @@ def make_optimizers(
     """
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
     match config.kind:
-        case OptimizerKind.adamw:
+        case "adamw":
             return [_adamw(named, config)]
-        case OptimizerKind.sgd:
+        case "sgd":
             return [SGD(_groups(named, config), lr=config.lr, momentum=config.momentum)]
-        case OptimizerKind.adafactor:
+        case "adafactor":
             return [WholeMatrixAdafactor(_groups(named, config), lr=config.lr)]
-        case OptimizerKind.adamw8bit:
+        case "adamw8bit":
             return [_adamw8bit(named, config)]
-        case OptimizerKind.muon:
+        case "muon":
             return _muon_and_adamw(named, config)
 
 
@@ -70,25 +69,25 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
 def lr_factor(step: int, config: SchedulerConfig, max_steps: int) -> float:
     """Share of the peak learning rate at optimizer step ``step``, counted from 0.
 
-    >>> config = SchedulerConfig(kind=Schedule.linear, warmup_steps=2, min_lr_ratio=0.0)
+    >>> config = SchedulerConfig(kind="linear", warmup_steps=2, min_lr_ratio=0.0)
     >>> [round(lr_factor(i, config, 5), 3) for i in range(5)]
     [0.5, 1.0, 0.667, 0.333, 0.0]
-    >>> config = SchedulerConfig(kind=Schedule.wsd, decay_steps=2)
+    >>> config = SchedulerConfig(kind="wsd", decay_steps=2)
     >>> [lr_factor(i, config, 5) for i in range(5)]
     [1.0, 1.0, 1.0, 0.5, 0.0]
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
-    if config.kind is Schedule.constant:
+    if config.kind == "constant":
         return 1.0
     last = max_steps - 1
     # The last step at the peak: where warm-up ends, or where the decay of ``wsd`` begins.
     peak = max(config.warmup_steps - 1, 0)
-    if config.kind is Schedule.wsd:
+    if config.kind == "wsd":
         peak = max(peak, last - config.decay_steps)
     progress = min(max(step - peak, 0) / max(last - peak, 1), 1.0)
     shape = 1 - progress
-    if config.kind is Schedule.cosine:
+    if config.kind == "cosine":
         shape = (1 + math.cos(math.pi * progress)) / 2
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
@@ -249,7 +248,7 @@ def _groups(named: _Named, config: OptimizerConfig) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[Parameter]] = {}
     for _, p in named:
-        decays = config.decay is Decay.all or p.ndim > 1
+        decays = config.decay == "all" or p.ndim > 1
         mesh = p.device_mesh if isinstance(p, DTensor) else None
         groups.setdefault((decays, mesh), []).append(p)
     return [

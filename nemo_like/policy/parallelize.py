@@ -17,8 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from nemo_like.config.choices import Checkpointing, Offload
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import LogprobModel
@@ -53,9 +52,9 @@ def wrap_layers(model: LogprobModel, config: PolicyConfig) -> None:
         for i, layer in enumerate(layers):
             if isinstance(layer, AbsentLayer):
                 continue
-            if config.activation_checkpointing is Checkpointing.full:
+            if config.activation_checkpointing == "full":
                 layers[i] = checkpoint_wrapper(layer)
-            elif config.activation_checkpointing is Checkpointing.selective:
+            elif config.activation_checkpointing == "selective":
                 layers[i] = checkpoint_wrapper(layer, context_fn=_selective_contexts)
             if config.activation_offload:
                 layers[i] = offload_wrapper(layers[i])
@@ -76,7 +75,7 @@ def shard_model(
         root = MixedPrecisionPolicy(
             param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    offload = CPUOffloadPolicy() if config.offload is Offload.all else OffloadPolicy()
+    offload = CPUOffloadPolicy() if config.offload == "all" else OffloadPolicy()
     reshard = mesh.parallel.reshard_after_forward
     for layers in _layer_lists(model):
         for layer in layers:

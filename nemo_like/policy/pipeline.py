@@ -10,17 +10,16 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from nemo_like.config.choices import PipelineSchedule
-from nemo_like.config.layout import num_stages
-from nemo_like.config.policy_schema import ParallelConfig
+from nemo_like.config.policy import ParallelConfig
+from nemo_like.planning.layout import num_stages
 from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.stages import stages_of_rank
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
-    PipelineSchedule.gpipe: ScheduleGPipe,
-    PipelineSchedule.one_f_one_b: Schedule1F1B,
-    PipelineSchedule.interleaved: ScheduleInterleaved1F1B,
+    "gpipe": ScheduleGPipe,
+    "one_f_one_b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
 }
 
 
@@ -59,7 +58,7 @@ class Pipeline:
             return loss(output, next(done))
 
         kind = self._parallel.pipeline_schedule
-        several = kind is PipelineSchedule.interleaved
+        several = kind == "interleaved"
         schedule = _SCHEDULES[kind](
             stages if several else stages[0],
             n_microbatches=count,

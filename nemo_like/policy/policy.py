@@ -11,14 +11,14 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching, KLEstimator, Output
-from nemo_like.config.layout import resolve_mesh_shape
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.losses import KLEstimator
+from nemo_like.config.policy import Output, PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
+from nemo_like.planning.layout import resolve_mesh_shape
 from nemo_like.policy.engine import EngineSetup
 from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
@@ -41,7 +41,7 @@ class Policy:
         max_steps: int,
         temperature: float = 1.0,
         with_reference: bool = False,
-        output: Output = Output.logprobs,
+        output: Output = "logprobs",
         trains: bool = True,
     ) -> None:
         """``temperature``: of logprobs. ``trains`` False: a frozen model, without an optimizer."""
@@ -231,7 +231,7 @@ class Policy:
             num_ranks=self.group.layout.sizes["dp"],
             max_tokens=self.config.micro_batch_tokens,
             max_rows=self.config.micro_batch_size,
-            padded=self.config.batching is Batching.padded,
+            padded=self.config.batching == "padded",
             **bins_for_pipeline(self._parallel),
         )
 

@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Attention, Batching
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.calls import Call, Calls
@@ -46,9 +45,9 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
     batch = TensorBatch(
         lengths=torch.tensor([7, 5]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
     )
-    attention = PACKED if config.batching is Batching.packed else config.attention.value
-    if attention == Attention.flash_attention_2:  # runs on a GPU only; the layout is sdpa's
-        attention = Attention.sdpa.value
+    attention = PACKED if config.batching == "packed" else config.attention
+    if attention == "flash_attention_2":  # runs on a GPU only; the layout is sdpa's
+        attention = "sdpa"
     problem, actual = "", torch.zeros(12)
     twin.set_attn_implementation(attention)
     model = LogprobModel(twin, HeadSettings(chunk_tokens=5))
@@ -61,7 +60,7 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
     if not problem and not (gap := (actual - expected).abs().max().item()) <= _TOLERANCE:
         problem = f"its logprobs differ by {gap:.3g} from those of the plain model"
     if problem:
-        padded = config.batching is Batching.padded
+        padded = config.batching == "padded"
         remedy = "use another architecture" if padded else "set policy.batching=padded"
         raise UserError(
             f"policy.model={config.model}: {type(twin).__name__} cannot be trained with "
@@ -88,7 +87,7 @@ def _check_window(full: PreTrainedConfig, config: PolicyConfig) -> None:
     text = full.get_text_config()
     window = getattr(text, "sliding_window", None)
     in_use = window is not None and getattr(text, "use_sliding_window", True)
-    if in_use and config.batching is Batching.packed and window < text.max_position_embeddings:
+    if in_use and config.batching == "packed" and window < text.max_position_embeddings:
         raise UserError(
             f"policy.model={config.model} has a sliding window of {window} tokens, which packed "
             "rows do not support; set policy.batching=padded."
@@ -122,7 +121,7 @@ def _twin(full: PreTrainedConfig) -> PreTrainedModel:
 
 def _plain_logprobs(twin: PreTrainedModel, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Each row alone, through transformers' plainest attention and its own head."""
-    twin.set_attn_implementation(Attention.eager.value)
+    twin.set_attn_implementation("eager")
     parts = []
     for row in rows:
         logprobs = twin(input_ids=row[None], use_cache=False).logits[0, :-1].log_softmax(-1)

@@ -5,10 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nemo_like.config.choices import PipelineSchedule
-from nemo_like.config.layout import layer_range, num_stages
-from nemo_like.config.policy_schema import ParallelConfig
+from nemo_like.config.policy import ParallelConfig
 from nemo_like.errors import UserError
+from nemo_like.planning.layout import layer_range, num_stages
 
 
 class AbsentLayer(nn.Module):
@@ -28,7 +27,7 @@ def stages_of_rank(parallel: ParallelConfig, pipeline_rank: int) -> list[int]:
     """Stages of one pipeline rank; interleaved ranks hold every ``pp``-th.
 
     >>> from nemo_like.config.choices import PipelineSchedule
-    >>> interleaved = PipelineSchedule.interleaved
+    >>> interleaved = "interleaved"
     >>> stages_of_rank(ParallelConfig(pipeline_parallel_size=2, pipeline_schedule=interleaved), 1)
     [1, 3]
     """
@@ -42,7 +41,7 @@ def bins_for_pipeline(parallel: ParallelConfig) -> dict[str, int]:
     1F1B needs one for each rank to begin with, interleaved whole rounds of them.
     """
     size = parallel.pipeline_parallel_size
-    interleaved = parallel.pipeline_schedule is PipelineSchedule.interleaved
+    interleaved = parallel.pipeline_schedule == "interleaved"
     return {"min_bins": size, "bins_multiple": size if interleaved else 1}
 
 

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from nemo_like.config.choices import Output
 from nemo_like.data.end_tokens import padding_id
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.adapters import sent_name
@@ -89,7 +88,7 @@ def full_tensors(
             adapters |= adapters_of(stage, state)
     pp = engine.mesh.group("pp")
     owners = _owners(list(state), pp)
-    if engine.setup.output is not Output.logprobs:  # one stage, which has all of them
+    if engine.setup.output != "logprobs":  # one stage, which has all of them
         expected = {
             name: (tuple(tensor.shape), _stored(tensor, dtype))
             for name, tensor in state.items()
@@ -223,8 +222,8 @@ def _write_folder(
     config = json.loads((aside / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if engine.setup.output is not Output.logprobs:
-        _, settings = model_class(str(source), Output.values)
+    if engine.setup.output != "logprobs":
+        _, settings = model_class(str(source), "values")
         config["architectures"] = settings.architectures
         config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
         config["pad_token_id"] = padding_id(source, config.get("pad_token_id"))

@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import KLEstimator, Transport
+from nemo_like.config.generation import Transport
+from nemo_like.config.losses import KLEstimator
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
@@ -261,7 +262,7 @@ class PolicyWorker(Worker):
         told = buckets if self.context.rank == 0 else ()
         if not num_receivers:  # This rank only takes part in gathering.
             return SenderAddress(buckets=told)
-        if transport is Transport.ipc:
+        if transport == "ipc":
             sender = IpcSender(buckets, self._device, num_receivers, timeout_s)
             self._sender = sender
             return SenderAddress(buckets=told, ipc=sender.address)

@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_like.config.choices import Transport
-from nemo_like.config.plan import ResourcePlan, refit_transport
-from nemo_like.config.rollout_schema import RefitConfig
+from nemo_like.config.generation import RefitConfig, Transport
 from nemo_like.distributed.worker_group import wait_together
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig, EngineMemory, Link
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.planning.resources import ResourcePlan, refit_transport
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker, SenderAddress
 from nemo_like.weights.adapters import numbered
@@ -103,7 +102,7 @@ class WeightSync:
 
 def receivers(transport: Transport, plan: ResourcePlan) -> tuple[int, ...]:
     """Engine ranks that each policy rank sends to."""
-    if transport is Transport.broadcast:
+    if transport == "broadcast":
         everyone = sum(len(replica) for replica in plan.generation)
         return (everyone,) + (0,) * (len(plan.policy) - 1)
     engine_ranks = Counter(bundle for replica in plan.generation for bundle in replica)
@@ -114,7 +113,7 @@ def links_to(
     transport: Transport, plan: ResourcePlan, senders: Sequence[SenderAddress], host: str
 ) -> Sequence[Link]:
     """How each replica reaches its sender or senders."""
-    if transport is Transport.ipc:
+    if transport == "ipc":
         of_bundle = {
             bundle: sender.ipc
             for bundle, sender in zip(plan.policy, senders, strict=True)

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from nemo_like.config.file_checks import GRADER_KEY, REWARD_MODEL
-from nemo_like.config.rollout_schema import EnvironmentConfig
+from nemo_like.config.paths import GRADER_KEY, REWARD_MODEL
+from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.environments.grading_pool import GradingPool

@@ -3,9 +3,8 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nemo_like.config.choices import Backend
-from nemo_like.config.rollout_schema import GenerationConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.generation import Backend, GenerationConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import WorkerGroup
@@ -41,7 +40,7 @@ def rollout_group(
 
 
 def _worker_class(backend: Backend, devices: EngineDevices) -> "type[RolloutWorker]":
-    if backend is Backend.vllm:
+    if backend == "vllm":
         start_fork_server(devices)  # It imports vLLM beside us, which takes each of us seconds.
     from nemo_like.generation.worker import engine_class
     from nemo_like.rollout.worker import RolloutWorker

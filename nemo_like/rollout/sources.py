@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.batch import keys
-from nemo_like.config.rollout_schema import SamplingConfig
-from nemo_like.config.run_schema import RolloutRunConfig
+from nemo_like.config.sampling import SamplesConfig, SamplingRunConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -31,7 +30,7 @@ class SyncRolloutSource:
 
     def __init__(
         self,
-        config: RolloutRunConfig,
+        config: SamplingRunConfig,
         *,
         generation: Generation[RolloutWorker],
         sync: WeightSync,
@@ -107,7 +106,7 @@ class SyncRolloutSource:
         return _batch_metrics("validation", rows, results)
 
     def sample(
-        self, step: int, rows: Sequence[Row], first_prompt: int, config: SamplingConfig
+        self, step: int, rows: Sequence[Row], first_prompt: int, config: SamplesConfig
     ) -> tuple[list[Sample], Metrics]:
         """Graded completions of ``rows``, by prompt and index; seeds are those of a validation.
 
@@ -137,7 +136,7 @@ class SyncRolloutSource:
                 self._refit_metrics = self.sync.give_to_generation()
         return self._refit_metrics
 
-    def _sampling(self, config: SamplingConfig) -> SamplingParams:
+    def _sampling(self, config: SamplesConfig) -> SamplingParams:
         generation = self._config.generation
         return SamplingParams(
             temperature=config.temperature,

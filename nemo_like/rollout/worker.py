@@ -9,8 +9,8 @@ import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.config.choices import Backend
-from nemo_like.config.rollout_schema import EnvironmentConfig
+from nemo_like.config.generation import Backend
+from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.grading_pool import GradingPool
 from nemo_like.generation.protocol import EngineConfig, SamplingParams

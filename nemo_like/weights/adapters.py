@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from nemo_like.config.choices import AdapterRefit
-from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.config.policy import LoraConfig
 from nemo_like.errors import RunError
 from nemo_like.weights.buckets import Bucket, announced_tensors, plan_buckets
 from nemo_like.weights.manifest import TensorSpec, check_tensors, empty_model, expected_tensors
@@ -22,7 +21,7 @@ def is_adapter(name: str) -> bool:
 
 def travels_apart(lora: LoraConfig) -> bool:
     """Whether engines get adapters beside the model, and not merged into it."""
-    return lora.rank > 0 and lora.refit is AdapterRefit.adapters
+    return lora.rank > 0 and lora.refit == "adapters"
 
 
 def expected_adapters(

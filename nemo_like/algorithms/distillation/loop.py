@@ -16,28 +16,27 @@ from dataclasses import dataclass, replace
 
 from nemo_like.algorithms import setup as on_policy
 from nemo_like.algorithms import text_rows
-from nemo_like.algorithms.grpo import batch_metrics
+from nemo_like.algorithms.distillation.config import DistillationConfig, OffPolicyDistillationConfig
+from nemo_like.algorithms.grpo.loop import batch_metrics
 from nemo_like.algorithms.processes import Processes, find_model
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import check_sampled, gap_check, warn_of_gap
-from nemo_like.config.layout import parallel_sizes
-from nemo_like.config.model_checks import check_model_fits
-from nemo_like.config.model_shape import number, read_settings
-from nemo_like.config.plan import plan_run
-from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.config.policy import LoraConfig
 from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.sampling_run_schema import DistillationRunConfig
-from nemo_like.config.text_run_schema import OffPolicyDistillationRunConfig
 from nemo_like.data import conversations
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.models.resolve import resolve_model
+from nemo_like.planning.layout import parallel_sizes
+from nemo_like.planning.model_fit import check_model_fits
+from nemo_like.planning.model_shape import number, read_settings
+from nemo_like.planning.resources import plan_run
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 
-AnyConfig = DistillationRunConfig | OffPolicyDistillationRunConfig
+AnyConfig = DistillationConfig | OffPolicyDistillationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class Teacher:
         return text_rows.in_parts(batch, lambda part: self.model.top_logprobs(part, k, vocabulary))
 
 
-def run_distillation(config: DistillationRunConfig, processes: Processes) -> None:
+def run_distillation(config: DistillationConfig, processes: Processes) -> None:
     """Everything from a run's processes to a trained model in ``run.dir``: on-policy."""
     run = processes.run
     with run.start_phase("prompts"):
@@ -76,7 +75,7 @@ def run_distillation(config: DistillationRunConfig, processes: Processes) -> Non
     _finish(config, setup.policy, run)
 
 
-def run_off_policy_distillation(config: OffPolicyDistillationRunConfig) -> None:
+def run_off_policy_distillation(config: OffPolicyDistillationConfig) -> None:
     """Everything from a configuration to a trained model in ``run.dir``: on given texts."""
     model_path = find_model(config)
     teacher_path, compared = find_teacher(config, model_path)
@@ -94,7 +93,7 @@ def run_off_policy_distillation(config: OffPolicyDistillationRunConfig) -> None:
 
 
 def train_on_samples(
-    config: DistillationRunConfig, setup: on_policy.Setup, teacher: Teacher, run: Run
+    config: DistillationConfig, setup: on_policy.Setup, teacher: Teacher, run: Run
 ) -> None:
     """The loop of on-policy distillation."""
     policy, rollouts = setup.policy, setup.rollouts
@@ -120,7 +119,7 @@ def train_on_samples(
 
 
 def train_on_texts(
-    config: OffPolicyDistillationRunConfig, setup: text_rows.TextSetup, teacher: Teacher, run: Run
+    config: OffPolicyDistillationConfig, setup: text_rows.TextSetup, teacher: Teacher, run: Run
 ) -> None:
     """The loop of off-policy distillation."""
     loss = DistillationLoss(config.loss, teacher.compared.student_vocabulary)

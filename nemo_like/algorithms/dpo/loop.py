@@ -9,17 +9,17 @@ begins with. Left out here: pairs sampled during training, references that follo
 from contextlib import ExitStack
 from dataclasses import replace
 
+from nemo_like.algorithms.dpo.config import DPOConfig
 from nemo_like.algorithms.processes import find_model
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, in_parts, prepare, restore, start
 from nemo_like.batch import keys
-from nemo_like.config.text_run_schema import DPORunConfig
 from nemo_like.data import preferences
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.preference import PreferenceLoss
 
 
-def run_dpo(config: DPORunConfig) -> None:
+def run_dpo(config: DPOConfig) -> None:
     """Everything from a configuration to a trained model in ``run.dir``."""
     model_path = find_model(config)
     live = config.keeps_reference
@@ -51,7 +51,7 @@ def with_reference_logprobs(setup: TextSetup, live: bool) -> TextSetup:
     )
 
 
-def train(config: DPORunConfig, setup: TextSetup, run: Run, live: bool) -> None:
+def train(config: DPOConfig, setup: TextSetup, run: Run, live: bool) -> None:
     """The loop."""
     policy, loss = setup.policy, PreferenceLoss(config.loss)
     for _ in run.steps(

@@ -9,13 +9,13 @@ import logging
 import math
 from pathlib import Path
 
-from nemo_like.algorithms.eval_report import Measured, write_report
+from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.algorithms.eval.report import Measured, write_report
 from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.rows import Rows
 from nemo_like.algorithms.setup import Prepared, check_stop_ids, start
 from nemo_like.checkpoint import open_checkpoint
-from nemo_like.config.file_checks import is_checkpoint
-from nemo_like.config.sampling_run_schema import EvalRunConfig
+from nemo_like.config.paths import is_checkpoint
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
@@ -27,7 +27,7 @@ from nemo_like.rollout import graders
 logger = logging.getLogger(__name__)
 
 
-def run_eval(config: EvalRunConfig, processes: Processes) -> None:
+def run_eval(config: EvalConfig, processes: Processes) -> None:
     """Everything from a run's processes to ``eval.json`` and ``samples.jsonl`` in ``run.dir``."""
     run, name = processes.run, config.policy.model
     with run.start_phase("prompts"):
@@ -51,7 +51,7 @@ def run_eval(config: EvalRunConfig, processes: Processes) -> None:
     write_report(measured.report(), run.dir / "eval.json")
 
 
-def prepare(config: EvalRunConfig, rows: Rows, model_path: str) -> Prepared:
+def prepare(config: EvalConfig, rows: Rows, model_path: str) -> Prepared:
     """Render and check every prompt; raises UserError."""
     chat = ChatTokenizer(model_path)
     check_stop_ids(config, chat)

@@ -10,13 +10,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from nemo_like.algorithms.eval_statistics import (
+from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.algorithms.eval.statistics import (
     majority_at,
     mean_of_prompts,
     pass_at,
     share_of_prompts,
 )
-from nemo_like.config.sampling_run_schema import EvalRunConfig
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
 from nemo_like.rollout.rollout import Sample
@@ -30,7 +30,7 @@ Graded = list[tuple[float, str | None]]
 class Measured:
     """All samples of an evaluation so far. Completions whose grading failed are only counted."""
 
-    def __init__(self, config: EvalRunConfig, rows: Sequence[Row]) -> None:
+    def __init__(self, config: EvalConfig, rows: Sequence[Row]) -> None:
         self._config, self._rows = config, rows
         self._graded: list[Graded] = [[] for _ in rows]
         self._lengths: list[int] = []

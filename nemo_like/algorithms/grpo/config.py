@@ -22,9 +22,7 @@ class GRPOSection(UpdatesLoop):
     max_sampling_rounds: Annotated[
         int,
         Field(ge=2),
-        OnlyIf(
-            lambda here, _: here.dynamic_sampling, "grpo.dynamic_sampling is off; set it too"
-        ),
+        OnlyIf(lambda here, _: here.dynamic_sampling, "grpo.dynamic_sampling is off; set it too"),
     ] = 4
     """Most times that prompts are sampled for one step (dynamic_sampling). The groups with a signal
     that were found by then train; if there is none, the step trains on nothing."""

@@ -21,6 +21,7 @@ from nemo_like.advantages import (
     overlong_penalty,
     zero_variance_share,
 )
+from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
@@ -34,7 +35,7 @@ from nemo_like.algorithms.self_check import (
 from nemo_like.algorithms.setup import Setup, prepare, start
 from nemo_like.batch import keys
 from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.sampling_run_schema import GRPORunConfig, PolicyGradientRunConfig
+from nemo_like.config.sampling import PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
@@ -42,7 +43,7 @@ from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
 logger = logging.getLogger(__name__)
 
 
-def run_grpo(config: GRPORunConfig, processes: Processes) -> None:
+def run_grpo(config: GRPOConfig, processes: Processes) -> None:
     """Everything from a run's processes to a trained model in ``run.dir``."""
     run = processes.run
     with run.start_phase("prompts"):
@@ -56,10 +57,10 @@ def run_grpo(config: GRPORunConfig, processes: Processes) -> None:
     train(config, setup, run)
     if config.checkpoint.export:
         setup.policy.export(str(run.dir / "final"))
-    run.finish(generation_backend=config.generation.backend.value)
+    run.finish(generation_backend=config.generation.backend)
 
 
-def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
+def train(config: GRPOConfig, setup: Setup, run: Run) -> None:
     """The loop."""
     policy, rollouts, grpo = setup.policy, setup.rollouts, config.grpo
     kl = config.loss.kl_estimator if config.kl_in_reward else None
@@ -116,7 +117,7 @@ def signal(batch: RemoteBatch) -> Tensor:
     return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
 
 
-def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
+def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     """Row column ``advantages``, from rewards with what the configuration adds to them.
 
     A truncated completion that is not to train counts in its group all the same. Groups without a

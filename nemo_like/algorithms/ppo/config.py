@@ -13,9 +13,7 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import PolicyGradientRunConfig, UpdatesLoop
 from nemo_like.config.section import OnlyIf, Section
 
-_CRITIC = OnlyIf(
-    lambda _, run: run.critic.enabled, "critic.enabled=false leaves the critic out"
-)
+_CRITIC = OnlyIf(lambda _, run: run.critic.enabled, "critic.enabled=false leaves the critic out")
 
 
 class PPOSection(UpdatesLoop):

@@ -9,21 +9,20 @@ context and pipeline parallelism, which the scalar head does not know.
 from contextlib import ExitStack
 
 from nemo_like.algorithms.processes import find_model
+from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, prepare, restore, start
-from nemo_like.config.choices import Output
-from nemo_like.config.text_run_schema import RewardModelRunConfig
 from nemo_like.data import preferences
 from nemo_like.losses.reward_model import RewardModelLoss
 
 
-def run_reward_model(config: RewardModelRunConfig) -> None:
+def run_reward_model(config: RewardModelConfig) -> None:
     """Everything from a configuration to a trained model in ``run.dir``."""
     model_path = find_model(config)
     with Run(config, "rm") as run, ExitStack() as stack:
         with run.start_phase("data"):
             rows = prepare(config, preferences.load, model_path)
-        setup = start(config, run, rows, stack, model_path=model_path, output=Output.values)
+        setup = start(config, run, rows, stack, model_path=model_path, output="values")
         restore(config, run, setup)
         train(config, setup, run)
         if config.checkpoint.export:
@@ -31,7 +30,7 @@ def run_reward_model(config: RewardModelRunConfig) -> None:
         run.finish()
 
 
-def train(config: RewardModelRunConfig, setup: TextSetup, run: Run) -> None:
+def train(config: RewardModelConfig, setup: TextSetup, run: Run) -> None:
     """The loop."""
     loss = RewardModelLoss(config.loss)
     for _ in run.steps(

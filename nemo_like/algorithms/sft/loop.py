@@ -10,13 +10,13 @@ from contextlib import ExitStack
 
 from nemo_like.algorithms.processes import find_model
 from nemo_like.algorithms.run import Run
+from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.algorithms.text_rows import HeldOutLoss, TextSetup, prepare, restore, start
-from nemo_like.config.text_run_schema import SFTRunConfig
 from nemo_like.data import conversations
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 
 
-def run_sft(config: SFTRunConfig) -> None:
+def run_sft(config: SFTConfig) -> None:
     """Everything from a configuration to a trained model in ``run.dir``."""
     model_path = find_model(config)  # a wrong layout leaves no folder behind
     with Run(config, "sft") as run, ExitStack() as stack:
@@ -30,7 +30,7 @@ def run_sft(config: SFTRunConfig) -> None:
         run.finish()
 
 
-def train(config: SFTRunConfig, setup: TextSetup, run: Run) -> None:
+def train(config: SFTConfig, setup: TextSetup, run: Run) -> None:
     """The loop."""
     loss = CrossEntropyLoss()
     for _ in run.steps(
