@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.config.paths import REASONING_GYM, REWARD_MODEL
-from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.environments.rewards import resolve_reward
@@ -32,7 +31,7 @@ def read_rows(config: SamplingRunConfig) -> Rows:
     if not isinstance(config, EvalConfig):
         train = load_rows(data.train, data, data.num_train_rows, seed, "data.train")
         source = data.validation or data.train
-    if isinstance(config, EvalConfig) or has_validation(config):
+    if isinstance(config, EvalConfig) or config.validates:
         held_out = seed + VALIDATION_SEED_OFFSET
         validation = load_rows(source, data, data.num_validation_rows, held_out, "data.validation")
     if train and validation:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -302,7 +301,7 @@ class Run:
                     self.dir,
                     mode=logging_config.wandb,
                     project=logging_config.wandb_project,
-                    config=asdict(self.config),
+                    config=self.config.model_dump(),
                 )
             )
         return Sinks([*sinks, self._progress], self.first_step or None)

@@ -5,7 +5,6 @@ import fcntl
 import json
 import logging
 import os
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -44,7 +43,7 @@ def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
     would make it another run.
     """
     path = folder / "config.yaml"
-    text = yaml.safe_dump(_plain(asdict(config)), sort_keys=False)
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     if continued and path.exists():
         before = _read(path)
         if config.section not in before:

@@ -1,8 +1,9 @@
-"""From the command line and YAML files to a checked configuration, with errors that name the key."""
+"""From the command line and YAML files to a checked configuration; errors name the key."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,8 @@ from nemo_like.planning.placement import check_placement
 
 def store_schema(schema: type[RunConfig]) -> None:
     """Make the defaults of ``schema`` known to Hydra as the base of YAML files."""
-    store = ConfigStore.instance()
-    for name in registry.names():
-        if registry.find(name).config is schema:
-            store.store(name=f"{name}{registry.SUFFIX}", node=schema().model_dump(mode="json"))
+    node = schema().model_dump(mode="json")
+    ConfigStore.instance().store(name=f"{registry.name_of(schema)}{registry.SUFFIX}", node=node)
 
 
 def load(raw: DictConfig, schema: type[RunConfig], *, files_are_here: bool = True) -> Any:
@@ -60,15 +59,35 @@ def check(values: Mapping[str, Any], schema: type[RunConfig], files_are_here: bo
     return config
 
 
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra made of YAML files and overrides, not checked yet."""
+
+    raw: DictConfig
+    schema: type[RunConfig]
+
+    def load(self, *, files_are_here: bool = True) -> Any:
+        """The checked configuration; raises UserError. See ``load``."""
+        return load(self.raw, self.schema, files_are_here=files_are_here)
+
+
+def check_algorithm(script: str, schema: type[RunConfig], own: type[RunConfig]) -> None:
+    """``run_sft.py`` cannot run a configuration of DPO; ``own``: what ``script`` runs."""
+    if schema is not own:
+        raise UserError(
+            f"{script} cannot run this configuration, which is one of "
+            f"run_{registry.name_of(schema)}.py; use that, or another --config-name."
+        )
+
+
 def compose_config(config_dir: Path, config_name: str, overrides: Sequence[str] = ()) -> Any:
     """What ``examples/run_*.py`` would run with, for tests and other programs."""
-    raw = compose_raw(config_dir, config_name, overrides)
-    return load(raw, schema_of([config_dir], config_name))
+    return compose_raw(config_dir, config_name, overrides).load()
 
 
 def compose_raw(
     config_dir: Path, config_name: str, overrides: Sequence[str], extra_dir: Path | None = None
-) -> DictConfig:
+) -> Composed:
     """Compose without running; every error of Hydra and OmegaConf becomes one clear UserError.
 
     ``extra_dir`` is searched after ``config_dir``, like Hydra's ``--config-dir``.
@@ -88,7 +107,7 @@ def compose_raw(
         raise explain(error, schema) from error
     with open_dict(raw):
         del raw["hydra"]
-    return raw
+    return Composed(raw, schema)
 
 
 @contextmanager

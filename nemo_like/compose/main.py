@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.algorithms.stop_request import listen
 from nemo_like.compose.files import check_config_files, schema_of
-from nemo_like.compose.load import check_algorithm, compose_raw, explain, load, register
+from nemo_like.compose.load import check_algorithm, compose_raw, explain, load, store_schema
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
 from nemo_like.config.run import RunConfig
 from nemo_like.errors import (
@@ -50,14 +50,15 @@ def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None
     first one starts, so that a typing error costs no run and prints one sentence.
     """
     listen()  # Run takes it over; until then SIGUSR1 would end the process unheard.
-    register()
-    sys.argv[1:] = arguments = accept_free_keys(sys.argv[1:])
+    schema = schema_of([config_dir], config_name)
+    store_schema(schema)
+    sys.argv[1:] = arguments = accept_free_keys(sys.argv[1:], schema)
     if not any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
         end_on_error(lambda: _preflight(config_name, config_dir, arguments))
 
     @functools.wraps(run)
     def task(raw: DictConfig) -> None:
-        end_on_error(lambda: run(load(raw)))
+        end_on_error(lambda: run(load(raw, schema)))
 
     hydra.main(version_base="1.3", config_path=str(config_dir.resolve()), config_name=config_name)(
         task
@@ -113,13 +114,13 @@ def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> None
     name = config_name if parsed.config_name is None else parsed.config_name
     own, configs = schema_of([config_dir], config_name), []
     for job in jobs(directory, name, parsed.overrides, extra_dir, multirun=parsed.multirun):
-        raw = compose_raw(directory, name, job, extra_dir)
+        composed = compose_raw(directory, name, job, extra_dir)
         if parsed.cfg is None:
-            configs.append(load(raw))
-            check_algorithm(sys.argv[0], configs[-1], own)
+            check_algorithm(sys.argv[0], composed.schema, own)
+            configs.append(composed.load())
         elif parsed.resolve:
             try:
-                OmegaConf.resolve(raw)
+                OmegaConf.resolve(composed.raw)
             except OmegaConfBaseException as error:
                 raise explain(error, own) from error
     check_run_dirs(configs)

@@ -5,6 +5,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from nemo_like.config.algorithm import Algorithm
+from nemo_like.config.run import RunConfig
 
 ENTRY_POINTS = "nemo_like.algorithms"
 """Group of a package's entry points, ``name = "module:ALGORITHM"``."""
@@ -39,6 +40,11 @@ def find(name: str) -> Algorithm:
     if name in _of_scripts:
         return _of_scripts[name]
     return _imported(_OURS.get(name) or _installed()[name])
+
+
+def name_of(config: type[RunConfig]) -> str:
+    """The algorithm whose configuration is of this class."""
+    return next(name for name in names() if find(name).config is config)
 
 
 def of_schema(name: str) -> Algorithm | None:

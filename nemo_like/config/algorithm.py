@@ -17,7 +17,7 @@ class Algorithm:
     config: type[RunConfig]
     """Everything that it can be told."""
     run: "str | Callable[[Any], None]"
-    """``module:function``, imported only when a run starts: parsing a command line needs no torch."""
+    """``module:function``, imported only when a run starts: a command line needs no torch."""
 
     def start(self, config: RunConfig) -> None:
         """Run to the end."""

@@ -8,6 +8,13 @@ from nemo_like.config.section import Count, OnlyIf, Section
 
 REASONING_GYM = "reasoning_gym"
 
+TrainOn = Literal["assistant", "last_assistant", "all"]
+"""Tokens of a conversation that train."""
+OverlongRows = Literal["refuse", "drop", "truncate"]
+"""What happens to a row with too many tokens."""
+IdenticalPairs = Literal["refuse", "drop"]
+"""What happens to a pair that prefers nothing."""
+
 DEFAULT_TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 5, "max_terms": 5, "min_digits": 1, "max_digits": 1}
 }
@@ -74,7 +81,7 @@ class TextsConfig(RowsConfig):
     max_length: Annotated[int | None, Field(ge=2)] = None
     """Most tokens of a row. None: as many as the model's context and
     ``policy.micro_batch_tokens`` hold (half of the latter for each row of a pair)."""
-    overlong: Literal["refuse", "drop", "truncate"] = "refuse"
+    overlong: OverlongRows = "refuse"
     """Rows above ``max_length``: ``refuse`` to start; ``drop`` them, pairs as a whole; or
     ``truncate``: keep their beginning, and drop those without a trained token in it. The log counts
     what is dropped."""
@@ -92,7 +99,7 @@ class ConversationsConfig(TextsConfig):
     """A .jsonl file (rows have ``messages``, ``prompt`` and ``completion``, or ``text``), or
     ``reasoning_gym``: the questions of ``tasks``, each with its right answer in the tags
     ``<answer>…</answer>`` that its reward asks for."""
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    train_on: TrainOn = "assistant"
     """``assistant``: every turn of the assistant (of the completion, where a row has one), from its
     first token to the one that ends it; ``last_assistant``: the last of them; ``all``: every
     token."""
@@ -110,6 +117,6 @@ class PairsConfig(TextsConfig):
     """A .jsonl file (rows have ``prompt``, ``chosen`` and ``rejected``; ``chosen`` and
     ``rejected``; or ``prompt``, ``completions`` and ``ranks``), or ``reasoning_gym``: the questions
     of ``tasks``, each with its right answer and one that is wrong, taken from another row."""
-    identical: Literal["refuse", "drop"] = "refuse"
+    identical: IdenticalPairs = "refuse"
     """Pairs whose completions are the same: ``refuse`` to start, or ``drop`` them and say how
     many."""

@@ -8,6 +8,10 @@ from pydantic import Field
 
 from nemo_like.config.section import Count, OnlyIf, Positive, Section
 
+Backend = Literal["vllm", "hf"]
+"""Engine that samples completions."""
+Transport = Literal["ipc", "broadcast"]
+"""How weights travel from the policy to generation."""
 _VLLM = OnlyIf(lambda here, _: here.backend == "vllm", "only generation.backend=vllm has it")
 LOWEST_TEMPERATURE = 0.01
 """vLLM samples at this temperature where it is asked for less, and logprobs would not match."""
@@ -16,7 +20,7 @@ LOWEST_TEMPERATURE = 0.01
 class GenerationConfig(Section):
     """The engine that samples completions for training."""
 
-    backend: Literal["vllm", "hf"] = "vllm"
+    backend: Backend = "vllm"
     """``vllm``, or ``hf``: a plain loop over the transformers model, for odd models and exact
     tests."""
     temperature: Positive = 1.0
@@ -34,8 +38,8 @@ class GenerationConfig(Section):
     """Engines that share each bundle (GPU). Two help small models, which an engine's CPU side
     slows down."""
     sleep: bool = True
-    """Free the engine's GPU memory while the policy trains on the same GPU (vllm). False saves about
-    0.1 s per step where memory holds both."""
+    """Free the engine's GPU memory while the policy trains on the same GPU (vllm). False saves
+    about 0.1 s per step where memory holds both."""
     engine_kwargs: Annotated[dict[str, Any], _VLLM] = Field(default_factory=dict)
     """Passed to vLLM's engine unchanged; arguments that follow from other keys are refused."""
 
@@ -51,7 +55,7 @@ class GenerationConfig(Section):
 class RefitConfig(Section):
     """The policy's weights on their way to generation."""
 
-    transport: Literal["ipc", "broadcast"] | None = None
+    transport: Transport | None = None
     """``ipc``: each bundle's policy rank shares its memory with the engines on it (CUDA IPC; mapped
     memory on the CPU); ``broadcast``: policy rank 0 sends to all engines (NCCL; gloo on the CPU).
     None: ``ipc`` where both sides share bundles, else ``broadcast``."""

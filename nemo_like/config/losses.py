@@ -14,6 +14,17 @@ from nemo_like.config.section import Count, NonNegative, OnlyIf, Positive, Secti
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimator of KL(policy || reference), http://joschu.net/blog/kl-approx.html."""
 
+RatioLevel = Literal["token", "sequence"]
+"""What one ratio of new to old policy belongs to."""
+Normalization = Literal["token", "sequence", "constant"]
+"""What the sum over tokens of a loss is divided by."""
+TeacherTail = Literal["bucket", "renormalize", "ignore"]
+"""What becomes of tokens outside the teacher's most likely ones."""
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "mixed"]
+"""Distance of the student's distribution from the teacher's."""
+PreferenceKind = Literal["sigmoid", "ipo", "hinge"]
+"""Loss of a pair as a function of its margin."""
+
 ONE_UPDATE = OnlyIf(
     lambda _, run: run.loop.num_updates > 1,
     "with one optimizer step per batch the ratio is always 1; raise num_mini_batches or "
@@ -74,7 +85,7 @@ class LossConfig(Section):
     """What a token adds to the loss. ``clip``: -min(r A, clip(r) A) (PPO, arXiv:1707.06347 Eq. 7;
     GRPO); ``cispo``: -clip(r) A log p, clip(r) without gradient (MiniMax-M1, arXiv:2506.13585
     Eq. 4); ``reinforce``: -A log p, without r (Williams 1992)."""
-    ratio_level: Annotated[Literal["token", "sequence"], _HAS_RATIO] = "token"
+    ratio_level: Annotated[RatioLevel, _HAS_RATIO] = "token"
     """``token``: each token has its own r; ``sequence``: all tokens of a completion share the
     geometric mean of theirs (GSPO, arXiv:2507.18071 Eq. 5-7, with ``normalization=sequence``)."""
     clip_low: Annotated[float | None, _HAS_RATIO, ONE_UPDATE] = 0.2
@@ -90,7 +101,7 @@ class LossConfig(Section):
     ] = None
     """For a negative advantage a token's loss is at most dual_clip |A|, > 1 (arXiv:1912.09729;
     ``objective=clip``). None: it has no bound."""
-    normalization: Literal["token", "sequence", "constant"] = "token"
+    normalization: Normalization = "token"
     """What the sum over tokens is divided by. ``token``: all trained tokens of the optimizer step
     (DAPO, Eq. 12); ``sequence``: each sequence's tokens, and then the number of sequences (GRPO,
     Eq. 3); ``constant``: the number of sequences times ``constant_tokens`` (Dr. GRPO,
@@ -164,7 +175,7 @@ class DPOLossConfig(Section):
     rejected one.
     """
 
-    kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    kind: PreferenceKind = "sigmoid"
     """Loss of a margin m. ``sigmoid``: -log sigmoid(beta * m) (DPO, arXiv:2305.18290); ``ipo``:
     (m - 1 / (2 * beta))^2 (arXiv:2310.12036); ``hinge``: max(0, 1 - beta * m)
     (arXiv:2305.10425)."""
@@ -233,7 +244,7 @@ class ValueLossConfig(Section):
 class DistillationLossConfig(Section):
     """How far the student's next-token distribution is from the teacher's."""
 
-    kind: Literal["forward_kl", "reverse_kl", "jsd", "mixed"] = "forward_kl"
+    kind: Divergence = "forward_kl"
     """``forward_kl``: KL(teacher || student); ``reverse_kl``: KL(student || teacher); ``jsd``:
     alpha * KL(teacher || m) + (1 - alpha) * KL(student || m) with m = alpha * teacher +
     (1 - alpha) * student (arXiv:2306.13649); ``mixed``: alpha * forward + (1 - alpha) * reverse."""
@@ -246,7 +257,7 @@ class DistillationLossConfig(Section):
     ] = 0.5
     """Weight of the teacher's side, in (0, 1) (jsd, mixed)."""
     tail: Annotated[
-        Literal["bucket", "renormalize", "ignore"],
+        TeacherTail,
         OnlyIf(
             lambda _, run: run.teacher.top_k is not None,
             "teacher.top_k is null, so no token is left out; set teacher.top_k",

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from nemo_like.config.section import Count, NonNegative, OnlyIf, Positive, Section, Share
 
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+"""Shape of the learning rate after warm-up."""
+
 _ADAM = ("adamw", "adamw8bit", "muon")
 _OF_ADAM = OnlyIf(
     lambda here, _: here.kind in _ADAM, "only {here}.kind=adamw, adamw8bit and muon have it"
@@ -59,7 +62,7 @@ class OptimizerConfig(Section):
 class SchedulerConfig(Section):
     """Learning rate over optimizer steps."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    kind: Schedule = "constant"
     """Shape after warm-up. ``linear`` and ``cosine`` reach their minimum at the last step; ``wsd``
     stays at the peak and falls linearly over the last ``decay_steps``."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -76,7 +79,9 @@ class SchedulerConfig(Section):
         """
         warmup, decay = self.warmup_steps, self.decay_steps
         if warmup >= num_updates:
-            yield f"{here}.warmup_steps={warmup} must be below {told}, or the peak is never reached."
+            yield (
+                f"{here}.warmup_steps={warmup} must be below {told}, or the peak is never reached."
+            )
         if self.kind == "wsd" and warmup + decay > num_updates:
             yield (
                 f"{here}.decay_steps={decay} and warmup_steps={warmup} together must be at most "

@@ -1,4 +1,4 @@
-"""Section ``policy``: the model, its precision, layout, optimizer, batches, memory and debugging."""
+"""Section ``policy``: model, precision, layout, optimizer, batches, memory and debugging."""
 
 import importlib.util
 import math
@@ -12,6 +12,22 @@ from nemo_like.config.section import Count, OnlyIf, Positive, Section
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Number format of the parameters in compute."""
+Batching = Literal["packed", "padded"]
+"""How the rows of a micro-batch share one forward pass."""
+Checkpointing = Literal["none", "full", "selective"]
+"""Activations that the backward pass computes again."""
+Offload = Literal["none", "optimizer", "all"]
+"""What of the policy lives in host memory."""
+DataParallel = Literal["fsdp", "ddp"]
+"""What data-parallel ranks hold of the model."""
+Compression = Literal["none", "bf16", "fp16", "powersgd"]
+"""How DDP's gradients travel."""
+PipelineSchedule = Literal["gpipe", "one_f_one_b", "interleaved"]
+"""Order of forward and backward passes over pipeline stages."""
+Output = Literal["logprobs", "values", "values_before"]
+"""What a model gives for each token: ``logprobs`` of tokens that train; ``values``: a scalar head's
+number where the token has been read; ``values_before``: its number where the token was to be
+sampled, of tokens that train."""
 
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of buffers that vLLM has for adapters that it computes with."""
@@ -62,8 +78,8 @@ class LossScaleConfig(Section):
         """Scaling must be exact, and have room to fall."""
         if math.frexp(self.initial)[0] != 0.5:
             yield (
-                f"{here}.initial={self.initial:g} must be a power of two, so that scaling is exact; "
-                "use 65536."
+                f"{here}.initial={self.initial:g} must be a power of two, so that scaling is "
+                "exact; use 65536."
             )
         if self.min > self.initial:
             yield (
@@ -79,7 +95,7 @@ class DDPConfig(Section):
     """MiB of gradients that travel together."""
     gradient_as_bucket_view: Annotated[bool, _OWN_GRADIENTS] = True
     """Gradients live in the buckets, which saves one copy of them."""
-    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    compression: Compression = "none"
     """``bf16`` and ``fp16`` halve the bytes; ``powersgd``: low-rank (arXiv:1905.13727)."""
     powersgd_rank: Annotated[Count, _POWERSGD] = 2
     """Rank of PowerSGD's factors."""
@@ -88,8 +104,8 @@ class DDPConfig(Section):
     find_unused_parameters: Annotated[bool, _OWN_GRADIENTS] = False
     """Look for parameters without a gradient after each forward pass (slower)."""
     average_every_steps: Count = 1
-    """Above 1: local SGD. Ranks step on their own gradients and average their parameters this often,
-    and before weights leave the policy (refit, checkpoint, export)."""
+    """Above 1: local SGD. Ranks step on their own gradients and average their parameters this
+    often, and before weights leave the policy (refit, checkpoint, export)."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """What local SGD, NCCL and PowerSGD's start ask for."""
@@ -109,15 +125,6 @@ class DDPConfig(Section):
                 f"{here}.compression=bf16 needs NCCL, which the run's CPUs do not have; use fp16, "
                 "or set cluster.gpus_per_node."
             )
-        if (
-            self.compression == "powersgd"
-            and run.max_updates is not None
-            and self.powersgd_start_step >= run.max_updates
-        ):
-            yield (
-                f"{here}.powersgd_start_step={self.powersgd_start_step} must be below "
-                f"{run.last_update(run.max_updates)}, or PowerSGD never begins; lower it."
-            )
 
 
 class ParallelConfig(Section):
@@ -126,7 +133,7 @@ class ParallelConfig(Section):
     Rank order is pipeline, replicate, shard, context, tensor: neighbours share tensors.
     """
 
-    data_parallel: Literal["fsdp", "ddp"] = "fsdp"
+    data_parallel: DataParallel = "fsdp"
     """``fsdp``: parameters, gradients and optimizer state are sharded (FSDP2); ``ddp``: every rank
     holds all of them."""
     replicate_size: Count = 1
@@ -149,9 +156,7 @@ class ParallelConfig(Section):
     """Split norms and residuals over the tensor-parallel ranks (arXiv:2205.05198)."""
     pipeline_parallel_size: Count = 1
     """Groups of layers, each on ranks of its own."""
-    pipeline_schedule: Annotated[Literal["gpipe", "one_f_one_b", "interleaved"], _PIPELINE] = (
-        "one_f_one_b"
-    )
+    pipeline_schedule: Annotated[PipelineSchedule, _PIPELINE] = "one_f_one_b"
     """``gpipe``, ``one_f_one_b`` (less memory) or ``interleaved`` (smaller bubble)."""
     pipeline_stages_per_rank: Annotated[
         int,
@@ -168,7 +173,7 @@ class ParallelConfig(Section):
     ddp: Annotated[DDPConfig, _DDP] = DDPConfig()
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """DDP replicates full models on ranks that each see other rows, in float32 with autocast."""
+        """DDP keeps a full float32 model on each rank, and computes with autocast."""
         if self.data_parallel != "ddp":
             return
         for key in (
@@ -327,7 +332,7 @@ class PolicyConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     max_grad_norm: Positive | None = 1.0
     """Gradients are clipped to this global norm. None: measured, not clipped."""
-    batching: Literal["packed", "padded"] = "packed"
+    batching: Batching = "packed"
     """``packed``: rows end to end without padding; ``padded``: one row per line."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] = 8192
     """Most tokens of one forward and backward pass, padding included."""
@@ -337,12 +342,12 @@ class PolicyConfig(Section):
     """Most tokens with logits in memory at one time."""
     compile: bool = False
     """Compile each layer (torch.compile): a slow first step, faster later ones."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: Checkpointing = "none"
     """``full``: recompute each layer in the backward pass; ``selective``: keep the results of
     matrix products and attention, recompute the rest."""
     activation_offload: Annotated[bool, _ON_GPU] = False
     """Keep activations for the backward pass in host memory (GPU)."""
-    offload: Annotated[Literal["none", "optimizer", "all"], _ON_GPU] = "none"
+    offload: Annotated[Offload, _ON_GPU] = "none"
     """Keep ``optimizer`` state in host memory between steps, or ``all``: parameters, gradients and
     optimizer state, and the optimizer runs there too (GPU)."""
     debug: DebugConfig = DebugConfig()
@@ -364,8 +369,18 @@ class PolicyConfig(Section):
                 f"{here}.batching=packed."
             )
         if run.max_updates is not None:
-            told = run.last_update(run.max_updates)
-            yield from self.scheduler.fits(f"{here}.scheduler", run.max_updates, told)
+            yield from self.schedule_rules(here, run, run.max_updates)
+
+    def schedule_rules(self, here: str, run: Any, num_updates: int) -> Iterator[str]:
+        """What begins or ends at an optimizer step must do so within the run's ``num_updates``."""
+        told = run.last_update(num_updates)
+        yield from self.scheduler.fits(f"{here}.scheduler", num_updates, told)
+        ddp = self.parallel.ddp
+        if ddp.compression == "powersgd" and ddp.powersgd_start_step >= num_updates:
+            yield (
+                f"{here}.parallel.ddp.powersgd_start_step={ddp.powersgd_start_step} must be below "
+                f"{told}, or PowerSGD never begins; lower it."
+            )
 
 
 class TeacherConfig(Section):

@@ -13,6 +13,11 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.section import Count, OnlyIf, Positive, Section
 from nemo_like.config.slurm import SlurmConfig
 
+Console = Literal["auto", "live", "plain"]
+"""How progress is shown."""
+WandbMode = Literal["off", "offline", "online"]
+"""Where Weights & Biases records go."""
+
 
 class RunSection(Section):
     """One execution: its folder, its seed, and whether it continues."""
@@ -103,11 +108,11 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     """Where numbers go; ``metrics.jsonl`` and ``run.log`` are always written."""
 
-    console: Literal["auto", "live", "plain"] = "auto"
+    console: Console = "auto"
     """``live``: a table updated in place; ``plain``: one line per step; ``auto``: by terminal."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
-    wandb: Literal["off", "offline", "online"] = "off"
+    wandb: WandbMode = "off"
     """Weights & Biases: ``off``, ``offline`` or ``online``."""
     wandb_project: Annotated[
         str,

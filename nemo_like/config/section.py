@@ -7,7 +7,7 @@ agree on. Sections are strict and frozen: ``1.5`` is no integer, an unknown key 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, dataclass_transform, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -37,6 +37,7 @@ class OnlyIf:
     dotted name."""
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 class Section(BaseModel):
     """Base of every section; see the module."""
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from nemo_like.config.data import TextsConfig
 from nemo_like.config.run import RunConfig
-from nemo_like.config.section import Count, OnlyIf, Section
+from nemo_like.config.section import Count, OnlyIf, Section, value_of
 
 NEEDS_VALIDATION_ROWS = OnlyIf(
     lambda here, run: here.every_steps == 0 or run.data.has_validation_rows,
@@ -81,7 +81,12 @@ class TextRunConfig(RunConfig):
     )
 
     validation: HeldOutConfig = HeldOutConfig()
-    data: TextsConfig = TextsConfig()
+    @property
+    def texts(self) -> TextsConfig:
+        """Section ``data``, which each algorithm has in its own form."""
+        texts = value_of(self, "data")
+        assert isinstance(texts, TextsConfig)
+        return texts
 
     @property
     def passes(self) -> PassesSection:
@@ -103,4 +108,4 @@ class TextRunConfig(RunConfig):
     @property
     def validates(self) -> bool:
         """Whether there are held-out rows, and a step to measure them at."""
-        return self.data.has_validation_rows and self.validation.every_steps > 0
+        return self.texts.has_validation_rows and self.validation.every_steps > 0

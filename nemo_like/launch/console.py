@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nemo_like.compose.load import compose_raw, load
+from nemo_like.compose.load import compose_raw
 from nemo_like.compose.main import end_on_error
 from nemo_like.config.run import RunConfig
 from nemo_like.errors import UserError
@@ -64,8 +64,8 @@ class ConfigParser(CommandParser):
         )
 
     def load(self, options: argparse.Namespace, *, files_are_here: bool = True) -> RunConfig:
-        """The checked configuration; raises UserError. ``files_are_here``: see ``checks.check``."""
-        return load(compose_raw(*self.source(options)), files_are_here=files_are_here)
+        """The checked configuration; raises UserError. ``files_are_here``: see ``load``."""
+        return compose_raw(*self.source(options)).load(files_are_here=files_are_here)
 
     def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
         """What ``compose_raw`` needs: folder, name, overrides and the user's folder.

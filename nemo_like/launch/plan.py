@@ -13,7 +13,7 @@ from nemo_like.launch.console import ConfigParser
 from nemo_like.launch.plan_memory import longest_row, memory_lines, micro_batches, predict_models
 from nemo_like.launch.tables import LAST_ROWS, MOST_ROWS, abbreviated, table
 from nemo_like.models.resolve import resolve_model
-from nemo_like.planning.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
+from nemo_like.planning.layout import ParallelSizes, parallel_sizes
 from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
 from nemo_like.planning.resources import ResourcePlan, plan_run
@@ -66,7 +66,7 @@ def _summary(config: RunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Ite
             roles = f"policy and generation share {'them' if plan.critic else 'all bundles'}"
         if plan.critic:
             roles += f", but for {len(plan.critic)} of the critic"
-    data_parallel = resolve_mesh_shape(config.policy, sizes.num_ranks).data_parallel
+    data_parallel = config.policy.parallel.data_parallel
     yield (
         f"Cluster     {len(plan.bundles_per_node)} node(s) x {plan.bundles_per_node[0]} {kind}(s), "
         f"one bundle each: {roles}"

@@ -10,9 +10,9 @@ from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.config.policy import LoraConfig, PolicyConfig
-from nemo_like.config.rules import value_of
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.section import value_of
 from nemo_like.config.texts import TextRunConfig
 from nemo_like.launch.tables import abbreviated, gib, table
 from nemo_like.models.resolve import resolve_model
@@ -84,7 +84,7 @@ def _models(config: RunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]
         )
     if distills:
         assert config.teacher.model is not None
-        teacher = replace(config.policy, model=config.teacher.model, lora=LoraConfig())
+        teacher = config.policy.replace(model=config.teacher.model, lora=LoraConfig())
         shape = read_model_shape(resolve_model(teacher.model, "teacher.model"))
         asked = Role(trains=False)
         models.append(replace(policy, name="teacher", config=teacher, shape=shape, role=asked))

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from nemo_like.compose import registry
 from nemo_like.config.run import RunConfig
-from nemo_like.config.schemas import SCHEMAS
 from nemo_like.errors import UserError
 from nemo_like.launch.console import ConfigParser
 from nemo_like.planning.resources import ResourcePlan, plan_run
@@ -163,8 +163,7 @@ def _entrypoint(
             f"run.dir={folder or 'null'} must be a folder below {path}, the volume that all pods "
             f"share; set run.dir={path}/NAME."
         )
-    schema = next(key for key, value in SCHEMAS.items() if type(config) is value)
-    script = schema.removesuffix("_schema")
+    script = registry.name_of(type(config))
     command = ["python", f"examples/run_{script}.py", *overrides]
     given = {
         "--config-name": name if name != script else None,

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_like.compose.load import check_algorithm, compose_raw, load
+from nemo_like.compose import registry
+from nemo_like.compose.load import check_algorithm, compose_raw
 from nemo_like.compose.main import check_run_dirs, jobs
 from nemo_like.config.run import RunConfig
-from nemo_like.config.schemas import SCHEMAS
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
 from nemo_like.launch.console import CONFIGS, CommandParser, ConfigParser
@@ -91,12 +91,12 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     configs = []
     typed = jobs(folder, name, overrides, extra_dir, multirun=options.multirun)
     for job in typed:
-        raw = compose_raw(folder, name, job, extra_dir)
-        configs.append(load(raw))
-        _check_run_dir(raw, configs)
+        composed = compose_raw(folder, name, job, extra_dir)
+        configs.append(composed.load())
+        _check_run_dir(composed.raw, configs)
     check_run_dirs(configs)
-    if f"{own}_schema" in SCHEMAS:  # Scripts of the user's own may run any.
-        check_algorithm(script, configs[0], SCHEMAS[f"{own}_schema"])
+    if own in registry.names():  # Scripts of the user's own may run any.
+        check_algorithm(script, type(configs[0]), registry.find(own).config)
     head = ["python", script, *([f"--config-name={named}"] if named else [])]
     # Hydra looks for relative ones beside the script; here they are where they are typed.
     if options.config_path:

@@ -1,5 +1,3 @@
-from nemo_like.config.run import Console
-
 """How a run looks while it runs: a table that updates in place, or one line a step."""
 
 import logging
@@ -16,6 +14,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from nemo_like.config.run import Console
 
 logger = logging.getLogger(__name__)
 

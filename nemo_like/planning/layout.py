@@ -1,21 +1,10 @@
 """How a number of policy ranks divides into the axes of ``policy.parallel``; arithmetic only."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
-
-# From the outermost axis in: the last varies fastest, so its ranks are neighbours on one node.
-_MESH_NAMES = {
-    "pp": "pipeline_parallel_size",
-    "replicate": "replicate_size",
-    "ddp": "",
-    "fsdp": "",
-    "cp": "context_parallel_size",
-    "tp": "tensor_parallel_size",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +52,8 @@ def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
     >>> config = PolicyConfig(parallel=ParallelConfig(tensor_parallel_size=2, replicate_size=2))
     >>> parallel_sizes(config, 8).axes
     {'pp': 1, 'dp': 4, 'cp': 1, 'tp': 2}
-    >>> parallel_sizes(PolicyConfig(mesh_shape=[[4, 2], ["fsdp", "tp"]]), 8).shard
-    4
     """
-    parallel = resolve_mesh_shape(policy, num_ranks)
+    parallel = policy.parallel
     fixed = {
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
@@ -94,32 +81,6 @@ def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
     )
 
 
-def resolve_mesh_shape(policy: PolicyConfig, num_ranks: int) -> ParallelConfig:
-    """``policy.parallel`` with the sizes of ``policy.mesh_shape``, if that is set."""
-    if policy.mesh_shape is None:
-        return policy.parallel
-    sizes = _mesh_axes(policy.mesh_shape)
-    default = ParallelConfig()
-    named = [key for key in _MESH_NAMES.values() if key] + ["data_parallel"]
-    twice = [key for key in named if getattr(policy.parallel, key) != getattr(default, key)]
-    if twice:
-        raise UserError(
-            f"policy.mesh_shape={policy.mesh_shape} and policy.parallel.{twice[0]} both say how "
-            "ranks are used; set one of them."
-        )
-    if math.prod(sizes.values()) != num_ranks:
-        raise UserError(
-            f"policy.mesh_shape={policy.mesh_shape} has {math.prod(sizes.values())} ranks, but the "
-            f"policy has {num_ranks}; change the sizes or cluster.num_nodes and workers per node."
-        )
-    changes: dict[str, Any] = {
-        key: sizes[axis] for axis, key in _MESH_NAMES.items() if key and axis in sizes
-    }
-    if "ddp" in sizes:
-        changes["data_parallel"] = "ddp"
-    return replace(policy.parallel, **changes)
-
-
 def num_stages(parallel: ParallelConfig) -> int:
     """Stages of the whole pipeline; interleaved rank r holds stages r, r + pp, r + 2 pp ..."""
     interleaved = parallel.pipeline_schedule == "interleaved"
@@ -136,29 +97,3 @@ def layer_range(num_layers: int, stages: int, stage: int) -> range:
     least, more = divmod(num_layers, stages)
     first = stage * least + min(stage, more)
     return range(first, first + least + (stage < more))
-
-
-def _mesh_axes(value: Any) -> dict[str, int]:
-    """``[[8, 2], ["fsdp", "tp"]]`` -> ``{"fsdp": 8, "tp": 2}``."""
-    rule = (
-        f"policy.mesh_shape={value} must be two lists, sizes and axis names, such as "
-        "[[8,2],[fsdp,tp]]"
-    )
-    if not (
-        isinstance(value, list) and len(value) == 2 and all(isinstance(v, list) for v in value)
-    ):
-        raise UserError(f"{rule}.")
-    sizes, names = value
-    if len(sizes) != len(names) or not sizes:
-        raise UserError(f"{rule}; there are {len(sizes)} sizes and {len(names)} names.")
-    if not all(type(size) is int and size >= 1 for size in sizes):
-        raise UserError(f"{rule}; sizes are whole numbers of at least 1.")
-    known = list(_MESH_NAMES)
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"{rule}; the axis '{unknown[0]}' is none of {', '.join(known)}.")
-    order = [known.index(name) for name in names]
-    if order != sorted(set(order)):
-        raise UserError(f"{rule}; each axis at most once and in the order {', '.join(known)}.")
-    if "ddp" in names and "fsdp" in names:
-        raise UserError(f"{rule}; copies of a sharded model are called replicate, not ddp.")
-    return dict(zip(names, sizes, strict=True))

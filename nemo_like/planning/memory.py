@@ -21,7 +21,7 @@ from nemo_like.planning.activations import (
     layers_in_flight,
 )
 from nemo_like.planning.gradients import GradientMemory
-from nemo_like.planning.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
+from nemo_like.planning.layout import ParallelSizes, parallel_sizes
 from nemo_like.planning.model_shape import ModelShape
 from nemo_like.planning.parameters import (
     RankParameters,
@@ -86,7 +86,7 @@ def predict_memory(
     rank = _Rank(
         shape=shape,
         policy=policy,
-        parallel=resolve_mesh_shape(policy, num_ranks),
+        parallel=policy.parallel,
         sizes=parallel_sizes(policy, num_ranks),
         pipeline_rank=pipeline_rank,
         num_micro_batches=num_micro_batches,

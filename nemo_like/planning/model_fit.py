@@ -9,7 +9,6 @@ from nemo_like.planning.layout import (
     ParallelSizes,
     num_stages,
     parallel_sizes,
-    resolve_mesh_shape,
 )
 from nemo_like.planning.model_shape import number, read_settings
 
@@ -34,7 +33,7 @@ def check_model_fits(policy: PolicyConfig, num_ranks: int, model_folder: Path) -
     _check_heads(settings, sizes)
     _check_rows(settings, sizes)
     layers = number(settings, "num_hidden_layers")
-    stages = num_stages(resolve_mesh_shape(policy, num_ranks))
+    stages = num_stages(policy.parallel)
     if layers is not None and stages > layers:
         per_rank = stages // sizes.pp
         key = "policy.parallel.pipeline_parallel_size"

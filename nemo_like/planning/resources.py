@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.config.generation import RefitConfig, Transport
 from nemo_like.config.run import ClusterConfig, RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -136,7 +135,7 @@ def plan_run(config: RunConfig) -> ResourcePlan:
         config.cluster,
         generation.tensor_parallel_size,
         generation.num_engines_per_bundle,
-        config.critic.num_workers if isinstance(config, PPOConfig) else None,
+        config.num_critic_workers,
     )
 
 

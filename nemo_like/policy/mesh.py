@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_like.config.policy import PolicyConfig
-from nemo_like.planning.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
+from nemo_like.planning.layout import ParallelSizes, parallel_sizes
 
 
 class PolicyMesh:
@@ -21,7 +21,7 @@ class PolicyMesh:
         world_size = dist.get_world_size()
         sizes = parallel_sizes(config, world_size)
         self.sizes: ParallelSizes = sizes
-        self.parallel = resolve_mesh_shape(config, world_size)
+        self.parallel = config.parallel
         self.ddp = self.parallel.data_parallel == "ddp"
         self.rank = dist.get_rank()
         self._parameters = init_device_mesh(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from nemo_like.config.policy import ParallelConfig
+from nemo_like.config.policy import ParallelConfig, PipelineSchedule
 from nemo_like.planning.layout import num_stages
 from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.model import LogprobModel

@@ -18,7 +18,6 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
-from nemo_like.planning.layout import resolve_mesh_shape
 from nemo_like.policy.engine import EngineSetup
 from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
@@ -50,7 +49,7 @@ class Policy:
         self.weight_version = 0
         """Optimizer steps taken so far."""
         self._start_timeout_s = cluster_config.start_timeout_s
-        self._parallel = resolve_mesh_shape(config, group.world_size)
+        self._parallel = config.parallel
         self.group = group
         self._setup = PolicySetup(
             engine=EngineSetup(

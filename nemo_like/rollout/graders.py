@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 
 from nemo_like.config.paths import GRADER_KEY, REWARD_MODEL
 from nemo_like.config.sampling import EnvironmentConfig
@@ -56,8 +55,8 @@ def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
     """The same for a process that works in another folder."""
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
-        model = replace(model, model=str(RewardText(model).folder))
-    return replace(environment, reward=absolute_reward(environment.reward), reward_model=model)
+        model = model.replace(model=str(RewardText(model).folder))
+    return environment.replace(reward=absolute_reward(environment.reward), reward_model=model)
 
 
 def start_pool(environment: EnvironmentConfig) -> GradingPool:
@@ -69,7 +68,7 @@ def start_pool(environment: EnvironmentConfig) -> GradingPool:
             num_processes=environment.num_processes,
         )
     return GradingPool(
-        json.dumps(asdict(environment.reward_model)),
+        json.dumps(environment.reward_model.model_dump()),
         timeout_s=environment.timeout_s,
         num_processes=environment.num_processes,
         module="nemo_like.rollout.reward_model",

@@ -103,7 +103,6 @@ class RewardModel:
 def load(spec: str) -> Grader:
     """``spec``: a ``GradingModelConfig`` as JSON."""
     config = GradingModelConfig(**json.loads(spec))
-    config.dtype = None if config.dtype is None else Dtype(config.dtype)
     torch.set_num_threads(config.num_threads)
     disable_progress_bar()
     return RewardModel(config).grade

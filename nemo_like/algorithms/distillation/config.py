@@ -14,7 +14,7 @@ from nemo_like.config.texts import RowPassesSection, TextRunConfig
 
 
 class DistillationSection(SamplingLoop):
-    """The loop of on-policy distillation: the student samples, and the teacher scores its tokens."""
+    """The loop of on-policy distillation: the student samples, the teacher scores its tokens."""
 
     num_generations_per_prompt: Count = 4
     """Completions of each prompt."""

@@ -22,7 +22,6 @@ from nemo_like.algorithms.processes import Processes, find_model
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import check_sampled, gap_check, warn_of_gap
 from nemo_like.config.policy import LoraConfig
-from nemo_like.config.rollout_checks import has_validation
 from nemo_like.data import conversations
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -102,7 +101,7 @@ def train_on_samples(
         config.max_steps,
         {"policy": policy},
         setup.loader,
-        rollouts if has_validation(config) else None,
+        rollouts if config.validates else None,
         config.validation.every_steps,
     ):
         setup.meter.pop()  # what a validation before this step came to
@@ -191,7 +190,7 @@ def start_teacher(
     model_path: str,
 ) -> Policy:
     """Bring the teacher up on the policy's bundles, laid out like it; ``stack`` ends it."""
-    teacher = replace(config.policy, lora=LoraConfig())  # nothing of it trains
+    teacher = config.policy.replace(lora=LoraConfig())  # nothing of it trains
     group = policy_group(
         teacher,
         config.cluster,

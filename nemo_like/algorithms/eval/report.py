@@ -83,7 +83,7 @@ class Measured:
                 "max": max(self._lengths),
             },
             "truncated_share": self._num_truncated / len(self._lengths),
-            "eval": asdict(config.eval),
+            "eval": config.eval.model_dump(),
         }
 
     def _numbers(self, groups: Sequence[Graded]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ them. Left out here: asynchronous rollouts, token-level rewards.
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.setup import Setup, prepare, start
 from nemo_like.batch import keys
-from nemo_like.config.rollout_checks import has_validation
 from nemo_like.config.sampling import PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.policy_gradient import ClippedPGLoss
@@ -73,7 +71,7 @@ def train(config: GRPOConfig, setup: Setup, run: Run) -> None:
         grpo.max_steps,
         setup.models,
         setup.loader,
-        rollouts if has_validation(config) else None,
+        rollouts if config.validates else None,
         config.validation.every_steps,
     ):
         setup.meter.pop()  # what a validation before this step came to
@@ -108,7 +106,7 @@ def train(config: GRPOConfig, setup: Setup, run: Run) -> None:
 def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:
     """The loss, with everything that other sections decide filled in."""
     most = config.loss.constant_tokens or config.generation.max_new_tokens
-    return ClippedPGLoss(replace(config.loss, constant_tokens=most))
+    return ClippedPGLoss(config.loss.replace(constant_tokens=most))
 
 
 def signal(batch: RemoteBatch) -> Tensor:

@@ -27,7 +27,6 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.setup import CriticSetup, Setup, prepare, start
 from nemo_like.batch import keys
-from nemo_like.config.rollout_checks import has_validation
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
@@ -94,7 +93,7 @@ def train(config: PPOConfig, setup: Setup, run: Run) -> None:
         ppo.max_steps,
         setup.models,
         setup.loader,
-        rollouts if has_validation(config) else None,
+        rollouts if config.validates else None,
         config.validation.every_steps,
     ):
         setup.meter.pop()  # what a validation before this step came to
