@@ -5,6 +5,8 @@ model, optimizer and schedule),
 ``driver.json`` (step, data position, metric) and ``files.json`` (size and checksum of every file).
 All is written into ``writing_step_<n>`` and renamed at the end (and away before it is deleted), so
 the name ``step_<n>`` is a promise; ``files.json`` tells a file that was damaged later.
+Checksums are no signature: who may write to the folder can renew them. So nothing that is read from
+it can run code (``policy/checkpoint_files.py``).
 """
 
 import json
@@ -13,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -43,6 +46,8 @@ class DriverState:
     metric_name: str | None = None
     """What ``metric`` is the value of, with a minus where the smallest is best. None: written
     before this was; the run's own."""
+    unlogged: dict[str, float] | None = None
+    """Numbers of the step, if the run was stopped before the validation that belongs to them."""
 
 
 class Checkpoints:
@@ -133,7 +138,26 @@ def open_checkpoint(path: Path) -> DriverState:
     Raises UserError naming the damaged file if it is not what was saved.
     """
     _verify(path)
+    for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):
+        status = one.stat()
+        if who := others_who_write(status.st_mode, status.st_uid, os.geteuid()):
+            logger.warning(
+                "%s can be written by %s, who could have changed the checkpoint and its checksums; "
+                "see that you trust them, or chown and chmod go-w it.",
+                one,
+                who,
+            )
+            break
     return _read_state(path)
+
+
+def others_who_write(mode: int, owner: int, me: int) -> str | None:
+    """Who else can write to a file, by ``stat``'s mode and owner; None: nobody but root."""
+    if owner not in (me, 0):
+        return f"its owner, user {owner}"
+    if mode & stat.S_IWOTH:
+        return "everyone"
+    return "its group" if mode & stat.S_IWGRP else None
 
 
 def _remove(path: Path) -> None:

@@ -22,8 +22,12 @@ class WaitTimeoutError(TimeoutError):
     """A wait passed its limit; the message says who waited, for what, for how long and where."""
 
 
-class StoppedError(Exception):
-    """A run ends early because it was told to; the message says how to continue it."""
+class StoppedError(BaseException):
+    """A run ends early because it was told to; the message says how to continue it.
+
+    No Exception: like KeyboardInterrupt it may be raised anywhere, and nothing on the way may take
+    it for a failure of its own.
+    """
 
 
 def exit_code(error: BaseException | None) -> int:

@@ -43,6 +43,30 @@ THINK_IN_PROMPT = (  # asks with an open <think> that it does not write before a
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
+_ASKS = (  # with an empty block where it is told not to think
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '{empty}' }}{% endif %}"
+    "{% endif %}"
+)
+QWEN3 = (  # thinks; the last answer has a block of thinking even where it is empty
+    "{% set ns = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set content = m.content %}{% set thought = '' %}"
+    "{% if m.reasoning_content is string %}{% set thought = m.reasoning_content %}"
+    "{% elif '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1] %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.asked and (loop.last or thought) %}"
+    "{{ '<|im_start|>assistant\n<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}"
+    "{{ content.lstrip('\n') }}{% else %}{{ '<|im_start|>assistant\n' + content }}{% endif %}"
+    "{% for c in m.tool_calls %}{% set f = c.function %}"
+    '{{ ("\n" if content else "") + \'<tool_call>\n{"name": "\' + f.name + \'", "arguments": \' }}'
+    "{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}{% endif %}"
+    "{{ '}\n</tool_call>' }}{% endfor %}<|im_end|>{{ '\n' }}"
+    "{% else %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>{{ '\n' }}{% endif %}"
+    "{% endfor %}" + _ASKS.replace("{empty}", "<think>\\n\\n</think>\\n\\n")
+)
 END = {LLAMA3: "<|eot_id|>", PHI3: "<|end|>"}
 """What ends a turn, where it is not ``<|im_end|>``."""
 
@@ -54,6 +78,26 @@ TURNS = [
 ]
 
 
+def thinking(before: str, after: str) -> str:
+    """A template that writes these two around an answer's thinking, empty or not."""
+    around = [one.replace("\n", "\\n") for one in (before, after)]
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}{% if m.role == 'assistant' %}"
+        f"{{{{ '{around[0]}' + (m.reasoning_content or '') + '{around[1]}' }}}}{{% endif %}}"
+        "{{ m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
+        + _ASKS.replace("{empty}", "".join(around))
+    )
+
+
+def calling(arguments: str) -> str:
+    """A template that writes the arguments ``a`` of tool calls by an expression."""
+    return QWEN.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls %}{% set a = c.function.arguments %}"
+        f"{{{{ c.function.name }}}}:{arguments}{{% endfor %}}",
+    )
+
+
 def build_chat(
     folder: Path,
     template: str,
@@ -61,12 +105,14 @@ def build_chat(
     prepend_bos: bool = False,
     all_ends: bool = True,
     as_gpt2: bool = False,
+    **switches: object,
 ) -> ChatTokenizer:
     """A byte-level tokenizer in which two newlines are one token, as in Qwen's and Llama's.
 
     ``prepend_bos``: plain text gets a BOS; ``all_ends``: the generation config has the template's
     end token, which is not the tokenizer's end-of-sequence token for Llama 3 and Phi 3;
-    ``as_gpt2``: the last of several white spaces before letters stands apart.
+    ``as_gpt2``: the last of several white spaces before letters stands apart; ``switches``: of the
+    template.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
@@ -97,7 +143,7 @@ def build_chat(
     if all_ends:
         ends.append(vocabulary[END.get(template, "<|im_end|>")])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    return ChatTokenizer(str(folder))
+    return ChatTokenizer(str(folder), switches)
 
 
 def tokenizer_of(folder: Path | str):

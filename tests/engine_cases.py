@@ -24,6 +24,7 @@ from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.state import (
     full_tensors,
     load_checkpoint,
+    load_weights,
     refit_tensors,
     save_checkpoint,
 )
@@ -118,12 +119,17 @@ def load_and_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:
     return step(engine), parameters(engine)
 
 
-def refusal(model_path: str, config: dict[str, Any], folder: str | None = None) -> str:
+def refusal(
+    model_path: str,
+    config: dict[str, Any],
+    folder: str | None = None,
+    weights_only: bool = False,
+) -> str:
     """What loading a model, or then a checkpoint into it, is refused with."""
     try:
         engine = make_engine(model_path, config)
         if folder is not None:
-            load_checkpoint(Path(folder), engine)
+            (load_weights if weights_only else load_checkpoint)(Path(folder), engine)
     except UserError as error:
         return str(error)
     return ""

@@ -116,7 +116,14 @@ ANY_RUN = [
         "cluster.network_interface=eth0",
     ),
     *proven(
-        f"{_HERE}limits_of_waits_end_a_run", "cluster.start_timeout_s=5", "cluster.call_timeout_s=5"
+        "tests/test_remote_code.py::test_code_of_a_model_is_refused_without_a_question",
+        "policy.trust_remote_code=true",
+    ),
+    *proven(
+        f"{_HERE}limits_of_waits_end_a_run",
+        "cluster.start_timeout_s=5",
+        "cluster.call_timeout_s=5",
+        "cluster.save_timeout_s=5",
     ),
     *proven(
         "tests/test_observe.py::"
@@ -133,6 +140,10 @@ ANY_RUN = [
         "logging.wandb_project=mine",
         beside="logging.wandb=offline",
     ),
+    *proven(
+        "tests/test_data.py::test_template_switches_reach_every_text_that_is_rendered",
+        "data.template_switches={{think: false}}",
+    ),
     *seen(placed, "policy.parallel.replicate_size=2", beside=_RANKS),
     *seen(placed, "policy.mesh_shape=[[2,2],[replicate,fsdp]]", beside=_RANKS),
 ]
@@ -145,6 +156,15 @@ TRAINING = [
     *seen(queued, f"{_SLURM}.requeue=true", beside=_RESUMED),
     *seen(queued, f"{_SLURM}.signal_before_s=60", beside=f"{_RESUMED} {_SLURM}.requeue=true"),
     *seen(loop, "checkpoint.every_steps=2", "checkpoint.keep_last=1"),
+    *proven(
+        "tests/test_stops.py::"
+        "test_a_run_saves_by_time_and_reasons_that_coincide_make_one_checkpoint",
+        "checkpoint.every_minutes=1",
+    ),
+    *proven(
+        "tests/test_stops.py::test_what_takes_longer_than_the_grace_is_abandoned",
+        "run.stop_grace_s=5",
+    ),
     *seen(loop, "checkpoint.keep_best=false", "checkpoint.metric=train/loss", beside=_KEPT),
     *seen(
         loop,
@@ -270,6 +290,7 @@ _FILE = (
     "data.num_validation_rows=256",
     "environment.reward=math",
 )
+_OWN = "environment.reward=nemo_like.environments.reasoning_gym_reward.reward"
 _SCORED = "environment.reward=reward_model environment.reward_model.model={scores}"
 ENGINES = [
     *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),
@@ -281,11 +302,19 @@ ENGINES = [
     Seen("data.validation={prompts}", (), read, _FILE[2:]),
     *seen(read, "data.tasks={{gcd: {{}}}}", "data.num_validation_rows=8", "data.system_prompt=Hi"),
     *seen(started, "environment.reward=math", "environment.timeout_s=3"),
-    *seen(started, "environment.num_processes=2"),
+    *seen(started, "environment.num_processes=2", "environment.process_memory_gib=2"),
+    *seen(started, "environment.rows_at_once=8", beside=_OWN),
+    *seen(started, "environment.pass_variables=[JUDGE_KEY]", beside=_OWN),
     *seen(started, "environment.reward_model.model={other_scores}", beside=_SCORED),
     *seen(started, "environment.reward_model.dtype=bfloat16", beside=_SCORED),
     *seen(started, "environment.reward_model.num_threads=2", beside=_SCORED),
     *seen(started, "environment.reward_model.rows_at_once=2", beside=_SCORED),
+    *proven(
+        "tests/test_data.py::"
+        "test_a_grader_is_told_what_its_own_template_knows_unless_it_is_told_otherwise",
+        "environment.reward_model.template_switches={{think: false}}",
+        beside=_SCORED,
+    ),
 ]
 ROLLOUTS = [
     *TRAINING,
@@ -335,6 +364,7 @@ GRPO = [
     *seen(loop, "grpo.max_sampling_rounds=3", beside="grpo.dynamic_sampling=true"),
     *seen(loop, "advantage.baseline=mean", "advantage.scale=none"),
     *seen(loop, "advantage.overlong_buffer_tokens=14"),
+    *seen(loop, "advantage.count_untrained=true", beside="grpo.mask_truncated=true"),
     *seen(loop, "advantage.overlong_penalty=0.5", beside="advantage.overlong_buffer_tokens=14"),
 ]
 PPO = [
@@ -406,7 +436,7 @@ REWARD_MODEL = [
     *PAIRS,
     *SCALAR_HEAD,
     *refused("no logits", "policy.logprob_chunk_tokens=8"),
-    *refused("no logits", "policy.float32_head=true", beside="policy.dtype=bfloat16"),
+    *refused("multiplied in float32", "policy.float32_head=true", beside="policy.dtype=bfloat16"),
     *seen(loop, "loss.center_coef=0.1", "loss.margin=0.5", "loss.label_smoothing=0.1"),
 ]
 OFF_POLICY_DISTILLATION = [
@@ -421,7 +451,7 @@ OFF_POLICY_DISTILLATION = [
 ]
 
 _NOTHING_TRAINS = (
-    "run.resume=true run.self_check=false policy.float32_head=true policy.tf32=true "
+    "policy.float32_head=true policy.tf32=true "
     "policy.loss_scale.initial=2 policy.loss_scale.growth_steps=1 policy.loss_scale.min=2 "
     "policy.parallel.reshard_after_forward=false policy.parallel.sequence_parallel=true "
     "policy.parallel.pipeline_schedule=gpipe policy.parallel.pipeline_stages_per_rank=3 "
@@ -438,17 +468,23 @@ _NOTHING_TRAINS = (
     "policy.activation_offload=true policy.debug.check_replicas=true "
     "policy.debug.check_gradients=true policy.debug.check_data=true policy.debug.memory=true "
     "policy.debug.collectives=true policy.debug.hang_report_s=100 checkpoint.every_steps=1 "
+    "checkpoint.every_minutes=1 "
     "checkpoint.keep_last=1 checkpoint.keep_best=false checkpoint.metric=train/loss "
-    "checkpoint.export=false mismatch.action=stop "
-    "mismatch.max_mean_abs=1 data.num_train_rows=30 data.shuffle=false"
+    "checkpoint.export=false"
 )
 EVAL = [
     *ANY_RUN,
+    *refused("SIGTERM ends it at once", "run.stop_grace_s=5"),
     *ENGINES,
     *CONTEXT_AND_TENSOR[:2],
     *PIPELINE[:1],
     *refused("an evaluation trains nothing", *_NOTHING_TRAINS.split()),
-    Refused("data.train={prompts}", _FILE[2:], "an evaluation trains nothing"),
+    *refused("no checkpoint to continue from", "run.resume=true"),
+    *refused("nothing is compared", "run.self_check=false", "mismatch.action=stop"),
+    *refused("nothing is compared", "mismatch.max_mean_abs=1"),
+    Refused("data.train={prompts}", _FILE[2:], "set data.validation"),
+    *refused("reads validation rows only", "data.num_train_rows=30"),
+    *refused("its order changes nothing", "data.shuffle=false"),
     *refused("checkpoint.metric is null", "checkpoint.smaller_is_better=true"),
     *seen(placed, "policy.parallel.data_parallel=ddp", beside=_RANKS),
     *proven(
@@ -462,10 +498,10 @@ EVAL = [
     *refused("samples.jsonl has every", "logging.trajectories_per_step=2"),
     *refused("needs run.resume=true", f"{_SLURM}.requeue=true"),
     *refused("lets the job end with its time", f"{_SLURM}.signal_before_s=60"),
-    *refused("the section eval says", "generation.temperature=0.5", "validation.every_steps=2"),
-    *refused("the section eval says", "validation.num_generations_per_prompt=2"),
-    *refused("the section eval says", "validation.temperature=0.5", "validation.top_p=0.5"),
-    *refused("the section eval says", "validation.top_k=5", "validation.max_new_tokens=9"),
+    *refused("as the section eval says", "generation.temperature=0.5", "validation.every_steps=2"),
+    *refused("as the section eval says", "validation.num_generations_per_prompt=2"),
+    *refused("as the section eval says", "validation.temperature=0.5", "validation.top_p=0.5"),
+    *refused("as the section eval says", "validation.top_k=5", "validation.max_new_tokens=9"),
     *seen(validated, "generation.max_new_tokens=20", "generation.stop=[x]"),
     *seen(validated, "generation.stop_token_ids=[5]", "eval.num_generations_per_prompt=3"),
     *seen(validated, "eval.temperature=0.5", "eval.top_p=0.5", "eval.top_k=5"),

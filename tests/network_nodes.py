@@ -11,7 +11,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +20,8 @@ import psutil
 
 ROOT = Path(__file__).parent.parent
 PORT = 6379
+_LISTEN = "0A"
+"""A state in the kernel's table of sockets."""
 # A lost node is noticed after 4 x (1 + 2) s; with Ray's defaults it takes 5 x (3 + 10) s.
 QUICK_HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -40,6 +43,21 @@ def why_impossible() -> str | None:
         return f"{needed}: {made.stderr.strip()}"
     _ip("netns", "del", name)
     return None
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """IPv4 addresses that a process listens on, in whatever namespace (psutil looks in ours)."""
+    folder = Path("/proc", str(process.pid))
+    own, found = set(), set()
+    for one in (folder / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            own.add(str(one.readlink()))
+    for line in (folder / "net" / "tcp").read_text().splitlines()[1:]:
+        _, address, _, state, *rest = line.split()
+        if state == _LISTEN and f"socket:[{rest[5]}]" in own:
+            number = bytes.fromhex(address.partition(":")[0])[::-1]
+            found.add(str(IPv4Address(number)))
+    return found
 
 
 class Node:

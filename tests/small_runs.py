@@ -41,5 +41,8 @@ def run(folder, *overrides, small=SMALL, name="grpo"):
 
 
 def records(folder):
+    """Records of metrics.jsonl by step; each step is there once, and in order."""
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines)}
+    found = {record["step"]: record for record in map(json.loads, lines)}
+    assert [json.loads(line)["step"] for line in lines] == sorted(found)
+    return found

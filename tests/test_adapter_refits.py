@@ -13,8 +13,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemo_like.config.policy import LoraConfig
-from nemo_like.errors import RunError
+from nemo_like.config.choices import AdapterRefit
+from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.distributed.store import listening_store
+from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.vllm_engine import VLLMEngine
 from nemo_like.generation.vllm_lora import replace_adapters
@@ -41,8 +43,10 @@ from tests.test_engines import (
     run,  # noqa: F401  # a fixture
 )
 
-ALL = LoraConfig(rank=5, alpha=20, refit="adapters")
-SOME = LoraConfig(rank=8, alpha=4, refit="adapters", targets=["v_proj", "o_proj", "up_proj"])
+ALL = LoraConfig(rank=5, alpha=20, refit=AdapterRefit.adapters)
+SOME = LoraConfig(
+    rank=8, alpha=4, refit=AdapterRefit.adapters, targets=["v_proj", "o_proj", "up_proj"]
+)
 
 
 @dataclass
@@ -60,7 +64,7 @@ class AdapterCase(Case):
         dtype, num_ranks = getattr(torch, self.config.dtype), self.config.tensor_parallel_size
         buckets = plan_refit(self.config.model_path, dtype, self.lora, BUCKET_BYTES)
         if num_ranks == 1 and self.config.dtype == "float32":
-            sender = BroadcastSender(buckets, CPU, 1, TIMEOUT_S)
+            sender = BroadcastSender(listening_store("127.0.0.1", None), buckets, CPU, 1, TIMEOUT_S)
             self.senders, link = [sender], BroadcastLink("127.0.0.1", sender.port, 1, 2)
         else:
             self.senders = [IpcSender(buckets, CPU, 1, TIMEOUT_S) for _ in range(num_ranks)]
@@ -194,7 +198,7 @@ def test_an_engine_that_was_started_without_adapters_refuses_them(tmp_path, run)
 
 def test_targets_that_name_no_layer_are_an_error(tmp_path):
     path = make_model_folder(tmp_path, tied=False)
-    with pytest.raises(RunError, match=r"matches no adapter: .*targets=\[q_prj\]"):
+    with pytest.raises(UserError, match=r"q_prj names no linear layer.*did you mean q_proj"):
         expected_adapters(path, torch.float32, replace(ALL, targets=["q_prj"]))
 
 

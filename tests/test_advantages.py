@@ -93,6 +93,12 @@ def test_equal_rewards_carry_no_signal_and_are_counted():
     assert zero_variance_share(torch.ones(4), groups, valid) == 1.0
 
 
+@pytest.mark.parametrize("reward", [0.1, -0.1, 0.7, -3.3])
+def test_equal_rewards_have_no_advantage_whatever_their_sign_and_number(reward):
+    for config, count in itertools.product((MEAN, MEAN_STD, LOO, LOO_STD, MEAN_BATCH), (3, 6, 7)):
+        assert advantages([reward] * count, config) == [0.0] * count
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=8), st.floats(-100, 100))
 def test_adding_a_constant_to_all_rewards_changes_nothing(rewards, shift):
@@ -121,6 +127,28 @@ def test_rounding_that_a_baseline_leaves_is_not_scaled_up_by_the_step():
     # Groups of equal rewards whose float64 means are off by some 1e-17, and nothing else.
     rewards = [0.1] * 6 + [0.7] * 6
     assert advantages(rewards, MEAN_BATCH, groups=[0] * 6 + [1] * 6) == [0.0] * 12
+
+
+def test_rounding_is_not_whitened_into_a_signal():
+    # 0.1 + 0.2 is 0.30000000000000004: two equal rewards, added up in another order.
+    nearly = torch.tensor([0.3, 0.1 + 0.2, 0.3, 0.1 + 0.2], dtype=torch.float64)
+    every = torch.ones(4, dtype=torch.bool)
+    assert 0 < nearly.std() < 1e-15
+    assert whiten(nearly, every).abs().max() < 1e-15
+    rewards = [*nearly.tolist(), 5.0]
+    assert advantages(rewards[:4], REINFORCE_PLUS_PLUS) == pytest.approx([0] * 4, abs=1e-15)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_small_differences_between_large_rewards_are_a_signal(sign):
+    rewards = [sign * reward for reward in (1000.0, 1000.01, 1000.0, 1000.01)]
+    groups, every = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+    root = math.sqrt(3) / 2  # of (x - mean) / deviation: 0.005 / sqrt(4 * 0.005^2 / 3)
+    expected = [-sign * root, sign * root] * 2
+    for config in (MEAN_STD, REINFORCE_PLUS_PLUS, MEAN_BATCH):
+        assert advantages(rewards, config) == pytest.approx(expected, rel=1e-5)
+    assert has_signal(torch.tensor(rewards, dtype=torch.float64), groups, every).all()
+    assert advantages(rewards, MEAN) == pytest.approx([-sign * 0.005, sign * 0.005] * 2, rel=1e-5)
 
 
 # Groups that carry a signal, and shaped rewards.

@@ -28,13 +28,16 @@ ONE_PLACE_ONLY = {
     # The engine on our side, and what runs inside its own processes.
     "vllm": {
         f"generation/vllm_{part}.py"
-        for part in ("engine", "lora", "processes", "scheduler", "worker")
+        for part in ("engine", "loading", "lora", "processes", "scheduler", "worker")
     },
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
+    "__init__.py",
     "algorithms/run_folder.py",
+    "config/remote_code.py",
     "distributed/connection.py",
+    "distributed/sweeper.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
     "environments/grading_pool.py",

@@ -1,6 +1,8 @@
 """Flat batches and the plan that deals their rows: every row once, whatever the sizes."""
 
+import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,12 @@ from hypothesis import strategies as st
 
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.model_shape import attention_tokens
+from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
+from nemo_like.policy.policy import Policy
 
 
 def make(lengths):
@@ -110,6 +117,57 @@ def test_long_rows_weigh_more_than_their_tokens():
     assert [len(by_tokens.rows(rank)) for rank in range(2)] == [3, 12]  # 120 tokens each
 
 
+@pytest.mark.parametrize(("width", "cut"), [(64, [1, 16]), (8192, [5, 12])])
+def test_a_policy_cuts_rows_by_the_shape_of_its_own_model(tmp_path, width, cut):
+    """A row of 4,096 costs as much as 26.7 rows of 512 at width 64, and as 8.2 at width 8,192."""
+    write_config(tmp_path, hidden_size=width, num_attention_heads=1)
+    policy = Policy(
+        PolicyConfig(micro_batch_tokens=9999),
+        ClusterConfig(),
+        SimpleNamespace(  # pyright: ignore
+            world_size=2,
+            contexts=[SimpleNamespace(log_dir="")],
+            layout=SimpleNamespace(sizes={"dp": 2}),
+        ),
+        model_path=str(tmp_path),
+        max_steps=1,
+    )
+    plan = policy._plan(RemoteBatch(lengths=torch.tensor([4096] + [512] * 16), rows={}))
+    assert [len(plan.rows(rank)) for rank in range(2)] == cut
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # 2 x 8 x (8 + 8) + 3 x 8 x 32 multiply-adds with weights, 8 numbers in all queries.
+        ({"hidden_size": 8, "num_attention_heads": 2}, 128),
+        ({"n_embd": 8, "n_head": 2, "n_inner": 64}, 224),
+        ({"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}, 120),
+        ({"hidden_size": 8, "num_attention_heads": 2, "head_dim": 8}, 80),
+        (
+            {"hidden_size": 8, "num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+            | {"moe_intermediate_size": 16},
+            128,
+        ),
+        (
+            {"hidden_size": 8, "num_attention_heads": 2, "n_routed_experts": 4}
+            | {"num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16},
+            176,
+        ),
+        ({"model_type": "other"}, 12 * 2048),
+    ],
+)
+def test_attention_costs_as_much_as_weights_at_a_length_of_the_models_own(
+    tmp_path, settings, expected
+):
+    write_config(tmp_path, **settings)
+    assert attention_tokens(tmp_path) == expected
+
+
+def write_config(folder, **settings):
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
 def test_bins_are_split_where_a_pipeline_needs_more_of_them():
     split = plan_micro_batches([8, 8, 8, 8], num_ranks=1, max_tokens=99, min_bins=4)
     assert split.bins == (((0,), (1,), (2,), (3,)),)
@@ -124,6 +182,14 @@ def test_any_number_of_bins_works_with_any_micro_batch_size():
         plan = plan_micro_batches([5] * 249, num_ranks=1, max_tokens=35, max_rows=max_rows)
         assert len(plan.bins[0]) == -(-249 // max_rows)
         assert sorted(plan.rows(0)) == list(range(249))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_bound_on_rows_counts_rows_and_not_pairs(padded):
+    plan = plan_micro_batches(
+        [5] * 16, num_ranks=1, max_tokens=999, max_rows=4, rows_per_unit=2, padded=padded
+    )
+    assert [len(one) for one in plan.bins[0]] == [4] * 4
 
 
 def test_bins_are_those_of_plain_first_fit_decreasing():

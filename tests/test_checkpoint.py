@@ -95,6 +95,26 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path, damage):
         checkpoints.latest()
 
 
+def test_damage_anywhere_in_a_file_of_several_chunks_is_found(tmp_path):
+    """Files are read 16 MiB at a time."""
+    checkpoints = make(tmp_path)
+    whole = bytes(1 << 24) + b"the second chunk"
+
+    def write_models(folder):
+        (folder / "policy").mkdir()
+        (folder / "policy" / "shard.bin").write_bytes(whole)
+
+    state = DriverState(step=1, loader={}, metric=None, totals={}, weight_versions={})
+    path = checkpoints.save(state, write_models)
+    files = json.loads((path / "files.json").read_text())
+    assert files["policy/shard.bin"] == [len(whole), zlib.crc32(whole)]
+    with (path / "policy" / "shard.bin").open("r+b") as shard:
+        shard.seek(5)
+        shard.write(b"x")
+    with pytest.raises(UserError, match=r"step_1 is damaged: policy/shard\.bin has changed"):
+        checkpoints.latest()
+
+
 @pytest.mark.parametrize("manifest", ["[]", "null", "{}", '{"driver.json": 5}', '{"a": [1, 2, 3]}'])
 def test_a_list_of_files_that_lists_none_is_damage(tmp_path, manifest):
     checkpoints = make(tmp_path)
@@ -140,6 +160,16 @@ def test_a_failed_write_leaves_earlier_checkpoints_and_no_new_one(tmp_path, erro
     # What was written would fill the disk of the run that goes on.
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_1"]
     assert checkpoints.latest()[1].step == 1
+
+
+def test_a_step_that_is_saved_twice_is_the_one_that_was_saved_last(tmp_path):
+    checkpoints = make(tmp_path)
+    save(checkpoints, 3, metric=0.1)
+    (checkpoints.folder / "step_3" / "of_the_first").touch()
+    path = save(checkpoints, 3, metric=0.2)
+    assert checkpoints.latest()[1].metric == 0.2
+    assert not (path / "of_the_first").exists()
+    assert [each.name for each in checkpoints.folder.iterdir()] == ["step_3"]
 
 
 def test_state_survives_json_exactly(tmp_path):

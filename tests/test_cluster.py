@@ -1,9 +1,11 @@
 """Placement on real Ray: physical order, errors that say what is missing, nothing left behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,15 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.util import placement_group_table
 
-from nemo_like.config.run import ClusterConfig
+from nemo_like.config.plan import plan_resources
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.connection import why_not_started
 from nemo_like.distributed.driver_meter import DriverMeter
+from nemo_like.distributed.progress import written
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.virtual_cluster import Bundle, VirtualCluster, physical_order
+from nemo_like.distributed.waiting import Pending, progress, wait_together
 from nemo_like.distributed.worker import Worker
-from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
+from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 from nemo_like.observe.metrics import values
-from nemo_like.planning.resources import plan_resources
 
 
 class Probe(Worker):
@@ -111,6 +116,71 @@ def test_a_dead_worker_is_named_with_rank_node_phase_and_log(group):
     assert "GiB free" in message
 
 
+def test_an_idle_worker_that_dies_is_missed_whoever_is_waited_for(group):
+    """Within seconds, in the phase that the driver waits for."""
+    pids = group.call(Probe.ready)
+    start = time.monotonic()
+    threading.Timer(1.0, os.kill, (pids[3], signal.SIGKILL)).start()
+    with pytest.raises(WorkerDiedError, match=r"rank 3 on \S+ died in hang, while it was idle"):
+        group.call_rank(0, Probe.hang)
+    assert time.monotonic() - start < 10
+
+
+def test_a_worker_that_died_while_the_driver_computed_is_missed_before_the_next_call(group):
+    pids = group.call(Probe.ready)
+    os.kill(pids[1], signal.SIGKILL)
+    time.sleep(2.0)
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .* died before echo, while it was idle"):
+        group.call_rank(0, Probe.echo, 1)
+
+
+def test_groups_of_other_runs_and_those_that_are_shut_down_are_not_missed(group, tmp_path):
+    plan = plan_resources(ClusterConfig(cpu_workers_per_node=1), 1)
+    with VirtualCluster(plan, 30.0) as cluster:
+        other = WorkerGroup(
+            lambda: Probe, "other", [[cluster.bundles[0]]], timeout_s=60, log_dir=str(tmp_path)
+        )
+        (pid,) = other.call(Probe.ready)
+        beside = WorkerGroup(
+            lambda: Probe, "beside", group.bundles, timeout_s=60, log_dir=str(tmp_path)
+        )
+        beside.call(Probe.ready)
+        beside.shutdown()
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(2.0)
+        assert group.call(Probe.echo, 1) == [1] * 4
+        other.shutdown()
+
+
+def test_what_a_rank_watches_ends_any_wait(group):
+    """Such as an engine that dies while nobody calls it."""
+    group.watch(Probe.lose_its_engine)
+    with pytest.raises(
+        WorkerDiedError, match=r"probe rank \d .* died (in|before) \w+, while it was idle: the proc"
+    ):
+        for _ in range(100):
+            group.call(Probe.echo, 1)
+            time.sleep(0.05)
+
+
+def test_a_wait_says_what_is_going_on(group):
+    view = group.waiting(60, "start_timeout_s", "it loads a model")
+    call = view.submit(Probe.echo, 1)
+    rank_0 = [ref for ref, rank in call.refs.items() if rank == 0]
+    assert progress(call, rank_0, 31.4) == (
+        "Waiting for probe rank 0 in echo, 31 s: it loads a model"
+    )
+    assert wait_together(call) == [[1] * 4]
+
+
+def test_a_save_says_how_far_it_is(tmp_path):
+    say = written(tmp_path, 3_000_000)
+    (tmp_path / "part").write_bytes(bytes(1_200_000))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "part").write_bytes(bytes(800_000))
+    assert say() == f"0.002 GB of about 0.003 GB are written to {tmp_path}"
+
+
 def test_a_wait_that_is_too_long_names_who_and_where(group):
     with pytest.raises(
         WaitTimeoutError, match=r"waited 1 s for 4 of 4 probe workers in hang: probe rank 0 on"
@@ -197,8 +267,8 @@ SEVERAL_NODES = """
     import os
     import ray
     from ray.cluster_utils import Cluster
-    from nemo_like.planning.resources import plan_resources
-    from nemo_like.config.run import ClusterConfig
+    from nemo_like.config.plan import plan_resources
+    from nemo_like.config.schema import ClusterConfig
     from nemo_like.distributed.connection import connect
     from nemo_like.distributed.virtual_cluster import VirtualCluster
     from nemo_like.distributed.worker_group import WorkerGroup
@@ -267,7 +337,7 @@ WRONG_ADDRESSES = """
     import os
     import socket
     import threading
-    from nemo_like.compose.main import end_on_error
+    from nemo_like.cli import end_on_error
     from nemo_like.distributed.connection import connect
     from nemo_like.errors import RunError, UserError
 
@@ -318,6 +388,23 @@ def test_a_wrong_ray_address_is_named_within_seconds(tmp_path):
     assert "Ray could not be started on this machine: [Errno 2]" in unwritable
 
 
+def test_a_ray_that_does_not_come_up_is_blamed_on_what_is_likely():
+    late = RuntimeError("The node timed out.")
+
+    def told(error=late, waited_s=5.0, load=0.5, free_gib=50.0):
+        return why_not_started(error, waited_s=waited_s, load=load, free_gib=free_gib)
+
+    known = "(after 62 s, with 9.5 processes that want to run for each processor and 50.0 GiB"
+    busy = told(waited_s=62.0, load=9.5)
+    assert busy.startswith(f"The node timed out {known}")
+    assert busy.index("the machine is busy") < busy.index("see that its folders")
+    both = told(load=9.5, free_gib=0.3)
+    order = ["memory is short", "the machine is busy", "see that its folders"]
+    assert [both.index(one) for one in order] == sorted(both.index(one) for one in order)
+    assert "busy" not in told()
+    assert "busy" not in told(PermissionError(13, "Permission denied"), waited_s=62.0, load=9.5)
+
+
 @pytest.mark.full
 def test_a_head_that_dies_while_it_is_joined_ends_the_run_within_half_a_minute(tmp_path):
     start = time.monotonic()
@@ -335,9 +422,9 @@ def test_a_head_that_dies_while_it_is_joined_ends_the_run_within_half_a_minute(t
 
 RAY_DIES = """
     import psutil
-    from nemo_like.compose.main import end_on_error
-    from nemo_like.planning.resources import plan_resources
-    from nemo_like.config.run import ClusterConfig
+    from nemo_like.cli import end_on_error
+    from nemo_like.config.plan import plan_resources
+    from nemo_like.config.schema import ClusterConfig
     from nemo_like.distributed.connection import connect
     from nemo_like.distributed.virtual_cluster import VirtualCluster
     from nemo_like.distributed.worker import Worker
@@ -367,7 +454,7 @@ RAY_DIES = """
     ("name", "sentence"),
     [
         ("gcs_server", "lost Ray's head at "),
-        ("raylet", "died in ready: the raylet, Ray's own process on that node, was ended"),
+        ("raylet", ": the raylet, Ray's own process on that node, was ended"),
     ],
 )
 def test_a_process_of_rays_that_is_killed_ends_the_run_at_once_and_by_name(

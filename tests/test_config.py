@@ -1,6 +1,7 @@
 """Configuration: strict keys, the nearest valid one named, and no key without an effect."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
         ("grpo.max_steps=0", "grpo.max_steps=0 must be at least 1"),
         ("policy.optimizer.lr=-1", "policy.optimizer.lr=-1.0 must be a finite number above 0"),
         ("policy.optimizer.lr=nan", "policy.optimizer.lr=nan must be a finite number above 0"),
-        ("validation.top_p=1.5", "validation.top_p=1.5 must be at most 1"),
+        ("validation.top_p=1.5", "validation.top_p=1.5 must be in (0, 1]."),
         ("grpo.num_generations_per_prompt=1", "a group of one has no baseline"),
         ("policy=3", "policy is a section"),
         ("model=gpt5", "model=gpt5 is not a choice; use one of embedded, smollm2"),
@@ -126,6 +127,62 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
 )
 def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
     assert message in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "override", "sentence"),
+    [
+        ("ppo", "ppo.num_generations_per_prompt=0", "must be at least 1."),
+        ("eval", "eval.num_generations_per_prompt=0", "must be at least 1."),
+        ("distillation", "distillation.num_generations_per_prompt=0", "must be at least 1."),
+        (
+            "grpo",
+            "validation.num_generations_per_prompt=0",
+            "must be at least 1; validation.every_steps=0 turns validation off.",
+        ),
+        (
+            "grpo",
+            "grpo.num_generations_per_prompt=0",
+            "must be at least 2, as a group of one has no baseline; raise it, or set it to 1 with "
+            "advantage.baseline=none.",
+        ),
+        (
+            "grpo grpo.dynamic_sampling=true advantage.baseline=none",
+            "grpo.num_generations_per_prompt=1",
+            "must be at least 2, as a group of one always has equal rewards; raise it, or set it "
+            "to 1 with grpo.dynamic_sampling=false.",
+        ),
+        (
+            "grpo advantage.baseline=none",
+            "grpo.num_generations_per_prompt=0",
+            "must be at least 1.",
+        ),
+        (
+            "grpo",
+            "generation.temperature=0",
+            "; only validation and evaluation have greedy sampling.",
+        ),
+        ("grpo", "cluster.num_generation_workers=0", "must be at least 1, or null to colocate."),
+        ("ppo", "critic.num_workers=0", "critic.enabled=false leaves the critic out."),
+        ("ppo", "critic.num_workers=1", "must leave at least one of the 1 workers to the policy"),
+        ("dpo", "loss.label_smoothing=-1", "must be in [0, 0.5)."),
+        ("dpo", "loss.label_smoothing=0.7", "if most labels are wrong, swap chosen and rejected."),
+        ("eval", "run.resume=true", "an evaluation saves no checkpoint to continue from"),
+        (
+            "eval",
+            "data.train=rows.jsonl",
+            "an evaluation reads validation rows only; set data.vali",
+        ),
+    ],
+)
+def test_each_refusal_gives_the_reason_of_its_own_key(algorithm, override, sentence):
+    name, *beside = algorithm.split()
+    beside += ["teacher.model=embedded"] if name == "distillation" else []
+    with pytest.raises(UserError) as refused:
+        compose_config(CONFIGS, name, [*beside, override])
+    assert str(refused.value).startswith(override.partition("=")[0])
+    assert sentence in str(refused.value)
+    assert "baseline" not in str(refused.value) or "baseline" in sentence
 
 
 @pytest.mark.parametrize(
@@ -380,9 +437,24 @@ def test_keys_without_effect_for_the_hf_backend_and_file_data(tmp_path):
     rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     file = [f"data.train={rows}", "environment.reward=math"]
     assert "data.num_train_rows=5 would have no effect" in refusal(*file, "data.num_train_rows=5")
-    assert "there is no validation" in refusal(*file, "validation.temperature=0")
+    assert "there are no validation rows; set data" in refusal(*file, "validation.temperature=0")
+    off = ["validation.every_steps=0", "validation.temperature=0"]
+    assert refusal(*off).endswith("validation.every_steps=0 turns validation off; raise it.")
+    for name in ("rows_at_once=8", "pass_variables=[JUDGE_KEY]"):
+        assert "environment.reward is not a function of your own" in refusal(f"environment.{name}")
     compose_config(CONFIGS, "grpo", file)
     assert "set environment.reward" in refusal(f"data.train={rows}")
+
+
+def test_a_data_file_is_read_up_to_its_first_text_only(tmp_path):
+    """A terabyte without a block on the disk, after one row: reading it all takes hours."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n" * 70_000 + '{"prompt": "1 + 1", "completion": "2"}\n')
+    os.truncate(rows, 2**40)
+    compose_config(CONFIGS, "sft", [f"data.train={rows}"])
+    rows.write_text("\n \r\n" * 70_000)
+    with pytest.raises(UserError, match="is empty; give a file with at least one row"):
+        compose_config(CONFIGS, "sft", [f"data.train={rows}"])
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,13 @@ from tests.chat_templates import (
     MARKED_WITH_NEWLINES,
     PHI3,
     QWEN,
+    QWEN3,
     STRIPS_THINK,
     THINK_IN_PROMPT,
     TURNS,
     build_chat,
+    calling,
+    thinking,
     tokenizer_of,
     trained_texts,
     write_rows,
@@ -68,6 +71,20 @@ def test_an_answer_trains_from_its_first_token_to_its_end_token(tmp_path, templa
     assert trained_texts(tokenizer, ids, mask) == [f"the first\nanswer{end}", f"and 2{end}"]
     first = mask.index(True)
     assert ids[:first] == chat.render(TURNS[:1])
+
+
+@pytest.mark.parametrize("think", ["", "<think>\n"], ids=["derivable", "asks_with_think"])
+def test_an_end_token_after_the_markers_trains_too(tmp_path, think):
+    # With "think" the template asks in words that no answer begins with: only markers tell.
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + think + "{% endif %}"
+    )
+    ids, mask = build_chat(tmp_path, template).render_conversation(TURNS)
+    trained = trained_texts(tokenizer_of(tmp_path), ids, mask)
+    assert trained == ["the first\nanswer<|im_end|>", "and 2<|im_end|>"]
 
 
 def test_turns_before_a_message_can_be_left_out(tmp_path):
@@ -145,7 +162,8 @@ def test_an_end_token_that_sampling_does_not_know_is_trained_and_named_once(tmp_
     chat = build_chat(tmp_path, LLAMA3, all_ends=False)
     for _ in range(2):
         ids, mask = chat.render_conversation(TURNS)
-    assert trained_texts(tokenizer_of(tmp_path), ids, mask)[-1] == "and 2<|eot_id|>"
+    trained = trained_texts(tokenizer_of(tmp_path), ids, mask)
+    assert trained == ["the first\nanswer<|eot_id|>", "and 2<|eot_id|>"]
     assert caplog.text.count("ends answers with <|eot_id|>") == 1
 
 
@@ -236,7 +254,102 @@ def test_trained_tokens_are_the_answers_and_their_ends(chats, texts):
         assert ids[: mask.index(True)] == chat.render(turns[:1])
 
 
+# What only the template wrote.
+
+EMPTY = "<think>\n\n</think>\n\n"
+ASKED_AGAIN = [{"role": "user", "content": "two?"}]
+
+
+@pytest.mark.parametrize("switches", [{}, {"enable_thinking": False}])
+def test_an_empty_block_of_thinking_that_only_the_template_wrote_does_not_train(tmp_path, switches):
+    chat = build_chat(tmp_path, QWEN3, **switches)
+    tokenizer = tokenizer_of(tmp_path)
+    ids, mask = chat.render_conversation([*ASKED_AGAIN, TURNS[3]])
+    assert tokenizer.decode(ids).endswith(f"assistant\n{EMPTY}and 2<|im_end|>\n")
+    assert trained_texts(tokenizer, ids, mask) == ["and 2<|im_end|>"]
+    told_not_to = tokenizer.apply_chat_template(
+        ASKED_AGAIN, add_generation_prompt=True, enable_thinking=False, return_dict=False
+    )
+    assert ids[: mask.index(True)] == told_not_to
+
+
+@pytest.mark.parametrize(
+    ("answer", "trained"),
+    [
+        ({"content": "2", "reasoning_content": "1 + 1"}, "<think>\n1 + 1\n</think>\n\n2<|im_end|>"),
+        ({"content": "<think>\n1 + 1\n</think>\n\n2"}, "<think>\n1 + 1\n</think>\n\n2<|im_end|>"),
+        ({"content": EMPTY + "2"}, EMPTY + "2<|im_end|>"),  # as the row's author has it
+        ({"content": "2", "reasoning_content": " "}, "2<|im_end|>"),
+        ({"content": "2", "reasoning_content": None}, "2<|im_end|>"),
+        (
+            {"content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},
+            '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>',
+        ),
+    ],
+)
+def test_what_the_rows_author_wrote_trains(tmp_path, answer, trained):
+    chat = build_chat(tmp_path, QWEN3)
+    path = write_rows(
+        tmp_path / "r.jsonl", {"messages": [*ASKED_AGAIN, {"role": "assistant", **answer}]}
+    )
+    (row,) = rows_of(load(chat, path)[0])
+    assert trained_texts(tokenizer_of(tmp_path), *row) == [trained]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("<think>", "</think>"),
+        ("\n<think></think>\n", ""),
+        ("<think>\n\n</think>\n", ""),
+        ("[THINK]", "[/THINK]"),
+        ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+        ("<|begin_of_thought|>\n\n", "<|end_of_thought|>\n\n"),
+        ("Thoughts: ", "\nAnswer: "),
+    ],
+)
+def test_an_empty_block_is_known_by_its_marks_or_by_what_it_is_around(tmp_path, before, after):
+    chat = build_chat(tmp_path, thinking(before, after))
+    tokenizer = tokenizer_of(tmp_path)
+    turns = [*TURNS[:3], {"role": "assistant", "content": " \n2"}]
+    ids, mask = chat.render_conversation(turns)
+    assert tokenizer.decode(ids).count(f"assistant\n{before}{after}") == 2
+    assert trained_texts(tokenizer, ids, mask) == ["the first\nanswer<|im_end|>", " \n2<|im_end|>"]
+    if after:
+        turns[1] = {**turns[1], "reasoning_content": "hm"}
+        ids, mask = chat.render_conversation(turns)
+        assert trained_texts(tokenizer, ids, mask) == [
+            f"{before}hm{after}the first\nanswer<|im_end|>",
+            " \n2<|im_end|>",
+        ]
+
+
+@pytest.mark.parametrize("before", ["<|channel|>final<|message|>", " ", "\n"])
+def test_what_a_sampled_answer_begins_with_trains(tmp_path, before):
+    """The name of a channel, and white space, which an engine samples after the header."""
+    chat = build_chat(tmp_path, thinking(before, "").replace("(m.reasoning_content or '')", "''"))
+    ids, mask = chat.render_conversation(TURNS[:2])
+    expected = [f"{before}the first\nanswer<|im_end|>"]
+    assert trained_texts(tokenizer_of(tmp_path), ids, mask) == expected
+
+
+def test_markers_around_an_empty_block_do_not_make_it_train(tmp_path):
+    inside = "{% generation %}{{ m.content }}"
+    assert inside in MARKED
+    marked = MARKED.replace(inside, inside.replace("m.content", "'<think></think>' + m.content"))
+    chat = build_chat(tmp_path, marked)
+    ids, mask = chat.render_conversation(TURNS)
+    trained = trained_texts(tokenizer_of(tmp_path), ids, mask)
+    assert trained == ["the first\nanswer<|im_end|>", "and 2<|im_end|>"]
+
+
 # Rows.
+
+
+def as_parts(message):
+    half = len(message["content"]) // 2
+    texts = message["content"][:half], message["content"][half:]
+    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
 
 
 def test_every_form_of_a_row_gives_the_same_tokens(tmp_path):
@@ -248,14 +361,19 @@ def test_every_form_of_a_row_gives_the_same_tokens(tmp_path):
         {"prompt": user["content"], "completion": assistant["content"]},
         {"prompt": [user], "completion": assistant["content"], "source": "kept by nobody"},
         {"prompt": [user], "completion": [assistant]},
+        {"messages": [user, assistant], "prompt": user["content"], "chosen": [user, assistant]},
+        {"prompt": user["content"], "messages": None, "completion": assistant["content"]},
+        {"messages": [{**user, "name": None}, {**assistant, "tool_calls": None}], "tools": None},
+        {"messages": [user, {**assistant, "tool_calls": []}]},
+        {"messages": [as_parts(user), as_parts(assistant)], "label": True},
     )
     batch, held_out = load(chat, path)
     assert held_out is None
     first, *others = rows_of(batch)
-    assert others == [first] * 3
+    assert others == [first] * 8
     ids, mask = chat.render_conversation([user, assistant])
     assert first == (ids[:-1], mask[:-1])  # without the newline after the end token
-    assert batch.rows["num_loss_tokens"].tolist() == [sum(mask)] * 4
+    assert batch.rows["num_loss_tokens"].tolist() == [sum(mask)] * 9
     assert batch.rows["sample_mask"].all()
 
 
@@ -337,6 +455,17 @@ def test_a_system_prompt_is_put_before_conversations_that_have_none(tmp_path):
         ({"messages": [TURNS[0], {**TURNS[1], "train": False}]}, "'train' of message 1 is not sup"),
         ({"messages": [TURNS[0], {**TURNS[1], "reasoning_content": "hm"}]}, "'reasoning_content'"),
         ({"messages": TURNS, "functions": [{}]}, "'functions' is not supported"),
+        (
+            {"messages": TURNS, "prompt": "else?"},
+            "of these forms; it has messages, prompt",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, TURNS[1]]},
+            "has a part of type 'image_url', and only text is read",
+        ),
+        ({"prompt": "x", "completion": "y", "label": False}, "'label' is false, which marks a bad"),
+        ({"prompt": "x", "completion": "y", "label": 0}, "'label' is 0, which marks a bad answer"),
+        ({"messages": TURNS, "label": False}, "pair both kinds for run_dpo.py"),
         ({"prompt": "x", "completion": "y", "system": "z"}, "'system' is not supported"),
     ],
 )
@@ -345,6 +474,94 @@ def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
     path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, row)
     with pytest.raises(UserError, match=rf"^data\.train={path}, line 2: .*{message}"):
         load(chat, path)
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        (
+            {"question": 1, "answer": 2},
+            "rename 'question' to 'prompt' and 'answer' to 'comp",
+        ),
+        (
+            {"problem": 1, "solution": 2, "answer": 3},
+            "'problem' to 'prompt' and 'solution' to 'c",
+        ),
+        (
+            {"instruction": 1, "input": "", "output": 2},
+            "write 'instruction' and 'input' as one 'prompt' and rename 'output' to 'completion'.",
+        ),
+        (
+            {"instruction": 1, "context": "", "response": 2},
+            "'instruction' and 'context' as one",
+        ),
+        ({"prompt": 1, "response": 2}, "; rename 'response' to 'completion'."),
+        (
+            {"system": 1, "question": 2, "response": 3},
+            "write 'system' and 'question' as 'prompt', a list of a system and a user message and "
+            "rename 'response' to 'completion'.",
+        ),
+        (
+            {"question": 1, "choices": [2], "answer": 3},
+            "write 'question' and 'choices' as one 'prompt' and the right choice in words as "
+            "'completion' ('answer' says which it is).",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "x"}]},
+            "rename 'conversations' to 'messages' and in each of them 'from' to 'role' (human is "
+            "user, gpt is assistant) and 'value' to 'content'.",
+        ),
+        ({"conversation": [TURNS[0]]}, "; rename 'conversation' to 'messages'."),
+        (
+            {"prompt": "x", "chosen": [TURNS[0]], "rejected": [TURNS[0]]},
+            "rename 'chosen' to 'messages' (and take 'prompt' out).",
+        ),
+        ({"chosen": "x", "rejected": "y"}, "rename 'chosen' to 'completion'."),
+        ({"prompt": "x"}, "rows without an answer are for runs that sample, such as run_grpo.py."),
+        ({"tokens": [1]}, "it has tokens."),
+    ],
+)
+def test_a_row_in_a_known_shape_is_answered_with_how_to_write_it(tmp_path, row, remedy):
+    chat = build_chat(tmp_path, QWEN)
+    with pytest.raises(UserError) as refused:
+        load(chat, write_rows(tmp_path / "r.jsonl", row))
+    assert remedy in str(refused.value)
+
+
+CALLED = {"city": "Sao Paulo", "days": [1, 2]}
+JSON = '{"city": "Sao Paulo", "days": [1, 2]}'
+
+
+@pytest.mark.parametrize("given", [CALLED, JSON, JSON.replace(": ", ":")])
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ("{{ a | tojson }}", JSON),
+        ("{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}", JSON),
+        ("{% for k, v in a.items() %}<{{ k }}>{{ v }}{% endfor %}", "<city>Sao Paulo<days>[1, 2]"),
+        ("{{ '' + a }}", JSON),  # takes text only
+        ("{{ a }}", JSON),  # would write an object as Python does
+    ],
+)
+def test_arguments_of_a_tool_call_are_written_once(tmp_path, arguments, written, given):
+    chat = build_chat(tmp_path, calling(arguments))
+    call = {"type": "function", "id": None, "function": {"name": "weather", "arguments": given}}
+    turns = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    path = write_rows(tmp_path / "r.jsonl", {"messages": turns})
+    (row,) = rows_of(load(chat, path)[0])
+    (trained,) = trained_texts(tokenizer_of(tmp_path), *row)
+    assert trained == f"weather:{written}<|im_end|>"
+    prompt = [*conversations._conversation({"messages": turns}, None, "").messages, TURNS[2]]
+    assert trained in tokenizer_of(tmp_path).decode(chat.render(prompt))
+
+
+@pytest.mark.parametrize("given", ["{not json", '"Paris"', "[1]"])
+def test_arguments_that_are_no_object_are_left_as_the_row_has_them(tmp_path, given):
+    chat = build_chat(tmp_path, calling("{{ a | tojson }}"))
+    call = {"function": {"name": "weather", "arguments": given}}
+    ids, mask = chat.render_conversation([TURNS[0], {**TURNS[1], "tool_calls": [call]}])
+    (trained,) = trained_texts(tokenizer_of(tmp_path), ids, mask)
+    assert trained == f"the first\nanswerweather:{json.dumps(given)}<|im_end|>"
 
 
 def test_tool_calls_train_where_the_template_writes_them(tmp_path):

@@ -1,22 +1,30 @@
 """Prompts: rendered once and the same way everywhere, in an order that can be continued."""
 
 import json
+import shutil
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from nemo_like.algorithms import evaluation, text_rows
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.setup import prepare
 from nemo_like.batch.micro_batches import plan_micro_batches
-from nemo_like.compose.load import compose_config
-from nemo_like.config.data import PromptsConfig
+from nemo_like.config.choices import OverlongPrompts
+from nemo_like.config.load import compose_config
+from nemo_like.config.rollout_schema import DataConfig, EnvironmentConfig, GradingModelConfig
+from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
+from nemo_like.data.end_tokens import end_token_ids
 from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
+from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, merge
+from nemo_like.rollout import graders
+from tests.chat_templates import QWEN, QWEN3, build_chat, tokenizer_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -27,7 +35,7 @@ def write_rows(path, *rows):
 
 
 def load(path, **config):
-    return load_rows(path, PromptsConfig(**config), 0, 0, "data.train")
+    return load_rows(path, DataConfig(**config), 0, 0, "data.train")
 
 
 def prompts(count):
@@ -45,6 +53,98 @@ def test_a_row_is_text_or_chat_and_keeps_every_other_field(tmp_path):
     assert text.fields == {"answer": 4, "tag": "x"}
     assert conversation.prompt == "c"
     assert [m["role"] for m in conversation.messages] == ["user", "assistant", "user"]
+
+
+def test_a_null_counts_as_absent_and_reaches_the_reward_function_under_other_names(tmp_path):
+    message = {"role": "user", "content": "x", "name": None}
+    row = {"prompt": None, "messages": [message], "completion": None, "tools": None, "tag": None}
+    (found,) = load(write_rows(tmp_path / "rows.jsonl", row))
+    assert found.messages == ({"role": "user", "content": "x"},)
+    assert found.fields == {"tag": None}
+
+
+ROW = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("switch", "sentence"),
+    [
+        (
+            "enable_thinkin",
+            r"^data\.template_switches\.enable_thinkin is no switch of the model's "
+            r"chat template; did you mean enable_thinking\?",
+        ),
+        ("content", r"did you mean enable_thinking\?"),  # the template sets it itself
+        ("messages", r"did you mean enable_thinking\?"),  # transformers does
+    ],
+)
+def test_a_switch_that_the_template_lacks_is_answered_with_those_it_has(tmp_path, switch, sentence):
+    with pytest.raises(UserError, match=sentence):
+        build_chat(tmp_path, QWEN3, **{switch: True})
+    with pytest.raises(UserError, match=r"x is no switch .* template; it has none, so leave it"):
+        build_chat(tmp_path, QWEN, x=True)
+    sets = "{% if not think is defined %}{% set think = true %}{% endif %}{% if think %}{% endif %}"
+    build_chat(tmp_path, sets + QWEN, think=False)
+
+
+def test_template_switches_reach_every_text_that_is_rendered(tmp_path):
+    """Prompts of training and evaluation, conversations and pairs."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("embedded"), folder)
+    (folder / "chat_template.jinja").write_text(QWEN3)
+    rows = write_rows(tmp_path / "p.jsonl", *prompts(8))
+    texts = write_rows(tmp_path / "t.jsonl", {"messages": [ROW, {**ROW, "role": "assistant"}]})
+    pairs = write_rows(tmp_path / "d.jsonl", {"prompt": "x", "chosen": "y", "rejected": "z"})
+    block = tokenizer_of(folder)("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"]
+
+    def config(name, *overrides):
+        told = [f"policy.model={folder}", "data.template_switches.enable_thinking=false"]
+        return compose_config(CONFIGS, name, [*overrides, *told])
+
+    def asks_with_block(ids):
+        return list(ids[-len(block) :]) == block
+
+    grpo = config("grpo", f"data.train={rows}", "environment.reward=math")
+    prepared = prepare(grpo, read_rows(grpo), str(folder))
+    assert [asks_with_block(row.prompt_ids) for row in prepared.loader.next_rows(8)] == [True] * 8
+    measured = config("eval", f"data.validation={rows}", "environment.reward=math")
+    held_out = evaluation.prepare(measured, read_rows(measured), str(folder)).validation_rows
+    assert [asks_with_block(row.prompt_ids) for row in held_out] == [True] * 8
+    for name, source, reader in (
+        ("sft", texts, conversations.load),
+        ("dpo", pairs, preferences.load),
+        ("rm", pairs, preferences.load),
+    ):
+        found = text_rows.prepare(config(name, f"data.train={source}"), reader, str(folder))
+        mask = found.train.tokens["loss_mask"].tolist()
+        assert asks_with_block(found.train.tokens["input_ids"][: mask.index(True)].tolist())
+
+
+def test_a_grader_is_told_what_its_own_template_knows_unless_it_is_told_otherwise(tmp_path):
+    folder = tmp_path / "scores"
+    shutil.copytree(resolve_model("embedded"), folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(QWEN3)
+
+    def told(**own):
+        model = GradingModelConfig(model=str(folder), template_switches=own)
+        environment = EnvironmentConfig(reward="reward_model", reward_model=model)
+        switches = {"enable_thinking": False, "date": "today"}
+        return graders.for_other_folders(environment, switches).reward_model.template_switches
+
+    assert told() == {"enable_thinking": False}
+    assert told(enable_thinking=True) == {"enable_thinking": True}
+    key = r"environment\.reward_model\.template_switches\.date"
+    with pytest.raises(UserError, match=f"^{key} is no switch of the model's chat template"):
+        told(date="today")
+
+
+@pytest.mark.parametrize("value", ["null", "[1]", "{a: 1}"])
+def test_a_switch_is_yes_or_no_a_number_or_text(value):
+    with pytest.raises(UserError, match=r"data\.template_switches\.x=.* must be true, false, a nu"):
+        compose_config(CONFIGS, "sft", [f"data.template_switches.x={value}"])
 
 
 def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
@@ -71,6 +171,22 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
         ('{"messages": [{"role": "Human", "content": "x"}]}', "'Human', which must be 'user'"),
         ('{"messages": [{"role": "user", "content": "x", "tool_calls": "f"}]}', "no list of obj"),
         ('{"prompt": "x", "tools": [{"name": "f"}]}', "'tools' is not supported"),
+        ('{"problem": "x", "solution": "y"}', "rename 'problem' to 'prompt'; other entries reach"),
+        ('{"text": "x"}', "it has text; texts are for run_sft.py."),
+        ('{"chosen": "x", "rejected": "y"}', "; pairs are for run_dpo.py and run_rm.py."),
+        ('{"prompt": "x", "messages": [{}]}', "it has prompt, messages; take one of them out."),
+        (
+            '{"prompt": "x", "messages": [{"role": "assistant"}]}',
+            "; take 'messages' out, which has",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            "ends with the one to answer; leave out the assistant's last message.",
+        ),
+        (
+            '{"conversations": [{"from": "human", "value": "x"}]}',
+            "'value' to 'content' and leave out the assistant's last one.",
+        ),
         ('{"prompt": "x", "prompt": "y"}', "line 2: not JSON ('prompt' is given twice)"),
         ('{"prompt": "x", "n": {"k": 1, "k": 2}}', "line 2: not JSON ('k' is given twice)"),
         ('{"prompt": "x", "n": NaN}', "line 2: not JSON (NaN is no JSON number; write null)"),
@@ -115,14 +231,14 @@ def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(
     with pytest.raises(
         UserError, match=f"row 1 has {shortest + 49} tokens, and the model's context"
     ):
-        check_lengths(rows, chat, **limits, config=PromptsConfig(), key="data.train")
-    config = PromptsConfig(overlong_prompts="drop")
+        check_lengths(rows, chat, **limits, config=DataConfig(), key="data.train")
+    config = DataConfig(overlong_prompts=OverlongPrompts.drop)
     kept, longest = check_lengths(rows, chat, **limits, config=config, key="data.train")
     assert [row.index for row in kept] == [0]
     assert longest == shortest
     limits |= {"micro_batch_tokens": shortest + 7}
     with pytest.raises(UserError, match=r"row 0 has .* and policy\.micro_batch_tokens leaves"):
-        check_lengths(rows, chat, **limits, config=PromptsConfig(), key="data.train")
+        check_lengths(rows, chat, **limits, config=DataConfig(), key="data.train")
     assert "dropped 1 of 2" in caplog.text
 
 
@@ -134,7 +250,7 @@ def test_a_template_that_fails_names_the_row(tmp_path, tiny_model):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turn') }}")
     rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}))
     with pytest.raises(UserError, match="row 0: the chat template fails: no system turn"):
-        check_lengths(rows, ChatTokenizer(str(folder)), 99, 99, 9, PromptsConfig(), "data.train")
+        check_lengths(rows, ChatTokenizer(str(folder)), 99, 99, 9, DataConfig(), "data.train")
 
 
 def test_special_tokens_come_from_the_template_alone(tmp_path, tiny_model):
@@ -173,6 +289,30 @@ def test_all_end_of_sequence_ids_are_known(tmp_path, tiny_model):
         (folder / "generation_config.json").write_text(content)
         with pytest.raises(UserError, match=r"generation_config\.json.*; repair"):
             ChatTokenizer(str(folder))
+
+
+@pytest.mark.parametrize("generation_config", [None, {"eos_token_id": 2}, {"eos_token_id": None}])
+@pytest.mark.parametrize(
+    "place", [lambda ids: {"eos_token_id": ids}, lambda ids: {"text_config": {"eos_token_id": ids}}]
+)
+def test_end_of_sequence_ids_of_the_models_configuration_count_too(
+    tmp_path, place, generation_config
+):
+    if generation_config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"vocab_size": 100} | place([3, 17])))
+    assert end_token_ids(tmp_path, 2) == (2, 3, 17)
+    config.write_text(json.dumps({"vocab_size": 100} | place(17)))
+    others = {2} if generation_config == {"eos_token_id": 2} else set()
+    assert set(end_token_ids(tmp_path, None)) == {17} | others
+    # A leftover of another tokenizer: no token of this model.
+    config.write_text(json.dumps({"vocab_size": 17} | place([3, 17])))
+    assert end_token_ids(tmp_path, 2) == (2, 3)
+    for content in ("", "[]", json.dumps(place(["</s>"]))):
+        config.write_text(content)
+        with pytest.raises(UserError, match=r"config\.json.*; repair"):
+            end_token_ids(tmp_path, 2)
 
 
 def test_the_context_is_the_models_own(tiny_model, tmp_path):
@@ -240,6 +380,17 @@ def test_a_position_of_another_data_set_starts_it_at_its_beginning(tmp_path, row
     fresh.load_state(loader.state())
     assert indices(fresh, 2) == [[0, 1]]
     assert "starts at its beginning" in caplog.text
+
+
+def test_a_position_under_another_seed_starts_the_rows_at_their_beginning(rows, caplog):
+    loader = PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=True)
+    loader.next_rows(6)
+    fresh, same = (
+        PromptLoader(rows, fingerprint=fingerprint(rows), seed=2, shuffle=True) for _ in range(2)
+    )
+    fresh.load_state(loader.state())
+    assert indices(fresh, 10) == indices(same, 10)
+    assert "another seed; this data starts at its beginning" in caplog.text
 
 
 # Finite epochs.
@@ -347,3 +498,12 @@ def test_the_batches_that_are_left_are_those_that_come(rows, drop_last):
     # Two rows of the first pass, and all of the second.
     loader.load_state(loader.state() | {"epoch": 0, "position": 8})
     assert loader.steps_left == (2 if drop_last else 4)
+
+
+@pytest.mark.parametrize(("batch_size", "of_a_pass"), [(3, 4), (4, 3), (5, 2), (9, 2), (10, 1)])
+def test_steps_that_are_left_are_those_that_come(rows, batch_size, of_a_pass):
+    loader = epochs(rows, batch_size)
+    left = [loader.steps_left]
+    for _ in loader:
+        left.append(loader.steps_left)
+    assert left == list(range(2 * of_a_pass, -1, -1))

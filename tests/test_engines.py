@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from nemo_like.data.end_tokens import end_token_ids
+from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.protocol import (
@@ -110,7 +112,7 @@ class Case:
         buckets = plan_buckets(expected_tensors(self.config.model_path, dtype), BUCKET_BYTES)
         num_ranks = self.config.tensor_parallel_size
         if self.config.dtype == "float32" and num_ranks == 1:
-            sender = BroadcastSender(buckets, CPU, 1, TIMEOUT_S)
+            sender = BroadcastSender(listening_store("127.0.0.1", None), buckets, CPU, 1, TIMEOUT_S)
             self.senders = [sender]
             link = BroadcastLink("127.0.0.1", sender.port, 1, 2)
         else:  # One sender a rank, as on GPUs that policy and engine share.
@@ -309,6 +311,18 @@ def test_a_stop_token_ends_a_completion_and_is_kept(case):
     assert stopped.finish_reason is FinishReason.stop
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop_id) + 1]
     assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_ends_that_only_the_models_configuration_names_end_completions(case, tmp_path):
+    (free,) = case.generate(case.requests(1))
+    stop_id = free.token_ids[3]
+    config = json.loads((Path(case.config.model_path) / "config.json").read_text())
+    config["eos_token_id"] = [EOS_ID, stop_id]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ends = end_token_ids(tmp_path, EOS_ID)
+    (stopped,) = case.generate(case.requests(1, stop_token_ids=ends))
+    assert stopped.finish_reason is FinishReason.stop
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop_id) + 1]
 
 
 def test_the_models_own_end_of_sequence_ends_nothing_by_itself(case):

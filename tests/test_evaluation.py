@@ -187,10 +187,10 @@ def test_a_majority_needs_answers():
         (["eval.temperature=0", "eval.top_k=5"], "eval.temperature=0 is greedy"),
         (["model=smollm2"], "also says how to train, and an evaluation trains nothing; set policy"),
         (["policy.optimizer.lr=1.0"], "an evaluation trains nothing"),
-        (["mismatch.max_mean_abs=1"], "an evaluation trains nothing"),
-        (["validation.every_steps=1"], "the section eval says how"),
-        (["generation.temperature=0.5"], "the section eval says how"),
-        (["data.train=rows.jsonl"], "an evaluation trains nothing"),
+        (["mismatch.max_mean_abs=1"], "only the engine computes logprobs"),
+        (["validation.every_steps=1"], "measures once, and samples as the section eval"),
+        (["generation.temperature=0.5"], "samples as the section eval says"),
+        (["data.train=rows.jsonl"], "set data.validation"),
         (["eval.num_prompts_per_step=0"], "eval.num_prompts_per_step=0 must be at least 1"),
         (["policy.model=/no/such"], "no such folder"),
     ],
@@ -261,8 +261,8 @@ def test_a_checkpoint_out_of_place_or_damaged_says_so(straight, tmp_path, local_
     (tmp_path / "x" / "config.yaml").write_text("reward_model: {}\npolicy: {model: embedded}\n")
     assert "a checkpoint of a reward model" in refusal(f"policy.model={alone}")
     (tmp_path / "x" / "config.yaml").write_text("policy: {model: embedded}\n")
-    (alone / "policy" / ".metadata").write_bytes(b"")
-    with pytest.raises(UserError, match=r"is damaged: policy/.metadata has changed"):
+    (alone / "policy" / "index.json").write_bytes(b"")
+    with pytest.raises(UserError, match=r"is damaged: policy/index.json has changed"):
         evaluate(tmp_path / "run", f"policy.model={alone}")
     with pytest.raises(UserError, match="is a checkpoint, not a model; give the folder final/"):
         compose_config(ROOT / "configs", "grpo", [f"policy.model={alone}"])

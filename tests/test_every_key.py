@@ -186,6 +186,8 @@ def test_limits_of_waits_end_a_run(files, tmp_path):
         run("cluster.start_timeout_s=0.01")
     with pytest.raises(WaitTimeoutError, match=r"0\.01 s"):
         run("cluster.call_timeout_s=0.01")
+    with pytest.raises(WaitTimeoutError, match=r"0\.0001 s.* in save: .*cluster\.save_timeout_s"):
+        run("cluster.save_timeout_s=0.0001")
 
 
 @pytest.mark.usefixtures("local_ray")

@@ -227,7 +227,9 @@ def test_bytes_through_the_driver_do_not_grow_with_completions(tmp_path, tiny_mo
 
 def write_reward(tmp_path, body):
     path = tmp_path / "reward.py"
-    path.write_text(f"import time\n\ncalls = 0\n\n\ndef reward(prompt, completion):\n    {body}\n")
+    path.write_text(
+        f"import os, sys, time\nKEPT = []\n\n\ndef reward(prompt, completion):\n    {body}\n"
+    )
     return [
         f"environment.reward={path}:reward",
         f"data.train={ROOT}/examples/custom_reward/rows.jsonl",
@@ -254,9 +256,13 @@ def test_the_custom_reward_example_learns(tmp_path):
     [
         ("return 1 / (len(completion) % 2)", "ZeroDivisionError"),
         ("time.sleep(len(completion) % 2 * 9)\n    return 1.0", "took longer than 1 s"),
+        (
+            "os.write(int(sys.argv[1]), b'x' * (len(completion) % 2 * 9))\n    return 1.0",
+            "something else to its socket",
+        ),
     ],
 )
-def test_a_reward_that_raises_or_hangs_costs_those_rows_only(tmp_path, caplog, body, reason):
+def test_a_reward_that_fails_in_some_way_costs_those_rows_only(tmp_path, caplog, body, reason):
     steps = run(
         tmp_path / "run",
         *write_reward(tmp_path, body),
@@ -272,3 +278,33 @@ def test_a_reward_that_raises_or_hangs_costs_those_rows_only(tmp_path, caplog, b
     assert steps[1]["train/num_tokens"] < steps[1]["rollout/num_tokens"]
     assert f"failed on {failed:.0f} of 8 completions of step 1" in caplog.text
     assert reason in caplog.text
+
+
+def test_a_metric_that_is_none_is_said_once_and_costs_no_reward(tmp_path, caplog):
+    steps = run(
+        tmp_path / "run",
+        *write_reward(tmp_path, 'return {"reward": 1.0, "part": None, "right": True}'),
+        "grpo.max_steps=2",
+        "grpo.num_prompts_per_step=2",
+        small=SMALL_ON_A_FILE,
+    )
+    for step in (1, 2):
+        assert steps[step]["rollout/num_failed"] == 0
+        assert steps[step]["rollout/right"] == 1.0
+        assert "rollout/part" not in steps[step]
+    assert caplog.text.count("metric 'part' is left out") == 1
+
+
+@pytest.mark.full
+def test_a_reward_that_leaks_50_mb_a_row_ends_well_under_a_limit_of_1_gb(tmp_path):
+    steps = run(
+        tmp_path / "run",
+        *write_reward(tmp_path, "KEPT.append(bytearray(50 << 20))\n    return 1.0"),
+        "grpo.max_steps=5",
+        "grpo.num_prompts_per_step=25",
+        "generation.max_new_tokens=4",
+        "environment.process_memory_gib=0.93",
+        small=SMALL_ON_A_FILE,
+    )
+    assert sum(steps[step]["rollout/num_failed"] for step in range(1, 6)) == 0
+    assert [steps[step]["rollout/reward"] for step in range(1, 6)] == [1.0] * 5

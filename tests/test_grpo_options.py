@@ -9,14 +9,15 @@ import torch
 from nemo_like.algorithms.grpo.loop import (
     add_advantages,
     batch_metrics,
+    choose_rows,
     make_loss,
-    mask_mismatch,
     mini_batches,
     signal,
 )
 from nemo_like.algorithms.self_check import RewardWatch, warn_of_adapters
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.errors import UserError
 from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps, values
 from nemo_like.rollout.sources import _join
 from tests.small_runs import run, small_config
@@ -40,8 +41,10 @@ def config_of(*overrides):
 
 
 def advantages(batch, *overrides):
-    base = ("advantage.baseline=mean", "advantage.scale=none", *overrides)
-    add_advantages(batch, config_of(*base))
+    """What the loop does of a batch between its logprobs and its train step."""
+    config = config_of("advantage.baseline=mean", "advantage.scale=none", *overrides)
+    choose_rows(batch, config)
+    add_advantages(batch, config)
     return batch.rows[keys.ADVANTAGES].tolist()
 
 
@@ -57,17 +60,101 @@ def test_kl_in_the_reward_is_subtracted_before_the_baseline():
     assert advantages(batch, *inside) == pytest.approx([-0.05, 0.05])
 
 
-def test_a_masked_truncated_completion_counts_in_its_group_and_does_not_train():
+MASKED = ("grpo.mask_truncated=true", "mismatch.action=mask", "mismatch.max_mean_abs=0.2")
+
+
+def one_of_each_kind():
+    """Three completions that train (rewards 1, 0, 0); one cut off, one that the engine sees
+    otherwise, one without tokens and one without a reward; all of one group."""
+    return batch_of(
+        [1, 0, 0, 1, 1, 1, math.nan],
+        [0] * 7,
+        **{
+            keys.SAMPLE_MASK: [True] * 6 + [False],
+            keys.TRUNCATED: [False] * 3 + [True] + [False] * 3,
+            keys.MEAN_GAPS: [0.1] * 3 + [0.3, 0.3, 0.1, 0.1],
+            keys.NUM_LOSS_TOKENS: [8] * 5 + [0, 8],
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # Of 1, 0, 0: mean 1/3, squares 4/9 + 2/9 = 2/3, unbiased deviation sqrt(1/3).
+        ("", [2 / 3, -1 / 3, -1 / 3]),
+        ("advantage.scale=std", [2 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)]),
+        # Others of row 0: 0, 0; of the others: 1, 0.
+        ("advantage.baseline=leave_one_out", [1, -1 / 2, -1 / 2]),
+        # The whole step is this group: as with std.
+        ("advantage.scale=batch", [2 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)]),
+        # Of 1, 0, 0, 1, 1, 1: mean 2/3, squares 4/9 + 8/9 = 4/3, deviation sqrt(4/15).
+        ("advantage.count_untrained=true", [1 / 3, -2 / 3, -2 / 3]),
+        (
+            "advantage.count_untrained=true advantage.scale=std",
+            [x / math.sqrt(4 / 15) for x in (1 / 3, -2 / 3, -2 / 3)],
+        ),
+        # Others of row 0: 0, 0, 1, 1, 1; of row 1: 1, 0, 1, 1, 1.
+        (
+            "advantage.count_untrained=true advantage.baseline=leave_one_out",
+            [2 / 5, -4 / 5, -4 / 5],
+        ),
+    ],
+)
+def test_completions_that_do_not_train_count_in_no_baseline_unless_asked_to(overrides, expected):
+    batch = one_of_each_kind()
+    found = advantages(batch, *MASKED, *overrides.split())
+    assert batch.rows[keys.SAMPLE_MASK].tolist() == [True] * 3 + [False] * 4
+    assert found[:3] == pytest.approx(expected)
+
+
+def test_rows_count_as_masked_for_their_gap_only_if_they_would_have_trained():
+    metrics = choose_rows(one_of_each_kind(), config_of(*MASKED))
+    assert metrics["mismatch/masked_rows"].value == 1  # the one that was cut off is out already
+
+
+def test_a_group_of_which_one_completion_trains_has_no_baseline_and_no_signal():
+    masked = {keys.TRUNCATED: [False, True, False, False]}
+    of_those_that_train = ("grpo.mask_truncated=true",)
+    of_all = (*of_those_that_train, "advantage.count_untrained=true")
+    for overrides, has_signal, flat_share, expected in (
+        (of_those_that_train, [False, False, True, True], 0.5, [0, 0, 0.5, -0.5]),
+        (of_all, [True, True, True, True], 0, [0.5, -0.5, 0.5, -0.5]),
+    ):
+        batch = batch_of([1, 0, 1, 0], [0, 0, 1, 1], **masked)
+        assert signal(batch, config_of(*overrides)).tolist() == has_signal
+        metrics = choose_rows(batch, config_of(*overrides))
+        assert metrics["rollout/zero_variance_share"].value == flat_share
+        assert advantages(batch, *overrides) == expected
+        assert batch.rows[keys.SAMPLE_MASK].tolist() == [True, False, True, True]
+
+
+def test_without_masks_a_truncated_completion_trains_and_counts():
     batch = batch_of([1, 0], [0, 0], **{keys.TRUNCATED: [False, True]})
-    assert advantages(batch, "grpo.mask_truncated=true") == [0.5, -0.5]
-    assert batch.rows[keys.SAMPLE_MASK].tolist() == [True, False]
+    assert advantages(batch) == [0.5, -0.5]
+    assert batch.rows[keys.SAMPLE_MASK].all()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("", "all graded completions train; set grpo.mask_truncated=true or mismatch.action=mask"),
+        (
+            "grpo.mask_truncated=true advantage.baseline=none advantage.scale=none",
+            "advantage.baseline=none and advantage.scale=none count nothing",
+        ),
+    ],
+)
+def test_count_untrained_is_refused_where_it_would_do_nothing(overrides, said):
+    with pytest.raises(UserError, match=f"advantage.count_untrained.*{said}"):
+        config_of("advantage.count_untrained=true", *overrides.split())
 
 
 def test_a_group_has_a_signal_by_its_raw_rewards():
     # Answers that are all wrong stay without one, however long they are (field report E05).
     batch = batch_of([0, 0, 1, 0], [0, 0, 1, 1], **{keys.NUM_LOSS_TOKENS: [32, 8, 8, 8]})
     advantages(batch, "advantage.overlong_buffer_tokens=16")
-    assert signal(batch).tolist() == [False, False, True, True]
+    assert signal(batch, config_of()).tolist() == [False, False, True, True]
 
 
 def test_rewards_that_teach_nothing_for_five_steps_are_said_once(caplog):
@@ -107,20 +194,18 @@ def test_adapters_that_engines_would_round_away_are_said(caplog, overrides, said
 def test_without_a_signal_dynamic_sampling_trains_on_no_penalty_either():
     penalty = ("advantage.overlong_buffer_tokens=16", "grpo.dynamic_sampling=true")
     batch = batch_of([0, 0, 1, 0], [0, 0, 1, 1], **{keys.NUM_LOSS_TOKENS: [32, 8, 8, 8]})
-    assert advantages(batch, *penalty) == [-0.5, 0.5, 0.5, -0.5]
+    assert advantages(batch, *penalty) == [0, 0, 0.5, -0.5]
     assert batch.rows[keys.SAMPLE_MASK].tolist() == [False, False, True, True]
 
 
-def test_rows_with_too_large_a_gap_leave_the_step_and_stay_in_their_groups_baseline():
+def test_rows_with_too_large_a_gap_leave_the_step_and_their_groups_baseline():
     gaps = {keys.MEAN_GAPS: [0.3, 0.1, math.nan, 0.2], keys.SAMPLE_MASK: [True, True, True, False]}
     batch = batch_of([1, 0, 1, math.nan], [0, 0, 1, 1], **gaps)
     options = ("mismatch.action=mask", "mismatch.max_mean_abs=0.2")
-    before = advantages(batch, *options)
-    metrics = mask_mismatch(batch, config_of(*options))
+    metrics = choose_rows(batch, config_of(*options))
     assert batch.rows[keys.SAMPLE_MASK].tolist() == [False, True, False, False]
     assert metrics["mismatch/masked_rows"].value == 2
-    assert batch.rows[keys.ADVANTAGES].tolist() == before
-    assert before[1] < 0
+    assert advantages(batch, *options) == [0, 0, 0, 0]  # row 1 has no sibling left
 
 
 def test_metrics_of_a_batch_count_what_trains_and_what_was_graded():
@@ -148,6 +233,8 @@ def test_each_pass_deals_whole_groups_to_mini_batches_anew():
     assert parts[:3] != parts[3:]
     again = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 1)]
     assert again == parts
+    next_step = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 2)]
+    assert next_step[:3] != parts[:3]
 
 
 class Sampled:

@@ -9,9 +9,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.choices import Batching
+from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.head import Head
+from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.logprobs import token_logprobs
+from nemo_like.policy.model import HeadSettings, LogprobModel
 
 TOKENS, WIDTH, VOCABULARY = 7, 8, 17
 FLOAT32_BYTES = 4
@@ -402,3 +409,32 @@ def test_a_nearly_certain_token_keeps_its_gradient_in_16_bits():
     logprobs.sum().backward()
     # Of log sigmoid(h), which is 1 - sigmoid(8); sigmoid(8) rounded to 8 bits is 1.
     assert hidden.grad.item() == pytest.approx(1 / (1 + math.exp(8)), rel=2**-7)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_a_float32_head_has_no_copy_of_weights_that_went_before(tied):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)).bfloat16()
+    wrapped = LogprobModel(model, HeadSettings(chunk_tokens=3, float32=True))
+    ids = torch.randint(0, 300, (9,))
+    mask = torch.ones(9, dtype=torch.bool)
+    mask[0] = False
+    batch = TensorBatch(
+        lengths=torch.tensor([9]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
+    )
+    inputs = model_inputs(batch, InputLayout(batching=Batching.padded))
+    head = model.get_output_embeddings().weight
+    for _ in range(3):
+        hidden = model.model(input_ids=ids[None]).last_hidden_state[0, :-1]
+        logits = hidden.float() @ head.float().t()
+        expected = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        actual = wrapped(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
+        assert (actual[1:] - expected).abs().max() < 1e-6
+        # Rounded to bfloat16, logits are others.
+        rounded = logits.bfloat16().float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        assert (actual[1:] - rounded).abs().max() > 1e-4
+        head.mul_(2)  # as a step or a load does it
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16

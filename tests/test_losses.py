@@ -308,6 +308,24 @@ def test_beyond_the_dual_clip_a_token_has_no_gradient_and_is_counted():
     assert metrics["train/clip_share"].value == 0.5
 
 
+def test_the_dual_clip_bounds_no_token_with_a_positive_advantage():
+    batch = make_batch([1, 1], [1.0, -1.0])
+    config = LossConfig(dual_clip=3.0, clip_high=None)
+    _, gradient, metrics = loss_of(batch, [math.log(4), math.log(4)], config)
+    assert gradient.tolist() == [-2, 0]
+    assert metrics["train/clip_share"].value == 0.5
+
+
+def test_bounds_of_importance_weights_belong_to_what_they_bound():
+    # Engine and policy agree: w is 1.
+    batch = make_batch([2], [1.0])
+    for floor, cap in ((1.0, 2.0), (0.5, 1.0)):
+        config = LossConfig(importance=MASK, importance_floor=floor, importance_cap=cap)
+        loss, _, metrics = loss_of(batch, [0.0, 0.0], config)
+        assert loss == pytest.approx(-1)
+        assert metrics["mismatch/clipped_share"].value == 0
+
+
 def test_each_token_can_have_its_own_advantage():
     batch = make_batch([2, 2], [9.0, 9.0], mask=[True, True, True, False])
     batch.tokens[keys.ADVANTAGES] = torch.tensor([1.0, 2.0, -4.0, float("nan")])

@@ -59,6 +59,13 @@ def test_numbers_by_hand():
     assert math.log(2) <= quantile < 1.03 * math.log(2)
 
 
+def test_the_effective_sample_size_counts_samples_whatever_their_weights_add_up_to():
+    policy = [0.0, 0.0]
+    batch = batch_of(torch.tensor([-math.log(2), 0.0]), [True, True])
+    # Weights 2 and 1: 3^2 / (2 (2^2 + 1^2)).
+    assert report((policy, batch))["mismatch/effective_sample_size"] == pytest.approx(0.9)
+
+
 def test_gaps_of_rows_by_hand():
     n, nan = 6, math.nan
     batch = TensorBatch(

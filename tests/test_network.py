@@ -1,17 +1,27 @@
 """The interface that workers talk over, and what they are told at start, at any size; no Ray."""
 
+import gc
 import pickle
 import time
 
+import psutil
 import pytest
+from torch.distributed import TCPStore
 
-from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
+from nemo_like.config.choices import Transport
+from nemo_like.config.plan import NodeResources, check_fits, plan_resources
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.network import (
+    NodeNetwork,
+    listening_address,
+    read_network,
+    worker_environment,
+)
 from nemo_like.distributed.rank_layout import RankLayout
+from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.virtual_cluster import Bundle
 from nemo_like.distributed.worker_group import worker_contexts
 from nemo_like.errors import UserError
-from nemo_like.planning.resources import NodeResources, check_fits, plan_resources
 from nemo_like.policy.worker import SenderAddress
 from nemo_like.refit.weight_sync import links_to, receivers
 from nemo_like.weights.ipc import IpcAddress
@@ -31,8 +41,59 @@ def test_workers_of_several_nodes_use_the_interface_with_rays_address():
     }
 
 
-def test_a_run_on_one_node_is_left_alone():
-    assert worker_environment(node(), None, several_nodes=False, uses_gpus=True) == {}
+def test_workers_of_one_node_use_loopback():
+    assert worker_environment(node(), None, several_nodes=False, uses_gpus=True) == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("wanted", "several_nodes", "expected"),
+    [
+        (None, False, "127.0.0.1"),
+        (None, True, "10.1.0.5"),
+        ("eth0", True, "192.168.1.5"),
+        ("eth0", False, "192.168.1.5"),
+        ("ib0", True, "10.1.0.5"),  # not the one that leads no further than the wire
+    ],
+)
+def test_rendezvous_listen_on_one_address(wanted, several_nodes, expected):
+    assert listening_address(node(), wanted, several_nodes=several_nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (["00:11:22:33:44:55", "fe80::1%x0", "fd00::7"], "fd00::7"),
+        (["fd00::7", "10.9.0.1"], "10.9.0.1"),  # as Ray's address
+        (["00:11:22:33:44:55"], ""),
+    ],
+)
+def test_of_an_interface_the_address_that_others_reach_is_taken(found, expected):
+    of_node = NodeNetwork(address="10.1.0.5", interfaces={"x0": found}, inherited={})
+    assert listening_address(of_node, "x0", several_nodes=True) == expected
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_rendezvous_listens_where_it_is_told_and_closes_with_its_store(address):
+    def listeners():
+        found = psutil.Process().net_connections("inet")
+        return {one.laddr for one in found if one.status == psutil.CONN_LISTEN}
+
+    before = listeners()
+    store = listening_store(address, 2)
+    assert listeners() - before == {(address, store.port)}
+    other = TCPStore(address, store.port, 2, False)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    del store, other
+    gc.collect()
+    end = time.monotonic() + 10
+    while listeners() != before:
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_what_the_node_had_set_before_ray_started_wins_over_the_default():
@@ -67,13 +128,13 @@ def test_a_variable_that_names_no_interface_is_refused_where_it_matters(variable
 
     is_nccl = variable.startswith("NCCL")
     for value in ("eth0", "eth0,ib0", *(("=ib0", "^lo", "ib,x") if is_nccl else ())):
-        assert environment(value) == {}
+        assert environment(value)[variable] == value
     for value in ("eth7", "=ib" if is_nccl else "eth0,eth7"):
         with pytest.raises(UserError, match=f"{variable}={value} of .* which has eth0, ib0, lo;"):
             environment(value)
     assert environment("eth7", wanted="eth0")[variable].endswith("eth0")
     if is_nccl:
-        assert environment("eth7", uses_gpus=False) == {}
+        assert environment("eth7", uses_gpus=False)["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_an_address_that_no_interface_has_leaves_the_choice_to_the_libraries():
@@ -123,11 +184,11 @@ def test_what_a_worker_is_told_at_start_does_not_grow_with_the_group():
     assert sizes[1000] <= sizes[1] + 16  # digits of numbers
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+@pytest.mark.parametrize("transport", [Transport.ipc, Transport.broadcast])
 def test_what_a_refit_tells_each_side_does_not_grow_with_the_group(transport):
     sizes = {}
     for num_nodes in (1, 1000):
-        separate = None if transport == "ipc" else 4 * num_nodes
+        separate = None if transport is Transport.ipc else 4 * num_nodes
         config = ClusterConfig(
             num_nodes=num_nodes, gpus_per_node=8, num_generation_workers=separate
         )
@@ -140,6 +201,28 @@ def test_what_a_refit_tells_each_side_does_not_grow_with_the_group(transport):
         sizes[num_nodes] = largest(counts), largest(links)
     assert sizes[1000][0] <= sizes[1][0] + 16
     assert sizes[1000][1] <= sizes[1][1] + 16
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_apart", "tensor_parallel", "engines"),
+    [(4, None, 2, 1), (6, 4, 2, 1), (4, None, 1, 2), (3, 1, 1, 1), (8, None, 4, 1)],
+)
+def test_every_engine_rank_has_a_place_of_its_own_in_the_group_of_a_broadcast(
+    num_gpus, num_apart, tensor_parallel, engines
+):
+    config = ClusterConfig(gpus_per_node=num_gpus, num_generation_workers=num_apart)
+    plan = plan_resources(config, tensor_parallel, engines)
+    senders = [SenderAddress(ipc=None, port=40000)] * len(plan.policy)
+    links = links_to(Transport.broadcast, plan, senders, "10.0.0.1")
+    sizes = [len(replica) for replica in plan.generation]
+    places = [
+        link.first_rank + rank
+        for link, size in zip(links, sizes, strict=True)
+        for rank in range(size)
+    ]
+    assert places == list(range(1, 1 + sum(sizes)))  # 0 sends
+    assert {link.world_size for link in links} == {1 + sum(sizes)}
+    assert receivers(Transport.broadcast, plan) == (sum(sizes), *[0] * (len(plan.policy) - 1))
 
 
 def test_leaders_of_thousands_of_ranks_are_found_at_once():

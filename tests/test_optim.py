@@ -274,6 +274,13 @@ def test_clipping_divides_by_the_loss_scale_in_the_same_pass():
     assert [p.grad.item() for p in named.values()] == pytest.approx([1.5, 2.0], abs=TOLERANCE)
 
 
+def test_the_loss_scale_does_not_change_where_the_limit_is():
+    scale = 65536.0  # the first one in float16
+    named = plain([3 * scale], [4 * scale])
+    clip_gradients(named, gradient_norm(named) / scale, max_norm=1.0, grad_scale=scale)
+    assert [p.grad.item() for p in named.values()] == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
 def test_gradients_below_the_limit_are_left_as_they_are():
     named = plain([3.0], [4.0])
     versions = [p.grad._version for p in named.values()]
@@ -350,6 +357,12 @@ def test_learning_rates_by_hand():
     stable = factors(7, kind="wsd", warmup_steps=2, decay_steps=3, min_lr_ratio=0.1)
     assert stable == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1])
     assert factors(3, kind="wsd", decay_steps=1) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", [Schedule.linear, Schedule.cosine, Schedule.wsd])
+def test_steps_after_the_end_of_a_schedule_keep_its_last_rate(kind):
+    config = SchedulerConfig(kind=kind, warmup_steps=1, decay_steps=2, min_lr_ratio=0.25)
+    assert [lr_factor(step, config, 5) for step in (4, 5, 9)] == pytest.approx([0.25] * 3)
 
 
 def test_a_resumed_schedule_has_the_learning_rates_of_one_that_was_not_interrupted():

@@ -115,6 +115,34 @@ def assert_same(result, expected):
         assert (tensor - expected_parameters[name]).abs().max() < TOLERANCE, name
 
 
+def test_rows_of_chunks_of_any_size_are_found_after_joining_and_selecting():
+    def batch(first, *sizes):
+        chunks = []
+        for size in sizes:
+            ids = torch.arange(first, first + size)
+            columns = {keys.INPUT_IDS: ids.repeat_interleave(2)}
+            chunks.append(TensorBatch(lengths=torch.full((size,), 2), tokens=columns))
+            first += size
+        return RemoteBatch.from_chunks(
+            [ray.put(chunk) for chunk in chunks],
+            [chunk.lengths for chunk in chunks],
+            [{} for _ in chunks],
+        )
+
+    joined = RemoteBatch.concatenate([batch(0, 1, 3, 2), batch(6, 2, 1)])
+    order = [8, 0, 5, 3, 7, 1]
+    scores = [torch.tensor([30.0, 30, 80, 80]), torch.tensor([0.0, 0, 10, 10, 50, 50, 70, 70])]
+    parts = [
+        TensorBatch(lengths=torch.full((len(one) // 2,), 2), tokens={keys.VALUES: one})
+        for one in scores
+    ]
+    chosen = joined.select(order)
+    chosen.add_columns([ray.put(part) for part in parts], [[3, 0], [1, 5, 2, 4]])
+    found = chosen.select([5, 0, 2, 1, 4, 3]).fetch()
+    assert found.tokens[keys.INPUT_IDS][::2].tolist() == [1, 8, 5, 0, 7, 3]
+    assert found.tokens[keys.VALUES][::2].tolist() == [10, 80, 50, 0, 70, 30]
+
+
 @pytest.fixture(scope="module")
 def baseline(four_layers, tmp_path_factory):
     """One rank, one row a forward, padded: nothing that could go wrong with layout."""

@@ -14,6 +14,7 @@ from nemo_like.algorithms import ppo
 from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.ppo.loop import find_critic, run_ppo
 from nemo_like.algorithms.processes import started
+from nemo_like.algorithms.run import Run
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose.load import compose_config
@@ -27,6 +28,7 @@ from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from tests.conftest import build_model
+from tests.key_loops import Position, StandIn, sampled_loop
 from tests.small_runs import ROOT, SEEDS, SMALL, records
 
 NAN = float("nan")
@@ -113,6 +115,44 @@ def test_without_values_a_rows_first_token_earns_its_reward_less_the_kl_of_all_i
         at = start + torch.tensor(list(row))
         expected = reward - KL_COEF * kl[at].sum() if trains else torch.tensor(0.0)
         assert torch.allclose(columns[keys.ADVANTAGES][at[0]], expected, atol=1e-6)
+
+
+def test_whitening_leaves_the_column_that_it_was_made_of_alone():
+    batch = make_batch()
+    batch.tokens |= MAKE(batch)[0]
+    before = batch.tokens[keys.ADVANTAGES].clone()
+    moments = Moments.of(before[before != 0])
+    white, _ = WhitenedAdvantages(moments)(batch)
+    assert torch.equal(batch.tokens[keys.ADVANTAGES], before)
+    assert not torch.equal(white[keys.ADVANTAGES], before)
+
+
+class Disagreeing(StandIn):
+    """A policy whose logprobs are far from the engine's in every other row."""
+
+    def __init__(self):
+        super().__init__()
+        self.derived = []
+
+    def logprobs(self, batch, **how):
+        batch.rows[keys.MEAN_GAPS] = 0.5 * (torch.arange(len(batch)) % 2)
+        return {}
+
+    def derive(self, batch, make):
+        self.derived.append(batch.rows[keys.SAMPLE_MASK].tolist())
+        return super().derive(batch, make)
+
+
+def test_rows_that_a_mismatch_masks_count_in_no_whitening(tmp_path):
+    overrides = ("mismatch.action=mask", "mismatch.max_mean_abs=0.1", "critic.enabled=false")
+    steps = ("ppo.lam=1", "ppo.max_steps=1", "validation.every_steps=0", f"run.dir={tmp_path}")
+    config = compose_config(ROOT / "configs", "ppo", [*overrides, *steps])
+    policy = Disagreeing()
+    with Run(config, "loop") as run:
+        run.restore({"policy": policy}, Position())
+        sampled_loop(config, policy, None, run)
+    assert policy.derived == [[True, False] * 10] * 2  # advantages, and whitened once more
+    assert list(records(tmp_path)) == [1]
 
 
 def test_moments_of_equal_numbers_do_not_blow_up_their_rounding():
@@ -292,8 +332,8 @@ def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, str
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("ppo.gamma=1.5", "ppo.gamma=1.5 must be at most 1"),
-        ("ppo.lam=-0.1", "ppo.lam=-0.1 must be at least 0"),
+        ("ppo.gamma=1.5", "ppo.gamma=1.5 must be in [0, 1]."),
+        ("ppo.lam=-0.1", "ppo.lam=-0.1 must be in [0, 1]."),
         ("ppo.num_critic_warmup_steps=40", "must be below ppo.max_steps=40"),
         ("ppo.num_mini_batches=17", "ppo.num_mini_batches=17 is more than the 16 groups of ppo."),
         ("value_loss.clip=0", "value_loss.clip=0.0 must be a finite number above 0"),
@@ -304,7 +344,7 @@ def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, str
         ("critic.model=./nowhere", "critic.model=./nowhere: no such folder"),
         ("loss.kl_in=reward", "loss.kl_coef is 0"),
         ("critic.enabled=false", "ppo.lam=0.95 weighs values"),
-        ("critic.num_workers=1", "critic.num_workers=1 must take at least one of the 1 workers"),
+        ("critic.num_workers=1", "critic.num_workers=1 must leave at least one of the 1 workers"),
         (
             "critic.enabled=false ppo.lam=1 critic.num_workers=1 cluster.cpu_workers_per_node=2",
             "critic.num_workers=1 would have no effect: critic.enabled=false",

@@ -262,6 +262,7 @@ def test_equal_scores_are_no_win_and_cost_log_2():
         (0.5, 0.0, 1.0, 0.32, 0.0, True),  # too far towards the return: (1 - 0.2)^2 / 2
         (-0.5, 0.0, 1.0, 1.125, -1.5, False),  # too far away from it: still pulled back
         (1.5, 0.0, 0.1, 0.98, 1.4, False),  # beyond the return: pulled back
+        (-0.5, 0.0, -1.0, 0.32, 0.0, True),  # the same downwards: (-1 + 0.2)^2 / 2
     ],
 )
 def test_a_value_that_has_moved_far_enough_towards_its_return_stops(

@@ -1,10 +1,12 @@
 """Preference pairs: the right completion is chosen, and both rows differ in it alone."""
 
 import pytest
+import torch
 
 from nemo_like.config.data import PairsConfig
 from nemo_like.data import preferences
 from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow
 from nemo_like.environments.reasoning_gym_reward import reward, rows
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
@@ -63,6 +65,21 @@ def test_rows_of_a_pair_share_a_prompt_and_end_with_one_end_token(tmp_path, temp
         {"prompt": "which?", "completions": ["good", "bad one"], "ranks": [0, 1]},
         {"prompt": "which?", "completions": ["bad one", "good"], "ranks": [1, 0]},
         {"prompt": [USER], "completions": [[BAD], [GOOD]], "ranks": [2.5, 1]},
+        {
+            "prompt": "which?",
+            "chosen": [USER, GOOD],
+            "rejected": [USER, BAD],
+            "messages": [USER, GOOD],
+        },
+        {"prompt": "which? ", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 8.0},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": None, "chosen": [USER, {**GOOD, "name": None}], "rejected": [USER, BAD]},
+        {**PLAIN, "completions": None, "ranks": None, "tools": None},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "which?"}]}]}
+        | {
+            "chosen": [{**GOOD, "content": [{"type": "text", "text": "good"}]}],
+            "rejected": "bad one",
+        },
     ],
 )
 def test_every_form_of_a_row_gives_the_same_pair(tmp_path, row):
@@ -79,6 +96,20 @@ def test_a_common_beginning_is_the_prompt_and_does_not_train(tmp_path):
     batch, _ = load(chat, write_rows(tmp_path / "r.jsonl", row))
     texts = [trained_texts(tokenizer_of(tmp_path), *one) for one in rows_of(batch)]
     assert texts == [["good<|im_end|>"], ["bad one<|im_end|>"]]
+
+
+def test_a_text_beside_conversations_names_their_first_question_and_messages_the_whole_prompt(
+    tmp_path,
+):
+    """A text is an id of the conversation, whose prompt is all that both begin with."""
+    chat = build_chat(tmp_path, QWEN)
+    system = {"role": "system", "content": "be kind"}
+    start = [system, USER, GOOD, USER]
+    row = {"chosen": [*start, GOOD], "rejected": [*start, BAD]}
+    for prompt, first in (("which?", []), ([*start], []), ([system, USER], ["good<|im_end|>"])):
+        batch, _ = load(chat, write_rows(tmp_path / "r.jsonl", {**row, "prompt": prompt}))
+        texts = [trained_texts(tokenizer_of(tmp_path), *one) for one in rows_of(batch)]
+        assert texts == [[*first, "good<|im_end|>"], [*first, "bad one<|im_end|>"]]
 
 
 def test_a_prompt_ends_with_the_message_to_answer_where_answers_begin_alike(tmp_path):
@@ -102,11 +133,23 @@ def test_a_completion_may_be_longer_than_the_other_by_whole_turns(tmp_path):
     [
         ({"prompt": "x", "chosen": "y"}, "a row needs 'prompt', 'chosen' and 'rejected'"),
         ({**PLAIN, "ranks": [0, 1]}, "only one of these forms"),
-        ({"chosen": "y", "rejected": "z"}, "give 'prompt' beside texts"),
+        ({"chosen": "y", "rejected": "z"}, "give the texts' common beginning as 'prompt', in mess"),
+        ({"question": "x", "chosen": "y", "rejected": "z"}, "rename 'question' to 'prompt'"),
+        ({"prompt": "x", "completion": "y", "label": True}, "rows for KTO.* no run trains on; put"),
+        ({"prompt": "x", "completion": "y"}, "one answer prefers nothing: it is for run_sft.py"),
+        ({"messages": [USER, GOOD]}, "one answer prefers nothing: it is for run_sft.py"),
+        ({"prompt": "x"}, "rows without an answer are for runs that sample"),
+        (
+            {"prompt": "other?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "whole conversations, and 'prompt' is neither what the user says first in both",
+        ),
+        ({"prompt": [BAD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "take 'prompt' out"),
+        ({"prompt": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "is neither"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "no message in common"),
         ({"chosen": [USER, GOOD, USER], "rejected": [USER, BAD]}, "'chosen' must be text"),
         ({**PLAIN, "chosen": [USER, GOOD]}, "what comes before it is the prompt"),
-        ({**PLAIN, "rejected": None}, "'rejected' must be text"),
+        ({**PLAIN, "rejected": 5}, "'rejected' must be text"),
+        ({**PLAIN, "rejected": None}, "it has prompt, chosen."),
         ({**PLAIN, "prompt": [USER, GOOD]}, "'prompt' must be text"),
         ({"prompt": "x", "completions": ["a", "b", "c"], "ranks": [0, 1, 2]}, "there is 3 in it"),
         ({"prompt": "x", "completions": ["a", "b"], "ranks": [1, 1]}, r"is \[1, 1\]"),
@@ -204,3 +247,16 @@ def test_a_task_whose_rows_all_have_one_answer_has_no_wrong_one():
     config = PairsConfig()
     with pytest.raises(UserError, match=r"row 0: no other row of data\.tasks\.chain_sum"):
         preferences.read(config, "reasoning_gym", 1, 0, "data.train")
+
+
+@pytest.mark.parametrize("first", [[False, False, True], [True, False, False]])
+def test_a_pair_of_which_only_one_row_keeps_a_token_to_train_is_dropped(first):
+    masks = [first, [not one for one in first]]
+    pair = [
+        TokenRow(ids=torch.tensor([1, 2, index]), mask=torch.tensor(mask))
+        for index, mask in enumerate(masks)
+    ]
+    limit = Limit(num_tokens=1, key="data.max_length", overlong=OverlongRows.truncate)
+    rows = LengthFilter(limit=limit)
+    assert rows.fit(pair, "row 1") == []
+    assert dict(rows.dropped) == {"without a token to train within the first 1": 1}

@@ -179,6 +179,27 @@ def test_a_float16_overflow_skips_the_step_is_counted_and_training_goes_on(pool,
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+def test_a_float16_step_has_the_norm_and_the_clipping_of_float32_whatever_the_loss_scale(
+    pool, four_layers
+):
+    # Plain descent: with AdamW a gradient that is a thousand times too small moves as far.
+    config = DESCENT | {"max_grad_norm": 0.5}
+    found = [
+        pool.run(2, f"{CASES}:train", four_layers(), config | one, 1)[0]
+        for one in (
+            {},
+            {"dtype": Dtype.float16, "loss_scale": LossScaleConfig(initial=2.0**8)},
+            {"dtype": Dtype.float16, "loss_scale": LossScaleConfig(initial=2.0**12)},
+        )
+    ]
+    (exact, moved), *scaled = found
+    assert exact[0]["train/grad_norm"] > 0.5, "clipping must be at work"
+    for metrics, parameters in scaled:
+        assert metrics[0]["train/skipped_steps"] == 0
+        assert metrics[0]["train/grad_norm"] == pytest.approx(exact[0]["train/grad_norm"], rel=1e-2)
+        assert largest_gap(parameters, moved) < 0.02 * 0.1 * 0.5  # of lr * max_grad_norm
+
+
 @pytest.fixture(scope="module")
 def heads(four_layers, tmp_path_factory):
     """Two models: a head whose numbers bfloat16 has, and the same larger by less than it shows."""

@@ -3,6 +3,7 @@ and what reaches the caller, are the same.
 """
 
 import collections
+import dataclasses
 import zlib
 
 import numpy as np
@@ -13,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -186,6 +188,88 @@ def test_with_few_blocks_it_preempts_no_earlier_than_vllm(model):
     theirs, ours = both(model, arrivals, num_blocks=60)
     assert ours.steps == theirs.steps
     assert ours.completions == theirs.completions
+
+
+@pytest.mark.parametrize("reset_at", [20, 60])
+def test_requests_that_lose_their_cache_are_computed_again_as_vllm_does(model, reset_at):
+    """As a refit has it that interrupts sampling: every running request is preempted."""
+
+    def arrivals():
+        return {0: [request_of(f"r{i}", list(range(3, 30 + i)), 120) for i in range(8)]}
+
+    def resetting(cls):
+        class Resetting(cls):
+            num_calls = 0
+
+            def schedule(self, *args, **kwargs):
+                self.num_calls += 1
+                if self.num_calls == reset_at:
+                    assert self.reset_prefix_cache(reset_running_requests=True)
+                return super().schedule(*args, **kwargs)
+
+        return Run(make(Resetting, model, 2000, 32), arrivals())
+
+    theirs, ours = resetting(AsyncScheduler), resetting(WholeCompletions)
+    assert ours.steps == theirs.steps
+    assert ours.completions == theirs.completions
+    assert max(ours.steps[reset_at - 1].values()) > 1  # prompts once more
+
+
+def test_no_step_is_repeated_over_requests_that_were_preempted_or_came_back(model):
+    scheduler = make(WholeCompletions, model, 2000, 32)
+    for i in range(3):
+        scheduler.add_request(request_of(f"r{i}", [4] * 30, 100))
+    outputs = [scheduler.schedule() for _ in range(2)]  # prompts, and a step that can be repeated
+    last = outputs[-1]
+    assert scheduler._count_repetitions(last) > 1
+    cached = dataclasses.replace(last.scheduled_cached_reqs, resumed_req_ids={"r0"})
+    assert not scheduler._count_repetitions(dataclasses.replace(last, scheduled_cached_reqs=cached))
+    # Workers must hear of a preempted request, also of one that ended right after.
+    scheduler.reset_preempted_req_ids = {"gone"}
+    assert scheduler.schedule().preempted_req_ids == {"gone"}
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
+def test_nothing_is_scheduled_that_vllm_would_not_while_it_is_paused(model, state):
+    def arrivals():
+        return {0: [request_of(f"r{i}", [4] * 30, 120) for i in range(4)]}
+
+    def pausing(cls):
+        class Pausing(cls):
+            num_calls = 0
+
+            def schedule(self, *args, **kwargs):
+                self.num_calls += 1
+                is_paused = 20 <= self.num_calls < 30
+                self.set_pause_state(state if is_paused else PauseState.UNPAUSED)
+                output = super().schedule(*args, **kwargs)
+                self.set_pause_state(PauseState.UNPAUSED)  # or there would be nothing left to do
+                return output
+
+        return Run(make(Pausing, model, 2000, 32), arrivals())
+
+    theirs, ours = pausing(AsyncScheduler), pausing(WholeCompletions)
+    assert ours.steps == theirs.steps
+    assert ours.completions == theirs.completions
+    assert (ours.steps[24] == {}) is (state is PauseState.PAUSED_ALL)
+
+
+def test_completions_of_every_length_leave_as_much_in_the_cache_as_vllms(model):
+    def cached(cls):
+        found = []
+        for length in range(BLOCK + 1):
+            prompt = [7] * 2 * BLOCK
+            first = Run(make(cls, model, 2000, 32), {0: [request_of("a1", prompt, 20 + length)]})
+            first.scheduler.schedule()
+            told = [*prompt, *first.completions["a1"], *range(20, 60)]
+            first.scheduler.add_request(request_of("second", told, 5))
+            output = first.scheduler.schedule()
+            found.append(len(told) - output.num_scheduled_tokens["second"])
+        return found
+
+    ours = cached(WholeCompletions)
+    assert ours == cached(AsyncScheduler)
+    assert len(set(ours)) > 1
 
 
 def test_a_shared_prompt_is_found_in_the_cache_also_after_decoding(model):

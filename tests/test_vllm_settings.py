@@ -1,5 +1,6 @@
 """What a vLLM engine is started with, as arithmetic: no engine, no GPU."""
 
+import json
 import tempfile
 
 import pytest
@@ -18,6 +19,7 @@ KNOWN = (
     "gpu_memory_utilization",
     "logprobs_mode",
     "enable_chunked_prefill",
+    "quantization",
 )
 
 
@@ -111,8 +113,26 @@ def test_prompts_in_parts_are_refused_where_they_end_the_engine():
     assert args_of(engine_kwargs=kwargs)["enable_chunked_prefill"]
 
 
+def test_quantised_weights_are_refused_where_no_refit_makes_them():
+    kwargs = {"quantization": "fp8"}
+    with pytest.raises(UserError, match=r"engine_kwargs\.quantization=fp8: .*; remove it"):
+        args_of(device="cpu", engine_kwargs=kwargs)
+    assert args_of(engine_kwargs=kwargs)["quantization"] == "fp8"
+
+
+@pytest.mark.parametrize("part", ["whole", "text_config"])
+def test_latent_attention_is_refused_where_the_engine_has_other_logprobs(part, tmp_path):
+    kind = {"kv_lora_rank": 512}
+    (tmp_path / "config.json").write_text(json.dumps(kind if part == "whole" else {part: kind}))
+    with pytest.raises(UserError, match=r"latent attention .*; set generation\.backend=hf\."):
+        args_of(device="cpu", model_path=str(tmp_path))
+    args_of(model_path=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": None, "text_config": None}))
+    args_of(device="cpu", model_path=str(tmp_path))
+
+
 def test_a_folder_too_deep_for_sockets_is_refused(monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", "/" + "é" * 35)  # 71 bytes
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "é" * 30)  # 61 bytes
     devices = EngineDevices(device="cpu", tensor_parallel_size=1, engine_kwargs={})
-    with pytest.raises(UserError, match=r"TMPDIR=/é+ is too long .* of at most 70 characters"):
+    with pytest.raises(UserError, match=r"TMPDIR=/é+ is too long .* of at most 59 characters"):
         start_fork_server(devices)

@@ -9,9 +9,10 @@ from functools import partial
 import pytest
 import torch
 
+from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError
 from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
-from nemo_like.weights.buckets import plan_buckets
+from nemo_like.weights.buckets import announced_tensors, plan_buckets
 from nemo_like.weights.ipc import IpcLink, IpcSender
 
 CPU = torch.device("cpu")
@@ -28,21 +29,23 @@ def tensors_of(version):
     }
 
 
-def sender_and_links(kind, num_receivers):
+def sender_and_links(kind, num_receivers, buckets):
     if kind == "ipc":
-        sender = IpcSender(BUCKETS, CPU, num_receivers, TIMEOUT_S)
+        sender = IpcSender(buckets, CPU, num_receivers, TIMEOUT_S)
         return sender, [IpcLink((sender.address,))] * num_receivers
-    sender = BroadcastSender(BUCKETS, CPU, num_receivers, TIMEOUT_S)
+    sender = BroadcastSender(
+        listening_store("127.0.0.1", None), buckets, CPU, num_receivers, TIMEOUT_S
+    )
     world = 1 + num_receivers
     links = [BroadcastLink("127.0.0.1", sender.port, 1 + i, world) for i in range(num_receivers)]
     return sender, links
 
 
-def connected(kind, num_receivers=2):
-    sender, links = sender_and_links(kind, num_receivers)
+def connected(kind, num_receivers=2, buckets=BUCKETS):
+    sender, links = sender_and_links(kind, num_receivers, buckets)
     with ThreadPoolExecutor() as threads:
         accepting = threads.submit(sender.accept)
-        receivers = list(threads.map(lambda link: link.receiver(0, BUCKETS, CPU, 30.0), links))
+        receivers = list(threads.map(lambda link: link.receiver(0, buckets, CPU, 30.0), links))
         accepting.result()
     return sender, receivers
 
@@ -71,6 +74,35 @@ def test_what_arrives_is_what_was_sent_refit_after_refit(kind):
         for arrived in received:
             assert list(arrived) == NAMES
             assert all(torch.equal(arrived[name], sent[name]) for name in NAMES)
+
+
+ONE_OF_EACH = [
+    *plan_buckets({"layer.weight": ((8,), torch.float32)}, 1 << 10),
+    *plan_buckets({"layer.lora_A.weight": ((8,), torch.float32)}, 1 << 10),
+]
+"""A bucket of the model's and one of adapters, of one size."""
+
+
+@pytest.mark.parametrize("announced", [1, 3])
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_a_refit_of_another_version_is_refused_whichever_side_is_behind(kind, announced):
+    sender, (receiver,) = connected(kind, 1, ONE_OF_EACH[:1])
+    tensors = iter([("layer.weight", torch.ones(8))])
+    _, received = together(partial(sender.send, tensors, 2), partial(copies, receiver, announced))
+    assert isinstance(received, RunError)
+    assert f"Refit {announced} was announced" in str(received)
+    assert "refit 2." in str(received)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_a_bucket_that_is_not_the_next_one_is_refused(kind):
+    sender, (receiver,) = connected(kind, 1, ONE_OF_EACH)
+    tensors = iter([("layer.lora_A.weight", torch.ones(8))])
+    _, received = together(
+        partial(sender.send, tensors, 2, adapters_only=True), partial(copies, receiver, 2)
+    )
+    assert isinstance(received, Exception)
+    assert "bucket 0" in str(received)
 
 
 def test_a_bucket_stays_until_it_was_read():
@@ -129,7 +161,7 @@ def receive_and_die(link):
 
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 def test_a_sender_does_not_wait_for_a_receiver_that_died(kind):
-    sender, links = sender_and_links(kind, 1)
+    sender, links = sender_and_links(kind, 1, BUCKETS)
     process = multiprocessing.get_context("spawn").Process(target=receive_and_die, args=links)
     process.start()
     sender.accept()
@@ -137,6 +169,19 @@ def test_a_sender_does_not_wait_for_a_receiver_that_died(kind):
         for _ in range(3):  # What is in flight may still fit into the system's buffers.
             sender.send(iter(tensors_of(1).items()), 1)
     process.join()
+
+
+def test_a_refit_that_holds_a_tensor_twice_is_refused():
+    with pytest.raises(RunError, match=r"The refit holds layer\.0 twice"):
+        announced_tensors([*BUCKETS, BUCKETS[0]])
+
+
+def test_no_bucket_is_larger_than_asked_for_with_the_gaps_between_its_tensors():
+    # 260 and 240 bytes fit into 500, but the second begins at 512.
+    specs = {"a": ((65,), torch.float32), "b": ((60,), torch.float32)}
+    assert [one.num_bytes for one in plan_buckets(specs, 500)] == [260, 240]
+    assert [one.num_bytes for one in plan_buckets(specs, 751)] == [260, 240]
+    assert [one.num_bytes for one in plan_buckets(specs, 752)] == [752]
 
 
 def test_a_sender_of_other_names_or_shapes_is_refused():

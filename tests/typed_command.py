@@ -3,6 +3,7 @@
 import os
 import runpy
 import sys
+import tempfile
 
 
 def run_script(
@@ -21,6 +22,7 @@ def become(script: str, arguments: list[str], folder: str, env: dict[str, str]) 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # found anew, in this environment
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(script)  # noqa: PTH120
     runpy.run_path(script, run_name="__main__")

@@ -7,16 +7,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import psutil
 
 from nemo_like.algorithms.run_folder import claim, make_run_dir, note_end, note_start, save_config
-from nemo_like.algorithms.stop_request import StopRequest, listen
-from nemo_like.checkpoint import Checkpoints, DriverState
-from nemo_like.config.run import RunConfig
-from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.algorithms.saves import Loader, Model, Saves
+from nemo_like.algorithms.stop_request import SIGNALS, LeftError, StopRequest, listen
+from nemo_like.config.choices import WandbMode
+from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.observe.console import (
     ROLLOUT_COLUMNS,
@@ -33,10 +34,6 @@ logger = logging.getLogger(__name__)
 
 _VALIDATION = "validation/"
 _SUMMARIZED = tuple(f"{_VALIDATION}{name}" for name in ("accuracy", "reward", "loss"))
-_NOTHING_LOST = (
-    "before the first step, so that nothing is lost; start it again, with run.resume=true if "
-    "run.dir is set"
-)
 
 
 class Validator(Protocol):
@@ -47,32 +44,6 @@ class Validator(Protocol):
         ...
 
 
-class Loader(Protocol):
-    """What deals out rows: a position that can be saved."""
-
-    def state(self) -> dict[str, Any]:
-        """The position after the rows handed out."""
-        ...
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position."""
-        ...
-
-
-class Model(Protocol):
-    """What trains: its state can be saved."""
-
-    weight_version: int
-
-    def save(self, folder: str) -> None:
-        """Write all of it into ``folder``."""
-        ...
-
-    def load(self, folder: str, weight_version: int) -> None:
-        """Restore what ``save`` wrote after ``weight_version`` steps."""
-        ...
-
-
 class Run:
     """One execution in one folder. Use as a context manager around everything that it logs.
 
@@ -80,9 +51,8 @@ class Run:
     weights it measured (0: before training).
     """
 
-    def __init__(self, config: RunConfig, name: str) -> None:
+    def __init__(self, config: TrainingRunConfig, name: str) -> None:
         self.config = config
-        self._metric, self._smaller_is_better = _best_metric(config)
         self.dir = make_run_dir(config, name)
         self._exit = ExitStack()
         self._exit.enter_context(claim(self.dir))
@@ -90,19 +60,20 @@ class Run:
         self._start = time.monotonic()
         terminal = live_terminal(config.logging.console)
         setup_logging(self.dir, terminal)
-        self.checkpoints = Checkpoints(self.dir, config.checkpoint)
-        latest = self.checkpoints.latest() if config.run.resume else None
+        self._process_began = psutil.Process().create_time()
+        imports_s = time.time() - self._process_began
+        self._start_up = {"time/imports_s": imports_s}
+        self.saves = Saves(config, self.dir, self._start - imports_s)
+        latest = self.saves.checkpoints.latest() if config.run.resume else None
         self._resumed_from, self._resumed = latest or (Path(), None)
         self.first_step = self._resumed.step if self._resumed else 0
         """Steps that an earlier execution of this run has finished."""
         self._totals = dict(self._resumed.totals) if self._resumed else {"wall_s": 0.0}
         self._step_values: dict[str, float] = {}
         self._step_metrics: Metrics = {}
-        self._process_began = psutil.Process().create_time()
-        self._start_up = {"time/imports_s": time.time() - self._process_began}
         self._max_steps = 0
         self._stop = StopRequest()
-        samples = isinstance(config, SamplingRunConfig)
+        samples = isinstance(config, RolloutRunConfig)
         self._progress = Progress(
             terminal=terminal,
             columns=ROLLOUT_COLUMNS if samples else TRAINING_COLUMNS,
@@ -118,8 +89,11 @@ class Run:
         self._exit.enter_context(self._progress)
         self._exit.callback(self._sinks.close)
         if threading.current_thread() is threading.main_thread():
-            self._exit.callback(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+            for number in SIGNALS:
+                self._exit.callback(signal.signal, number, signal.getsignal(number))
             self._stop = listen()
+            self._exit.callback(self._stop.when_done)
+        self._stop.start(self.config.run.stop_grace_s)
         verb = f"Continuing after step {self.first_step} in" if self.first_step else "Run folder"
         logger.info("%s %s", verb, self.dir)
         return self
@@ -140,7 +114,7 @@ class Run:
 
     def start_phase(self, name: str) -> AbstractContextManager[None]:
         """``span`` for start-up phases, which also says in the log that it began."""
-        self._stop.obey(_NOTHING_LOST)
+        self._stop.obey_before_first_step()
         logger.info("Starting: %s", name.replace("_", " "))
         return self.span(name)
 
@@ -170,27 +144,29 @@ class Run:
         """Numbers of the steps to make, from 1; validates, logs and saves between them.
 
         The consumer's loop body is the step: it calls ``log`` once. ``validator`` None: never
-        validates; else before the first step, each ``validate_every``, and after the last. After
-        SIGUSR1 the step in progress is the last one: it is saved, and StoppedError raised; before
-        the first one at once.
+        validates; else before the first step, each ``validate_every``, and after the last.
+
+        When told to stop, the step in progress is the last one: it is saved, and StoppedError
+        raised; before the first one at once. A validation that it was due for is made, and its
+        record logged, when the run continues.
         """
-        self._stop.obey(_NOTHING_LOST)
+        self._stop.obey_before_first_step()
         self._max_steps = self._progress.max_steps = max_steps
         if self.first_step >= max_steps:
             logger.warning("Step %d of %d is done; none is left.", self.first_step, max_steps)
         if self.first_step == 0 and validator is not None:
             self._finish_step(0, validator.validate(0))
-            self._stop.obey(_NOTHING_LOST)
+            self._stop.obey_before_first_step()
+        self._finish_resumed_step(validator)
+        self._stop.within_steps()
         for step in range(self.first_step + 1, max_steps + 1):
             with self.spans.span("step"):
                 yield step
-            metrics = self._step_metrics
-            if validator is not None and self._is_due(step, validate_every):
-                metrics = metrics | validator.validate(step)
-            self._finish_step(step, metrics)
-            if self._stop.came or self._is_due(step, self.config.checkpoint.every_steps):
-                self._save(step, models, loader)
-            if step < max_steps:
+            unlogged = self._measure(step, validator, validate_every)
+            if self._stop.came or step == max_steps or self.saves.is_due(step):
+                numbers = {} if unlogged is not None else self._step_values
+                with self.span("checkpoint"):
+                    self.saves.save(step, models, loader, numbers, self._totals_now(), unlogged)
                 self._stop.obey(
                     f"after step {step} of {max_steps}, which is saved in {self.dir}; continue "
                     "with run.resume=true"
@@ -199,12 +175,19 @@ class Run:
     def rounds(self, count: int) -> Iterator[int]:
         """Numbers of the steps of a run that trains nothing, from 1; logs between them."""
         self._max_steps = self._progress.max_steps = count
+        done = 0
+
+        def where() -> str:
+            return f"after {done} of {count} parts; it starts over when run again"
+
+        self._stop.without_checkpoints(where)
         for step in range(1, count + 1):
             with self.spans.span("step"):
                 yield step
             self._finish_step(step, self._step_metrics)
+            done = step
             if step < count:
-                self._stop.obey(f"after {step} of {count} parts; it starts over when run again")
+                self._stop.obey(where())
 
     def log(self, metrics: Metrics) -> None:
         """Hand over the metrics of the step in progress."""
@@ -212,23 +195,53 @@ class Run:
 
     def finish(self, **facts: Any) -> None:
         """Write ``summary.json``: what the run came to, in numbers that it measured itself."""
-        wall_s = self._totals["wall_s"] + time.monotonic() - self._start
         summary = {
             "steps": max(self.first_step, self._max_steps),
-            "wall_s": round(wall_s, 1),
+            "wall_s": round(self._totals_now()["wall_s"], 1),
             **{name: value for name, value in self._totals.items() if name.startswith("val_")},
             **facts,
             "model": self.config.policy.model,
             "seed": self.config.run.seed,
         }
+        self._stop.when_done()
         note_end(self.dir)
         (self.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         logger.info("Summary: %s", json.dumps(summary))
+
+    def _measure(
+        self, step: int, validator: Validator | None, validate_every: int
+    ) -> dict[str, float] | None:
+        """Log a step, with a validation if it is due for one.
+
+        Its numbers, unlogged, if that validation must wait, as the run is to stop.
+        """
+        metrics = self._step_metrics
+        if validator is not None and self._is_due(step, validate_every):
+            try:
+                if self._stop.came:
+                    raise LeftError
+                with self._stop.leaving():
+                    metrics = metrics | validator.validate(step)
+            except LeftError:
+                return values(metrics | self.spans.pop())
+        self._finish_step(step, metrics)
+        return None
+
+    def _finish_resumed_step(self, validator: Validator | None) -> None:
+        """Make the validation that the run was stopped before, and log that step."""
+        if self._resumed is None or self._resumed.unlogged is None:
+            return
+        found = validator.validate(self.first_step) if validator is not None else {}
+        spans = self.spans.pop()
+        self._log_step(self.first_step, self._resumed.unlogged | values(found | spans))
 
     def _finish_step(self, step: int, metrics: Metrics) -> None:
         spans = self.spans.pop()
         numbers = values(metrics | spans)
         self._tell_start_up(step, values(spans))
+        self._log_step(step, numbers)
+
+    def _log_step(self, step: int, numbers: dict[str, float]) -> None:
         if "time/step_s" in numbers and "train/num_tokens" in numbers:
             numbers["train/tokens_per_s"] = numbers["train/num_tokens"] / numbers["time/step_s"]
         if "time/step_s" in numbers and "time/waiting_s" in numbers:
@@ -259,41 +272,22 @@ class Run:
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._max_steps or (every > 0 and step % every == 0)
 
-    def _save(self, step: int, models: Mapping[str, Model], loader: Loader) -> None:
+    def _totals_now(self) -> dict[str, float]:
         wall_s = self._totals["wall_s"] + time.monotonic() - self._start
-        metric = self._step_values.get(self._metric)
-        if metric is None and self.config.checkpoint.metric is not None:
-            measured = ", ".join(sorted(self._step_values))
-            logger.warning("checkpoint.metric=%s is not measured, only %s.", self._metric, measured)
-        if metric is not None and self._smaller_is_better:
-            metric = -metric
-        state = DriverState(
-            step=step,
-            loader=loader.state(),
-            metric=metric,
-            totals=self._totals | {"wall_s": wall_s},
-            weight_versions={name: model.weight_version for name, model in models.items()},
-            metric_name=f"{'-' if self._smaller_is_better else ''}{self._metric}",
-        )
-
-        def write(folder: Path) -> None:
-            for name, model in models.items():
-                model.save(str(folder / name))
-
-        with self.span("checkpoint"):
-            path = self.checkpoints.save(state, write)
-        logger.info("Saved %s", path)
+        return self._totals | {"wall_s": wall_s}
 
     def _open_sinks(self) -> Sinks:
         logging_config = self.config.logging
         # A run that was stopped before its first checkpoint starts afresh, validation included.
         kept_step = self.first_step if self._resumed else -1
+        if self._resumed and self._resumed.unlogged is not None:
+            kept_step -= 1
         jsonl = JsonlSink(self.dir / "metrics.jsonl")
         jsonl.truncate_after(kept_step)
         sinks: list[MetricSink] = [jsonl]
         if logging_config.tensorboard:
             sinks.append(TensorBoardSink(self.dir / "tensorboard", kept_step))
-        if logging_config.wandb != "off":
+        if logging_config.wandb is not WandbMode.off:
             from nemo_like.observe.wandb_sink import WandbSink
 
             sinks.append(
@@ -301,16 +295,7 @@ class Run:
                     self.dir,
                     mode=logging_config.wandb,
                     project=logging_config.wandb_project,
-                    config=self.config.model_dump(),
+                    config=asdict(self.config),
                 )
             )
-        return Sinks([*sinks, self._progress], self.first_step or None)
-
-
-def _best_metric(config: RunConfig) -> tuple[str, bool]:
-    """The metric that decides which checkpoint is best, and whether its smallest value does."""
-    if config.checkpoint.metric is not None:
-        return config.checkpoint.metric, config.checkpoint.smaller_is_better
-    if isinstance(config, SamplingRunConfig):
-        return "validation/reward", False
-    return "validation/loss", True
+        return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)

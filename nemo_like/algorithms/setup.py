@@ -16,6 +16,7 @@ from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.driver_meter import DriverMeter
+from nemo_like.distributed.progress import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker import Worker
 from nemo_like.errors import UserError
@@ -72,7 +73,7 @@ class Setup:
 
 def prepare(config: SamplingRunConfig, rows: Rows, model_path: str) -> Prepared:
     """Render and check every prompt; raises UserError."""
-    chat = ChatTokenizer(model_path)
+    chat = ChatTokenizer(model_path, config.data.template_switches)
     check_stop_ids(config, chat)
     most_new = max(config.generation.max_new_tokens, config.validation.max_new_tokens or 0)
     is_longer = most_new > config.generation.max_new_tokens
@@ -212,13 +213,16 @@ def _start_workers(
     An engine that measures how much of a shared GPU it may use waits for the models: what becomes
     used meanwhile, it would take for its own.
     """
-    engines = generation.group.waiting(config.cluster.start_timeout_s)
+    limit_s = config.cluster.start_timeout_s
 
     def start_engines() -> None:
         # Ray unpickles arguments beside a worker that still imports; two threads that import the
         # same modules may find them half done. ``ready`` has no arguments.
-        engines.call(Worker.ready)
-        engines.call(RolloutWorker.start, setup)
+        group = generation.group
+        group.waiting(limit_s, "start_timeout_s", IMPORTING_ENGINE).call(Worker.ready)
+        starting = group.waiting(limit_s, "start_timeout_s", STARTING_ENGINE)
+        starting.call(RolloutWorker.start, setup)
+        generation.watch()
 
     with ThreadPoolExecutor(len(models) + 1) as threads:
         try:
@@ -242,7 +246,8 @@ def _rollout_setup(
     return RolloutSetup(
         backend=config.generation.backend,
         engine=engine_config(config, processes.model_path, prepared.max_model_len, plan),
-        environment=graders.for_other_folders(config.environment),
+        environment=graders.for_other_folders(config.environment, config.data.template_switches),
+        engines_per_node=plan.engines_per_node,
         trajectories_path=str(run.dir / "trajectories.jsonl"),
         resumed_step=run.first_step,
     )

@@ -11,8 +11,11 @@ import torch
 from nemo_like.algorithms.run import Run
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.policy import Output
-from nemo_like.config.texts import TextRunConfig
+from nemo_like.config.choices import Output
+from nemo_like.config.plan import plan_run
+from nemo_like.config.policy_checks import check_schedule
+from nemo_like.config.rules import value_of
+from nemo_like.config.text_run_schema import TextRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.loader import EpochLoader
 from nemo_like.distributed.connection import connect
@@ -23,7 +26,6 @@ from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
 from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
-from nemo_like.planning.resources import plan_run
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 
@@ -100,8 +102,8 @@ def prepare(
     """
     passes = config.passes
     train, held_out = load(
-        config.texts,
-        ChatTokenizer(model_path),
+        value_of(config, "data"),
+        ChatTokenizer(model_path, value_of(config, "data.template_switches")),
         micro_batch_tokens=config.policy.micro_batch_tokens,
         context=context_length(model_path),
         seed=config.run.seed,
@@ -112,13 +114,12 @@ def prepare(
         batch_size=passes.units_per_step,
         num_epochs=passes.num_epochs if passes.max_steps is None else None,
         seed=config.run.seed,
-        shuffle=config.texts.shuffle,
+        shuffle=value_of(config, "data.shuffle"),
         drop_last=passes.drop_last,
         fingerprint=_fingerprint(train),
     )
     max_steps = passes.max_steps or passes.num_epochs * loader.steps_per_epoch
-    for sentence in config.policy.schedule_rules("policy", config, max_steps):
-        raise UserError(sentence)
+    check_schedule(config, max_steps)
     tokens = int(train.rows[keys.NUM_LOSS_TOKENS].sum())
     logger.info(
         "%d rows, %d tokens of %d train; %d steps of %d.",
@@ -144,7 +145,7 @@ def start(
     stack: ExitStack,
     *,
     model_path: str,
-    output: Output = "logprobs",
+    output: Output = Output.logprobs,
     temperature: float = 1.0,
     with_reference: bool = False,
 ) -> TextSetup:

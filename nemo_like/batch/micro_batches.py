@@ -9,16 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from nemo_like.config.model_shape import USUAL_ATTENTION_TOKENS
 from nemo_like.errors import UserError
-
-ATTENTION_TOKENS = 12 * 2048
-"""Row length at which attention costs as much as all matrix products with weights, for width 2048.
-
-In each layer of width h a token takes about 12 h^2 multiply-adds with weights (4 h^2 around
-attention, 8 h^2 in the feed-forward part). With k tokens in view it takes 2 h k more in attention:
-h k for the scores, h k for their use. In a causal row of n tokens k is n / 2 on average, so
-attention takes h n a token, which equals 12 h^2 at n = 12 h.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +37,14 @@ def plan_micro_batches(
     max_rows: int | None = None,
     padded: bool = False,
     rows_per_unit: int = 1,
-    attention_tokens: int = ATTENTION_TOKENS,
+    attention_tokens: int = USUAL_ATTENTION_TOKENS,
     min_bins: int = 1,
     bins_multiple: int = 1,
 ) -> MicroBatchPlan:
     """Deal rows to ranks by equal cost, then pack each rank's rows into few bins.
 
-    A row costs length + length^2 / ``attention_tokens``; see ``ATTENTION_TOKENS``, and give
-    12 x width for another width.
+    A row costs length + length^2 / ``attention_tokens``, which the model's shape gives
+    (``model_shape.attention_tokens``).
 
     ``max_tokens`` bounds one bin: the sum of its lengths, or rows x longest where ``padded``;
     ``max_rows`` bounds its rows. Each ``rows_per_unit`` consecutive rows stay together and in order

@@ -3,17 +3,15 @@
 import functools
 import logging
 import re
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from nemo_like.data.datasets import Message
-from nemo_like.data.end_tokens import end_token_ids
+from nemo_like.data.empty_blocks import num_unwritten, template_block
+from nemo_like.data.end_tokens import end_token_ids, load_tokenizer
 from nemo_like.data.lost_text import (
     refuse_losses,
     refuse_lost_reasoning,
@@ -21,14 +19,16 @@ from nemo_like.data.lost_text import (
     refuse_unasked_header,
     turn_marks,
 )
+from nemo_like.data.messages import Message
+from nemo_like.data.template_switches import SWITCHES, check_switches, switches_of
+from nemo_like.data.token_cuts import TokenCuts
+from nemo_like.data.tool_calls import as_template_takes
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
-_HEADER_CHARS = 64
-"""Enough of a prompt for its last two tokens not to depend on where it was cut off."""
 _USE_MARKERS = "use a template with {% generation %} markers around the assistant's text"
 
 
@@ -45,9 +45,15 @@ class ChatTokenizer:
     The length filter and the rollout use the same ``render``, so they cannot disagree.
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(
+        self, model_path: str, switches: Mapping[str, Any] | None = None, key: str = SWITCHES
+    ) -> None:
+        """``switches`` of the template, and the configuration's ``key`` that has them.
+
+        Raises UserError if there is no such tokenizer, and for switches that its template lacks.
+        """
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+            self._tokenizer = load_tokenizer(model_path)
         except (OSError, ValueError) as error:
             first_line = str(error).strip().splitlines()[0]
             raise UserError(
@@ -58,8 +64,12 @@ class ChatTokenizer:
                 f"The tokenizer of {model_path} has no chat template; add chat_template.jinja to "
                 "the folder, or use an instruct model."
             )
+        self.switches = dict(switches or {})
+        """What the template is given beside messages."""
+        check_switches(self._tokenizer.get_chat_template(), self.switches, key)
+        self._cuts = TokenCuts(self._tokenizer)
         self.eos_token_ids = end_token_ids(Path(model_path), self._tokenizer.eos_token_id)
-        """Every id that ends a turn: the tokenizer's, and all of the generation config."""
+        """Every id that ends a turn: the tokenizer's, and all that the folder's files name."""
         tokens = self._tokenizer.convert_ids_to_tokens(self.eos_token_ids)
         ends = "|".join(re.escape(token) for token in tokens if token is not None)
         self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
@@ -67,7 +77,13 @@ class ChatTokenizer:
         special = [token.content for token in added if token.special]
         self._marks, self._answer_marks = turn_marks(special, tokens, self._text)
         self._warned_of_end: set[int] = set()
+        self._empty_block = template_block(self._text)
         refuse_unasked_header(self._text)
+
+    @property
+    def known_switches(self) -> frozenset[str]:
+        """Names of the template's switches."""
+        return switches_of(self._tokenizer.get_chat_template())
 
     def token_ids(self) -> dict[str, int]:
         """The id of every token."""
@@ -78,23 +94,26 @@ class ChatTokenizer:
 
         The template writes the special tokens; none are added on top (no second BOS).
         """
+        messages = self._as_taken(messages)
         text = self._text(messages, to_answer=True)
         self._check(messages, text)
-        return self._ids(text)
+        return self._cuts.ids(text)
 
     def render_conversation(
         self, messages: Sequence[Message], from_message: int = 0
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a whole conversation, and which of them the assistant wrote.
 
-        A turn's tokens go from the first one after its header to the one that ends the turn, both
-        included. Turns before ``from_message`` count as not the assistant's. Where they are is
-        taken from the template's ``{% generation %}`` markers, if it has them around each turn; or
-        else from what it renders for the messages before a turn, and with it, which must be the
-        beginning of the whole.
+        A turn's tokens go from the first one after its header, and after an empty block (of
+        thinking) that only the template wrote, to the one that ends the turn, included. Turns
+        before ``from_message`` count as not the assistant's. Where they are is taken from the
+        template's ``{% generation %}`` markers, if it has them around each turn; or else from what
+        it renders for the messages before a turn, and with it, which must be the beginning of the
+        whole.
 
         Raises UserError, without the row's name, if neither way leads to the tokens.
         """
+        messages = self._as_taken(messages)
         turns = [
             index
             for index, message in enumerate(messages)
@@ -106,6 +125,7 @@ class ChatTokenizer:
         else:
             text, spans = marked[0], marked[1][len(marked[1]) - len(turns) :]
         self._check(messages, text)
+        starts = []
         for turn, span in zip(turns, spans, strict=True):
             written = text[span.start : span.end]
             if messages[turn]["content"].strip() and not self._without_end(written):
@@ -114,7 +134,9 @@ class ChatTokenizer:
                     "takes content as text."
                 )
             refuse_lost_reasoning(messages, turn, written)
-        return self._mask(text, spans)
+            starts.append(span.start + num_unwritten(written, messages[turn], self._empty_block))
+        written_spans = [Span(start, span.end) for start, span in zip(starts, spans, strict=True)]
+        return self._mask(text, written_spans)
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text without the template: one BOS if the tokenizer has it put one,
@@ -159,6 +181,10 @@ class ChatTokenizer:
             return True  # what can't be derived can't be compared: the template's word counts
         return self._mask(*marked) == self._mask(*derived)
 
+    def _as_taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with arguments of tool calls in the form that the template writes."""
+        return as_template_takes(messages, lambda given: self._text(given, to_answer=False))
+
     def _check(self, messages: Sequence[Message], text: str) -> None:
         """What the template made of the messages must be all of them, and no other turns."""
         for index, message in enumerate(messages):
@@ -171,7 +197,10 @@ class ChatTokenizer:
     def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=to_answer, tokenize=False
+                list(messages),
+                add_generation_prompt=to_answer,
+                tokenize=False,
+                **self.switches,
             )
         except Exception as error:  # the boundary of a template, which is a program of the model's
             raise UserError(f"the chat template fails: {error}") from error
@@ -185,6 +214,7 @@ class ChatTokenizer:
                 chat_template=self._tokenizer.get_chat_template(),
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
+                **self.switches,
             )
         except Exception as error:  # see _text
             raise UserError(f"the chat template fails: {error}") from error
@@ -235,7 +265,7 @@ class ChatTokenizer:
 
     def _mask(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Token ids of ``text``, and which are in ``spans`` (characters) or end one of them."""
-        ids, cuts = self._encode_at(text, list(chain.from_iterable(spans)))
+        ids, cuts = self._cuts.encode_at(text, list(chain.from_iterable(spans)))
         mask = [False] * len(ids)
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
             stop = self._end_of_turn(ids, Span(start, end), is_last=end == cuts[-1])
@@ -265,54 +295,3 @@ class ChatTokenizer:
                 last,
             )
         return turn.end
-
-    def _encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Token ids of ``text``, and how many of them stand before each of the rising ``cuts``."""
-        encoding = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast
-        )
-        ids: list[int] = encoding["input_ids"]
-        offsets: list[tuple[int, int]] = encoding.get("offset_mapping", [])
-        positions = [self._position(text, ids, offsets, cut) for cut in cuts]
-        found = [position for position in positions if position is not None]
-        if len(found) == len(cuts) and self._as_sampled(text, ids, cuts, found):
-            return ids, found
-        # A token reaches over a cut (a newline of the header and one of the answer), or the text
-        # after it changes those before (GPT-2 takes two newlines apart if letters follow). Sampling
-        # never sees that, because there the header is tokenised alone; so do we.
-        pieces = [self._ids(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
-        joined = list(chain.from_iterable(pieces))
-        if self._tokenizer.decode(joined) != self._tokenizer.decode(ids):
-            raise UserError(
-                "the tokenizer joins the beginning of an answer with what stands before it; remove "
-                "white space from the beginning of the assistant's text."
-            )
-        return joined, list(accumulate(len(piece) for piece in pieces))[:-1]
-
-    def _as_sampled(
-        self, text: str, ids: list[int], cuts: Sequence[int], positions: Sequence[int]
-    ) -> bool:
-        """Whether the last tokens before each answer are those of a prompt that ends there."""
-        for cut, position in zip(cuts[::2], positions[::2], strict=True):
-            first = max(0, cut - _HEADER_CHARS)
-            alone = self._ids(text[first:cut])
-            near = alone[-2:] if first == 0 or len(alone) > 2 else []
-            if near != ids[position - len(near) : position]:
-                return False
-        return True
-
-    def _position(
-        self, text: str, ids: list[int], offsets: Sequence[tuple[int, int]], cut: int
-    ) -> int | None:
-        """Number of tokens of ``text[:cut]``; None if a token of the whole reaches over the cut."""
-        position = bisect_left(offsets, cut, key=lambda offset: offset[0])
-        start = offsets[position][0] if position < len(offsets) else len(text)
-        if position and start == cut == offsets[position - 1][1]:
-            return position
-        # Offsets leave out white space, or count it to special tokens, in some tokenizers.
-        before = self._ids(text[:cut])
-        return len(before) if ids[: len(before)] == before else None
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids

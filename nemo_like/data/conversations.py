@@ -10,7 +10,19 @@ import torch
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.data import ConversationsConfig, TrainOn
 from nemo_like.data import datasets
-from nemo_like.data.chat import ChatTokenizer, Message
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.messages import (
+    Message,
+    cleaned,
+    fault,
+    is_messages,
+    opens_with,
+    prompt_key,
+    prompt_messages,
+    with_system_prompt,
+    without_nulls,
+)
+from nemo_like.data.shapes import Purpose, how_to_load, refuse_bad_answer, refuse_unsupported
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
 
@@ -33,7 +45,7 @@ class Conversation:
         """See ``HasPrompt``: what stands before the completion, or before the last answer."""
         if self.text is not None:
             return self.text
-        return datasets.prompt_key(self.messages[: self.num_prompt_messages or -1])
+        return prompt_key(self.messages[: self.num_prompt_messages or -1])
 
 
 def load(
@@ -109,57 +121,65 @@ def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRo
 def completion_messages(content: object, name: str, where: str) -> list[Message]:
     """The assistant's messages that the entry ``name`` of a row holds, or has as text."""
     messages = [{"role": "assistant", "content": content}] if isinstance(content, str) else content
-    if not datasets.is_messages(messages) or any(
-        messages[i]["role"] != "assistant" for i in (0, -1)
-    ):
+    messages = cleaned(messages)
+    if not is_messages(messages) or any(messages[i]["role"] != "assistant" for i in (0, -1)):
         raise UserError(
             f"{where}: '{name}' must be text, or a list of {{'role', 'content'}} messages that "
             "begins and ends with one of the assistant; what comes before it is the prompt"
-            f"{datasets.fault(messages)}."
+            f"{fault(messages)}."
         )
     return messages
 
 
 def form_of(
-    record: dict[str, Any], forms: Sequence[set[str]], description: str, where: str
+    record: dict[str, Any],
+    forms: Sequence[set[str]],
+    description: str,
+    purpose: Purpose,
+    where: str,
 ) -> set[str]:
     """The one of ``forms`` whose entries a row has; UserError if it has those of none, or more."""
-    datasets.refuse_unsupported(record, where)
     given = set().union(*forms) & record.keys()
     if given not in forms:
         found = ", ".join(record) or "nothing"
         raise UserError(
-            f"{where}: a row needs {description}, and only one of these forms; it has {found}."
+            f"{where}: a row needs {description}, and only one of these forms; it has {found}"
+            f"{how_to_load(record, purpose)}."
         )
+    refuse_unsupported(record, where)
     return given
 
 
 def _conversation(record: dict[str, Any], system_prompt: str | None, where: str) -> Conversation:
+    record = without_nulls(record)
+    if "completion" not in record and _is_id_of(record.get("prompt"), record.get("messages")):
+        del record["prompt"]
     description = "'messages', or 'prompt' and 'completion', or 'text'"
-    given = form_of(record, _FORMS, description, where)
+    given = form_of(record, _FORMS, description, Purpose.answers, where)
+    refuse_bad_answer(record, where)
     if "text" in given:
         if not isinstance(record["text"], str) or not record["text"]:
             raise UserError(f"{where}: 'text' must be text of at least one character.")
         return Conversation(where=where, text=record["text"])
     if "prompt" in given:
-        prompt = datasets.prompt_messages(record["prompt"], "prompt", system_prompt, where)
+        prompt = prompt_messages(record["prompt"], "prompt", system_prompt, where)
         completion = completion_messages(record["completion"], "completion", where)
         return Conversation(
             where=where,
             messages=(*prompt, *completion),
             num_prompt_messages=len(prompt),
         )
-    messages = record["messages"]
-    if (
-        not datasets.is_messages(messages)
-        or len(messages) < 2
-        or messages[-1]["role"] != "assistant"
-    ):
+    messages = cleaned(record["messages"])
+    if not is_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise UserError(
             f"{where}: 'messages' must be a list of at least two {{'role', 'content'}} messages "
             "that ends with one of the assistant; take out what comes after it"
-            f"{datasets.fault(messages)}."
+            f"{fault(messages)}."
         )
-    return Conversation(
-        where=where, messages=tuple(datasets.with_system_prompt(messages, system_prompt))
-    )
+    return Conversation(where=where, messages=tuple(with_system_prompt(messages, system_prompt)))
+
+
+def _is_id_of(prompt: object, messages: object) -> bool:
+    """Whether the text ``prompt`` only repeats what the user says first in ``messages``."""
+    messages = cleaned(messages)
+    return isinstance(prompt, str) and is_messages(messages) and opens_with(messages, prompt)

@@ -3,15 +3,18 @@
 import hashlib
 import json
 import logging
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nemo_like.config.data import DEFAULT_TASKS, PromptsConfig, TextsConfig
-from nemo_like.config.paths import REASONING_GYM
+from nemo_like.config.choices import OverlongPrompts
+from nemo_like.config.data_schema import TextDataConfig
+from nemo_like.config.file_checks import REASONING_GYM
+from nemo_like.config.rollout_schema import DEFAULT_TASKS, DataConfig
 from nemo_like.data import json_rows
+from nemo_like.data.messages import Message, prompt_key, prompt_messages, without_nulls
+from nemo_like.data.shapes import UNSUPPORTED, Purpose, how_to_load, refuse_unsupported
 from nemo_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,24 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]
-"""``{"role": ..., "content": ...}``, as chat templates take it."""
-
 VALIDATION_SEED_OFFSET = 1_000_003
 """From the seed of generated training rows to that of the held-out ones."""
 _RESERVED = ("completion",)
-UNSUPPORTED = (
-    "tools",
-    "functions",
-    "system",
-    "chat_template",
-    "chat_template_kwargs",
-    "images",
-    "videos",
-    "audios",
-)
-"""Entries of a row that change what a template renders elsewhere, and would have no effect here."""
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_MEANT_FOR_US = ("prompt", "messages", "completion", *UNSUPPORTED)
+"""Entries that count as absent where they are null; others are the reward function's."""
 
 
 class HasPrompt(Protocol):
@@ -75,24 +65,7 @@ class Row:
         return prompt_key(self.messages)
 
 
-def prompt_key(messages: Sequence[Message]) -> str:
-    """The same for messages that read the same, in whatever order and Unicode form they are kept.
-
-    >>> prompt_key([{"role": "user", "content": "a b"}])
-    '[["user", "a b", null]]'
-    """
-    parts = [
-        (
-            message["role"],
-            " ".join(unicodedata.normalize("NFC", message["content"]).split()),
-            message.get("tool_calls"),
-        )
-        for message in messages
-    ]
-    return json.dumps(parts, sort_keys=True, ensure_ascii=False)
-
-
-def load_rows(source: str, config: PromptsConfig, num_rows: int, seed: int, key: str) -> list[Row]:
+def load_rows(source: str, config: DataConfig, num_rows: int, seed: int, key: str) -> list[Row]:
     """Rows of ``source``: ``reasoning_gym``, or a .jsonl file.
 
     Raises UserError naming ``key`` and the line for a missing or empty file and for a bad row.
@@ -128,7 +101,7 @@ def records(
 
 
 def load_both(
-    config: TextsConfig,
+    config: TextDataConfig,
     read: Callable[[str, int, int, str], list[R]],
     tokenize: Callable[[list[R], str], B],
     *,
@@ -179,7 +152,7 @@ def check_lengths(
     micro_batch_tokens: int,
     context: int,
     max_new_tokens: int,
-    config: PromptsConfig,
+    config: DataConfig,
     key: str,
 ) -> tuple[list[Row], int]:
     """Render every prompt once; the rows that fit with a completion, and the longest one's tokens.
@@ -199,7 +172,7 @@ def check_lengths(
         if length <= most:
             kept.append(replace(row, prompt_ids=prompt_ids))
             longest = max(longest, length)
-        elif config.overlong_prompts == "refuse":
+        elif config.overlong_prompts is OverlongPrompts.refuse:
             raise UserError(
                 f"{key}: the prompt of row {row.index} has {length} tokens, and {limit} leaves "
                 f"{most} beside the completion; shorten it, lower generation.max_new_tokens, or "
@@ -222,78 +195,23 @@ def fingerprint(rows: Sequence[Row]) -> str:
 
 
 def _row(index: int, record: dict[str, Any], system_prompt: str | None, where: str) -> Row:
-    fields = dict(record)
+    fields = {
+        name: value
+        for name, value in record.items()
+        if value is not None or name not in _MEANT_FOR_US
+    }
     given = [name for name in ("prompt", "messages") if name in fields]
     if len(given) != 1:
-        found = ", ".join(record) or "nothing"
-        raise UserError(f"{where}: a row needs either 'prompt' or 'messages'; it has {found}.")
+        found = ", ".join(without_nulls(record)) or "nothing"
+        raise UserError(
+            f"{where}: a row needs either 'prompt' or 'messages'; it has {found}"
+            f"{how_to_load(fields, Purpose.prompts)}."
+        )
     messages = prompt_messages(fields.pop(given[0]), given[0], system_prompt, where)
     refuse_unsupported(record, where)
     for name in _RESERVED:
         if name in fields:
-            raise UserError(f"{where}: '{name}' is what the model writes; rename that field.")
-    return Row(index=index, messages=tuple(messages), fields=fields)
-
-
-def refuse_unsupported(record: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for an entry that would have no effect."""
-    for name in UNSUPPORTED:
-        if record.get(name):
             raise UserError(
-                f"{where}: '{name}' is not supported; write what it adds into the messages, or "
-                "take it out of the row."
+                f"{where}: '{name}' is what the model writes; rename that field, or leave it out."
             )
-
-
-def prompt_messages(
-    content: object, name: str, system_prompt: str | None, where: str
-) -> list[Message]:
-    """The messages to answer that the entry ``name`` of a row holds, or has as a user's text."""
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if (
-        not is_messages(messages)
-        or messages[-1]["role"] == "assistant"
-        or all(message["role"] == "system" for message in messages)
-    ):
-        raise UserError(
-            f"{where}: '{name}' must be text, or a list of {{'role', 'content'}} messages that "
-            f"ends with the one to answer{fault(messages)}."
-        )
-    return with_system_prompt(messages, system_prompt)
-
-
-def with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    """The messages, with a system message before them if they have none."""
-    if system_prompt is None or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system_prompt}, *messages]
-
-
-def is_messages(value: object) -> TypeGuard[list[Message]]:
-    """Whether a row's entry is a list of at least one ``{"role", "content"}``, both text."""
-    return isinstance(value, list) and bool(value) and not fault(value)
-
-
-def fault(messages: object) -> str:
-    """What is wrong with the first message that cannot serve: the end of a sentence, or ''."""
-    if not isinstance(messages, list):
-        return ""
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            return f" (message {index} is no object)"
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                kind = {dict: "an object", list: "a list", type(None): "null"}
-                what = kind.get(type(message.get(name)), "no text")
-                return f" (the '{name}' of message {index} is {what}, not text)"
-        role = message["role"]
-        known = _OTHER_NAMES.get(role.lower(), role.lower())
-        if role != known and known in ("system", "user", "assistant", "tool"):
-            return f" (the role of message {index} is '{role}', which must be '{known}')"
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            return f" (the 'tool_calls' of message {index} are no list of objects)"
-        for name in ("weight", "train", "trainable", "loss"):
-            if message.get(name, 1) != 1:
-                return f" (the '{name}' of message {index} is not supported)"
-    return ""
+    return Row(index=index, messages=tuple(messages), fields=fields)

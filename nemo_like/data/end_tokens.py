@@ -2,26 +2,61 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
+from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 
 
+def load_tokenizer(folder: Path | str) -> Any:
+    """A model folder's own."""
+    return AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trusts_code()
+    )
+
+
 def end_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """The tokenizer's, and all that ``generation_config.json`` has; UserError if it has others."""
+    """The tokenizer's, and all that ``generation_config.json`` and ``config.json`` have.
+
+    Some models list several in one of the files only, multimodal ones in the part on text.
+    Raises UserError if a file has something else there.
+    """
     ids = {tokenizer_eos} if tokenizer_eos is not None else set()
     path = folder / "generation_config.json"
-    if path.exists():
-        try:
-            extra = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path} is no JSON object ({error}); repair or remove it.") from error
-        listed = extra if isinstance(extra, list) else [] if extra is None else [extra]
-        if not all(isinstance(one, int) for one in listed):
-            raise UserError(f"{path}: eos_token_id={extra} must be token ids; repair it.")
-        ids |= set(listed)
+    ids |= _listed(path, _read(path))
+    path = folder / "config.json"
+    config = _read(path)
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        # Tiny models and those with a new tokenizer keep ids of the one that their class was made
+        # for; no token of theirs has them.
+        size = part.get("vocab_size") or config.get("vocab_size")
+        ids |= {one for one in _listed(path, part) if not isinstance(size, int) or one < size}
     return tuple(sorted(ids))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON object ({error}); repair or remove it.") from error
+    if not isinstance(content, dict):
+        raise UserError(
+            f"{path} is no JSON object ({type(content).__name__}); repair or remove it."
+        )
+    return content
+
+
+def _listed(path: Path, content: dict[str, Any]) -> set[int]:
+    ids = content.get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(one, int) for one in listed):
+        raise UserError(f"{path}: eos_token_id={ids} must be token ids; repair it.")
+    return set(listed)
 
 
 def padding_id(folder: Path, configured: int | None) -> int | None:
@@ -30,7 +65,7 @@ def padding_id(folder: Path, configured: int | None) -> int | None:
     transformers takes the score of a row at its last token that is no padding: with a padding that
     also ends rows, at the one before. Without any it takes the last, of one row at a time.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_tokenizer(folder)
     ends = end_token_ids(folder, tokenizer.eos_token_id)
     found = (one for one in (configured, tokenizer.pad_token_id) if one not in (None, *ends))
     return next(found, None)

@@ -4,19 +4,10 @@ Functions raise UserError without the row's name.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
-from nemo_like.data.datasets import Message
+from nemo_like.data.empty_blocks import REASONING, Render
+from nemo_like.data.messages import Message
 from nemo_like.errors import UserError
-
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Entries that some templates write before a message's content."""
-
-
-class Render(Protocol):
-    """A template: the text of messages, up to where the assistant answers if ``to_answer``."""
-
-    def __call__(self, messages: Sequence[Message], *, to_answer: bool) -> str: ...
 
 
 def refuse_losses(messages: Sequence[Message], text: str, render: Render) -> None:

@@ -4,13 +4,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeGuard
 
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.data import IdenticalPairs, PairsConfig
 from nemo_like.data import conversations, datasets
-from nemo_like.data.chat import ChatTokenizer, Message
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation
+from nemo_like.data.messages import (
+    Message,
+    cleaned,
+    fault,
+    is_messages,
+    opens_with,
+    prompt_messages,
+    without_nulls,
+)
+from nemo_like.data.shapes import Purpose, how_to_load
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
 
@@ -101,16 +111,24 @@ def _pair(record: dict[str, Any], system_prompt: str | None, where: str) -> Pair
         "'prompt', 'chosen' and 'rejected'; or 'chosen' and 'rejected' as messages; or 'prompt', "
         "'completions' and 'ranks'"
     )
-    given = conversations.form_of(record, _FORMS, description, where)
+    record = without_nulls(record)
+    given = conversations.form_of(record, _FORMS, description, Purpose.pairs, where)
     if "ranks" in given:
-        prompt = record["prompt"]
         chosen, rejected = _by_rank(record["completions"], record["ranks"], where)
-    elif "prompt" in given:
-        prompt, chosen, rejected = record["prompt"], record["chosen"], record["rejected"]
     else:
-        prompt, chosen, rejected = _split_prompt(record["chosen"], record["rejected"], where)
+        chosen, rejected = cleaned(record["chosen"]), cleaned(record["rejected"])
+    prompt = cleaned(record.get("prompt"))
+    if "prompt" not in given:
+        if isinstance(chosen, str) or isinstance(rejected, str):
+            raise UserError(
+                f"{where}: without 'prompt', 'chosen' and 'rejected' must be lists of {{'role', "
+                f"'content'}} messages, and not text{how_to_load(record, Purpose.pairs)}."
+            )
+        prompt, chosen, rejected = _split_prompt(chosen, rejected, where)
+    elif _is_whole(chosen) and _is_whole(rejected):
+        prompt, chosen, rejected = _without_prompt(prompt, chosen, rejected, where)
     _refuse_contrary_scores(record, where)
-    messages = datasets.prompt_messages(prompt, "prompt", system_prompt, where)
+    messages = prompt_messages(prompt, "prompt", system_prompt, where)
     return Pair(
         chosen=_with_completion(messages, chosen, "chosen", where),
         rejected=_with_completion(messages, rejected, "rejected", where),
@@ -135,15 +153,38 @@ def _with_completion(
     return Conversation(where=where, messages=(*prompt, *messages), num_prompt_messages=len(prompt))
 
 
+def _is_whole(completion: object) -> TypeGuard[list[Message]]:
+    """Whether a completion is a conversation that begins with what is answered."""
+    return is_messages(completion) and completion[0]["role"] != "assistant"
+
+
+def _without_prompt(
+    prompt: object, chosen: list[Message], rejected: list[Message], where: str
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Prompt and completions of whole conversations whose prompt is given beside them.
+
+    A text is what the user says first in both, which have the whole prompt. Messages are it.
+    """
+    if not (opens_with(chosen, prompt) and opens_with(rejected, prompt)):
+        raise UserError(
+            f"{where}: 'chosen' and 'rejected' are whole conversations, and 'prompt' is neither "
+            "what the user says first in both nor the messages that both begin with; take 'prompt' "
+            "out (the prompt is then what both begin with), or correct it."
+        )
+    if isinstance(prompt, str):
+        return _split_prompt(chosen, rejected, where)
+    assert isinstance(prompt, list)
+    return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
+
+
 def _split_prompt(
     chosen: object, rejected: object, where: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """The messages that both begin with, at least one short of either, and what follows them."""
-    if not (datasets.is_messages(chosen) and datasets.is_messages(rejected)):
+    if not (is_messages(chosen) and is_messages(rejected)):
         raise UserError(
             f"{where}: without 'prompt', 'chosen' and 'rejected' must be lists of {{'role', "
-            f"'content'}} messages; give 'prompt' beside texts"
-            f"{datasets.fault(chosen) or datasets.fault(rejected)}."
+            f"'content'}} messages{fault(chosen) or fault(rejected)}."
         )
     both = zip(chosen[:-1], rejected[:-1], strict=False)
     num_common = sum(1 for _ in takewhile(lambda two: two[0] == two[1], both))

@@ -8,20 +8,31 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import psutil
 import ray
+from ray._private import ray_constants
+from ray._private import worker as ray_worker
 from ray.exceptions import AuthenticationError
 
-from nemo_like.errors import RunError, UserError, exit_code
+from nemo_like.distributed.sweeper import Sweeper
+from nemo_like.errors import RunError, StoppedError, UserError, exit_code
 
 # Workers write logs of their own; Ray's greetings say nothing that ours do not.
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ANSWER_TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 30.0
 _HOST_AND_PORT = re.compile(r"[^\s/]+:[0-9]{1,5}")
+_BUSY = 3.0
+"""Processes that want to run, for each processor, from where on Ray may miss its own limits."""
+_SLOW_S = 25.0
+_LEAST_GIB = 2.0
 _HTTP2_SETTINGS = 4
 """Type of the frame with which every gRPC server, such as Ray's head, greets, unasked."""
 
@@ -38,14 +49,16 @@ def connect() -> Callable[[], None]:
     # The next call to a worker tells of a failure that nobody waited for, and one rank's of all
     # others'; Ray would print their tracebacks beside that sentence.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
-        _start()
+        leave = partial(_leave, _start())
     else:
         _join(address)
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one in its place that aborts the process
-    return _leave
+        leave = _leave
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own handler, below Python's, would print a traceback before ours is called.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    return leave
 
 
 def check_head() -> None:
@@ -60,7 +73,7 @@ def check_head() -> None:
         ) from error
 
 
-def _leave() -> None:
+def _leave(sweeper: Sweeper | None = None) -> None:
     cause = sys.exc_info()[1]
     try:
         check_head()
@@ -68,7 +81,13 @@ def _leave() -> None:
         _give_up_ray(cause)
     else:
         with _uninterrupted():
+            node = vars(ray_worker)["_global_node"]
+            for started in node.all_processes.values():
+                for one in started:  # They block SIGTERM, with which Ray would end them.
+                    one.process.terminate = one.process.kill
             ray.shutdown()
+            if sweeper is not None:
+                sweeper.close()
 
 
 @contextmanager
@@ -76,7 +95,7 @@ def _uninterrupted() -> Iterator[None]:
     """Without Ctrl-C and its like: a Ray that ends half-way ends this process, with code 1."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
         previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
@@ -101,15 +120,76 @@ def _end_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _start() -> None:
+def _start() -> Sweeper:
+    began = time.monotonic()
     try:
-        ray.init(address="local", include_dashboard=False, **_QUIET)
+        sweeper = Sweeper()
+        with _on_loopback(), _variables(sweeper.environment | {"TMPDIR": str(sweeper.folder)}):
+            _init_in_thread(
+                None, address="local", include_dashboard=False, _temp_dir=str(sweeper.folder)
+            )
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
-        raise RunError(
-            f"Ray could not be started on this machine: {_in_a_line(error)}; see that "
-            "its folders can be written (~/.ray for its token; TMPDIR, or a short path in "
-            "RAY_TMPDIR, for its sessions and their logs), and what the variables RAY_... say."
-        ) from error
+        told = why_not_started(
+            error,
+            waited_s=time.monotonic() - began,
+            load=os.getloadavg()[0] / (os.cpu_count() or 1),
+            free_gib=psutil.virtual_memory().available / 2**30,
+        )
+        raise RunError(f"Ray could not be started on this machine: {told}") from error
+    return sweeper
+
+
+def why_not_started(error: Exception, *, waited_s: float, load: float, free_gib: float) -> str:
+    """What is known of a Ray that did not come up, and what to look at, likely causes first.
+
+    ``load``: processes that wanted to run, for each processor, over the last minute.
+    """
+    folders = (
+        "see that its folders can be written (~/.ray for its token; TMPDIR, or a short path in "
+        "RAY_TMPDIR, for its sessions and their logs), and what the variables RAY_... say"
+    )
+    causes = [folders]
+    if not isinstance(error, OSError):
+        if load > _BUSY or waited_s > _SLOW_S:
+            busy = "the machine is busy, and Ray's processes did not come up in time"
+            causes.insert(0, f"{busy}: try again when less runs on it")
+        if free_gib < _LEAST_GIB:
+            short = f"memory is short, of which Ray's processes take about {_LEAST_GIB:g} GiB"
+            causes.insert(0, f"{short}: free some")
+    return (
+        f"{_in_a_line(error)} (after {waited_s:.0f} s, with {load:.1f} processes that want to run "
+        f"for each processor and {free_gib:.1f} GiB of memory free); {'; or '.join(causes)}."
+    )
+
+
+@contextmanager
+def _variables(of_processes: Mapping[str, str]) -> Iterator[None]:
+    """Set what Ray's processes, and so our workers, inherit; this one goes on without."""
+    before = dict(os.environ)
+    os.environ.update(of_processes)
+    try:
+        yield
+    finally:
+        for name in of_processes:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Within, Ray starts with 127.0.0.1 for this node, which its processes then listen on alone.
+
+    It does so by itself on macOS and Windows; elsewhere its argument for the node's address refuses
+    loopback. (The variable that this constant is read from counts when ray is imported.)
+    """
+    was = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = was
 
 
 def _in_a_line(error: Exception) -> str:
@@ -130,7 +210,7 @@ def _join(address: str) -> None:
         )
     _check_answer(address)
     try:
-        _init_within(address, _JOIN_TIMEOUT_S)
+        _init_in_thread(_JOIN_TIMEOUT_S, address=address)
     except AuthenticationError as error:
         raise UserError(
             f"RAY_ADDRESS={address} wants a token, and none was found; put the cluster's into "
@@ -150,25 +230,29 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _init_within(address: str, limit_s: float) -> None:
+def _init_in_thread(limit_s: float | None, **options: Any) -> None:
     """ray.init; TimeoutError after ``limit_s``.
 
-    Its waits are in C++, where no signal reaches them, so it has a thread, which may be left.
+    Its waits are in C++, where no signal reaches them, so it has a thread, which may be left. There
+    it leaves our handler of SIGTERM alone, and what it starts never sees that signal, which many
+    send to all processes of a run: workers must live until the driver has saved.
     """
     done: Future[None] = Future()
 
     def init() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
         try:
-            ray.init(address=address, **_QUIET)
+            ray.init(**options, **_QUIET)
         except BaseException as error:
             done.set_exception(error)
         else:
             done.set_result(None)
+            threading.Event().wait()  # The kernel ends what this thread has started with it.
 
     threading.Thread(target=init, name="ray.init", daemon=True).start()
     try:
         done.result(limit_s)
-    except (TimeoutError, KeyboardInterrupt) as error:
+    except (TimeoutError, KeyboardInterrupt, StoppedError) as error:
         _give_up_ray(error)
         raise
 

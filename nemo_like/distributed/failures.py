@@ -21,21 +21,21 @@ def is_disconnection(cause: BaseException) -> bool:
     return isinstance(cause, DistError) or _GLOO in str(cause)
 
 
-def disconnection_message(context: WorkerContext, phase: str, cause: BaseException) -> str:
+def disconnection_message(context: WorkerContext, when: str, cause: BaseException) -> str:
     """A rank that others left, or that never reached them."""
     reason = str(cause).strip().splitlines()
     return (
-        f"{context.name} on {context.address} has no connection to other ranks in {phase}: "
+        f"{context.name} on {context.address} has no connection to other ranks {when}: "
         f"{reason[0] if reason else type(cause).__name__}; nodes must reach each other on every "
         "port, over the interface that cluster.network_interface names."
     )
 
 
-def death_message(context: WorkerContext, phase: str, error: Exception) -> str:
+def death_message(context: WorkerContext, when: str, error: Exception) -> str:
     """A process that ended by itself, or with its node."""
     tail = _log_tail(context)
     return (
-        f"{context.name} on {context.address} died in {phase}: "
+        f"{context.name} on {context.address} died {when}: "
         f"{_reason(context.node_id, error)} {_memory_note(context.address)}"
         f"Its log is {context.log_path}"
         + (f" and ends with:\n{tail}" if tail else " (empty, or on that node).")

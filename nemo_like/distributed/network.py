@@ -6,11 +6,13 @@ first one that is up; on nodes with several networks both may be ones that lead 
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 import psutil
 
 from nemo_like.errors import UserError
 
+LOOPBACK = "127.0.0.1"
 _CHOICES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Variables that name an interface, and how; NCCL takes a name without ``=`` for a prefix."""
 
@@ -41,14 +43,12 @@ def read_network(address: str, environment: Mapping[str, str]) -> NodeNetwork:
 def worker_environment(
     node: NodeNetwork, wanted: str | None, *, several_nodes: bool, uses_gpus: bool
 ) -> dict[str, str]:
-    """Variables for a node's workers; none in a run of one node that asks for no interface.
+    """Variables for a node's workers: the interface that libraries listen on and connect over.
 
-    ``wanted`` None: the interface with Ray's address, unless the node's own environment says more.
+    ``wanted`` None: loopback in a run of one node, else the interface with Ray's address; in both
+    cases unless the node's own environment says more.
     Raises UserError if the node does not have ``wanted``, or what its environment names.
     """
-    variables: dict[str, str] = {}
-    if several_nodes:
-        variables["VLLM_HOST_IP"] = node.address  # vLLM would ask for the way to a public address
     if wanted is not None:
         if wanted not in node.interfaces:
             raise UserError(
@@ -56,12 +56,40 @@ def worker_environment(
                 f"has {', '.join(sorted(node.interfaces))}; use one that every node has, or null "
                 "for the one with Ray's address."
             )
+    else:
+        _check_inherited(node, uses_gpus)
+    address = listening_address(node, wanted, several_nodes=several_nodes)
+    # vLLM would take the way to a public address.
+    variables = {"VLLM_HOST_IP": address or node.address}
+    if wanted is not None:
         return variables | _choose(wanted)
-    _check_inherited(node, uses_gpus)
-    with_address = [name for name, found in node.interfaces.items() if node.address in found]
-    if several_nodes and with_address:
-        variables |= _choose(with_address[0]) | dict(node.inherited)
-    return variables
+    with_address = [name for name, found in node.interfaces.items() if address in found]
+    if with_address:
+        variables |= _choose(with_address[0])
+    return variables | dict(node.inherited)
+
+
+def listening_address(node: NodeNetwork, wanted: str | None, *, several_nodes: bool) -> str:
+    """The address that rendezvous of a node's workers listen on, and only there.
+
+    Empty where others know the node by an address that none of its interfaces has: all of them.
+    """
+    if wanted is not None:
+        addresses = [one for one in map(_plain_address, node.interfaces[wanted]) if one is not None]
+        same_family = [one for one in addresses if (":" in one) == (":" in node.address)]
+        return next(iter(same_family or addresses), "")
+    known = {address for found in node.interfaces.values() for address in found}
+    if not several_nodes and LOOPBACK in known:
+        return LOOPBACK
+    return node.address if node.address in known else ""
+
+
+def _plain_address(text: str) -> str | None:
+    """An IP address that another node can be given: no hardware's, and none of one link only."""
+    try:
+        return None if ip_address(text.partition("%")[0]).is_link_local else text
+    except ValueError:
+        return None
 
 
 def _check_inherited(node: NodeNetwork, uses_gpus: bool) -> None:

@@ -13,17 +13,23 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.connection import check_head
-from nemo_like.distributed.network import NodeNetwork, read_network, worker_environment
-from nemo_like.errors import RunError, WaitTimeoutError
-from nemo_like.planning.resources import (
+from nemo_like.config.plan import (
     NodeResources,
     ResourcePlan,
     check_fits,
     in_words,
     what_each_has,
 )
+from nemo_like.config.remote_code import trust_variables
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.connection import check_head
+from nemo_like.distributed.network import (
+    NodeNetwork,
+    listening_address,
+    read_network,
+    worker_environment,
+)
+from nemo_like.errors import RunError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +49,8 @@ class Bundle:
     """Id as CUDA_VISIBLE_DEVICES takes it; None in a CPU run."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that its processes get."""
+    listens_on: str = ""
+    """See ``network.listening_address``."""
 
     def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
         """Where an actor of this bundle goes; without it, it would wait for CPUs that we hold."""
@@ -132,6 +140,10 @@ class VirtualCluster:
                     self._network_interface,
                     several_nodes=num_nodes > 1,
                     uses_gpus=self.plan.uses_gpus,
+                )
+                | trust_variables(),
+                listens_on=listening_address(
+                    network, self._network_interface, several_nodes=num_nodes > 1
                 ),
             )
             for index, (node, network, gpus) in enumerate(places)

@@ -31,6 +31,8 @@ class WorkerContext:
     """GPUs that it may use; empty in a CPU run."""
     environment: Mapping[str, str]
     """Variables that its process gets; see ``network.worker_environment``."""
+    listens_on: str
+    """Address that its rendezvous listens on; empty: all of the node's."""
     log_dir: str
     """Folder of ``<role>-<rank>.log``, which takes all that the process writes to stderr."""
 
@@ -38,6 +40,11 @@ class WorkerContext:
     def name(self) -> str:
         """As messages name it, for example ``policy rank 3``."""
         return f"{self.role} rank {self.rank}"
+
+    @property
+    def meeting_address(self) -> str:
+        """Where other ranks find its rendezvous."""
+        return self.listens_on or self.address
 
     @property
     def log_path(self) -> Path:

@@ -1,22 +1,17 @@
 """N actors of one class, one a bundle, called by typed methods; waits have a limit and an owner."""
 
 import copy
-import logging
-import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import ray
 from ray.exceptions import (
     OutOfMemoryError,
     RayActorError,
-    RayError,
     RayTaskError,
     WorkerCrashedError,
 )
 
-from nemo_like.distributed.connection import check_head
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.failures import (
     death_message,
@@ -25,19 +20,13 @@ from nemo_like.distributed.failures import (
 )
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.waiting import Pending, check_idle, wait_together, watched
 from nemo_like.distributed.worker import AsyncHost, Host, Worker, WorkerContext
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
-
-logger = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Worker)
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_PROGRESS_EVERY_S = 30.0
-"""Less than the minute after which Ray ends a driver whose head is gone, unheard."""
-_ECHO_S = 2.0
-"""Ray reports a dead process later than its peers do a broken connection."""
 
 
 def worker_contexts(
@@ -52,6 +41,7 @@ def worker_contexts(
             address=of_rank[0].address,
             node_id=of_rank[0].node_id,
             environment=of_rank[0].environment,
+            listens_on=of_rank[0].listens_on,
             gpu_ids=tuple(bundle.gpu_id for bundle in of_rank if bundle.gpu_id is not None),
             log_dir=log_dir,
         )
@@ -85,6 +75,12 @@ class WorkerGroup(Generic[W]):
         self.layout = layout or RankLayout({"dp": len(bundles)})
         assert self.layout.world_size == len(bundles), (self.layout, len(bundles))
         self.timeout_s = timeout_s
+        self.limit_key = "call_timeout_s"
+        """Key in the section cluster that ``timeout_s`` is the value of."""
+        self.doing: Callable[[], str] = str
+        """What the ranks are about, for who waits long."""
+        self.watches: dict[Any, int] = {}
+        """Calls that return only when something of a rank's own is broken, and their ranks."""
         self.meter = meter or DriverMeter()
         self.bundles = bundles
         self.contexts = worker_contexts(role, bundles, log_dir)
@@ -100,6 +96,7 @@ class WorkerGroup(Generic[W]):
             ).remote(context, worker_class)
             for context in self.contexts
         ]
+        watched.add(self)
 
     @property
     def world_size(self) -> int:
@@ -174,127 +171,64 @@ class WorkerGroup(Generic[W]):
         """One rank only."""
         return self._call_all({rank: (args, kwargs)}, method)[0]
 
-    def waiting(self, timeout_s: float) -> Self:
-        """The same workers, called with another limit."""
+    def waiting(
+        self,
+        timeout_s: float,
+        limit_key: str = "call_timeout_s",
+        doing: str | Callable[[], str] = "",
+    ) -> Self:
+        """The same workers, called with another limit; ``doing``: what they are about then."""
         view = copy.copy(self)
         view.timeout_s = timeout_s
+        view.limit_key = limit_key
+        view.doing = doing if callable(doing) else lambda: doing
         return view
+
+    def watch(self, method: Callable[Concatenate[W, ...], Coroutine[Any, Any, None]]) -> None:
+        """Call ``method``, which returns only by failing; every wait of the run sees that."""
+        self.watches |= self._send(dict.fromkeys(range(self.world_size), ((), {})), method).refs
+
+    def broken(self) -> list[Any]:
+        """Those of ``watches`` that have ended."""
+        refs = [*self.watches]
+        return ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
 
     def shutdown(self) -> None:
         """End the processes at once, whatever they do."""
-        for actor in self.actors:
+        doomed = [*self.actors]
+        self.actors.clear()  # first, so that nobody misses them
+        self.watches.clear()
+        for actor in doomed:
             ray.kill(actor)
-        self.actors.clear()
 
     def _call_all(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> list[Any]:
         return wait_together(self._send(work, method))[0]
 
     def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> "Pending[Any]":
         name = method.__name__
+        check_idle(self, f"before {name}")
         refs = {}
         for rank, (args, kwargs) in work.items():
             self.meter.count(args, kwargs)
             refs[self.actors[rank].call.remote(name, *args, **kwargs)] = rank
         return Pending(group=self, refs=refs, phase=name)
 
-    def result(self, ref: Any, rank: int, phase: str) -> Any:
-        """What a finished call returned; its failure, told in terms of this group."""
+    def result(self, ref: Any, rank: int, when: str) -> Any:
+        """What a finished call returned; its failure, told in terms of this group.
+
+        ``when``: in or before which phase that is seen, and what of the rank.
+        """
         context = self.contexts[rank]
         try:
             return ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, WorkerDiedError):  # a process of the worker's own, such as vLLM's
-                raise WorkerDiedError(death_message(context, phase, cause)) from None
+                raise WorkerDiedError(death_message(context, when, cause)) from None
             if isinstance(cause, (UserError, RunError, WaitTimeoutError)):
                 raise type(cause)(f"{cause}") from None
             if is_disconnection(cause):
-                raise RunError(disconnection_message(context, phase, cause)) from error
+                raise RunError(disconnection_message(context, when, cause)) from error
             raise
         except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
-            raise WorkerDiedError(death_message(context, phase, error)) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pending(Generic[R]):
-    """Calls to ranks of one group that are under way."""
-
-    group: WorkerGroup[Any]
-    refs: dict[Any, int]
-    """Reference of each call and the rank that it went to."""
-    phase: str
-
-    def result(self, ref: Any) -> R:
-        """What one finished call returned; raises its failure."""
-        return self.group.result(ref, self.refs[ref], self.phase)
-
-    def late(self, pending: Collection[Any]) -> list[WorkerContext]:
-        """Whose calls are among ``pending``."""
-        return [self.group.contexts[rank] for ref, rank in self.refs.items() if ref in pending]
-
-
-def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
-    """Results of each of ``calls``, in rank order.
-
-    The first failure on any rank of any group is raised without waiting for the others, and so is
-    WaitTimeoutError after the first group's limit.
-    """
-    check_head()  # Workers go on without it for a minute; steps may all be shorter than a wait.
-    start = time.monotonic()
-    results: dict[Any, Any] = {}
-    owner = {ref: call for call in calls for ref in call.refs}
-    timeout_s, meter = calls[0].group.timeout_s, calls[0].group.meter
-    pending = list(owner)
-    while pending:
-        left = timeout_s - (time.monotonic() - start)
-        done, pending = ray.wait(pending, timeout=max(0.0, min(left, _PROGRESS_EVERY_S)))
-        if done and pending:  # All else that is there, or thousands of ranks take as many turns.
-            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
-            done += more
-        for ref in done:
-            try:
-                results[ref] = owner[ref].result(ref)
-            except RunError as error:
-                raise _root_cause(error, {ref: owner[ref] for ref in pending}) from error.__cause__
-        if pending and (left <= 0 or not done):
-            if left <= 0:
-                raise WaitTimeoutError(_timeout_message(calls, set(pending)))
-            call = owner[pending[0]]
-            names = ", ".join(context.name for context in call.late(set(pending))[:4])
-            logger.info("Waiting for %s in %s, %.0f s", names, call.phase, time.monotonic() - start)
-            check_head()
-    meter.waited(time.monotonic() - start)
-    ordered = [[results[ref] for ref in sorted(c.refs, key=c.refs.__getitem__)] for c in calls]
-    meter.count(ordered)
-    return ordered
-
-
-def _timeout_message(calls: Sequence[Pending[Any]], pending: Collection[Any]) -> str:
-    """Who is late, where, and what to do; one that hangs keeps others waiting."""
-    groups = []
-    for call in calls:
-        if late := call.late(pending):
-            who = ", ".join(f"{context.name} on {context.address}" for context in late[:8])
-            role, size = call.group.role, call.group.world_size
-            groups.append(f"{len(late)} of {size} {role} workers in {call.phase}: {who}")
-    group = calls[0].group
-    return (
-        f"The driver waited {group.timeout_s:g} s for {', and for '.join(groups)}; their logs are "
-        f"in {group.contexts[0].log_dir}. Raise cluster.call_timeout_s (or start_timeout_s) if the "
-        "work is only slow."
-    )
-
-
-def _root_cause(error: RunError, pending: Mapping[Any, Pending[Any]]) -> RunError:
-    """``error``, or the death of a worker that ``error`` may be but the echo of."""
-    if not pending or isinstance(error, WorkerDiedError):
-        return error
-    done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_ECHO_S)
-    for ref in done:
-        try:
-            pending[ref].result(ref)
-        except WorkerDiedError as death:
-            return death
-        except (RayError, UserError, RunError, WaitTimeoutError) as other:
-            logger.debug("Also failed: %s", other)
-    return error
+            raise WorkerDiedError(death_message(context, when, error)) from error

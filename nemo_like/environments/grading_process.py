@@ -1,35 +1,42 @@
 """What runs in a grading process: ``python -m nemo_like.environments.grading_process FD SPEC …``.
 
 It grades in its main thread, where libraries may set signal alarms. It talks to its pool over one
-socket: first a word on the import (None, or why it failed), then for each list of pickled rows a
-list of ``Verdict``, plain numbers and text.
+socket, in frames of plain data: first whether the reward can be used, then for each list of rows a
+verdict each.
 """
 
 import asyncio
 import contextlib
 import faulthandler
-import inspect
 import os
-import pickle
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
-from numbers import Complex, Real
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_like.environments.process_tree import adopt_orphans, bury_orphans, kill_tree
-from nemo_like.environments.protocol import Verdict
-from nemo_like.environments.rewards import (
-    RewardFunction,
-    error_place,
-    error_text,
-    resolve_reward,
+from nemo_like.environments.concurrent_rows import Limits, serve_concurrently
+from nemo_like.environments.frames import (
+    MOST_BYTES,
+    FirstWord,
+    Frames,
+    first_word_frame,
+    read_rows,
+    verdict_frame,
 )
+from nemo_like.environments.process_tree import (
+    adopt_orphans,
+    bury_orphans,
+    kill_tree,
+    leave_sigterm_to_driver,
+)
+from nemo_like.environments.protocol import GradingRow, Verdict
+from nemo_like.environments.rewards import RewardFunction, resolve_reward
+from nemo_like.environments.verdicts import grade_row
 from nemo_like.errors import UserError
 
 PARENT_POLL_S = 1.0
@@ -37,124 +44,90 @@ PARENT_POLL_S = 1.0
 # works while native code holds the interpreter lock.
 SELF_DESTRUCT_GRACE_S = 5.0
 
-_MOST = 3e38
-"""Nearly float32's largest number: what losses compute with."""
-
-Grader = Callable[[Sequence[bytes]], list[Verdict]]
-"""One verdict for each pickled ``(prompt, completion, fields)``."""
+BatchGrader = Callable[[Sequence[GradingRow]], list[Verdict]]
+"""One verdict for each row, in their order; never raises."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Grade by a reward function, one row after the other."""
-
-    def load(spec: str) -> Grader:
-        function = resolve_reward(spec)
-        return lambda rows: [grade_row(function, row) for row in rows]
-
-    serve(argv, load)
+    """Grade by a reward function."""
+    serve(argv, _load)
 
 
-def serve(argv: Sequence[str], load: Callable[[str], Grader]) -> None:
-    """Load what the pool's spec names (UserError goes to the pool), then grade until it closes."""
+def _load(spec: str) -> "BatchGrader | RewardFunction":
+    function = resolve_reward(spec)
+    if function.is_async:
+        return function
+    loop = asyncio.Runner()  # for a plain function that returns an awaitable
+
+    def finish(result: Awaitable[Any]) -> Any:
+        return loop.run(_awaited(result))
+
+    def grade(rows: Sequence[GradingRow]) -> list[Verdict]:
+        return [grade_row(function, row, finish) for row in rows]
+
+    return grade
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def serve(argv: Sequence[str], load: "Callable[[str], BatchGrader | RewardFunction]") -> None:
+    """Load what the pool's spec names (UserError goes to the pool), then grade until it closes.
+
+    A ``RewardFunction`` grades many rows at once, on one event loop.
+    """
     file_descriptor, spec, timeout_s, memory_limit_bytes = argv
-    connection = Connection(int(file_descriptor))
+    pool = socket.socket(fileno=int(file_descriptor))
+    _keep_from_children(pool)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
+    leave_sigterm_to_driver()
     adopt_orphans()
     _die_with_parent(os.getppid())
     _limit_memory(int(memory_limit_bytes))
     try:
         grader = load(spec)
     except UserError as error:
-        connection.send(str(error))
+        pool.sendall(first_word_frame(FirstWord(refused=str(error), is_concurrent=False)))
         return
-    connection.send(None)
-    _serve(connection, grader, float(timeout_s))
+    is_concurrent = isinstance(grader, RewardFunction)
+    pool.sendall(first_word_frame(FirstWord(refused=None, is_concurrent=is_concurrent)))
+    if isinstance(grader, RewardFunction):
+        limits = Limits(row_s=float(timeout_s), self_destruct_s=SELF_DESTRUCT_GRACE_S)
+        serve_concurrently(pool, grader, limits)
+    else:
+        _serve(pool, grader, float(timeout_s))
 
 
-def _serve(connection: Connection, grader: Grader, timeout_s: float) -> None:
-    own, ended = os.getpid(), set[int]()
-    while True:
-        try:
-            rows = connection.recv()
-        except EOFError:
-            return
+def _serve(pool: socket.socket, grader: BatchGrader, timeout_s: float) -> None:
+    ended = set[int]()
+    for rows in _lists_of_rows(pool):
         limit_s = timeout_s * len(rows) + SELF_DESTRUCT_GRACE_S
         faulthandler.dump_traceback_later(limit_s, exit=True)
         verdicts = grader(rows)
-        if os.getpid() != own:  # the function forked, and one of the two has to answer
-            os._exit(0)
         faulthandler.cancel_dump_traceback_later()
         ended = bury_orphans(ended)
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind must not hit the next row
-        connection.send(verdicts)
+        for row, verdict in zip(rows, verdicts, strict=True):
+            pool.sendall(verdict_frame(row.id, verdict))
 
 
-def grade_row(function: RewardFunction, row: bytes) -> Verdict:
-    """Grade one pickled ``(prompt, completion, fields)``; whatever happens costs this row only."""
-    try:
-        prompt, completion, fields = pickle.loads(row)
-        result = function(prompt, completion, fields)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        return to_verdict(result)
-    except BaseException as error:  # one row's grading: sys.exit() in it must not end the process
-        return None, {}, _failure(function, error), None
+def _lists_of_rows(pool: socket.socket) -> Iterator[list[GradingRow]]:
+    frames = Frames(MOST_BYTES)
+    while data := pool.recv(1 << 16):
+        yield from map(read_rows, frames.feed(data))
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def _keep_from_children(pool: socket.socket) -> None:
+    """Close the socket in what the function forks or runs, so that this process alone answers."""
+    pool.set_inheritable(False)
+    file_descriptor = pool.fileno()
 
+    def close() -> None:
+        with contextlib.suppress(OSError):  # closed by the function itself
+            os.close(file_descriptor)
 
-def _failure(function: RewardFunction, error: BaseException) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    code = getattr(inspect.unwrap(function.function), "__code__", None)
-    folder = Path(code.co_filename).parent if code else None
-    return f"{error_text(error)} ({error_place(error, folder)})"
-
-
-def to_verdict(result: Any) -> Verdict:
-    """Read what a reward function returned: a number, None, or a dict with ``reward`` and metrics.
-
-    Beside ``reward`` a dict holds numbers, which become metrics, and perhaps ``answer``: what the
-    completion answered, or None if it stated none. A ``reward`` of None means that the row cannot
-    be graded; then ``error`` may be a text that says why.
-    """
-    if result is None:
-        return None, {}, "returned None", None
-    if not isinstance(result, Mapping):
-        return _number("the reward", result), {}, None, None
-    if "reward" not in result:
-        raise UserError(f"returned a dict without 'reward' (it has {sorted(map(str, result))}).")
-    rest = {str(key): value for key, value in result.items() if key != "reward"}
-    if result["reward"] is None:
-        return None, {}, str(rest.get("error", "returned a reward of None")), None
-    reward = _number("the reward", result["reward"])
-    answer = None
-    if "answer" in rest:
-        stated = rest.pop("answer")
-        answer = "" if stated is None else str(stated)
-    metrics = {key: _number(f"metric {key!r}", value) for key, value in rest.items()}
-    return reward, metrics, None, answer
-
-
-def _number(what: str, value: Any) -> float:
-    """Any real number of float32, NumPy's and one-element tensors included, but no text.
-
-    Squares of larger ones would overflow, and all advantages of the group be 0 or infinite.
-    """
-    # NumPy's complex numbers would lose their other half, with a warning that nobody sees.
-    kind = type(value)
-    is_complex = issubclass(kind, Complex) and not issubclass(kind, Real)
-    if isinstance(value, (str, bytes)) or is_complex or not hasattr(kind, "__float__"):
-        raise UserError(f"{what} is a {kind.__name__}, not a number.")
-    try:
-        number = float(value)
-    except Exception as error:  # the value's own code: an array of two, an integer of 400 digits
-        raise UserError(f"{what} is a {kind.__name__}, not one number: {error}.") from error
-    if not abs(number) <= _MOST:  # not ">", so that NaN is refused
-        raise UserError(f"{what} is {number:g}, not a finite number of at most {_MOST:g}.")
-    return number
+    os.register_at_fork(after_in_child=close)
 
 
 def _die_with_parent(parent: int) -> None:
@@ -171,8 +144,7 @@ def _die_with_parent(parent: int) -> None:
 def _limit_memory(memory_limit_bytes: int) -> None:
     """Turn a row that eats memory into a MemoryError, or at worst into the first process to go."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = memory_limit_bytes if hard == resource.RLIM_INFINITY else min(memory_limit_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, hard))
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/oom_score_adj").write_text("1000")
 

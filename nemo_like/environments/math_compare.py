@@ -8,6 +8,7 @@ if it reads them whole: a fragment of an answer never stands for the answer.
 import re
 from dataclasses import dataclass
 
+from nemo_like.environments.math_choices import letters_of, same_letters, with_answer
 from nemo_like.environments.math_expression import (
     expressions_equal,
     number_of,
@@ -65,19 +66,18 @@ def spelling(text: str) -> str:
 
 def _choices_equal(gold: str, given: str) -> bool:
     """Compare answers that may begin with the letter of a choice, as in (A) 5, or be just that."""
-    (gold_letter, gold_rest), (given_letter, given_rest) = _choice(gold), _choice(given)
+    same = same_letters(gold, given)
+    if same is not None:
+        return same
+    (gold_letter, gold_rest), (given_letter, given_rest) = with_answer(gold), with_answer(given)
     if gold_letter and given_letter:
         return gold_letter == given_letter and _equal(gold_rest, given_rest)
-    if given_letter and is_variable(gold):
-        return gold == given_letter
-    if gold_letter and is_variable(given):
-        return given == gold_letter
-    return _equal(gold_rest, given_rest)
-
-
-def _choice(text: str) -> tuple[str, str]:
-    match = re.fullmatch(r"(?:\(([A-J])\)|([A-J])[).]) ?(\S.*)", text)
-    return (match[1] or match[2], match[3]) if match else ("", text)
+    gold_only, given_only = letters_of(gold)[0], letters_of(given)[0]
+    if given_letter and (gold_only or is_variable(gold)):
+        return gold_only == given_letter
+    if gold_letter and (given_only or is_variable(given)):
+        return given_only == gold_letter
+    return _equal(gold_rest, given_rest) or (given_rest != given and _equal(gold, given))
 
 
 def gradable(gold: str) -> bool:

@@ -1,14 +1,27 @@
 # ruff: noqa: RUF001 (the signs that look alike are the subject)
 r"""Find the final answer in a worked solution.
 
-In order: the last box; the last ``####`` line, ``<answer>`` tag or phrase such as "the answer is",
-whichever comes last; the whole response if it is nothing but one expression. A number that is
-merely mentioned is no answer, and neither is a box or a tag that the response did not close.
+In order: a final statement after the last box (``math_verdict``); the last box; the last ``####``
+line, ``<answer>`` tag or phrase such as "the answer is", whichever comes last; the whole response
+if it is nothing but one expression. A number that is merely mentioned is no answer, and neither is
+a box or a tag that the response did not close.
 """
 
 import re
+from collections.abc import Iterator
+from enum import Enum, auto
+from itertools import chain
 
-from nemo_like.environments.math_units import VALUE_WORD
+from nemo_like.environments.math_choices import letters_of, with_answer
+from nemo_like.environments.math_text import tidy
+from nemo_like.environments.math_units import VALUE_WORD, is_words
+from nemo_like.environments.math_verdict import (
+    is_answer,
+    is_only_choice,
+    last_matches,
+    statements,
+    states_choice,
+)
 from nemo_like.environments.thinking import after_thinking
 
 LONG_SPACE = re.compile(r"\s{8,}")
@@ -58,11 +71,19 @@ AFTERTHOUGHT = re.compile(
     r"|\s+\((?!mod)[a-zA-Z]{3}[^()$\\]*\)$)",
     re.IGNORECASE,
 )
+NEXT_PROBLEM = re.compile(
+    r"^\W*(?:question|problem|exercise|example|human|user|q)\b[ \t]*\d*[ \t*]*[:.]",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A model that does not stop may set itself another problem, and answer that."""
 BARE_EXPRESSION = re.compile(r"(?!.*[a-zA-Z]{3})|.*\\")
 
 
-def extract(response: str) -> str | None:
+def extract(response: str, gold: str = "") -> str | None:
     r"""Text of the final answer, or None if the response does not state one.
+
+    ``gold``, the right answer if it is known, says what can be one: where it is the letter of a
+    choice, a later "answer: 12" takes nothing back, and neither does "answer: D" where it is 12.
 
     >>> extract(r"First \boxed{3}, so the count is \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -72,24 +93,82 @@ def extract(response: str) -> str | None:
     visible = after_thinking(LONG_SPACE.sub(_shorter, response))
     if visible is None:
         return None
-    answer = last_box(visible) if BOX.search(visible) else _last_statement(visible)
+    if BOX.search(visible):
+        answer = _verdict_or_box(visible, _kind_of(gold))
+    else:
+        answer = _last_statement(visible, _kind_of(gold))
     return (answer or "").strip() or None
+
+
+class Kind(Enum):
+    """What a right answer looks like."""
+
+    choice = auto()
+    choices = auto()
+    quantity = auto()
+    either = auto()
+
+    def takes(self, value: str) -> bool:
+        """Whether a statement of ``value`` speaks of what was asked for."""
+        if self is Kind.choices:
+            return len(letters_of(tidy(value))[0]) > 1
+        if self is Kind.choice:
+            return states_choice(value)
+        return self is Kind.either or not is_only_choice(value)
+
+
+def _kind_of(gold: str) -> Kind:
+    text = tidy(gold[:100])
+    letters, variables = letters_of(text)
+    if not text or variables or with_answer(text)[0]:
+        return Kind.either
+    if len(letters) > 1:
+        return Kind.choices
+    return Kind.choice if letters else Kind.quantity
 
 
 def _shorter(space: re.Match[str]) -> str:
     return "\n\n" if "\n" in space.group() else " "
 
 
+def _verdict_or_box(text: str, kind: Kind) -> str | None:
+    """The last final statement after the last box, or else the box."""
+    box, rest = _box_and_rest(text)
+    if goes_on := NEXT_PROBLEM.search(rest):
+        rest = rest[: goes_on.start()]
+    words = box is not None and is_words(tidy(box[:100]))
+    found = [
+        (at, value)
+        for at, value in chain(statements(rest, _after_phrase), _marked(rest))
+        if kind.takes(value) and is_answer(value, words=words)
+    ]
+    return max(found)[1] if found else box
+
+
+def _marked(text: str) -> Iterator[tuple[int, str]]:
+    """Whole ``####`` lines and closed answer tags."""
+    for match in last_matches(GSM8K, text):
+        yield match.start(), TAGS_AT_END.sub("", match["line"]).strip(" *`")
+    for match in last_matches(TAG_OPENED, text):
+        if closed := TAG_CLOSED.search(text, match.end()):
+            yield match.start(), text[match.end() : closed.start()].strip()
+
+
 def last_box(text: str) -> str | None:
     r"""Content of the last outermost ``\boxed`` or ``\fbox``; None if it was not closed."""
+    return _box_and_rest(text)[0]
+
+
+def _box_and_rest(text: str) -> tuple[str | None, str]:
+    """Content of the last box, and the text after it: after its line, if it was not closed."""
     escaped = list(ESCAPED_BOX.finditer(text))
     if escaped and not BOX.search(text, escaped[-1].end()):
         text = text.replace(r"\\", "\\")
-    last: tuple[int, str | None] = (-1, None)
+    last: tuple[int, str | None, int] = (-1, None, 0)
     open_braces: list[int | None] = []  # where its box begins, or None for an ordinary brace
     for token in BRACES.finditer(text):
         if token["bare"]:
-            last = (token.start(), token["bare"].rstrip(".,;"))
+            last = (token.start(), token["bare"].rstrip(".,;"), token.end())
         elif token["box"]:
             open_braces.append(token.start())
         elif token.group() == "{":
@@ -98,11 +177,11 @@ def last_box(text: str) -> str | None:
             start = open_braces.pop()
             if start is not None:  # an outer box closes after its inner ones, and replaces them
                 content = text[start : token.start()]
-                last = (start, BOX.sub("", content, count=1)[1:])
+                last = (start, BOX.sub("", content, count=1)[1:], token.end())
     unclosed = [start for start in open_braces if start is not None]
     if unclosed and unclosed[-1] >= last[0]:
-        return None
-    return None if last[1] is None else _unbox(last[1])
+        return None, text[unclosed[-1] :].partition("\n")[2]
+    return None if last[1] is None else _unbox(last[1]), text[last[2] :]
 
 
 def gold_answer(gold: str) -> str:
@@ -119,7 +198,7 @@ def _unbox(content: str) -> str:
     return re.sub(rf"{BOX.pattern}\{{([^{{}}]*)\}}", r"\1", content)
 
 
-def _last_statement(text: str) -> str | None:
+def _last_statement(text: str, kind: Kind) -> str | None:
     found: list[tuple[int, str | None]] = []
     for match in reversed(list(GSM8K.finditer(text))):
         if (answer := _after_marker(match["line"])) is not None:
@@ -133,6 +212,10 @@ def _last_statement(text: str) -> str | None:
         matches = [m for m in pattern.finditer(text) if _states(text, m)]
         if matches:
             found.append((matches[-1].start(), _after_phrase(text[matches[-1].end() :])))
+    stated = list(statements(text, _after_phrase))
+    found += [one for one in stated if kind is Kind.choice or is_answer(one[1], words=True)]
+    if kind is Kind.choice:
+        found = [one for one in found if one[1] and states_choice(one[1])] or found
     if found:
         return max(found, key=lambda item: item[0])[1]
     display = DISPLAY.fullmatch(text.strip())

@@ -3,9 +3,10 @@ r"""The reward for mathematics with a known answer: 1 if the response states tha
 What counts as stating it is in ``math_extract``, what counts as equal in ``math_compare``. Where
 mathematics leaves a choice, it is made as follows.
 
-- Only the last box counts; a last box, answer tag or ``<think>`` block that is not closed states
-  nothing; without a box there must be a phrase such as "the answer is", ``#### 42`` or nothing but
-  the answer itself.
+- Only the last box counts, unless a final statement follows it ("Final answer: 42", "The correct
+  option is C"); of several statements, the last one. A last box, answer tag or ``<think>`` block
+  that is not closed states nothing; without a box there must be a phrase such as "the answer is",
+  ``#### 42`` or nothing but the answer itself.
 - 28%, 28 and 0.28 are right where 28% is asked for, since the question may say "in percent"; where
   0.28 is asked for, 28% is right and 0.28% is not.
 - Units and degree marks may be left out or added, but not be different known units (cm, m; cm^2,
@@ -20,7 +21,8 @@ mathematics leaves a choice, it is made as follows.
 - Expressions are equal if they agree wherever both are real; roots of n are taken for n > 0.
 - A base (52_8) or a modulus may be left out, but not be another one. ``10:30`` is compared part by
   part.
-- The letter of a choice may stand before the answer, and either of them for ``(A) 5``.
+- The letter of a choice may stand before the answer, and either of them for ``(A) 5``. Its case
+  does not matter for a choice; b and B are two variables where the row's answer is b.
 - An integral or a limit is the question, and no answer, unless the row's own answer has one.
 - ``]0, 1[`` is an open interval. Digits may be grouped as in 1,234, 1 234, 1'234, 1_234, 1.234.567
   and 12,34,567; a single point is that of a decimal.
@@ -47,7 +49,7 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
         isinstance(answer, float) and math.isfinite(answer)
     )
     gold = gold_answer(str(answer)) if is_readable else ""
-    given = extract(completion)
+    given = extract(completion, gold)
     is_right = given is not None and equal(gold, given)
     if not is_right and not gradable(gold):
         error = f"the row's answer cannot be read as a text or number: {str(answer)[:100]!r}"
@@ -60,5 +62,6 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
 
 def verify(response: str, gold: str) -> bool:
     """Whether the response states the gold answer; sets no timers, so any thread may call it."""
-    given = extract(response)
-    return given is not None and equal(gold_answer(gold), given)
+    wanted = gold_answer(gold)
+    given = extract(response, wanted)
+    return given is not None and equal(wanted, given)

@@ -12,6 +12,16 @@ import psutil
 PR_SET_CHILD_SUBREAPER = 36
 
 
+def leave_sigterm_to_driver() -> None:
+    """SIGTERM to all processes of a run must not cost rows; what a function starts obeys it still.
+
+    A handler, as children would inherit that a signal is ignored, or blocked as it comes here.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own one ends, so that ``kill_tree`` finds daemons.
 

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+MOST = 3e38
+"""Nearly float32's largest number: what losses compute with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +22,36 @@ class Grade:
     answer: str | None = None
     """What the completion answered, by which equal answers are told; empty if it stated none. None
     if the environment does not say."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Metrics that are left out, and why."""
 
 
-Verdict = tuple[float | None, dict[str, float], str | None, str | None]
-"""Reward, metrics, error and answer of a ``Grade``, as they leave a grading process."""
+class GradingRow(NamedTuple):
+    """A row as it reaches a grading process."""
+
+    id: str
+    """Random, and new for every row: only a verdict that repeats it is taken for this row's."""
+    prompt: str
+    completion: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A ``Grade`` as it leaves a grading process, and what only the pool has to know."""
+
+    reward: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    answer: str | None = None
+    dropped: dict[str, str] = field(default_factory=dict)
+    spent: str | None = None
+    """Why the process should be replaced, though it still answers."""
+
+
+def failed(why: str, spent: str | None = None) -> Verdict:
+    """The verdict of a row that could not be graded."""
+    return Verdict(reward=None, error=why, spent=spent)
 
 
 class Environment(Protocol):

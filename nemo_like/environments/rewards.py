@@ -31,6 +31,8 @@ class RewardFunction:
     """None: every field (the function has ``**fields``)."""
     required_fields: frozenset[str]
     """Fields without a default: a row that lacks one cannot be graded."""
+    is_async: bool = False
+    """An ``async def``, or an object with one as its ``__call__``."""
 
     def __call__(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Any:
         """Call the function with those fields that it names; its result is not checked here."""
@@ -178,4 +180,6 @@ def _checked(spec: str, function: Callable[..., Any]) -> RewardFunction:
         )
     own = {"prompt", "completion"}
     accepted = None if takes_all else named - own
-    return RewardFunction(spec, function, accepted, frozenset(required - own - {"messages"}))
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    required_fields = frozenset(required - own - {"messages"})
+    return RewardFunction(spec, function, accepted, required_fields, is_async)

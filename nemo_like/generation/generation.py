@@ -52,8 +52,13 @@ class Generation(Generic[W]):
         self.group.call(GenerationWorker.wake, memory)
         self._asleep = memory is not EngineMemory.kv_cache
 
+    def watch(self) -> None:
+        """Notice an engine that dies while nobody calls it; once all have started."""
+        self.group.watch(GenerationWorker.watch_engine)
+
     def shutdown(self) -> None:
         """End engines, then workers; a replica that does not answer is killed."""
+        self.group.watches.clear()  # they end with their engines
         try:
             wait_together(
                 self.group.waiting(_SHUTDOWN_TIMEOUT_S).submit(GenerationWorker.shutdown_engine)

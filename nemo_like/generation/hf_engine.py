@@ -6,18 +6,14 @@ Shapes: B requests of one batch, T tokens so far, V vocabulary.
 import asyncio
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_like.data.end_tokens import load_tokenizer
 from nemo_like.errors import RunError, UserError
+from nemo_like.generation.hf_model import build_model, copy_weights
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
@@ -27,7 +23,6 @@ from nemo_like.generation.protocol import (
     Link,
     SamplingParams,
 )
-from nemo_like.models.adapters import inject_adapters, sent_name
 from nemo_like.weights.adapters import check_adapters, check_buckets
 from nemo_like.weights.broadcast import BroadcastReceiver
 from nemo_like.weights.buckets import Bucket
@@ -74,7 +69,7 @@ class HFEngine:
                 f"generation.tensor_parallel_size={self._config.tensor_parallel_size} has no "
                 "effect with generation.backend=hf; use 1."
             )
-        self._model = await asyncio.to_thread(_build_model, self._config)
+        self._model = await asyncio.to_thread(build_model, self._config)
         if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
             self._last_logits_only = {"logits_to_keep": 1}
         self._server = asyncio.create_task(self._serve())
@@ -117,7 +112,7 @@ class HFEngine:
         self._version = None
         async with self._model_in_use:  # By a batch whose callers have all given up.
             tensors = self._receiver.tensors(version, adapters_only=adapters_only)
-            await asyncio.to_thread(_copy_weights, self._model, tensors)
+            await asyncio.to_thread(copy_weights, self._model, self._config, tensors)
         self._version = version
 
     async def sleep(self) -> None:
@@ -217,7 +212,7 @@ class HFEngine:
         stop = row.request.sampling.stop
         if not stop or row.finish_reason is FinishReason.stop:
             return
-        tokenizer = self._tokenizer or AutoTokenizer.from_pretrained(self._config.model_path)
+        tokenizer = self._tokenizer or load_tokenizer(self._config.model_path)
         self._tokenizer = tokenizer
         num_tokens = MAX_TOKENS_PER_CHARACTER * max(map(len, stop))
         tail = tokenizer.decode(row.token_ids[-num_tokens:], skip_special_tokens=False)
@@ -294,25 +289,6 @@ def _pad_left(prompts: Sequence[list[int]], device: str) -> tuple[torch.Tensor, 
     ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def _build_model(config: EngineConfig) -> PreTrainedModel:
-    """Build the architecture with random weights, which the first refit replaces."""
-    architecture = AutoConfig.from_pretrained(config.model_path)
-    with torch.device(config.device):
-        model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
-        if config.lora is not None:
-            inject_adapters(model, config.lora)
-    return model.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def _copy_weights(model: PreTrainedModel, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Overwrite the model's tensors in place; tied copies share storage and follow."""
-    own = {sent_name(name): tensor for name, tensor in model.state_dict().items()}
-    for name, tensor in tensors:
-        own[name].copy_(tensor)
-    model.tie_weights()
 
 
 def _fail(done: "asyncio.Future[Completion]", error: RunError) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from nemo_like.config.policy import LoraConfig
 from nemo_like.weights.broadcast import BroadcastLink
@@ -141,4 +141,13 @@ class Engine(Protocol):
 
     async def shutdown(self) -> None:
         """End the engine and every process that it started."""
+        ...
+
+
+@runtime_checkable
+class HasProcesses(Protocol):
+    """An engine with processes of its own, which may end while its worker lives on."""
+
+    async def watch(self) -> None:
+        """Return when the engine is shut down; raises WorkerDiedError if it ends by itself."""
         ...

@@ -2,8 +2,8 @@
 
 Every check of vLLM's version and every work-around for it is here or in the other ``vllm_…`` files:
 ``vllm_settings`` (what it is started with), ``vllm_environment`` and ``vllm_processes`` (how its
-processes start), ``vllm_worker``, ``vllm_lora`` and ``vllm_scheduler`` (what runs in them). Nothing
-else imports it.
+processes start), ``vllm_worker``, ``vllm_loading``, ``vllm_lora`` and ``vllm_scheduler`` (what runs
+in them). Nothing else imports it.
 """
 
 import asyncio
@@ -153,6 +153,13 @@ class VLLMEngine:
         """Take one kind of memory again."""
         assert self._llm is not None
         await self._alive(self._llm.wake_up(tags=[memory.value]), "to wake up")
+
+    async def watch(self) -> None:
+        """See ``HasProcesses``."""
+        while self._llm is not None:
+            if self._llm.errored:
+                raise self._failure("to stay up", None)
+            await asyncio.sleep(LIVENESS_POLL_S)
 
     async def shutdown(self) -> None:
         """End the engine and every process that it started, by force after a grace period."""

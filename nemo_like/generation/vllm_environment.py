@@ -3,19 +3,23 @@
 Without an import of vLLM or torch, so that the server begins to import them before we do.
 """
 
+import functools
 import importlib.util
+import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+from nemo_like.distributed.sweeper import Sweeper
 from nemo_like.errors import UserError
 
-_LONGEST_TMPDIR = 70
-"""A Unix socket's path has 107 characters, and vLLM's names take 37 of them."""
+_LONGEST_TMPDIR = 59
+"""A Unix socket's path has 107 characters; our folder takes 11 of them, and vLLM's names 37."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +44,30 @@ def start_fork_server(devices: EngineDevices) -> None:
             f"Ray starts, set it on every node to a folder of at most {_LONGEST_TMPDIR} characters."
         )
     with start_environment(devices):
+        # Where its socket is; Python would make a folder of its own, and a killed worker leave it.
+        vars(multiprocessing.current_process())["_config"]["tempdir"] = str(_sweeper().folder)
         forkserver.set_forkserver_preload(["nemo_like.generation.vllm_processes"])
-        forkserver.ensure_running()
+        with _same_mask_after():
+            resource_tracker.ensure_running()
+            # A signal to all processes of the run is for the driver; see ``connection``.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            forkserver.ensure_running()
+
+
+@contextmanager
+def _same_mask_after() -> Iterator[None]:
+    """Keep this thread's mask of signals, part of which Python's resource tracker lifts."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@functools.cache
+def _sweeper() -> Sweeper:
+    """Of this process, for its fork server, the engines and their sockets."""
+    return Sweeper()
 
 
 @contextmanager
@@ -53,6 +79,8 @@ def start_environment(devices: EngineDevices) -> Iterator[None]:
     saved = dict(os.environ)
     for name, value in _variables(devices).items():
         os.environ.setdefault(name, value)
+    folder = str(_sweeper().folder)
+    os.environ.update(_sweeper().environment, TMPDIR=folder, VLLM_RPC_BASE_PATH=folder)
     try:
         yield
     finally:

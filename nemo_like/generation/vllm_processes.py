@@ -9,6 +9,8 @@ ranks in the same way.
 import multiprocessing
 import multiprocessing.context
 import os
+import signal
+from types import FrameType
 
 import psutil
 import vllm.v1.engine.core
@@ -16,9 +18,15 @@ import vllm.v1.engine.utils
 import vllm.v1.executor.multiproc_executor
 import vllm.v1.executor.uniproc_executor
 
+_END = signal.SIGUSR2
+"""What SIGTERM is to others: that may come from whoever ends all processes of a run."""
+
 
 class EngineProcess(multiprocessing.context.ForkServerProcess):
-    """A fork with the environment of whoever starts it, not that of the server."""
+    """A fork with the environment of whoever starts it, not that of the server.
+
+    Like the server it blocks SIGTERM, so that only who started it ends it.
+    """
 
     def start(self) -> None:
         self._variables = dict(os.environ)
@@ -27,7 +35,18 @@ class EngineProcess(multiprocessing.context.ForkServerProcess):
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._variables)
+        signal.signal(_END, _end)
         super().run()
+
+    def terminate(self) -> None:
+        """As vLLM does it; the process leaves by its own handler of SIGTERM."""
+        if self.is_alive() and self.pid is not None:
+            os.kill(self.pid, _END)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.raise_signal(signal.SIGTERM)
 
 
 class _Context(multiprocessing.context.ForkServerContext):

@@ -4,12 +4,15 @@ Pure, and without an import of vLLM.
 """
 
 import difflib
+import json
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_like.config.policy import ADAPTER_RANKS
+from nemo_like.config.lora_checks import ADAPTER_RANKS
+from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.weights.adapters import expected_adapters
@@ -26,6 +29,7 @@ OWNED_KEYS = (
     "data_parallel_size",
     "logprobs_mode",
     "load_format",
+    "trust_remote_code",
     "generation_config",
     "override_generation_config",
     "worker_extension_cls",
@@ -85,6 +89,7 @@ def engine_args(
         "dtype": config.dtype,
         "seed": config.seed,
         "max_model_len": config.max_model_len,
+        "trust_remote_code": trusts_code(),
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": config.max_num_seqs,
         "logprobs_mode": "processed_logprobs",
@@ -158,6 +163,17 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
             "generation.engine_kwargs.enable_chunked_prefill=true ends vLLM's engine at the first "
             "long prompt on the CPU; remove it."
         )
+    if (method := config.engine_kwargs.get("quantization")) is not None:
+        raise UserError(
+            f"generation.engine_kwargs.quantization={method}: on the CPU vLLM quantises weights as "
+            "it starts, and not those that a refit brings; remove it."
+        )
+    if _has_latent_attention(Path(config.model_path) / "config.json"):
+        raise UserError(
+            "generation.backend=vllm: on the CPU vLLM (0.32) has other logprobs than transformers "
+            f"for models with latent attention (kv_lora_rank in the config.json of "
+            f"{config.model_path}), by 0.1 and more; set generation.backend=hf."
+        )
     return {
         # Compiling takes half a minute and a C++ compiler.
         "enforce_eager": True,
@@ -170,3 +186,11 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(config.max_model_len, CPU_BATCHED_TOKENS),
     }
+
+
+def _has_latent_attention(path: Path) -> bool:
+    """Whether keys and values are made of a smaller matrix, as DeepSeek's are."""
+    if not path.exists():
+        return False
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return any(part.get("kv_lora_rank") for part in (config, config.get("text_config") or {}))

@@ -1,33 +1,23 @@
 """What runs inside vLLM's worker processes: the receiving end of refits, and cheap logprobs."""
 
 import functools
-import logging
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-)
-from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import sampler
 
-from nemo_like.config.policy import LoraConfig
+from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.generation.vllm_loading import load_model
 from nemo_like.generation.vllm_lora import replace_adapters, without_adapters
 from nemo_like.weights.adapters import is_adapter
 from nemo_like.weights.broadcast import BroadcastReceiver
 from nemo_like.weights.ipc import IpcReceiver
 
-_AS_LOADED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-"""On a GPU these compute with the weights just as they were loaded."""
 _LOGPROBS = "compute_topk_scores"
 """The function of vLLM's GPU sampler that computes logprobs."""
 
@@ -56,33 +46,19 @@ class RefitExtension:
         tensors = self.refit_receiver.tensors(version, adapters_only=adapters_only)
         lora: LoraConfig | None = self.refit_lora
         if lora is None:
-            _load_model(self, tensors)
+            self._load_model(tensors)
             _exhaust(tensors)
             return
         adapters: dict[str, Tensor] = {}
         if not adapters_only:
             with without_adapters(self.model_runner.get_model()):
-                _load_model(self, _keeping_adapters(tensors, adapters))
+                self._load_model(_keeping_adapters(tensors, adapters))
         _exhaust(_keeping_adapters(tensors, adapters))
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             replace_adapters(self.model_runner, adapters, lora)
 
-
-def _load_model(worker: RefitExtension, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    # It warns of layers without weights of their own (rotary embeddings, tied heads) each time.
-    logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-    model = worker.model_runner.get_model()
-    # vLLM 0.26 leaves it to the caller to set the configuration that layers look up.
-    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        if _computes_with_loaded_weights(model):
-            model.load_weights(tensors)
-        else:
-            # Unpacks layer by layer what start-up packed for the kernels, and keeps every
-            # tensor's address, which CUDA graphs rely on. It keeps tensors until their layer
-            # is complete, hence the copies.
-            worker.reload_weights(weights_iterator=((n, t.clone()) for n, t in tensors))
-        if current_platform.is_cpu():
-            _pack_output_heads(model)
+    def _load_model(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        load_model(self.model_runner.get_model(), self.vllm_config, tensors, self.reload_weights)
 
 
 def _keeping_adapters(
@@ -94,29 +70,6 @@ def _keeping_adapters(
             adapters[name] = tensor.clone()
         else:
             yield name, tensor
-
-
-def _computes_with_loaded_weights(model: nn.Module) -> bool:
-    """Whether loading in place, which is five times as fast as unpacking, is all that it takes."""
-    if current_platform.is_cpu():
-        return False
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and type(method) not in _AS_LOADED:
-            return False
-        # MLA absorbs matrices into others, for one; plain attention only looks after scales.
-        if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
-            return False
-    return True
-
-
-def _pack_output_heads(model: nn.Module) -> None:
-    # On the CPU the output head multiplies by a packed copy. When it is tied to the embedding no
-    # tensor is loaded into the head itself, so that ``reload_weights`` (0.26 to 0.32) leaves the
-    # old copy in place and logits silently stay those of the previous weights.
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
 
 
 def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:

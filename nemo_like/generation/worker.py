@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from nemo_like.config.generation import Backend
 from nemo_like.distributed.worker import Worker
-from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, Link
+from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, HasProcesses, Link
 from nemo_like.weights.buckets import Bucket
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,11 @@ class GenerationWorker(Worker):
     async def wake(self, memory: EngineMemory) -> None:
         """See ``Engine.wake``."""
         await self.engine.wake(memory)
+
+    async def watch_engine(self) -> None:
+        """See ``HasProcesses``; an engine without any ends with this process."""
+        if isinstance(self.engine, HasProcesses):
+            await self.engine.watch()
 
     async def shutdown_engine(self) -> None:
         """End the engine and its processes, if it got as far as having any."""

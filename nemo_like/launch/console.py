@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nemo_like.compose.load import compose_raw
-from nemo_like.compose.main import end_on_error
-from nemo_like.config.run import RunConfig
+from nemo_like.cli import end_on_error
+from nemo_like.config.load import compose_raw, load
+from nemo_like.config.run_schema import TrainingRunConfig
 from nemo_like.errors import UserError
 
 # Modules are imported when asked for; each has ``run(arguments)``.
@@ -63,9 +63,12 @@ class ConfigParser(CommandParser):
             "--config-path", "-cp", type=Path, help="folder to use instead of the shipped one"
         )
 
-    def load(self, options: argparse.Namespace, *, files_are_here: bool = True) -> RunConfig:
-        """The checked configuration; raises UserError. ``files_are_here``: see ``load``."""
-        return compose_raw(*self.source(options)).load(files_are_here=files_are_here)
+    def load(
+        self, options: argparse.Namespace, *, files_are_here: bool = True, runs: bool = True
+    ) -> TrainingRunConfig:
+        """The checked configuration; raises UserError. For the others see ``checks.check``."""
+        raw = compose_raw(*self.source(options))
+        return load(raw, files_are_here=files_are_here, runs=runs)
 
     def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
         """What ``compose_raw`` needs: folder, name, overrides and the user's folder.

@@ -54,16 +54,18 @@ def _convert(gguf: Path, folder: Path) -> None:
     transformers_logging.disable_progress_bar()
     # transformers reads a GGUF file's hyperparameters from the file itself.
     loaded = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
     )
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+    )
     # transformers 5.17 reads the first token of a turn as the end token from this file, 5.19 not.
     tokenizer.eos_token = "<|im_end|>"
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)
     # A model loaded from GGUF refuses save_pretrained; the same weights in a fresh one do not.
     fresh = AutoModelForCausalLM.from_config(
-        type(loaded.config).from_dict(settings), dtype=torch.bfloat16
+        type(loaded.config).from_dict(settings), dtype=torch.bfloat16, trust_remote_code=False
     )
     fresh.load_state_dict(loaded.state_dict())
     fresh.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -19,6 +19,9 @@ KV_BLOCK_TOKENS = 32
 """Tokens of a block of vLLM's KV cache: ours on the CPU; a multiple of those on GPUs."""
 MOST_SEQUENCES = 1024
 """Most completions that an engine works on at a time."""
+USUAL_ATTENTION_TOKENS = 12 * 2048
+"""``attention_tokens`` of a model whose config.json leaves sizes out, for a width h of 2,048: 4 h^2
+weights around attention and 8 h^2 in the feed-forward part. It decides speed only."""
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -74,14 +77,14 @@ def read_settings(model_folder: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"policy.model: {path} cannot be read as JSON ({error}); give a folder in Hugging "
-            "Face format."
+            f"{path} cannot be read as JSON ({error}); give a folder in Hugging Face format."
         ) from error
     if not isinstance(settings, dict):
-        raise UserError(
-            f"policy.model: {path} is not a JSON object; give a folder in Hugging Face format."
-        )
-    return {**settings, **(settings.get("text_config") or {})}
+        raise UserError(f"{path} is not a JSON object; give a folder in Hugging Face format.")
+    of_text = settings.get("text_config") or {}
+    if not isinstance(of_text, dict):
+        raise UserError(f"{path}: text_config={of_text} is not a JSON object; repair it.")
+    return {**settings, **of_text}
 
 
 def number(settings: dict[str, Any], key: str) -> int | None:
@@ -100,14 +103,14 @@ def read_model_shape(model_folder: Path) -> ModelShape:
     settings = read_settings(model_folder)
     if experts := [key for key in _EXPERT_KEYS if (number(settings, key) or 0) > 1]:
         raise UserError(
-            f"policy.model: {model_folder} has experts ({experts[0]}={settings[experts[0]]}), "
+            f"{model_folder} has experts ({experts[0]}={settings[experts[0]]}), "
             "which the formulas do not cover; they are for dense models."
         )
 
     def wanted(key: str) -> int:
         if (value := number(settings, key)) is None:
             raise UserError(
-                f"policy.model: {model_folder / 'config.json'} does not give {key}, which the "
+                f"{model_folder / 'config.json'} does not give {key}, which the "
                 "formulas need; they are for Llama-like models."
             )
         return value
@@ -124,6 +127,36 @@ def read_model_shape(model_folder: Path) -> ModelShape:
         # transformers leaves out what equals the default of PreTrainedConfig, which is true.
         tied=bool(settings.get("tie_word_embeddings", True)),
     )
+
+
+def attention_tokens(model_folder: Path) -> int:
+    """Row length at which a model's attention costs as much as its products with weights.
+
+    In each layer a token takes a multiply-add with each weight that it meets. With k tokens in view
+    it takes 2 q k more in attention, q numbers in all queries: q k for the scores, q k for their
+    use. In a causal row of n tokens k is n / 2 on average, so attention takes q n a token. Of
+    experts, a token meets those that it is sent to.
+    """
+    settings = read_settings(model_folder)
+    hidden, heads = number(settings, "hidden_size"), number(settings, "num_attention_heads")
+    if not hidden or not heads:
+        return USUAL_ATTENTION_TOKENS
+    head_dim = number(settings, "head_dim") or hidden // heads
+    queries, keys = heads * head_dim, (number(settings, "num_key_value_heads") or heads) * head_dim
+    weights = 2 * hidden * (queries + keys) + 3 * hidden * _inner_width(settings, hidden)
+    return max(1, round(weights / queries))
+
+
+def _inner_width(settings: dict[str, Any], hidden: int) -> int:
+    """Numbers between the two halves of the feed-forward part that a token meets."""
+    whole = number(settings, "intermediate_size") or 4 * hidden
+    if not any((number(settings, key) or 0) > 1 for key in _EXPERT_KEYS):
+        return whole
+    of_expert = number(settings, "moe_intermediate_size") or whole
+    shared = number(settings, "shared_expert_intermediate_size")
+    if shared is None:
+        shared = (number(settings, "n_shared_experts") or 0) * of_expert
+    return (number(settings, "num_experts_per_tok") or 1) * of_expert + shared
 
 
 def kv_bytes_per_sequence(

@@ -1,5 +1,6 @@
 """How many bundles on how many nodes, and who works in which: arithmetic, without Ray."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,11 @@ class ResourcePlan:
     def node_of(self, bundle: int) -> int:
         """Index of the node that holds ``bundle``."""
         return bundle // self.bundles_per_node[0]  # all nodes have the same number
+
+    @property
+    def engines_per_node(self) -> int:
+        """Most generation replicas that any node leads."""
+        return max(Counter(self.node_of(replica[0]) for replica in self.generation).values())
 
     @property
     def node_resources(self) -> dict[str, float]:
@@ -91,11 +97,14 @@ def plan_resources(
         )
     total = num_bundles - _critic_workers(num_critic_workers, num_bundles)
     separate = cluster.num_generation_workers
-    if separate is not None and not 0 < separate < total:
+    if separate is not None and separate < 1:
+        raise UserError(
+            f"cluster.num_generation_workers={separate} must be at least 1, or null to colocate."
+        )
+    if separate is not None and separate >= total:
         raise UserError(
             f"cluster.num_generation_workers={separate} must leave at least one of the {total} "
-            f"workers to the policy and take at least one; use 1 to {total - 1}, or null to "
-            "colocate."
+            f"workers to the policy; use 1 to {total - 1}, or null to colocate."
             if total > 1
             else f"cluster.num_generation_workers={separate} needs at least two workers, and there "
             "is one; use null to colocate, or more workers per node."
@@ -141,10 +150,15 @@ def plan_run(config: RunConfig) -> ResourcePlan:
 
 def _critic_workers(count: int | None, num_bundles: int) -> int:
     """``count``, which must leave the policy a bundle; 0 where the critic shares the policy's."""
-    if count is not None and not 0 < count < num_bundles:
+    if count is not None and count < 1:
         raise UserError(
-            f"critic.num_workers={count} must take at least one of the {num_bundles} workers and "
-            "leave one to the policy; use null to share the policy's, or more workers per node."
+            f"critic.num_workers={count} must be at least 1, or null to share the policy's "
+            "workers; critic.enabled=false leaves the critic out."
+        )
+    if count is not None and count >= num_bundles:
+        raise UserError(
+            f"critic.num_workers={count} must leave at least one of the {num_bundles} workers to "
+            "the policy; use null to share the policy's, or more workers per node."
         )
     return count or 0
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -33,10 +34,10 @@ from nemo_like.policy.loading import load_stages
 from nemo_like.policy.loss_scale import LossScale, any_bad_loss
 from nemo_like.policy.mesh import PolicyMesh
 from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.names import hf_name
 from nemo_like.policy.optim import make_optimizers, make_schedulers, move_state
 from nemo_like.policy.pipeline import Pipeline
 from nemo_like.policy.shared_parameters import SharedParameters
+from nemo_like.weights.naming import plain_name
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
 
@@ -77,12 +78,12 @@ class TrainEngine:
         where = (setup.model_path, config, self.mesh, device)
         self.stages, partial = load_stages(*where, setup.output)
         self.parameters: dict[str, nn.Parameter] = {
-            hf_name(name): parameter
+            plain_name(name): parameter
             for stage in self.stages
             for name, parameter in stage.named_parameters()
             if parameter.requires_grad
         }
-        """This rank's shards by their Hugging Face names. Taken now: between a forward pass and a
+        """This rank's shards by their names in memory. Taken now: between a forward pass and a
         reshard, FSDP2 shows whole parameters under the same names."""
         self._shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
         self.reference: list[LogprobModel] = []
@@ -162,6 +163,18 @@ class TrainEngine:
             skipped = float(self.loss_scale.skipped_steps)
             metrics["train/skipped_steps"] = Metric(skipped, reduce=Reduce.max)
         return metrics
+
+    def num_parameters(self) -> int:
+        """Parameters that train, those of other stages too; collective."""
+        mine = sum(
+            each.numel()  # of all shards
+            for name, each in self.parameters.items()
+            if name not in self._shared.counted_elsewhere
+        )
+        total = torch.tensor(mine, device=self.device)
+        if (pp := self.mesh.group("pp")) is not None:
+            dist.all_reduce(total, group=pp)
+        return int(total)
 
     def synchronize(self) -> None:
         """Make replicas equal before weights leave the policy."""

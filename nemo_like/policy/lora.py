@@ -1,13 +1,14 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) through peft: where they sit, how they begin, merging.
 
 A matrix W stays as it is, and W + (alpha / rank) * B @ A is computed; only A [rank, in] and
-B [out, rank] train. B begins at 0, so that training begins with the model itself.
+B [out, rank] train. Experts that are stacked in one parameter have an A and a B each. B begins at
+0, so that training begins with the model itself.
 """
 
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,9 @@ from transformers import PreTrainedModel
 
 from nemo_like.config.policy import LoraConfig
 from nemo_like.models.adapters import NAME, inject_adapters
-from nemo_like.policy.names import hf_name
 from nemo_like.policy.shards import local_part
-from nemo_like.weights.adapters import A
+from nemo_like.weights.adapter_places import adapter_places, module_names
+from nemo_like.weights.naming import plain_name
 
 _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 
@@ -31,7 +32,7 @@ _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     """Put adapters beside the configured matrices, in place; all else is frozen but ``score``.
 
-    Raises UserError if a target is the name of no linear layer.
+    Raises UserError if a target names nothing that can have one.
     """
     inject_adapters(model, config)
     for name, parameter in model.named_parameters():
@@ -46,7 +47,7 @@ def initialize_adapters(model: nn.Module) -> None:
         if name.endswith(_B):
             nn.init.zeros_(local_part(parameter))
         if name.endswith(_A):
-            generator = torch.Generator().manual_seed(zlib.crc32(hf_name(name).encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(plain_name(name).encode()))
             whole = torch.empty(parameter.shape)
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
             whole = whole.to(parameter.device)
@@ -73,47 +74,71 @@ def adapters_off(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """What is added to one matrix."""
+    """What is added to one parameter, which is [out, in] unless said otherwise."""
 
     a: Tensor
     b: Tensor
     scale: float
+    input_first: bool
+    num_experts: int
 
-    def merged(self, whole: Tensor, gather: Any) -> Tensor:
+    def merged(self, whole: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """Float32 ``whole`` + scale * b @ a; ``gather`` makes a shard whole, in float32."""
-        return torch.addmm(whole, gather(self.b), gather(self.a), alpha=self.scale)
+        a, b = gather(self.a), gather(self.b)
+        if whole.dim() == 3:
+            # As peft has them: A is [experts * rank, in], B is [out, rank * experts].
+            a = a.unflatten(0, (self.num_experts, -1))
+            b = b.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        factors = (a.mT, b.mT) if self.input_first else (b, a)
+        add = torch.baddbmm if whole.dim() == 3 else torch.addmm
+        return add(whole, *factors, alpha=self.scale)
 
 
-def adapters_of(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Adapter]:
-    """The adapter of each adapted matrix, by the matrix's name in ``state``.
+def adapters_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Adapter]:
+    """The adapter of each adapted parameter, by the parameter's name in a model without wrappers.
 
-    ``state`` is by Hugging Face names, adapters' parameters included.
+    ``tensors``: ``module``'s state, by names without wrappers.
     """
-    adapted = _adapted(module)
-    return {
-        f"{name.removesuffix(_A)}.weight": Adapter(
-            a=tensor,
-            b=state[name.removesuffix(_A) + _B],
-            scale=adapted[0].scaling[NAME],  # all have the same
+    found: dict[str, Adapter] = {}
+    for name, layer in module.named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        own: Any = layer
+        parameter = getattr(own, "parameter_name", "weight")
+        stack = getattr(own, "num_experts", 1)
+        # Stacks are [experts, out, in] where peft has swapped its factors' ends for them.
+        swapped = getattr(own, "_did_swap_in_out_features", False)
+        found[plain_name(f"{name}.{parameter}")] = Adapter(
+            a=tensors[plain_name(name + _A)],
+            b=tensors[plain_name(name + _B)],
+            scale=own.scaling[NAME],
+            input_first=own.fan_in_fan_out or (stack > 1 and not swapped),
+            num_experts=stack,
         )
-        for name, tensor in state.items()
-        if name.endswith(_A)
-    }
+    return found
 
 
-def write_adapter(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, base: str) -> None:
-    """A folder that ``peft.PeftModel.from_pretrained`` loads onto the model of ``base``."""
+def write_adapter(
+    folder: Path, tensors: dict[str, Tensor], config: LoraConfig, base: str, plain: PreTrainedModel
+) -> None:
+    """A folder that ``peft.PeftModel.from_pretrained`` loads onto the model of ``base``.
+
+    ``plain``: that model's architecture, without adapters.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    targets = {name.removesuffix(A).rpartition(".")[2] for name in tensors if name.endswith(A)}
+    places = adapter_places(plain, config)
+    modules, parameters = module_names(plain, places)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
-        "target_modules": sorted(targets),
+        "target_modules": modules,
+        "target_parameters": parameters or None,
+        "fan_in_fan_out": all(place.input_first for place in places),
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")

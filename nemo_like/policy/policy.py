@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import KLEstimator
-from nemo_like.config.policy import Output, PolicyConfig
-from nemo_like.config.run import ClusterConfig
+from nemo_like.config.choices import Batching, KLEstimator, Output
+from nemo_like.config.layout import resolve_mesh_shape
+from nemo_like.config.model_shape import attention_tokens
+from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.progress import IMPORTING, gb, num_bytes, writing_folder, written
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
@@ -40,7 +44,7 @@ class Policy:
         max_steps: int,
         temperature: float = 1.0,
         with_reference: bool = False,
-        output: Output = "logprobs",
+        output: Output = Output.logprobs,
         trains: bool = True,
     ) -> None:
         """``temperature``: of logprobs. ``trains`` False: a frozen model, without an optimizer."""
@@ -49,7 +53,9 @@ class Policy:
         self.weight_version = 0
         """Optimizer steps taken so far."""
         self._start_timeout_s = cluster_config.start_timeout_s
-        self._parallel = config.parallel
+        self._attention_tokens = attention_tokens(Path(model_path))
+        self._save_timeout_s = cluster_config.save_timeout_s
+        self._parallel = resolve_mesh_shape(config, group.world_size)
         self.group = group
         self._setup = PolicySetup(
             engine=EngineSetup(
@@ -62,16 +68,26 @@ class Policy:
                 log_dir=group.contexts[0].log_dir,
             ),
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
-            timeout_s=cluster_config.call_timeout_s,
+            # Ranks wait for each other in a save, too; it is the driver's limit that counts.
+            timeout_s=max(cluster_config.call_timeout_s, cluster_config.save_timeout_s),
         )
 
     def start(self) -> None:
         """Load the model on every rank, and compile it."""
-        group = self.group.waiting(self._start_timeout_s)
-        port = group.call_rank(0, PolicyWorker.open_store)
-        address = group.contexts[0].address
-        unused, *_ = group.call(PolicyWorker.start, self._setup, address, port)
-        if unused:
+
+        def waiting(doing: str) -> WorkerGroup[PolicyWorker]:
+            return self.group.waiting(self._start_timeout_s, "start_timeout_s", doing)
+
+        model_path = self._setup.engine.model_path
+        port = waiting(IMPORTING).call_rank(0, PolicyWorker.open_store)
+        address = self.group.contexts[0].meeting_address
+        started, *_ = waiting(
+            f"it loads a model, whose files have {gb(num_bytes(Path(model_path)))}, and checks a "
+            "small one of its kind; from a shared disk that may take minutes"
+        ).call(PolicyWorker.start, self._setup, address, port)
+        if self._setup.engine.trains:
+            logger.info("%s: %s parameters train.", model_path, f"{started.num_trained:,}")
+        if unused := started.unused:
             logger.warning(
                 "%s: %d tensors of its files are not used, as its config.json has no place for "
                 "them: %s; see that the two belong together.",
@@ -79,7 +95,9 @@ class Policy:
                 len(unused),
                 ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else ""),
             )
-        group.call(PolicyWorker.warm_up)
+        waiting("it compiles the model, which takes a minute or more the first time").call(
+            PolicyWorker.warm_up
+        )
 
     def logprobs(
         self, batch: RemoteBatch, *, with_policy: bool = True, kl: KLEstimator | None = None
@@ -178,21 +196,28 @@ class Policy:
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule into ``folder``."""
-        self.group.call(PolicyWorker.save, folder)
+        stages = self.group.layout.leaders("pp") if "pp" in self.group.layout.sizes else (0,)
+        expected = sum(self.group.call_rank(rank, PolicyWorker.state_bytes) for rank in stages)
+        self._saving(written(Path(folder), expected)).call(PolicyWorker.save, folder)
 
     def load(self, folder: str, weight_version: int) -> None:
         """Restore what ``save`` wrote after ``weight_version`` steps."""
-        self.group.call(PolicyWorker.load, folder)
+        self._saving(_reading(folder)).call(PolicyWorker.load, folder)
         self.weight_version = weight_version
 
     def load_weights(self, folder: str, weight_version: int) -> None:
         """Restore the model alone of what ``save`` wrote, for a policy that will not train."""
-        self.group.call(PolicyWorker.load_weights, folder)
+        self._saving(_reading(folder)).call(PolicyWorker.load_weights, folder)
         self.weight_version = weight_version
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder."""
-        self.group.call(PolicyWorker.export, folder)
+        expected = num_bytes(Path(self._setup.engine.model_path))
+        aside = writing_folder(Path(folder))
+        self._saving(written(aside, expected)).call(PolicyWorker.export, folder)
+
+    def _saving(self, doing: Callable[[], str]) -> WorkerGroup[PolicyWorker]:
+        return self.group.waiting(self._save_timeout_s, "save_timeout_s", doing)
 
     def shutdown(self) -> None:
         """End the workers."""
@@ -230,7 +255,8 @@ class Policy:
             num_ranks=self.group.layout.sizes["dp"],
             max_tokens=self.config.micro_batch_tokens,
             max_rows=self.config.micro_batch_size,
-            padded=self.config.batching == "padded",
+            padded=self.config.batching is Batching.padded,
+            attention_tokens=self._attention_tokens,
             **bins_for_pipeline(self._parallel),
         )
 
@@ -243,6 +269,10 @@ class Policy:
             )
             for rank, bins in enumerate(plan.bins)
         ]
+
+
+def _reading(folder: str) -> Callable[[], str]:
+    return lambda: f"it reads {gb(num_bytes(Path(folder)))} of {folder}"
 
 
 def _add(batch: RemoteBatch, plan: MicroBatchPlan, found: Sequence[ObjectRef | None]) -> None:

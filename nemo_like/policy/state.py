@@ -5,14 +5,10 @@ import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict_loader as dcp_load
-import torch.distributed.checkpoint.state_dict_saver as dcp_save
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -24,19 +20,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from nemo_like.config.choices import Output
 from nemo_like.data.end_tokens import padding_id
+from nemo_like.distributed.progress import writing_folder
 from nemo_like.errors import RunError, UserError
-from nemo_like.models.adapters import sent_name
+from nemo_like.policy.checkpoint_files import read_sections, write_sections
 from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.file_errors import told_as
-from nemo_like.policy.loading import model_class, tied_names
-from nemo_like.policy.lora import Adapter, adapters_of, write_adapter
+from nemo_like.policy.leaving import adapter_tensors, leaving_tensors
+from nemo_like.policy.loading import model_architecture, model_class, tied_names
+from nemo_like.policy.lora import write_adapter
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.names import hf_name
-from nemo_like.policy.whole import whole, whole_tensors
-from nemo_like.weights.adapters import is_adapter, travels_apart
-from nemo_like.weights.manifest import expected_tensors
+from nemo_like.weights.adapters import travels_apart
 
 _OTHER = "{} does not fit this run's model, adapters or optimizer"
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
@@ -51,91 +47,42 @@ def refit_tensors(
         return
     if not adapters_only:
         yield from full_tensors(engine, dtype, merged=False)
-    yield from adapter_tensors(engine, dtype)
-
-
-def adapter_tensors(engine: TrainEngine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of an adapter by the name that it travels by, whole; collective."""
     engine.synchronize()
-    adapters = {
-        sent_name(hf_name(name)): tensor
-        for stage in engine.stages
-        for name, tensor in stage.state_dict().items()
-        if is_adapter(name)
-    }
-    parts = ((tensor.detach(), dtype) for tensor in adapters.values())
-    yield from zip(adapters, whole_tensors(parts, engine.device), strict=True)
+    yield from adapter_tensors(engine.stages, dtype, engine.device)
 
 
 def full_tensors(
     engine: TrainEngine, dtype: torch.dtype, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the architecture once, by its Hugging Face name, whole, in ``dtype``.
+    """Every tensor of the architecture once, by its name on disk, whole, in ``dtype``; collective.
 
-    ``merged``: adapters are added to their matrices, in float32. A value model has ``score`` in
-    place of an output head. Collective: all ranks must draw from it at the same pace. With a
-    pipeline, each tensor is sent from the stage that has it to the others.
+    A value model has ``score`` in place of an output head.
     """
     engine.synchronize()
-    state: dict[str, Tensor] = {}
-    adapters: dict[str, Adapter] = {}
-    for stage in engine.stages:
-        ties = tied_names(stage) if stage.is_first else {}
-        for name, tensor in stage.state_dict().items():
-            if hf_name(name) not in ties:
-                state[hf_name(name)] = tensor
-        if merged:
-            adapters |= adapters_of(stage, state)
-    pp = engine.mesh.group("pp")
-    owners = _owners(list(state), pp)
-    if engine.setup.output != "logprobs":  # one stage, which has all of them
-        expected = {
-            name: (tuple(tensor.shape), _stored(tensor, dtype))
-            for name, tensor in state.items()
-            if not is_adapter(name)
-        }
-    else:
-        expected = expected_tensors(engine.setup.model_path, dtype)
-    gather = partial(whole, dtype=torch.float32, device=engine.device)
-    plain = whole_tensors(
-        (
-            (state[name].detach(), stored)
-            for name, (_, stored) in expected.items()
-            if name in state and name not in adapters
-        ),
-        engine.device,
+    described = model_architecture(engine.setup.model_path, engine.setup.output, dtype)
+    yield from leaving_tensors(
+        engine.stages, described, engine.device, merged=merged, pp=engine.mesh.group("pp")
     )
-    for name, (shape, stored) in expected.items():
-        if name in adapters:
-            tensor = adapters[name].merged(gather(state[name].detach()), gather).to(stored)
-        elif name in state:
-            tensor = next(plain)
-        else:
-            tensor = torch.empty(shape, dtype=stored, device=engine.device)
-        if pp is not None:
-            tensor = tensor.contiguous()
-            dist.broadcast(tensor, dist.get_global_rank(pp, owners[name]), group=pp)
-        yield name, tensor
 
 
-def _stored(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
-
-
-def _owners(names: list[str], pp: dist.ProcessGroup | None) -> dict[str, int]:
-    """Tensor name -> the first pipeline rank that has it."""
-    if pp is None:
-        return {}
-    everyone: list[Any] = [None] * dist.get_world_size(pp)
-    dist.all_gather_object(everyone, names, group=pp)
-    return {name: rank for rank in reversed(range(len(everyone))) for name in everyone[rank]}
+def state_bytes(engine: TrainEngine) -> int:
+    """About what a checkpoint of the stages on this rank has, whoever else holds parts of them."""
+    total = 0
+    for stage, optimizers in zip(engine.stages, engine.optimizers, strict=True):
+        adapts = engine.config.lora.rank > 0
+        tensors = [one for one in stage.parameters() if one.requires_grad or not adapts]
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                tensors += [one for one in state.values() if isinstance(one, Tensor)]
+        total += sum(one.numel() * one.element_size() for one in tensors)
+    return total
 
 
 def save_checkpoint(folder: Path, engine: TrainEngine) -> None:
     """Each rank writes its own shards of model and optimizer; collective."""
     engine.synchronize()
     with told_as(RunError, str(folder)):
-        dcp_save.save(_joined(engine, _stage_states(engine)), checkpoint_id=str(folder))
+        write_sections(folder, _joined(engine, _stage_states(engine)))
 
 
 def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
@@ -146,7 +93,7 @@ def load_checkpoint(folder: Path, engine: TrainEngine) -> None:
     states = _stage_states(engine)
     loaded = _joined(engine, states)
     with told_as(UserError, _OTHER.format(folder)):
-        dcp_load.load(loaded, checkpoint_id=str(folder))
+        read_sections(folder, loaded)
     for state in states:
         set_state_dict(
             state.stage,
@@ -180,7 +127,7 @@ def load_weights(folder: Path, engine: TrainEngine) -> None:
     ]
     model = {_stored_name(stage, name): part[name] for stage, part in parts for name in part}
     with told_as(UserError, _OTHER.format(folder)):
-        dcp_load.load({"model": model}, checkpoint_id=str(folder))
+        read_sections(folder, {"model": model})
     for stage, part in parts:
         weights = {name: model[_stored_name(stage, name)] for name in part}
         set_model_state_dict(stage, weights, options=_strict_if_whole(engine))
@@ -197,7 +144,8 @@ def export_folder(engine: TrainEngine, target: Path, write: bool) -> None:
             # A gathered tensor may be a view of a padded buffer, which safetensors would refuse.
             state[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
     adapters = {
-        name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(engine, torch.float32)
+        name: tensor.cpu().contiguous()
+        for name, tensor in adapter_tensors(engine.stages, torch.float32, engine.device)
     }
     if write:
         with told_as(RunError, f"{target} could not be written"):
@@ -209,7 +157,7 @@ def _write_folder(
 ) -> None:
     """Aside first, so that what stands at ``target`` is whole."""
     source = Path(engine.setup.model_path)
-    aside = target.with_name(f".{target.name}-writing")
+    aside = writing_folder(target)
     shutil.rmtree(aside, ignore_errors=True)
     # Contents alone: files of a model that others may only read must be writable here. The model
     # may be the export of a run with adapters, which are in its weights.
@@ -217,13 +165,14 @@ def _write_folder(
     shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
     aside.chmod(aside.stat().st_mode | stat.S_IRWXU)
     if adapters:
-        write_adapter(aside / "adapter", adapters, engine.config.lora, engine.config.model)
+        plain = model_architecture(str(source), engine.setup.output, torch.float32).model
+        write_adapter(aside / "adapter", adapters, engine.config.lora, engine.config.model, plain)
     dtype = next(t.dtype for t in state.values() if t.is_floating_point())
     config = json.loads((aside / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if engine.setup.output != "logprobs":
-        _, settings = model_class(str(source), "values")
+    if engine.setup.output is not Output.logprobs:
+        _, settings = model_class(str(source), Output.values)
         config["architectures"] = settings.architectures
         config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
         config["pad_token_id"] = padding_id(source, config.get("pad_token_id"))

@@ -20,6 +20,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.generation import Transport
 from nemo_like.config.losses import KLEstimator
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
 from nemo_like.losses.mismatch import MismatchSums, gap_of_rows
@@ -27,6 +28,7 @@ from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy import scoring
 from nemo_like.policy.engine import EngineSetup, MicroBatches, TrainEngine
+from nemo_like.policy.export_check import check_export
 from nemo_like.policy.loading import unused_tensors
 from nemo_like.policy.probe import check_architecture
 from nemo_like.policy.state import (
@@ -35,6 +37,7 @@ from nemo_like.policy.state import (
     load_weights,
     refit_tensors,
     save_checkpoint,
+    state_bytes,
 )
 from nemo_like.policy.warm_up import warm_up
 from nemo_like.weights.adapters import plan_refit, travels_apart
@@ -101,6 +104,16 @@ class SenderAddress:
     port: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """What a rank found when it loaded its model."""
+
+    num_trained: int
+    """Parameters that the whole model trains, all ranks' shards together."""
+    unused: Sequence[str] = ()
+    """Rank 0: tensors that the model's files hold and that it has no use for."""
+
+
 class PolicyWorker(Worker):
     """See the module. Methods marked collective must run on all ranks at once."""
 
@@ -111,19 +124,19 @@ class PolicyWorker(Worker):
 
     def open_store(self) -> int:
         """Rank 0: open the rendezvous on a port that the system picks and we keep."""
-        self._store = TCPStore("0.0.0.0", 0, self.context.world_size, True, wait_for_workers=False)
+        self._store = listening_store(self.context.listens_on, self.context.world_size)
         return self._store.port
 
-    def start(self, setup: PolicySetup, address: str, port: int) -> list[str]:
-        """Join the process group, load the model, shard it; collective.
-
-        Rank 0 returns the names of tensors that the model's files hold and that it has no use for.
-        """
+    def start(self, setup: PolicySetup, address: str, port: int) -> Started:
+        """Join the process group, load the model, shard it; collective."""
+        path, output = setup.engine.model_path, setup.engine.output
         self._timeout_s = setup.timeout_s
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
         if self.context.rank == 0:
-            check_architecture(setup.engine.model_path, setup.engine.config)
+            check_architecture(path, setup.engine.config)
+            if setup.engine.trains:
+                check_export(path, setup.engine.config, output)
         else:
             world_size = self.context.world_size
             self._store = TCPStore(address, port, world_size, False, timeout)
@@ -137,10 +150,9 @@ class PolicyWorker(Worker):
             world_size=self.context.world_size,
             timeout=timeout,
         )
-        self._engine = engine = TrainEngine(setup.engine, self._device)
-        if self.context.rank > 0:
-            return []
-        return unused_tensors(setup.engine.model_path, engine.config, setup.engine.output)
+        self._engine = TrainEngine(setup.engine, self._device)
+        unused = [] if self.context.rank else unused_tensors(path, output)
+        return Started(num_trained=self._engine.num_parameters(), unused=unused)
 
     def warm_up(self) -> None:
         """Compile before the first step, if anything is compiled; collective."""
@@ -266,7 +278,8 @@ class PolicyWorker(Worker):
             sender = IpcSender(buckets, self._device, num_receivers, timeout_s)
             self._sender = sender
             return SenderAddress(buckets=told, ipc=sender.address)
-        broadcast = BroadcastSender(buckets, self._device, num_receivers, timeout_s)
+        store = listening_store(self.context.listens_on, None, timedelta(seconds=timeout_s))
+        broadcast = BroadcastSender(store, buckets, self._device, num_receivers, timeout_s)
         self._sender = broadcast
         return SenderAddress(buckets=told, port=broadcast.port)
 
@@ -291,6 +304,10 @@ class PolicyWorker(Worker):
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
+
+    def state_bytes(self) -> int:
+        """About what ``save`` writes of this rank's pipeline stages."""
+        return state_bytes(self._engine)
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule; collective."""

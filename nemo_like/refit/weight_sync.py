@@ -52,7 +52,7 @@ class WeightSync:
             config.bucket_mib << 20,
         )
         senders = wait_together(opened)[0]
-        links = links_to(transport, plan, senders, policy.group.contexts[0].address)
+        links = links_to(transport, plan, senders, policy.group.contexts[0].meeting_address)
         buckets = senders[0].buckets
         self._num_bytes = total_bytes(buckets)
         alone = numbered(buckets, adapters_only=True)

@@ -3,12 +3,15 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
-from nemo_like.config.paths import GRADER_KEY, REWARD_MODEL
-from nemo_like.config.sampling import EnvironmentConfig
+from nemo_like.config.file_checks import GRADER_KEY, REWARD_MODEL
+from nemo_like.config.remote_code import TRUSTED, trusts_code
+from nemo_like.config.rollout_schema import EnvironmentConfig, GradingModelConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
-from nemo_like.environments.grading_pool import GradingPool
+from nemo_like.environments.grading_pool import GradingPool, memory_share
 from nemo_like.environments.rewards import absolute_reward
 from nemo_like.errors import UserError
 from nemo_like.rollout.reward_text import RewardText
@@ -28,7 +31,7 @@ def check_reward_model(
     """
     if environment.reward != REWARD_MODEL:
         return
-    config = environment.reward_model
+    config = _with_switches(environment.reward_model, chat.switches)
     text = RewardText(config)
     for key, rows in rows_of.items():
         for row in rows[:1]:  # for all of them, each grade checks its own
@@ -51,27 +54,60 @@ def check_reward_model(
     )
 
 
-def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
-    """The same for a process that works in another folder."""
+def for_other_folders(
+    environment: EnvironmentConfig, switches: Mapping[str, Any]
+) -> EnvironmentConfig:
+    """The same for a process that works in another folder and does not know the rest.
+
+    ``switches``: what the policy's template is told.
+    """
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
-        model = model.replace(model=str(RewardText(model).folder))
-    return environment.replace(reward=absolute_reward(environment.reward), reward_model=model)
+        model = _with_switches(model, switches)
+        model = replace(model, model=str(RewardText(model).folder))
+    return replace(environment, reward=absolute_reward(environment.reward), reward_model=model)
 
 
-def start_pool(environment: EnvironmentConfig) -> GradingPool:
-    """Grading processes that are ready; UserError says why they are not."""
-    if environment.reward != REWARD_MODEL:
+def _with_switches(model: GradingModelConfig, policys: Mapping[str, Any]) -> GradingModelConfig:
+    """What a reward model's own template is told, if nothing else is: what it knows of these."""
+    if model.template_switches or not policys:
+        return model
+    known = RewardText(model).chat.known_switches
+    return replace(model, template_switches={k: v for k, v in policys.items() if k in known})
+
+
+def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> GradingPool:
+    """Grading processes that are ready; UserError says why they are not.
+
+    ``engines_per_node``: engines that have such processes on one node, and share its memory.
+    """
+    gib = environment.process_memory_gib
+    num_processes = environment.num_processes
+    limit = memory_share(num_processes * engines_per_node) if gib is None else int(gib * _GIB)
+    if environment.reward == REWARD_MODEL:
         return GradingPool(
-            environment.reward,
+            json.dumps(asdict(environment.reward_model) | {TRUSTED: trusts_code()}),
             timeout_s=environment.timeout_s,
-            num_processes=environment.num_processes,
+            num_processes=num_processes,
+            memory_limit_bytes=limit,
+            module="nemo_like.rollout.reward_model",
+            rows_at_once=environment.reward_model.rows_at_once,
+            most_rows=None,  # another would round the scores of known texts otherwise
+            start_timeout_s=_LOAD_TIMEOUT_S,
         )
-    return GradingPool(
-        json.dumps(environment.reward_model.model_dump()),
+    pool = GradingPool(
+        environment.reward,
         timeout_s=environment.timeout_s,
-        num_processes=environment.num_processes,
-        module="nemo_like.rollout.reward_model",
-        rows_at_once=environment.reward_model.rows_at_once,
-        start_timeout_s=_LOAD_TIMEOUT_S,
+        num_processes=num_processes,
+        memory_limit_bytes=limit,
+        pass_variables=environment.pass_variables,
+        concurrency=environment.rows_at_once,
     )
+    if not pool.is_concurrent and environment.rows_at_once != EnvironmentConfig().rows_at_once:
+        pool.shutdown()
+        raise UserError(
+            f"environment.rows_at_once={environment.rows_at_once} would have no effect: "
+            f"{environment.reward} is not an async def, and grades one completion after the other; "
+            "leave it out, or set environment.num_processes."
+        )
+    return pool

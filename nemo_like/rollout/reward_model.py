@@ -4,7 +4,6 @@
 """
 
 import json
-import pickle
 import resource
 import sys
 from collections.abc import Sequence
@@ -14,12 +13,14 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_like.config.paths import GRADER_KEY
-from nemo_like.config.policy import Dtype
-from nemo_like.config.sampling import GradingModelConfig
+from nemo_like.config.choices import Batching, Dtype
+from nemo_like.config.file_checks import GRADER_KEY
+from nemo_like.config.remote_code import TRUSTED, set_trust, trusts_code
+from nemo_like.config.rollout_schema import GradingModelConfig
 from nemo_like.data.token_rows import TokenRow, collate
-from nemo_like.environments.grading_process import Grader, serve, to_verdict
-from nemo_like.environments.protocol import Verdict
+from nemo_like.environments.grading_process import BatchGrader, serve
+from nemo_like.environments.protocol import GradingRow, Verdict, failed
+from nemo_like.environments.verdicts import to_verdict
 from nemo_like.errors import UserError
 from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.inputs import InputLayout, model_inputs
@@ -41,9 +42,10 @@ class RewardModel:
         try:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 self.text.folder,
-                dtype="auto" if config.dtype is None else getattr(torch, config.dtype),
+                dtype="auto" if config.dtype is None else getattr(torch, config.dtype.value),
                 local_files_only=True,
                 output_loading_info=True,
+                trust_remote_code=trusts_code(),
             )
         except (OSError, ValueError, RuntimeError) as error:
             first_line = str(error).strip().splitlines()[0]
@@ -78,31 +80,33 @@ class RewardModel:
     def _pass(self, rows: Sequence[TokenRow]) -> list[float]:
         """One forward pass, in transformers' own layout, which every architecture supports."""
         batch = collate(rows)
-        inputs = model_inputs(batch, InputLayout(batching="padded"), every_token=True)
+        inputs = model_inputs(batch, InputLayout(batching=Batching.padded), every_token=True)
         values = self._model(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
         return values[batch.starts + batch.lengths - 1].tolist()
 
-    def grade(self, rows: Sequence[bytes]) -> list[Verdict]:
-        """See ``Grader``: one pass over the rows that can be read."""
+    def grade(self, rows: Sequence[GradingRow]) -> list[Verdict]:
+        """See ``BatchGrader``: one pass over the rows that can be read."""
         verdicts: list[Verdict | None] = []
         readable: list[TokenRow] = []
         for row in rows:
-            _, completion, fields = pickle.loads(row)
             try:
-                readable.append(self.text.encode(fields["messages"], completion))
+                readable.append(self.text.encode(row.fields["messages"], row.completion))
                 verdicts.append(None)
             except UserError as error:
-                verdicts.append(_failed(str(error)))
+                verdicts.append(failed(str(error)))
         try:
             scored = map(_verdict, self.scores(readable) if readable else [])
         except (RuntimeError, MemoryError) as error:  # no memory for a batch this large
-            scored = iter([_failed(f"reward model: {error}")] * len(readable))
+            scored = iter([failed(f"reward model: {error}")] * len(readable))
         return [verdict or next(scored) for verdict in verdicts]
 
 
-def load(spec: str) -> Grader:
-    """``spec``: a ``GradingModelConfig`` as JSON."""
-    config = GradingModelConfig(**json.loads(spec))
+def load(spec: str) -> BatchGrader:
+    """``spec``: a ``GradingModelConfig`` as JSON, and beside it whether its code is trusted."""
+    settings = json.loads(spec)
+    set_trust(settings.pop(TRUSTED))
+    config = GradingModelConfig(**settings)
+    config.dtype = None if config.dtype is None else Dtype(config.dtype)
     torch.set_num_threads(config.num_threads)
     disable_progress_bar()
     return RewardModel(config).grade
@@ -112,11 +116,7 @@ def _verdict(score: float) -> Verdict:
     try:
         return to_verdict(score)
     except UserError as error:  # not finite
-        return _failed(f"reward model: {error}")
-
-
-def _failed(why: str) -> Verdict:
-    return None, {}, why, None
+        return failed(f"reward model: {error}")
 
 
 def _check_memory(text: RewardText, dtype: Dtype | None) -> None:
@@ -125,9 +125,9 @@ def _check_memory(text: RewardText, dtype: Dtype | None) -> None:
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise UserError(
             f"{GRADER_KEY}={text.folder} takes {needed / _GIB:.3g} GiB in every grading process, "
-            f"and each may use {limit / _GIB:.3g} GiB (half of the machine's memory, by "
-            "environment.num_processes); lower that number, or set "
-            "environment.reward_model.dtype=bfloat16."
+            f"and each may use {limit / _GIB:.3g} GiB (half of the machine's memory, shared by the "
+            "grading processes of all its engines, or environment.process_memory_gib); lower "
+            "environment.num_processes, or set environment.reward_model.dtype=bfloat16."
         )
 
 

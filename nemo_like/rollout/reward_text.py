@@ -5,16 +5,21 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoConfig
 
-from nemo_like.config.paths import GRADER_KEY, check_scores
-from nemo_like.config.policy import Dtype
-from nemo_like.config.sampling import GradingModelConfig
-from nemo_like.data.chat import ChatTokenizer, Message
+from nemo_like.config.activation_memory import BYTES, FLOAT32
+from nemo_like.config.choices import Dtype
+from nemo_like.config.data_schema import TrainOn
+from nemo_like.config.file_checks import GRADER_KEY, check_scores
+from nemo_like.config.remote_code import trusts_code
+from nemo_like.config.rollout_schema import GradingModelConfig
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation, encode
+from nemo_like.data.messages import Message
 from nemo_like.data.token_rows import TokenRow
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
 from nemo_like.models.resolve import resolve_model
-from nemo_like.planning.activations import BYTES, FLOAT32
+
+GRADER_SWITCHES = "environment.reward_model.template_switches"
 
 
 class RewardText:
@@ -25,7 +30,7 @@ class RewardText:
         assert config.model is not None
         self.folder = resolve_model(config.model, GRADER_KEY)
         check_scores(self.folder)
-        self.chat = ChatTokenizer(str(self.folder))
+        self.chat = ChatTokenizer(str(self.folder), config.template_switches, GRADER_SWITCHES)
         self._context = context_length(str(self.folder))
 
     def encode(self, messages: Sequence[Message], completion: str) -> TokenRow:
@@ -37,7 +42,7 @@ class RewardText:
         whole = Conversation(
             where="reward model", messages=(*messages, answer), num_prompt_messages=len(messages)
         )
-        row = encode(whole, self.chat, "assistant")
+        row = encode(whole, self.chat, TrainOn.assistant)
         if len(row.ids) > self._context:
             raise UserError(
                 f"reward model: prompt and completion have {len(row.ids)} tokens, and its context "
@@ -50,5 +55,7 @@ class RewardText:
         stored = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         if dtype is None:
             return stored
-        own = AutoConfig.from_pretrained(self.folder, local_files_only=True).dtype
+        own = AutoConfig.from_pretrained(
+            self.folder, local_files_only=True, trust_remote_code=trusts_code()
+        ).dtype
         return stored * BYTES[dtype] // (own.itemsize if isinstance(own, torch.dtype) else FLOAT32)

@@ -18,6 +18,7 @@ from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.refit.weight_sync import WeightSync
+from nemo_like.rollout.dropped_metrics import DroppedMetrics
 from nemo_like.rollout.rollout import RolloutTask, Sample
 from nemo_like.rollout.seeds import completion_seed
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
@@ -47,6 +48,7 @@ class SyncRolloutSource:
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
         self._span = span
         self._refit_metrics: Metrics = {}
+        self._dropped_metrics = DroppedMetrics(config.environment.reward)
 
     def next_batch(
         self,
@@ -191,6 +193,7 @@ class SyncRolloutSource:
             for of_replica in tasks
         ]
         results = self._generation.group.scatter(RolloutWorker.rollout, requests)
+        self._dropped_metrics.warn(results)
         return [result for result in results if len(result.lengths)]
 
     def _check_grades(

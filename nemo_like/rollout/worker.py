@@ -1,7 +1,7 @@
 """The process that rolls out: an engine, an environment and a tokenizer side by side."""
 
 import asyncio
-from collections import Counter
+from collections import ChainMap, Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,8 @@ class RolloutSetup:
     backend: Backend
     engine: EngineConfig
     environment: EnvironmentConfig
+    engines_per_node: int
+    """Replicas on one node: their grading processes share its memory."""
     trajectories_path: str
     resumed_step: int
     """Trajectories of later steps are dropped; 0 for a new run."""
@@ -58,6 +60,8 @@ class RolloutResult:
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
     """Grading failures by message; only the most frequent ones."""
+    dropped_metrics: dict[str, str]
+    """Metrics of the environment that are not numbers in some rows, and why."""
     samples: tuple[Sample, ...] = ()
     """The completions as text, if they were asked for."""
 
@@ -74,7 +78,7 @@ class RolloutWorker(GenerationWorker):
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine, the grading processes and the tokenizer, at the same time."""
         self._environment, self._chat, _ = await asyncio.gather(
-            asyncio.to_thread(graders.start_pool, setup.environment),
+            asyncio.to_thread(graders.start_pool, setup.environment, setup.engines_per_node),
             asyncio.to_thread(ChatTokenizer, setup.engine.model_path),
             self.start_engine(setup.backend, setup.engine),
         )
@@ -105,6 +109,7 @@ class RolloutWorker(GenerationWorker):
             rows=collate_rows(trajectories),
             metrics=merge([_metrics(t) for t in trajectories]),
             errors=dict(errors.most_common(_MAX_ERRORS)),
+            dropped_metrics=dict(ChainMap(*(t.grade.dropped for t in trajectories))),
             samples=tuple(map(as_sample, trajectories)) if request.with_samples else (),
         )
 

@@ -3,20 +3,16 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from nemo_like.config.policy import LoraConfig
 from nemo_like.errors import RunError
+from nemo_like.weights.adapter_places import adapter_places
 from nemo_like.weights.buckets import Bucket, announced_tensors, plan_buckets
 from nemo_like.weights.manifest import TensorSpec, check_tensors, empty_model, expected_tensors
+from nemo_like.weights.naming import is_adapter
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two tensors, after the name of its layer."""
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a tensor belongs to an adapter, by its name on the way or in a model of peft's."""
-    return ".lora_A." in name or ".lora_B." in name
 
 
 def travels_apart(lora: LoraConfig) -> bool:
@@ -27,23 +23,15 @@ def travels_apart(lora: LoraConfig) -> bool:
 def expected_adapters(
     model_path: str, dtype: torch.dtype, lora: LoraConfig
 ) -> dict[str, TensorSpec]:
-    """What ``lora`` adds to a model, in the order of its layers; RunError if that is nothing.
+    """What ``lora`` adds to a model, in the order of its layers; UserError if that is nothing.
 
     Derived from the architecture, as ``expected_tensors`` is, and not from what peft has made.
     """
-    model = empty_model(model_path, dtype)
-    head = model.get_output_embeddings()
     specs: dict[str, TensorSpec] = {}
-    for name, layer in model.named_modules():
-        wanted = not lora.targets or name.rpartition(".")[2] in lora.targets
-        if isinstance(layer, nn.Linear) and layer is not head and wanted:
-            specs[name + A] = ((lora.rank, layer.in_features), dtype)
-            specs[name + B] = ((layer.out_features, lora.rank), dtype)
-    if not specs:
-        raise RunError(
-            f"The refit matches no adapter: {model_path} has no linear layer of those that "
-            f"policy.lora.targets=[{', '.join(lora.targets)}] names."
-        )
+    for place in adapter_places(empty_model(model_path, dtype), lora):
+        ends = place.shape if place.input_first else place.shape[::-1]
+        specs[place.module + A] = ((lora.rank, ends[0]), dtype)
+        specs[place.module + B] = ((ends[1], lora.rank), dtype)
     return specs
 
 

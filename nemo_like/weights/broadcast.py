@@ -46,12 +46,17 @@ class BroadcastSender:
     """Policy rank 0's side."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], device: torch.device, num_receivers: int, timeout_s: float
+        self,
+        store: TCPStore,
+        buckets: Sequence[Bucket],
+        device: torch.device,
+        num_receivers: int,
+        timeout_s: float,
     ) -> None:
+        """``store``: where the group meets; see ``distributed.store.listening_store``."""
         self._timeout = timedelta(seconds=timeout_s)
-        # The system picks the port, and we keep it.
-        self._store = TCPStore("0.0.0.0", 0, None, True, self._timeout, wait_for_workers=False)
-        self.port: int = self._store.port
+        self._store = store
+        self.port: int = store.port
         self.world_size = 1 + num_receivers
         self._buckets = buckets
         self._device = device

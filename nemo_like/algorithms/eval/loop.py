@@ -53,7 +53,7 @@ def run_eval(config: EvalConfig, processes: Processes) -> None:
 
 def prepare(config: EvalConfig, rows: Rows, model_path: str) -> Prepared:
     """Render and check every prompt; raises UserError."""
-    chat = ChatTokenizer(model_path)
+    chat = ChatTokenizer(model_path, config.data.template_switches)
     check_stop_ids(config, chat)
     most_new = config.eval.max_new_tokens or config.generation.max_new_tokens
     section = "generation" if config.eval.max_new_tokens is None else "eval"

@@ -10,6 +10,7 @@ them. Left out here: asynchronous rollouts, token-level rewards.
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from nemo_like.advantages import (
     overlong_penalty,
     zero_variance_share,
 )
-from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
@@ -33,7 +33,8 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.setup import Setup, prepare, start
 from nemo_like.batch import keys
-from nemo_like.config.sampling import PolicyGradientRunConfig
+from nemo_like.config.rollout_checks import has_validation
+from nemo_like.config.sampling_run_schema import GRPORunConfig, PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
@@ -41,7 +42,7 @@ from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
 logger = logging.getLogger(__name__)
 
 
-def run_grpo(config: GRPOConfig, processes: Processes) -> None:
+def run_grpo(config: GRPORunConfig, processes: Processes) -> None:
     """Everything from a run's processes to a trained model in ``run.dir``."""
     run = processes.run
     with run.start_phase("prompts"):
@@ -55,10 +56,10 @@ def run_grpo(config: GRPOConfig, processes: Processes) -> None:
     train(config, setup, run)
     if config.checkpoint.export:
         setup.policy.export(str(run.dir / "final"))
-    run.finish(generation_backend=config.generation.backend)
+    run.finish(generation_backend=config.generation.backend.value)
 
 
-def train(config: GRPOConfig, setup: Setup, run: Run) -> None:
+def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
     """The loop."""
     policy, rollouts, grpo = setup.policy, setup.rollouts, config.grpo
     kl = config.loss.kl_estimator if config.kl_in_reward else None
@@ -67,16 +68,20 @@ def train(config: GRPOConfig, setup: Setup, run: Run) -> None:
     if reuse:
         logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
     watch_rewards = RewardWatch(config.environment.reward)
+
+    def keep(batch: RemoteBatch) -> Tensor:
+        return signal(batch, config)
+
     for step in run.steps(
         grpo.max_steps,
         setup.models,
         setup.loader,
-        rollouts if config.validates else None,
+        rollouts if has_validation(config) else None,
         config.validation.every_steps,
     ):
         setup.meter.pop()  # what a validation before this step came to
         if grpo.dynamic_sampling:
-            batch, metrics = rollouts.next_batch(step, signal, grpo.max_sampling_rounds)
+            batch, metrics = rollouts.next_batch(step, keep, grpo.max_sampling_rounds)
         else:
             batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
         num_made = step - run.first_step
@@ -88,9 +93,8 @@ def train(config: GRPOConfig, setup: Setup, run: Run) -> None:
                 metrics |= policy.logprobs(batch, with_policy=not reuse, kl=kl)
         if not reuse:
             check(metrics)
-        metrics |= group_metrics(batch)
+        metrics |= choose_rows(batch, config)
         add_advantages(batch, config)
-        metrics |= mask_mismatch(batch, config)
         metrics |= batch_metrics(batch)
         with run.span("train"):
             updates = [
@@ -106,21 +110,48 @@ def train(config: GRPOConfig, setup: Setup, run: Run) -> None:
 def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:
     """The loss, with everything that other sections decide filled in."""
     most = config.loss.constant_tokens or config.generation.max_new_tokens
-    return ClippedPGLoss(config.loss.replace(constant_tokens=most))
+    return ClippedPGLoss(replace(config.loss, constant_tokens=most))
 
 
-def signal(batch: RemoteBatch) -> Tensor:
-    """Bool [B]: rows of groups whose raw rewards differ."""
+def trainable(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
+    """Bool [B]: graded completions with tokens, unless ``grpo.mask_truncated`` leaves them out."""
     rows = batch.rows
-    return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
+    trains = rows[keys.SAMPLE_MASK] & (rows[keys.NUM_LOSS_TOKENS] > 0)
+    return trains & ~rows[keys.TRUNCATED] if config.grpo.mask_truncated else trains
 
 
-def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
-    """Row column ``advantages``, from rewards with what the configuration adds to them.
+def counted(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
+    """Bool [B]: completions whose rewards make baselines and scales.
 
-    A truncated completion that is not to train counts in its group all the same. Groups without a
-    signal, which dynamic sampling gives where it found no other, do not train.
+    They are those that train: what is left out of the loss would otherwise shift the advantages of
+    its siblings, whose sum is then no longer 0.
     """
+    if config.advantage.count_untrained:
+        return ~batch.rows[keys.REWARDS].isnan()
+    return trainable(batch, config)
+
+
+def signal(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
+    """Bool [B]: rows of groups that count raw rewards which differ."""
+    rows = batch.rows
+    return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
+
+
+def choose_rows(batch: RemoteBatch, config: GRPORunConfig) -> Metrics:
+    """Take completions that do not train out of ``SAMPLE_MASK``, before anything counts them.
+
+    Groups without a signal, which dynamic sampling gives where it found no other, do not train.
+    """
+    rows = batch.rows
+    rows[keys.SAMPLE_MASK] = trainable(batch, config)
+    metrics = mask_mismatch(batch, config) | group_metrics(batch, config)
+    if config.grpo.dynamic_sampling:
+        rows[keys.SAMPLE_MASK] = rows[keys.SAMPLE_MASK] & signal(batch, config)
+    return metrics
+
+
+def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
+    """Row column ``advantages``, from rewards with what the configuration adds to them."""
     rows, advantage = batch.rows, config.advantage
     rewards = rows[keys.REWARDS].double()
     if advantage.overlong_buffer_tokens:
@@ -133,20 +164,14 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     if config.kl_in_reward:
         rewards = rewards - config.loss.kl_coef * rows[keys.REFERENCE_KL]
     rows[keys.ADVANTAGES] = group_advantages(
-        rewards, rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK], advantage
+        rewards, rows[keys.PROMPT_IDS], counted(batch, config), advantage
     )
-    trains = rows[keys.SAMPLE_MASK]
-    if config.grpo.dynamic_sampling:
-        trains = trains & signal(batch)
-    if config.grpo.mask_truncated:
-        trains = trains & ~rows[keys.TRUNCATED]
-    rows[keys.SAMPLE_MASK] = trains
 
 
 def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metrics:
     """Take rows that engine and policy disagree about out of training, if so configured.
 
-    Before the step, so that its mean is over the others. They count in their groups' baselines.
+    Before the step, so that its mean is over the others, and before advantages.
     """
     if not config.masks_mismatch:
         return {}
@@ -194,8 +219,8 @@ def batch_metrics(batch: RemoteBatch) -> Metrics:
     return metrics
 
 
-def group_metrics(batch: RemoteBatch) -> Metrics:
+def group_metrics(batch: RemoteBatch, config: GRPORunConfig) -> Metrics:
     """How many groups have no signal."""
     rows = batch.rows
-    share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], rows[keys.SAMPLE_MASK])
+    share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
     return {"rollout/zero_variance_share": Metric(share)}

@@ -1,0 +1,158 @@
+"""Messages of a row: what counts as one, and what of it says nothing."""
+
+import json
+import unicodedata
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+from nemo_like.errors import UserError
+
+Message = dict[str, Any]
+"""``{"role": ..., "content": ...}``, as chat templates take it."""
+
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_KINDS = {dict: "an object", list: "a list", type(None): "null"}
+
+
+def cleaned(value: object) -> object:
+    """A row's entry; of messages, without entries that are null, and with content as one text.
+
+    Content may be left out beside tool calls, and may be a list of parts that are all text.
+    """
+    if not isinstance(value, list):
+        return value
+    return [_cleaned(one) if isinstance(one, dict) else one for one in value]
+
+
+def without_nulls(record: Message) -> Message:
+    """The entries that say something.
+
+    >>> without_nulls({"a": None, "b": 0})
+    {'b': 0}
+    """
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def is_messages(value: object) -> TypeGuard[list[Message]]:
+    """Whether a row's entry is a list of at least one ``{"role", "content"}``, both text."""
+    return isinstance(value, list) and bool(value) and not fault(value)
+
+
+def prompt_messages(
+    content: object, name: str, system_prompt: str | None, where: str
+) -> list[Message]:
+    """The messages to answer that the entry ``name`` of a row holds, or has as a user's text."""
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    messages = cleaned(messages)
+    if (
+        not is_messages(messages)
+        or messages[-1]["role"] == "assistant"
+        or all(message["role"] == "system" for message in messages)
+    ):
+        answered = is_messages(messages) and messages[-1]["role"] == "assistant"
+        remedy = "; leave out the assistant's last message" if answered else fault(messages)
+        raise UserError(
+            f"{where}: '{name}' must be text, or a list of {{'role', 'content'}} messages that "
+            f"ends with the one to answer{remedy}."
+        )
+    return with_system_prompt(messages, system_prompt)
+
+
+def with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    """The messages, with a system message before them if they have none."""
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def prompt_key(messages: Sequence[Message]) -> str:
+    """The same for messages that read the same, in whatever order and Unicode form they are kept.
+
+    >>> prompt_key([{"role": "user", "content": "a b"}])
+    '[["user", "a b", null]]'
+    """
+    parts = [
+        (message["role"], same_text(message["content"]), message.get("tool_calls"))
+        for message in messages
+    ]
+    return json.dumps(parts, sort_keys=True, ensure_ascii=False)
+
+
+def same_text(text: str) -> str:
+    """The same for texts that read the same.
+
+    >>> same_text(" a  b")
+    'a b'
+    """
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def opens_with(messages: Sequence[Message], prompt: object) -> bool:
+    """Whether ``prompt`` is the first user message (as text), or the messages at the beginning."""
+    if isinstance(prompt, str):
+        first = next((one for one in messages if one["role"] == "user"), None)
+        return first is not None and same_text(first["content"]) == same_text(prompt)
+    if not is_messages(prompt):
+        return False
+    return prompt_key(messages[: len(prompt)]) == prompt_key(prompt)
+
+
+def fault(messages: object) -> str:
+    """What is wrong with the first message that cannot serve: the end of a sentence, or ''."""
+    if not isinstance(messages, list):
+        return ""
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            return f" (message {index} is no object)"
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                return f" (the '{name}' of message {index} {_not_text(message.get(name))})"
+        role = message["role"]
+        known = _OTHER_NAMES.get(role.lower(), role.lower())
+        if role != known and known in ("system", "user", "assistant", "tool"):
+            return f" (the role of message {index} is '{role}', which must be '{known}')"
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            return f" (the 'tool_calls' of message {index} are no list of objects)"
+        for name in ("weight", "train", "trainable", "loss"):
+            if message.get(name, 1) != 1:
+                return f" (the '{name}' of message {index} is not supported)"
+    return ""
+
+
+def _not_text(value: object) -> str:
+    if isinstance(value, list):
+        kinds = [part.get("type") for part in value if isinstance(part, dict)]
+        other = next((kind for kind in kinds if kind not in (None, "text")), None)
+        if other is not None:
+            return f"has a part of type '{other}', and only text is read"
+    return f"is {_KINDS.get(type(value), 'no text')}, not text"
+
+
+def _cleaned(message: Message) -> Message:
+    kept = without_nulls(message)
+    calls = kept.get("tool_calls")
+    if isinstance(calls, list):
+        kept["tool_calls"] = [_cleaned_call(one) for one in calls]
+        if not calls:
+            del kept["tool_calls"]
+        else:
+            kept.setdefault("content", "")
+    content = kept.get("content")
+    if isinstance(content, list) and content:
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
+        if all(isinstance(text, str) for text in texts):
+            kept["content"] = "".join(map(str, texts))
+    return kept
+
+
+def _cleaned_call(call: object) -> object:
+    if not isinstance(call, dict):
+        return call
+    kept = without_nulls(call)
+    if isinstance(kept.get("function"), dict):
+        kept["function"] = without_nulls(kept["function"])
+    return kept

@@ -1,0 +1,117 @@
+"""A small random model of a configuration's architecture: all kinds of layers, few of each."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nemo_like.config.remote_code import trusts_code
+
+_LAYERS = 2
+_VOCAB = 256
+_EXPERTS = 4
+_LEAST_WIDTH = 16
+
+_HEADS = "num_attention_heads"
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "intermediate_size_mlp",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "ffn_dim",
+    "word_embed_proj_dim",
+)
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+
+
+def small_twin(kind: Any, full: PreTrainedConfig) -> PreTrainedModel:
+    """One that ``kind`` (of transformers' auto classes) makes, in float32, its weights drawn alike
+    each time. It is narrower, too, where its architecture can be built and run so."""
+    for narrower in (True, False):
+        config = type(full).from_dict(full.to_dict())
+        _shorten(config.get_text_config(), narrower=narrower)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                twin = kind.from_config(
+                    config,
+                    dtype=torch.float32,
+                    attn_implementation="eager",
+                    trust_remote_code=trusts_code(),
+                ).eval()
+            with torch.no_grad():
+                twin(input_ids=torch.arange(5)[None], use_cache=False)
+        except (TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError, IndexError):
+            if not narrower:
+                raise
+        else:
+            return twin
+    raise AssertionError
+
+
+def _shorten(text: PreTrainedConfig, *, narrower: bool) -> None:
+    changes: dict[str, Any] = _fewer_layers(text) | _fewer_experts(text)
+    changes |= {"vocab_size": min(text.vocab_size, _VOCAB), "pad_token_id": None}
+    if narrower:
+        changes |= _narrower(text)
+    width = changes.get("hidden_size", text.hidden_size)
+    # Each layer then changes what it is given by about as much again: all of them show.
+    changes["initializer_range"] = width**-0.5
+    for name, value in changes.items():
+        setattr(text, name, value)
+
+
+def _fewer_layers(text: PreTrainedConfig) -> dict[str, Any]:
+    """The first layers, up to one of each kind that the configuration lists."""
+    num_layers = text.num_hidden_layers
+    lists = {
+        name: value
+        for name, value in text.to_dict().items()
+        if isinstance(value, list) and len(value) == num_layers
+    }
+    depth = min(num_layers, _LAYERS)
+    while any(any(one not in kinds[:depth] for one in kinds) for kinds in lists.values()):
+        depth += 1
+    changes: dict[str, Any] = {name: kinds[:depth] for name, kinds in lists.items()}
+    if getattr(text, "first_k_dense_replace", None) and "mlp_layer_types" not in lists:
+        changes["first_k_dense_replace"] = 1  # and the second is a mixture
+    return changes | {"num_hidden_layers": depth}
+
+
+def _fewer_experts(text: PreTrainedConfig) -> dict[str, Any]:
+    chosen = max((getattr(text, name, None) or 0 for name in _TOP_K), default=0)
+    changes: dict[str, Any] = {
+        name: min(count, max(_EXPERTS, chosen))
+        for name in _NUM_EXPERTS
+        if isinstance(count := getattr(text, name, None), int)
+    }
+    return changes | {
+        name: 1 for name in ("n_group", "topk_group") if getattr(text, name, None) is not None
+    }
+
+
+def _narrower(text: PreTrainedConfig) -> dict[str, Any]:
+    """As many heads as keep their groups, as wide as before; all other widths in proportion."""
+    heads = getattr(text, _HEADS, None) or 1
+    groups = {name: getattr(text, name) for name in _KEY_HEADS if getattr(text, name, None)}
+    few = next(
+        (
+            n
+            for n in range(2, heads)
+            if not heads % n and not any(g * n % heads for g in groups.values())
+        ),
+        heads,
+    )
+    widths = {
+        name: value for name in _WIDTHS if isinstance(value := getattr(text, name, None), int)
+    }
+    changes = {
+        name: value * few // heads
+        for name, value in widths.items()
+        if not value * few % heads and value * few // heads >= _LEAST_WIDTH
+    }
+    changes |= {name: group * few // heads for name, group in groups.items()}
+    return changes | {_HEADS: few}

@@ -1,0 +1,187 @@
+"""What a process does in test_exports.py: train, export, and compare with plain transformers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.choices import Attention, Batching
+from nemo_like.config.policy_schema import LoraConfig, PolicyConfig
+from nemo_like.errors import UserError
+from nemo_like.policy import scoring
+from nemo_like.policy.engine import TrainEngine
+from nemo_like.policy.files import read_tensors, stored_files
+from nemo_like.policy.shards import local_part
+from nemo_like.policy.state import export_folder, refit_tensors
+from nemo_like.weights.manifest import architecture
+from nemo_like.weights.naming import plain_name
+from tests.engine_cases import make_engine, step
+from tests.exported_models import EAGER
+from tests.three_steps import LENGTHS, PROMPTS, make_rows
+
+CASES = __name__
+FAST = {"optimizer": replace(PolicyConfig().optimizer, lr=1e-2)}
+NUM_STEPS = 3
+
+
+def settings(family: str, rank: int) -> dict[str, Any]:
+    """Of an engine that trains ``family``, whose weights move far enough to show."""
+    attention = Attention.eager if family in EAGER else Attention.sdpa
+    return FAST | {
+        "attention": attention,
+        "batching": Batching.padded,
+        "lora": LoraConfig(rank=rank),
+    }
+
+
+def rows() -> list[TensorBatch]:
+    every = make_rows(preference=False)
+    return [every.select([i]) for i in range(len(LENGTHS))]
+
+
+def train_and_export(path: str, config: dict[str, Any], folder: str) -> Any:
+    """Largest gap between the trainer's logprobs and those of its export in transformers; with
+    adapters, also that of ``final/adapter`` in peft.
+
+    Leaves the export in ``folder``, the tensors of a refit after each step next to it, and the
+    trainer's logprobs of all tokens but each first one.
+    """
+    engine = make_engine(path, config)
+    target = Path(folder)
+    for i in range(NUM_STEPS):
+        step(engine)
+        tensors = {
+            name: each.clone()
+            for name, each in refit_tensors(engine, torch.float32, adapters_only=False)
+        }
+        save_file(tensors, target.with_name(f"refit-{i}.safetensors"))
+    export_folder(engine, target, write=True)
+    ours = policy_logprobs(engine)
+    torch.save(ours, target.with_name("logprobs.pt"))
+    plain = load(target)
+    found = [largest_gap(ours, logprobs_in(plain))]
+    if engine.config.lora.rank:
+        found.append(largest_gap(ours, logprobs_in(with_adapter(path, target / "adapter"))))
+    return found
+
+
+def policy_logprobs(engine: TrainEngine) -> list[Tensor]:
+    """Of every token but each row's first."""
+    shares = rows()
+    for share in shares:
+        share.tokens[keys.LOSS_MASK] = torch.arange(share.num_tokens) > 0
+    return [each[1:].float() for each in scoring.logprobs(engine, shares, 1.0)["policy"]]
+
+
+@torch.no_grad()
+def logprobs_in(model: Any) -> list[Tensor]:
+    found = []
+    for row in rows():
+        ids = row.tokens[keys.INPUT_IDS]
+        logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        found.append(logprobs.gather(-1, ids[1:, None])[:, 0])
+    return found
+
+
+def load(folder: str | Path) -> Any:
+    kind: Any = AutoModelForCausalLM
+    model, found = kind.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def with_adapter(base: str, folder: Path) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(load(base), folder).eval()
+
+
+def largest_gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+def experts_learn(path: str, config: dict[str, Any]) -> Any:
+    """Losses before each of six steps; the gradients of both factors at the first two; number of
+    trainable parameters; what moved."""
+    engine = make_engine(path, config)
+    names = list(engine.parameters)
+    before = {n: t.clone() for n, t in refit_tensors(engine, torch.float32, adapters_only=False)}
+    losses, moved = [], []
+    for _ in range(6):
+        old = {name: p.detach().clone() for name, p in engine.parameters.items()}
+        losses.append(step(engine)["loss"])
+        moved.append({n for n, p in engine.parameters.items() if not torch.equal(p, old[n])})
+    after = refit_tensors(engine, torch.float32, adapters_only=False)
+    changed = {name for name, each in after if not torch.equal(each, before[name])}
+    return losses, names, moved, changed, engine.num_parameters()
+
+
+def refused(path: str, config: dict[str, Any]) -> str:
+    try:
+        make_engine(path, config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def reads_own_experts(path: str) -> list[str]:
+    """Names of experts that this rank reads again, where the others' files are gone."""
+    engine = make_engine(path, {})
+    (stage,) = engine.stages
+    wanted = {plain_name(name): tensor for name, tensor in stage.state_dict().items()}
+    stacked = {name: tensor for name, tensor in wanted.items() if "experts" in name}
+    expected = {name: local_part(tensor).clone() for name, tensor in stacked.items()}
+    naming = architecture(path, torch.float32).naming
+    stored = stored_files(Path(path))
+    sources = naming.from_disk(stored)
+    read = []
+    for name, tensor in stacked.items():
+        first, count = torch.distributed.get_rank() * 2, len(local_part(tensor))
+        assert count == 2
+        local_part(tensor).zero_()
+        own = sources[name].rows(first, first + count).names
+        gone = {key: Path(f"/gone/{key}") for key in stored} | {key: stored[key] for key in own}
+        read_tensors(path, gone, {name: tensor}, sources, naming)
+        assert torch.equal(local_part(tensor), expected[name])
+        read += own
+    return read
+
+
+def vllm_gaps(folder: str) -> tuple[float, float]:
+    """After three refits: largest gaps of prompts' and of completions' logprobs to the trainer's
+    and to transformers'."""
+    from safetensors.torch import load_file
+
+    from tests.exported_engines import RefittedEngine
+
+    target = Path(folder)
+    plain = load(target)
+    ids = [row.tokens[keys.INPUT_IDS].tolist() for row in rows()]
+    prompts = [row[:end] for row, end in zip(ids, PROMPTS, strict=True)][:3]
+    with RefittedEngine(target) as engine:
+        for i in range(NUM_STEPS):
+            engine.refit(load_file(target.with_name(f"refit-{i}.safetensors")))
+        prefilled = engine.prompt_logprobs(ids)
+        completed = engine.complete(prompts, 8)
+    ours = torch.load(target.with_name("logprobs.pt"))
+    gap = largest_gap(ours, [each.float() for each in prefilled])
+    return gap, max(
+        _completion_gap(plain, prompt, *one) for prompt, one in zip(prompts, completed, strict=True)
+    )
+
+
+@torch.no_grad()
+def _completion_gap(model: Any, prompt: list[int], ids: list[int], logprobs: Tensor) -> float:
+    every = torch.tensor([prompt + ids])
+    expected = model(input_ids=every, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    expected = expected.log_softmax(-1).gather(-1, every[0, len(prompt) :, None])[:, 0]
+    return (expected - logprobs.float()).abs().max().item()

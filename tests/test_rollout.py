@@ -1,0 +1,186 @@
+"""What a step asks engines for, and how their answers become rows; no engine and no Ray."""
+
+import hashlib
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_like.batch import keys
+from nemo_like.data.loader import PromptLoader
+from nemo_like.environments.protocol import Grade
+from nemo_like.generation.protocol import Completion, FinishReason
+from nemo_like.observe.metrics import values
+from nemo_like.rollout.collate import collate_rows, collate_tokens
+from nemo_like.rollout.rollout import RolloutTask, Trajectory
+from nemo_like.rollout.seeds import completion_seed
+from nemo_like.rollout.sources import SyncRolloutSource
+from nemo_like.rollout.worker import RolloutResult
+from tests.small_runs import records, small_config
+
+
+def rows_of(tasks):
+    """Columns of completions of eight tokens that were graded with 1 and 0 in turn."""
+    count = len(tasks)
+    return {
+        keys.REWARDS: torch.arange(count).double() % 2,
+        keys.SAMPLE_MASK: torch.ones(count, dtype=torch.bool),
+        keys.NUM_LOSS_TOKENS: torch.full((count,), 8),
+        keys.TRUNCATED: torch.zeros(count, dtype=torch.bool),
+        keys.PROMPT_IDS: torch.tensor([task.prompt for task in tasks], dtype=torch.int64),
+        keys.SEEDS: torch.tensor([task.seed for task in tasks], dtype=torch.int64),
+    }
+
+
+class Replicas:
+    """The handle of generation, and its group: remembers every task and answers it at once."""
+
+    def __init__(self, num):
+        self.world_size, self.group, self.rounds = num, self, []
+        self.rounds_before_sleep = []
+
+    def sleep(self):
+        self.rounds_before_sleep.append(len(self.rounds))
+
+    def scatter(self, _, requests):
+        self.rounds.append([task for request in requests for task in request.tasks])
+        return [
+            RolloutResult(
+                tokens=None,  # pyright: ignore
+                lengths=torch.full((len(one.tasks),), 10),
+                rows=rows_of(one.tasks),
+                metrics={},
+                errors={},
+            )
+            for one in requests
+        ]
+
+
+CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.seed=3")
+
+
+def source_of(num_replicas=2):
+    replicas = Replicas(num_replicas)
+    source = SyncRolloutSource(
+        CONFIG,
+        generation=replicas,  # pyright: ignore
+        sync=SimpleNamespace(is_due=False, give_to_policy=replicas.sleep),  # pyright: ignore
+        loader=PromptLoader(range(100), fingerprint="", seed=0, shuffle=False),  # pyright: ignore
+        validation_rows=range(4),  # pyright: ignore
+        stop_token_ids=(2,),
+        span=lambda _: nullcontext(),
+    )
+    return source, replicas
+
+
+def seeds(batch):
+    return batch.rows[keys.SEEDS].tolist()
+
+
+def test_a_seed_depends_on_every_part_of_a_completions_place():
+    digest = hashlib.blake2b(b"0/train/1/2/3", digest_size=8).digest()
+    first = completion_seed(0, "train", 1, 2, 3)
+    assert first == int.from_bytes(digest, "big") // 2  # other seeds would be other runs
+    others = [(9, "train", 1, 2, 3), (0, "validation", 1, 2, 3), (0, "train", 9, 2, 3)]
+    others += [(0, "train", 1, 9, 3), (0, "train", 1, 2, 9), (0, "train", 12, 3, 3)]
+    assert len({first, *(completion_seed(*other) for other in others)}) == 7
+
+
+def test_each_step_draws_with_seeds_of_its_own_however_many_replicas_there_are():
+    source, _ = source_of()
+    steps = [seeds(source.next_batch(step)[0]) for step in (1, 2)]
+    assert len({*steps[0], *steps[1]}) == 16
+    again, _ = source_of(num_replicas=1)
+    assert sorted(seeds(again.next_batch(1)[0])) == sorted(steps[0])
+
+
+def test_validations_draw_with_the_same_seeds_at_every_step_and_no_training_step_does():
+    source, replicas = source_of()
+    for step in (1, 7):
+        source.validate(step)
+    trained = seeds(source.next_batch(1)[0])
+    drawn = [{task.seed for task in tasks} for tasks in replicas.rounds]
+    assert drawn[0] == drawn[1]
+    assert not drawn[0] & set(trained)
+
+
+def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own():
+    source, replicas = source_of()
+
+    def odd(batch):
+        return batch.rows[keys.PROMPT_IDS] % 2 == 1
+
+    batch, metrics = source.next_batch(1, odd, 4)
+    first, second, third = replicas.rounds
+    assert [len(tasks) // 2 for tasks in replicas.rounds] == [4, 2, 2]  # 4, then what is missing
+    assert {task.prompt for task in second} == {4, 5}
+    assert [task.row for task in third[::2]] == [6, 7]
+    assert len({task.seed for tasks in replicas.rounds for task in tasks}) == 16
+    assert sorted(set(batch.rows[keys.PROMPT_IDS].tolist())) == [1, 3, 5, 7]
+    assert values(metrics)["rollout/kept_share"] == 0.5
+    assert len(first) == 8
+    assert replicas.rounds_before_sleep == [3]  # shared memory goes to the policy once, at the end
+
+
+def test_of_more_groups_than_a_step_takes_the_first_are_kept():
+    source, _ = source_of(num_replicas=3)  # three prompts are sampled where one is missing
+
+    def all_but_the_first(batch):
+        return batch.rows[keys.PROMPT_IDS] > 0
+
+    batch, _ = source.next_batch(1, all_but_the_first, 4)
+    assert sorted(set(batch.rows[keys.PROMPT_IDS].tolist())) == [1, 2, 3, 4]
+
+
+TASK = RolloutTask(row=None, prompt=5, index=0, seed=11, request_id="a")  # pyright: ignore
+
+
+def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):
+    return Trajectory(
+        task=replace(TASK, prompt=len(prompt_ids)),
+        prompt_ids=prompt_ids,
+        completion=Completion(
+            token_ids=token_ids,
+            logprobs=[-0.5 - one for one in range(len(token_ids))],
+            finish_reason=reason,
+            weight_version=4,
+        ),
+        text="",
+        grade=Grade(reward=reward),
+    )
+
+
+def test_every_sampled_token_trains_with_its_own_logprob_and_no_token_of_the_prompt():
+    rows = [trajectory([7, 8, 9], [3, 4], 1.0), trajectory([6], [5, 1, 2], None)]
+    batch = collate_tokens(rows)
+    assert batch.lengths.tolist() == [5, 4]
+    assert batch.tokens[keys.INPUT_IDS].tolist() == [7, 8, 9, 3, 4, 6, 5, 1, 2]
+    assert batch.tokens[keys.LOSS_MASK].tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
+    expected = [0, 0, 0, -0.5, -1.5, 0, -0.5, -1.5, -2.5]
+    assert batch.tokens[keys.GENERATION_LOGPROBS].tolist() == expected
+
+
+def test_a_completion_without_a_reward_is_masked_and_one_that_was_cut_off_is_marked():
+    rows = [trajectory([7], [3, 4], 0.25), trajectory([6, 6], [5], None, FinishReason.length)]
+    columns = collate_rows(rows)
+    assert columns[keys.REWARDS][0] == 0.25
+    assert columns[keys.REWARDS][1].isnan()
+    expected = {
+        keys.SAMPLE_MASK: [True, False],
+        keys.NUM_LOSS_TOKENS: [2, 1],
+        keys.TRUNCATED: [False, True],
+        keys.PROMPT_IDS: [1, 2],
+        keys.SEEDS: [11, 11],
+        keys.WEIGHT_VERSIONS: [4, 4],
+    }
+    assert {name: columns[name].tolist() for name in expected} == expected
+
+
+@pytest.mark.parametrize("steps", [[0, 1, 1], [1, 0]])
+def test_the_records_that_tests_read_hold_each_step_once_and_in_order(tmp_path, steps):
+    lines = "".join(f'{{"step": {step}}}\n' for step in steps)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    with pytest.raises(AssertionError):
+        records(tmp_path)
