@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Attention, Batching
-from nemo_like.config.policy_schema import LoraConfig, PolicyConfig
+from nemo_like.config.policy import LoraConfig, PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy import scoring
 from nemo_like.policy.engine import TrainEngine
@@ -33,10 +32,10 @@ NUM_STEPS = 3
 
 def settings(family: str, rank: int) -> dict[str, Any]:
     """Of an engine that trains ``family``, whose weights move far enough to show."""
-    attention = Attention.eager if family in EAGER else Attention.sdpa
+    attention = "eager" if family in EAGER else "sdpa"
     return FAST | {
         "attention": attention,
-        "batching": Batching.padded,
+        "batching": "padded",
         "lora": LoraConfig(rank=rank),
     }
 

@@ -8,28 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nemo_like.config.rollout_checks import has_validation
 
 from nemo_like.advantages import Moments
 from nemo_like.algorithms import distillation, dpo, grpo, ppo, reward_model, sft
+from nemo_like.algorithms.distillation.config import DistillationConfig, OffPolicyDistillationConfig
+from nemo_like.algorithms.dpo.config import DPOConfig
+from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.setup import Setup
+from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.algorithms.text_rows import TextRows, TextSetup
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import RolloutRunConfig
-from nemo_like.config.sampling_run_schema import (
-    DistillationRunConfig,
-    EvalRunConfig,
-    GRPORunConfig,
-    PPORunConfig,
-)
-from nemo_like.config.text_run_schema import (
-    DPORunConfig,
-    OffPolicyDistillationRunConfig,
-    RewardModelRunConfig,
-    SFTRunConfig,
-)
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.loader import EpochLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -175,13 +170,13 @@ def looped(config: Any, folder: Path) -> Any:
     policy, critic = StandIn(), StandIn()
     with Run(config, "loop") as run:
         models: Any = {"policy": policy}
-        if isinstance(config, PPORunConfig) and config.critic.enabled:
+        if isinstance(config, PPOConfig) and config.critic.enabled:
             models["critic"] = critic
         run.restore(models, Position())
-        if isinstance(config, EvalRunConfig):
+        if isinstance(config, EvalConfig):
             for _ in run.rounds(2):
                 run.log({})
-        elif isinstance(config, RolloutRunConfig):
+        elif isinstance(config, SamplingRunConfig):
             sampled_loop(config, policy, critic, run)
         else:
             _text_loop(config, policy, critic, run)
@@ -197,7 +192,7 @@ def looped(config: Any, folder: Path) -> Any:
 
 def sampled_loop(config: Any, policy: Any, critic: Any, run: Run) -> None:
     """The loop of an algorithm that samples, with stand-ins for all that it calls."""
-    with_critic = isinstance(config, PPORunConfig) and config.critic.enabled
+    with_critic = isinstance(config, PPOConfig) and config.critic.enabled
     setup: Any = Setup(
         policy=policy,
         critic=critic if with_critic else None,
@@ -207,11 +202,11 @@ def sampled_loop(config: Any, policy: Any, critic: Any, run: Run) -> None:
         cluster=None,  # pyright: ignore
     )
     match config:
-        case GRPORunConfig():
+        case GRPOConfig():
             grpo.train(config, setup, run)
-        case PPORunConfig():
+        case PPOConfig():
             ppo.train(config, setup, run)
-        case DistillationRunConfig():
+        case DistillationConfig():
             compared = distillation.Compared(top_k=config.teacher.top_k or 200)
             teacher = distillation.Teacher(model=critic, compared=compared)
             distillation.train_on_samples(config, setup, teacher, run)
@@ -248,15 +243,15 @@ def _text_loop(config: Any, policy: Any, critic: Any, run: Run) -> None:
         cluster=None,  # pyright: ignore
     )
     match config:
-        case SFTRunConfig():
+        case SFTConfig():
             sft.train(config, setup, run)
-        case DPORunConfig():
+        case DPOConfig():
             if not config.loss.reference_free:
                 setup = dpo.with_reference_logprobs(setup, config.keeps_reference)
             dpo.train(config, setup, run, config.keeps_reference)
-        case RewardModelRunConfig():
+        case RewardModelConfig():
             reward_model.train(config, setup, run)
-        case OffPolicyDistillationRunConfig():
+        case OffPolicyDistillationConfig():
             compared = distillation.Compared(top_k=config.teacher.top_k or 200)
             teacher = distillation.Teacher(model=critic, compared=compared)
             distillation.train_on_texts(config, setup, teacher, run)

@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemo_like.config.choices import AdapterRefit
-from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.config.policy import LoraConfig
 from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
@@ -43,10 +42,8 @@ from tests.test_engines import (
     run,  # noqa: F401  # a fixture
 )
 
-ALL = LoraConfig(rank=5, alpha=20, refit=AdapterRefit.adapters)
-SOME = LoraConfig(
-    rank=8, alpha=4, refit=AdapterRefit.adapters, targets=["v_proj", "o_proj", "up_proj"]
-)
+ALL = LoraConfig(rank=5, alpha=20, refit="adapters")
+SOME = LoraConfig(rank=8, alpha=4, refit="adapters", targets=["v_proj", "o_proj", "up_proj"])
 
 
 @dataclass

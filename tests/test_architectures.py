@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import transformers
 
-from nemo_like.config.choices import Attention, Batching
-from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.probe import check_architecture
 
 LAYOUTS = {
-    "policy.batching=packed": {"batching": Batching.packed},
-    "policy.batching=padded and policy.attention=sdpa": {"batching": Batching.padded},
+    "policy.batching=packed": {"batching": "packed"},
+    "policy.batching=padded and policy.attention=sdpa": {"batching": "padded"},
     "policy.batching=padded and policy.attention=eager": {
-        "batching": Batching.padded,
-        "attention": Attention.eager,
+        "batching": "padded",
+        "attention": "eager",
     },
 }
 SIZES: dict[str, Any] = {

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.model_shape import attention_tokens
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
+from nemo_like.planning.model_shape import attention_tokens
 from nemo_like.policy.policy import Policy
 
 

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.util import placement_group_table
 
-from nemo_like.config.plan import plan_resources
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.connection import why_not_started
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.progress import written
@@ -27,6 +26,7 @@ from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 from nemo_like.observe.metrics import values
+from nemo_like.planning.resources import plan_resources
 
 
 class Probe(Worker):
@@ -267,8 +267,8 @@ SEVERAL_NODES = """
     import os
     import ray
     from ray.cluster_utils import Cluster
-    from nemo_like.config.plan import plan_resources
-    from nemo_like.config.schema import ClusterConfig
+    from nemo_like.planning.resources import plan_resources
+    from nemo_like.config.run import ClusterConfig
     from nemo_like.distributed.connection import connect
     from nemo_like.distributed.virtual_cluster import VirtualCluster
     from nemo_like.distributed.worker_group import WorkerGroup
@@ -337,7 +337,7 @@ WRONG_ADDRESSES = """
     import os
     import socket
     import threading
-    from nemo_like.cli import end_on_error
+    from nemo_like.compose.main import end_on_error
     from nemo_like.distributed.connection import connect
     from nemo_like.errors import RunError, UserError
 
@@ -422,9 +422,9 @@ def test_a_head_that_dies_while_it_is_joined_ends_the_run_within_half_a_minute(t
 
 RAY_DIES = """
     import psutil
-    from nemo_like.cli import end_on_error
-    from nemo_like.config.plan import plan_resources
-    from nemo_like.config.schema import ClusterConfig
+    from nemo_like.compose.main import end_on_error
+    from nemo_like.planning.resources import plan_resources
+    from nemo_like.config.run import ClusterConfig
     from nemo_like.distributed.connection import connect
     from nemo_like.distributed.virtual_cluster import VirtualCluster
     from nemo_like.distributed.worker import Worker

@@ -75,7 +75,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from nemo_like.cli import main
+from nemo_like.compose.main import main
 
 opened = []
 checks = itertools.count(1)

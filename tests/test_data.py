@@ -11,9 +11,9 @@ from nemo_like.algorithms import evaluation, text_rows
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.setup import prepare
 from nemo_like.batch.micro_batches import plan_micro_batches
-from nemo_like.config.choices import OverlongPrompts
-from nemo_like.config.load import compose_config
-from nemo_like.config.rollout_schema import DataConfig, EnvironmentConfig, GradingModelConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.data import PromptsConfig
+from nemo_like.config.sampling import EnvironmentConfig, GradingModelConfig
 from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
@@ -35,7 +35,7 @@ def write_rows(path, *rows):
 
 
 def load(path, **config):
-    return load_rows(path, DataConfig(**config), 0, 0, "data.train")
+    return load_rows(path, PromptsConfig(**config), 0, 0, "data.train")
 
 
 def prompts(count):
@@ -231,14 +231,14 @@ def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(
     with pytest.raises(
         UserError, match=f"row 1 has {shortest + 49} tokens, and the model's context"
     ):
-        check_lengths(rows, chat, **limits, config=DataConfig(), key="data.train")
-    config = DataConfig(overlong_prompts=OverlongPrompts.drop)
+        check_lengths(rows, chat, **limits, config=PromptsConfig(), key="data.train")
+    config = PromptsConfig(overlong_prompts="drop")
     kept, longest = check_lengths(rows, chat, **limits, config=config, key="data.train")
     assert [row.index for row in kept] == [0]
     assert longest == shortest
     limits |= {"micro_batch_tokens": shortest + 7}
     with pytest.raises(UserError, match=r"row 0 has .* and policy\.micro_batch_tokens leaves"):
-        check_lengths(rows, chat, **limits, config=DataConfig(), key="data.train")
+        check_lengths(rows, chat, **limits, config=PromptsConfig(), key="data.train")
     assert "dropped 1 of 2" in caplog.text
 
 
@@ -250,7 +250,7 @@ def test_a_template_that_fails_names_the_row(tmp_path, tiny_model):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turn') }}")
     rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}))
     with pytest.raises(UserError, match="row 0: the chat template fails: no system turn"):
-        check_lengths(rows, ChatTokenizer(str(folder)), 99, 99, 9, DataConfig(), "data.train")
+        check_lengths(rows, ChatTokenizer(str(folder)), 99, 99, 9, PromptsConfig(), "data.train")
 
 
 def test_special_tokens_come_from_the_template_alone(tmp_path, tiny_model):

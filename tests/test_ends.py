@@ -20,7 +20,7 @@ import pytest
 
 from nemo_like.algorithms.run_folder import claim
 from nemo_like.checkpoint import Checkpoints
-from nemo_like.config.schema import CheckpointConfig
+from nemo_like.config.run import CheckpointConfig
 from tests.small_runs import ROOT, SMALL
 
 HF = "generation.backend=hf"

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from nemo_like.config.choices import AdapterRefit, Checkpointing, DataParallel, Output
-from nemo_like.config.policy_schema import LoraConfig, ParallelConfig, PolicyConfig
+from nemo_like.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.policy.export_check import check_export
 from nemo_like.policy.files import stored_files
@@ -133,9 +132,9 @@ def test_the_output_head_of_gpt_neox_has_its_published_name(trained):
 
 
 LAYOUTS = {
-    "fsdp2": (2, {"activation_checkpointing": Checkpointing.full}),
+    "fsdp2": (2, {"activation_checkpointing": "full"}),
     "fsdp3": (3, {}),
-    "ddp2": (2, {"parallel": ParallelConfig(data_parallel=DataParallel.ddp)}),
+    "ddp2": (2, {"parallel": ParallelConfig(data_parallel="ddp")}),
     "pp2": (2, {"parallel": ParallelConfig(pipeline_parallel_size=2)}),
 }
 
@@ -243,7 +242,7 @@ def test_a_target_without_a_parameter_is_refused_with_near_names(target, message
 def test_refits_of_adapters_alone_are_refused_for_experts_and_accepted_for_linear_layers(
     pool, model_of
 ):
-    apart = {"refit": AdapterRefit.adapters}
+    apart = {"refit": "adapters"}
     (said,) = pool.run(1, f"{CASES}:refused", model_of("qwen3-moe"), _lora(**apart))
     assert "no place for adapters of gate_up_proj" in said
     assert "set policy.lora.refit=merged, or name linear layers" in said
@@ -261,7 +260,7 @@ def test_the_adapter_folder_of_shared_experts_does_not_name_what_peft_takes_for_
     assert "mlp.experts.gate_up_proj" in said["target_parameters"]
 
 
-@pytest.mark.parametrize("output", [Output.logprobs, Output.values])
+@pytest.mark.parametrize("output", ["logprobs", "values"])
 @pytest.mark.parametrize("rank", [0, 8], ids=["whole", "lora"])
 def test_the_start_up_check_passes_what_is_right(rank, output, model_of):
     for family in ("llama-tied", "gpt2-tied", "qwen3-moe", "mixtral", "deepseek-v3"):
@@ -310,7 +309,7 @@ def test_what_would_leave_otherwise_than_it_trained_is_refused_before_training(
     known = FAMILIES["llama"]().to_dict() | {"model_type": GainConfig.model_type}
     (tmp_path / "config.json").write_text(json.dumps(known | {"keeps_gain": keeps}))
     with pytest.raises(UserError, match=message):
-        check_export(str(tmp_path), PolicyConfig(model="gain"), Output.logprobs)
+        check_export(str(tmp_path), PolicyConfig(model="gain"), "logprobs")
 
 
 def test_without_targets_experts_have_adapters_and_routers_have_not(trained, model_of):

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import nemo_like
-from nemo_like.algorithms.evaluation import run_eval
+from nemo_like.algorithms.eval.loop import run_eval
 from nemo_like.algorithms.processes import started
 from nemo_like.checkpoint import open_checkpoint, others_who_write
-from nemo_like.config.load import compose_config
+from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
 from tests import loaded_code
 from tests.engine_cases import CASES

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching
 from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.head import Head
 from nemo_like.policy.inputs import InputLayout, model_inputs
@@ -425,7 +424,7 @@ def test_a_float32_head_has_no_copy_of_weights_that_went_before(tied):
     batch = TensorBatch(
         lengths=torch.tensor([9]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
     )
-    inputs = model_inputs(batch, InputLayout(batching=Batching.padded))
+    inputs = model_inputs(batch, InputLayout(batching="padded"))
     head = model.get_output_embeddings().weight
     for _ in range(3):
         hidden = model.model(input_ids=ids[None]).last_hidden_state[0, :-1]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nemo_like.batch import keys
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.cross_entropy import CrossEntropyLoss

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import nemo_like
-from nemo_like.config.choices import Output
 from nemo_like.config.remote_code import set_trust, trust_variables
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.errors import UserError
@@ -131,7 +130,7 @@ def test_where_transformers_has_the_classes_it_takes_these(known, marker):
     with_own_tokenizer(known, "PreTrainedTokenizerFast")
     path = str(resolve_model(str(known)))
     assert ChatTokenizer(path).token_ids()
-    _, settings = model_class(path, Output.logprobs)
+    _, settings = model_class(path, "logprobs")
     assert type(settings).__name__ == "LlamaConfig"
     import torch
 

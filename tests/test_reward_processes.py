@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from nemo_like.config.plan import plan_resources
-from nemo_like.config.rollout_schema import EnvironmentConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.run import ClusterConfig
+from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.environments import variables
 from nemo_like.environments.frames import (
     FrameError,
@@ -30,6 +29,7 @@ from nemo_like.environments.frames import (
 from nemo_like.environments.grading_pool import GradingPool, memory_share
 from nemo_like.environments.protocol import GradingRow, Verdict
 from nemo_like.errors import UserError
+from nemo_like.planning.resources import plan_resources
 from nemo_like.rollout.dropped_metrics import DroppedMetrics
 from nemo_like.rollout.graders import start_pool
 from tests.small_runs import small_config

@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from nemo_like.config.choices import ContainerRuntime
 from nemo_like.config.launch_checks import check_slurm
-from nemo_like.config.launch_schema import SlurmConfig
-from nemo_like.config.load import compose_config
-from nemo_like.config.sampling_run_schema import GRPORunConfig
-from nemo_like.config.schema import CheckpointConfig, ClusterConfig, RunConfig
+
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.run import CheckpointConfig, ClusterConfig, RunSection
+from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
 from nemo_like.launch.console import main
 from nemo_like.launch.slurm_script import BatchJob, render_script
@@ -47,7 +46,7 @@ def rendered(capsys, *words, script=SCRIPT):
 
 def job(commands=(("python", "x.py"),), folder=Path("/work"), num_nodes=1, gpus=0, **slurm):
     cluster = ClusterConfig(num_nodes=num_nodes, gpus_per_node=gpus, slurm=SlurmConfig(**slurm))
-    config = GRPORunConfig(cluster=cluster)
+    config = GRPOConfig(cluster=cluster)
     return BatchJob(name="grpo", config=config, commands=commands, folder=folder)
 
 
@@ -215,7 +214,7 @@ REFUSED = [
     ({"time": "1:60:00:00"}, "must be minutes"),
     ({"mem": "12X"}, "mem='12X' must be a number with K, M, G or T"),
     ({"mounts": ["/a:/a"]}, "container names no image"),
-    ({"container_runtime": ContainerRuntime.apptainer}, "container names no image"),
+    ({"container_runtime": "apptainer"}, "container names no image"),
     ({"container": "x", "mounts": ["a:/a"]}, "mounts='a:/a' must be /outside:/inside"),
     ({"container": "x", "mounts": ["/a"]}, "must be /outside:/inside"),
     ({"container": "x", "mounts": ["/a:/b,/c:/d"]}, "must be /outside:/inside"),
@@ -273,7 +272,7 @@ def test_a_requeued_job_must_find_its_own_checkpoints():
             check_slurm(replace(job(requeue=True, **slurm).config, run=run, checkpoint=checkpoint))
         return str(error.value)
 
-    run, checkpoint = RunConfig(dir="runs/mine", resume=True), CheckpointConfig(every_minutes=0)
+    run, checkpoint = RunSection(dir="runs/mine", resume=True), CheckpointConfig(every_minutes=0)
     assert "needs checkpoint.every_steps or every_minutes" in refusal()
     checkpoint.every_steps = 5
     assert "signal_before_s=120 leaves nothing of cluster.slurm.time=0:02:00" in refusal(

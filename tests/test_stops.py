@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from nemo_like.algorithms.run import Run
-from nemo_like.config.load import compose_config
+from nemo_like.compose.load import compose_config
 from nemo_like.errors import StoppedError, exit_code
 from nemo_like.observe.metrics import Metric
 from tests.small_runs import ROOT

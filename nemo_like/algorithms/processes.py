@@ -5,14 +5,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.algorithms.rows import Rows, read_rows
 from nemo_like.algorithms.run import Run
-from nemo_like.config.file_checks import is_checkpoint, model_of_checkpoint
-from nemo_like.config.model_checks import check_model_fits
-from nemo_like.config.plan import plan_run
+from nemo_like.config.paths import is_checkpoint, model_of_checkpoint
 from nemo_like.config.remote_code import set_trust
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.config.sampling_run_schema import EvalRunConfig
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.distributed.connection import connect
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
@@ -20,6 +19,8 @@ from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
+from nemo_like.planning.model_fit import check_model_fits
+from nemo_like.planning.resources import plan_run
 from nemo_like.policy.process import policy_group
 from nemo_like.rollout.process import rollout_group
 
@@ -45,7 +46,7 @@ class Processes:
 
 
 @contextmanager
-def started(config: RolloutRunConfig, name: str) -> Iterator[Processes]:
+def started(config: SamplingRunConfig, name: str) -> Iterator[Processes]:
     """A run that samples, named ``name``; all that it starts ends with the context."""
     model_path = find_model(config)  # a wrong layout leaves no folder behind
     with Run(config, name) as run, ExitStack() as stack:
@@ -97,11 +98,11 @@ def check_folders(asked: Sequence[Pending[list[str]]]) -> None:
                 )
 
 
-def find_model(config: TrainingRunConfig) -> str:
+def find_model(config: RunConfig) -> str:
     """The model's folder; raises UserError if it can't be laid out as configured."""
     set_trust(config.policy.trust_remote_code)
     model = config.policy.model
-    if isinstance(config, EvalRunConfig) and is_checkpoint(model):
+    if isinstance(config, EvalConfig) and is_checkpoint(model):
         model = model_of_checkpoint(model)
     folder = resolve_model(model)
     plan = plan_run(config)

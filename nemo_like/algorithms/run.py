@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -16,8 +15,8 @@ import psutil
 from nemo_like.algorithms.run_folder import claim, make_run_dir, note_end, note_start, save_config
 from nemo_like.algorithms.saves import Loader, Model, Saves
 from nemo_like.algorithms.stop_request import SIGNALS, LeftError, StopRequest, listen
-from nemo_like.config.choices import WandbMode
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.observe.console import (
     ROLLOUT_COLUMNS,
@@ -51,7 +50,7 @@ class Run:
     weights it measured (0: before training).
     """
 
-    def __init__(self, config: TrainingRunConfig, name: str) -> None:
+    def __init__(self, config: RunConfig, name: str) -> None:
         self.config = config
         self.dir = make_run_dir(config, name)
         self._exit = ExitStack()
@@ -73,7 +72,7 @@ class Run:
         self._step_metrics: Metrics = {}
         self._max_steps = 0
         self._stop = StopRequest()
-        samples = isinstance(config, RolloutRunConfig)
+        samples = isinstance(config, SamplingRunConfig)
         self._progress = Progress(
             terminal=terminal,
             columns=ROLLOUT_COLUMNS if samples else TRAINING_COLUMNS,
@@ -287,7 +286,7 @@ class Run:
         sinks: list[MetricSink] = [jsonl]
         if logging_config.tensorboard:
             sinks.append(TensorBoardSink(self.dir / "tensorboard", kept_step))
-        if logging_config.wandb is not WandbMode.off:
+        if logging_config.wandb != "off":
             from nemo_like.observe.wandb_sink import WandbSink
 
             sinks.append(
@@ -295,7 +294,7 @@ class Run:
                     self.dir,
                     mode=logging_config.wandb,
                     project=logging_config.wandb_project,
-                    config=asdict(self.config),
+                    config=self.config.model_dump(),
                 )
             )
         return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)

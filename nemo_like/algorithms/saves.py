@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_like.checkpoint import Checkpoints, DriverState
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Model(Protocol):
 class Saves:
     """Checkpoints by steps and by time; of several reasons at one step one is made."""
 
-    def __init__(self, config: TrainingRunConfig, run_dir: Path, began: float) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, began: float) -> None:
         """``began``: when, by the monotonic clock, there was nothing to lose as yet."""
         self.checkpoints = Checkpoints(run_dir, config.checkpoint)
         self._config = config.checkpoint
@@ -90,10 +91,10 @@ class Saves:
         logger.info("Saved %s", path)
 
 
-def _best_metric(config: TrainingRunConfig) -> tuple[str, bool]:
+def _best_metric(config: RunConfig) -> tuple[str, bool]:
     """The metric that decides which checkpoint is best, and whether its smallest value does."""
     if config.checkpoint.metric is not None:
         return config.checkpoint.metric, config.checkpoint.smaller_is_better
-    if isinstance(config, RolloutRunConfig):
+    if isinstance(config, SamplingRunConfig):
         return "validation/reward", False
     return "validation/loss", True

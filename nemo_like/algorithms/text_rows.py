@@ -11,11 +11,10 @@ import torch
 from nemo_like.algorithms.run import Run
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Output
-from nemo_like.config.plan import plan_run
+from nemo_like.config.policy import Output
 from nemo_like.config.policy_checks import check_schedule
-from nemo_like.config.rules import value_of
-from nemo_like.config.text_run_schema import TextRunConfig
+from nemo_like.config.section import value_of
+from nemo_like.config.texts import TextRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.loader import EpochLoader
 from nemo_like.distributed.connection import connect
@@ -26,6 +25,7 @@ from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
 from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.planning.resources import plan_run
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 
@@ -145,7 +145,7 @@ def start(
     stack: ExitStack,
     *,
     model_path: str,
-    output: Output = Output.logprobs,
+    output: Output = "logprobs",
     temperature: float = 1.0,
     with_reference: bool = False,
 ) -> TextSetup:

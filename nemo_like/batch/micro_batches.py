@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nemo_like.config.model_shape import USUAL_ATTENTION_TOKENS
 from nemo_like.errors import UserError
+from nemo_like.planning.model_shape import USUAL_ATTENTION_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)

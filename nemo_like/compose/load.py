@@ -1,7 +1,7 @@
 """From the command line and YAML files to a checked configuration; errors name the key."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,28 +35,30 @@ def store_schema(schema: type[RunConfig]) -> None:
     ConfigStore.instance().store(name=f"{registry.name_of(schema)}{registry.SUFFIX}", node=node)
 
 
-def load(raw: DictConfig, schema: type[RunConfig], *, files_are_here: bool = True) -> Any:
+def load(
+    raw: DictConfig, schema: type[RunConfig], *, files_are_here: bool = True, runs: bool = True
+) -> Any:
     """The configuration that Hydra composed, as ``schema`` and checked; raises UserError.
 
-    ``files_are_here`` is false for a run on other machines, whose files cannot be looked at.
+    ``files_are_here`` is false for a run on other machines, whose files cannot be looked at;
+    ``runs`` is false where the run is only planned, for which models need no tokenizer.
     """
     try:
         values = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
         raise explain(error, schema) from error
     assert isinstance(values, dict)
-    return check({str(key): value for key, value in values.items()}, schema, files_are_here)
+    config = checked(schema, {str(key): value for key, value in values.items()})
+    check(config, files_are_here=files_are_here, runs=runs)
+    return config
 
 
-def check(values: Mapping[str, Any], schema: type[RunConfig], files_are_here: bool = True) -> Any:
-    """``values`` as ``schema``, all rules obeyed; raises UserError for the first broken one."""
-    config = checked(schema, values)
+def check(config: RunConfig, *, files_are_here: bool = True, runs: bool = True) -> None:
+    """Raise UserError for the first rule that ``config`` breaks; see ``load``."""
     check_sections(config, config.unused)
     check_placement(config)
     if files_are_here:
-        check_files(config)
-        config.files()
-    return config
+        check_files(config, runs=runs)
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,9 @@ class Composed:
     raw: DictConfig
     schema: type[RunConfig]
 
-    def load(self, *, files_are_here: bool = True) -> Any:
+    def load(self, *, files_are_here: bool = True, runs: bool = True) -> Any:
         """The checked configuration; raises UserError. See ``load``."""
-        return load(self.raw, self.schema, files_are_here=files_are_here)
+        return load(self.raw, self.schema, files_are_here=files_are_here, runs=runs)
 
 
 def check_algorithm(script: str, schema: type[RunConfig], own: type[RunConfig]) -> None:

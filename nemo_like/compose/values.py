@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nemo_like.compose.keys import did_you_mean
-from nemo_like.config.section import Section, choices, keys_of
+from nemo_like.config.section import Instead, Section, choices, interval, keys_of
 from nemo_like.errors import UserError
 
 _RANGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
@@ -61,7 +61,10 @@ def _sentence(error: Any, key: str, schema: type[Section]) -> str:
     if field is not None and (words := choices(field.annotation)):
         return f"{key}={_shown(value)} must be one of {', '.join(words)}."
     if rule := _RANGES.get(kind):
-        return f"{key}={_shown(value)} {rule(error.get('ctx', {}))}."
+        both = interval(field) if field is not None and kind != "finite_number" else ""
+        said = f"must be in {both}" if both else rule(error.get("ctx", {}))
+        remedies = [one.text for one in field.metadata if isinstance(one, Instead)] if field else []
+        return f"{key}={_shown(value)} {'; '.join([said, *remedies])}."
     if rule := _KINDS.get(kind):
         if isinstance(value, str) and kind != "dict_type" and _is_number(value):
             rule += (

@@ -15,6 +15,9 @@ OverlongRows = Literal["refuse", "drop", "truncate"]
 IdenticalPairs = Literal["refuse", "drop"]
 """What happens to a pair that prefers nothing."""
 
+Switch = bool | int | float | str
+"""Value of a chat template's variable."""
+
 DEFAULT_TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 5, "max_terms": 5, "min_digits": 1, "max_digits": 1}
 }
@@ -55,6 +58,9 @@ class RowsConfig(Section):
     """Rows generated for validation (reasoning_gym)."""
     system_prompt: str | None = None
     """System message put before conversations that have none. None: no system message."""
+    template_switches: dict[str, Switch] = Field(default_factory=dict)
+    """Variables of the model's chat template, ``{name: value}``, such as ``{enable_thinking:
+    false}``, the same for every conversation. A name that the template does not use is refused."""
     shuffle: bool = True
     """New order every epoch, derived from ``run.seed``."""
 
@@ -101,8 +107,8 @@ class ConversationsConfig(TextsConfig):
     ``<answer>…</answer>`` that its reward asks for."""
     train_on: TrainOn = "assistant"
     """``assistant``: every turn of the assistant (of the completion, where a row has one), from its
-    first token to the one that ends it; ``last_assistant``: the last of them; ``all``: every
-    token."""
+    first token to the one that ends it, without an empty block of thinking that only the template
+    wrote; ``last_assistant``: the last of them; ``all``: every token."""
 
 
 class PairsConfig(TextsConfig):
@@ -110,7 +116,8 @@ class PairsConfig(TextsConfig):
 
     A .jsonl row has ``prompt``, ``chosen`` and ``rejected`` (text, or messages); or the latter two
     alone, as messages whose common beginning is the prompt; or ``prompt``, two ``completions`` and
-    their ``ranks``, of which the lower is chosen.
+    their ``ranks``, of which the lower is chosen. With ``prompt``, the two may also be full
+    conversations that begin with it.
     """
 
     train: str = REASONING_GYM

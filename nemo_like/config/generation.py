@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_like.config.section import Count, OnlyIf, Positive, Section
+from nemo_like.config.section import Count, Instead, OnlyIf, Positive, Section
 
 Backend = Literal["vllm", "hf"]
 """Engine that samples completions."""
@@ -23,7 +23,9 @@ class GenerationConfig(Section):
     backend: Backend = "vllm"
     """``vllm``, or ``hf``: a plain loop over the transformers model, for odd models and exact
     tests."""
-    temperature: Positive = 1.0
+    temperature: Annotated[
+        Positive, Instead("only validation and evaluation have greedy sampling")
+    ] = 1.0
     """Sampling temperature; the policy's logprobs use it too. (Top-p and top-k exist for validation
     only: truncated sampling has no exact importance ratio.)"""
     max_new_tokens: Count = 64

@@ -56,6 +56,24 @@ class AdvantageConfig(Section):
     ``batch``: subtract the mean of all advantages of the step and divide by their unbiased standard
     deviation (REINFORCE++, arXiv:2501.03262); ``none``: neither (RLOO; Dr. GRPO,
     arXiv:2503.20783)."""
+    count_untrained: Annotated[
+        bool,
+        OnlyIf(
+            lambda _, run: run.grpo.mask_truncated or run.masks_mismatch,
+            "all graded completions train; set grpo.mask_truncated=true or mismatch.action=mask "
+            "too",
+        ),
+        OnlyIf(
+            lambda here, run: (
+                here.baseline != "none" or here.scale != "none" or run.grpo.dynamic_sampling
+            ),
+            "advantage.baseline=none and advantage.scale=none count nothing",
+        ),
+    ] = False
+    """Whether completions that do not train (``grpo.mask_truncated``, ``mismatch.action=mask``)
+    count in the mean and deviation of their group and step. True: as with the overlong filter of
+    DAPO (arXiv:2503.14476 section 3.4), which takes them out of the loss alone. Completions whose
+    reward failed never count."""
     overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
     """Completions within this many tokens of ``generation.max_new_tokens`` lose reward, in
     proportion to how far they are into the buffer (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""
@@ -283,7 +301,5 @@ class DistillationLossConfig(Section):
 
 def _label_smoothing_rules(here: str, share: float) -> Iterator[str]:
     if not 0 <= share < 0.5:
-        yield (
-            f"{here}.label_smoothing={share} must be in [0, 0.5); if most labels are wrong, swap "
-            "chosen and rejected."
-        )
+        swap = "; if most labels are wrong, swap chosen and rejected" if share >= 0.5 else ""
+        yield f"{here}.label_smoothing={share} must be in [0, 0.5){swap}."

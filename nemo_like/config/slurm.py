@@ -114,10 +114,10 @@ class SlurmConfig(Section):
                 f"{here}.requeue=true needs run.resume=true and run.dir, or the job would start "
                 "afresh each time."
             )
-        if run.checkpoint.every_steps == 0:
+        if run.checkpoint.every_steps == 0 and run.checkpoint.every_minutes == 0:
             yield (
-                f"{here}.requeue=true needs checkpoint.every_steps, or the job would start afresh "
-                "each time."
+                f"{here}.requeue=true needs checkpoint.every_steps or every_minutes, or a job that "
+                "is killed would start afresh each time."
             )
         if time_s and self.signal_before_s >= time_s:
             yield (

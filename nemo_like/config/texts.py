@@ -81,6 +81,7 @@ class TextRunConfig(RunConfig):
     )
 
     validation: HeldOutConfig = HeldOutConfig()
+
     @property
     def texts(self) -> TextsConfig:
         """Section ``data``, which each algorithm has in its own form."""

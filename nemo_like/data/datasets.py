@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nemo_like.config.choices import OverlongPrompts
-from nemo_like.config.data_schema import TextDataConfig
-from nemo_like.config.file_checks import REASONING_GYM
-from nemo_like.config.rollout_schema import DEFAULT_TASKS, DataConfig
+from nemo_like.config.data import DEFAULT_TASKS, PromptsConfig, TextsConfig
+from nemo_like.config.paths import REASONING_GYM
 from nemo_like.data import json_rows
 from nemo_like.data.messages import Message, prompt_key, prompt_messages, without_nulls
 from nemo_like.data.shapes import UNSUPPORTED, Purpose, how_to_load, refuse_unsupported
@@ -65,7 +63,7 @@ class Row:
         return prompt_key(self.messages)
 
 
-def load_rows(source: str, config: DataConfig, num_rows: int, seed: int, key: str) -> list[Row]:
+def load_rows(source: str, config: PromptsConfig, num_rows: int, seed: int, key: str) -> list[Row]:
     """Rows of ``source``: ``reasoning_gym``, or a .jsonl file.
 
     Raises UserError naming ``key`` and the line for a missing or empty file and for a bad row.
@@ -101,7 +99,7 @@ def records(
 
 
 def load_both(
-    config: TextDataConfig,
+    config: TextsConfig,
     read: Callable[[str, int, int, str], list[R]],
     tokenize: Callable[[list[R], str], B],
     *,
@@ -152,7 +150,7 @@ def check_lengths(
     micro_batch_tokens: int,
     context: int,
     max_new_tokens: int,
-    config: DataConfig,
+    config: PromptsConfig,
     key: str,
 ) -> tuple[list[Row], int]:
     """Render every prompt once; the rows that fit with a completion, and the longest one's tokens.
@@ -172,7 +170,7 @@ def check_lengths(
         if length <= most:
             kept.append(replace(row, prompt_ids=prompt_ids))
             longest = max(longest, length)
-        elif config.overlong_prompts is OverlongPrompts.refuse:
+        elif config.overlong_prompts == "refuse":
             raise UserError(
                 f"{key}: the prompt of row {row.index} has {length} tokens, and {limit} leaves "
                 f"{most} beside the completion; shorten it, lower generation.max_new_tokens, or "

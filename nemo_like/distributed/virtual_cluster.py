@@ -13,15 +13,8 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_like.config.plan import (
-    NodeResources,
-    ResourcePlan,
-    check_fits,
-    in_words,
-    what_each_has,
-)
 from nemo_like.config.remote_code import trust_variables
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.connection import check_head
 from nemo_like.distributed.network import (
     NodeNetwork,
@@ -30,6 +23,13 @@ from nemo_like.distributed.network import (
     worker_environment,
 )
 from nemo_like.errors import RunError, WaitTimeoutError
+from nemo_like.planning.resources import (
+    NodeResources,
+    ResourcePlan,
+    check_fits,
+    in_words,
+    what_each_has,
+)
 
 logger = logging.getLogger(__name__)
 

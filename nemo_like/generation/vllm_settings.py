@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.config.lora_checks import ADAPTER_RANKS
+from nemo_like.config.policy import ADAPTER_RANKS
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nemo_like.cli import end_on_error
-from nemo_like.config.load import compose_raw, load
-from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.compose.load import compose_raw, load
+from nemo_like.compose.main import end_on_error
+from nemo_like.config.run import RunConfig
 from nemo_like.errors import UserError
 
 # Modules are imported when asked for; each has ``run(arguments)``.
@@ -65,7 +65,7 @@ class ConfigParser(CommandParser):
 
     def load(
         self, options: argparse.Namespace, *, files_are_here: bool = True, runs: bool = True
-    ) -> TrainingRunConfig:
+    ) -> RunConfig:
         """The checked configuration; raises UserError. For the others see ``checks.check``."""
         raw = compose_raw(*self.source(options))
         return load(raw, files_are_here=files_are_here, runs=runs)

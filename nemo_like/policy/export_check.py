@@ -8,8 +8,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching, Output
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.inputs import InputLayout, model_inputs
@@ -51,7 +50,7 @@ def check_export(path: str, config: PolicyConfig, output: Output) -> None:
 
 
 def _problem(path: str, config: PolicyConfig, output: Output) -> str:
-    values = output is not Output.logprobs
+    values = output != "logprobs"
     kind, settings = model_class(path, output)
     twin = small_twin(kind, settings)
     described = Architecture.of(twin)
@@ -115,7 +114,7 @@ def _outputs(model: LogprobModel, ids: Tensor, values: bool) -> Tensor:
     batch = TensorBatch(
         lengths=torch.tensor([len(ids)]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
     )
-    inputs = model_inputs(batch, InputLayout(batching=Batching.padded), every_token=values)
+    inputs = model_inputs(batch, InputLayout(batching="padded"), every_token=values)
     return model(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
 
 

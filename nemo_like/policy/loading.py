@@ -23,11 +23,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from nemo_like.config.choices import Batching, Offload, Output
-from nemo_like.config.layout import num_stages
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
+from nemo_like.planning.layout import num_stages
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.file_errors import told_as
 from nemo_like.policy.files import read_tensors, refuse_two_values, stored_files
@@ -54,19 +53,19 @@ def load_stages(
     config: PolicyConfig,
     mesh: PolicyMesh,
     device: torch.device,
-    output: Output = Output.logprobs,
+    output: Output = "logprobs",
 ) -> tuple[list[LogprobModel], set[str]]:
     """This rank's stages, sharded and loaded, float32 master weights; collective.
 
     Second: names of parameters whose gradients must be summed over tensor-parallel ranks.
     """
-    dtype = getattr(torch, config.dtype.value)
+    dtype = getattr(torch, config.dtype)
     stages, partial = [], set()
     for stage in stages_of_rank(mesh.parallel, mesh.coordinate("pp")):
         causal_lm = _empty_model(path, config, output)
         if mesh.sizes.pp > 1:
             keep_stage(causal_lm, mesh.parallel, stage)
-        kind = ValueModel if output is not Output.logprobs else LogprobModel
+        kind = ValueModel if output != "logprobs" else LogprobModel
         model = kind(
             causal_lm,
             HeadSettings(
@@ -84,7 +83,7 @@ def load_stages(
         wrap_layers(model, config)
         if not mesh.ddp:
             shard_model(model, mesh, config, dtype)
-        home = torch.device("cpu") if config.offload is Offload.all else device
+        home = torch.device("cpu") if config.offload == "all" else device
         _materialize(model, home, device)
         _load_weights(model, path, output)
         initialize_adapters(model)
@@ -94,7 +93,7 @@ def load_stages(
 
 def _empty_model(path: str, config: PolicyConfig, output: Output) -> PreTrainedModel:
     """Parameters without memory; buffers (rotary frequencies) are real."""
-    attention = PACKED if config.batching is Batching.packed else config.attention.value
+    attention = PACKED if config.batching == "packed" else config.attention
     kind, settings = model_class(path, output)
     with init_empty_weights(include_buffers=False):
         with no_init_weights():  # drawing none for the meta device takes a millisecond a tensor
@@ -119,7 +118,7 @@ def model_class(path: str, output: Output) -> tuple[Any, PreTrainedConfig]:
     settings = AutoConfig.from_pretrained(
         path, local_files_only=True, trust_remote_code=trusts_code()
     )
-    if output is Output.logprobs:
+    if output == "logprobs":
         return AutoModelForCausalLM, settings
     if type(settings) not in AutoModelForSequenceClassification._model_mapping:
         raise UserError(
@@ -220,7 +219,7 @@ def unused_tensors(path: str, output: Output) -> list[str]:
         return []
     model = described.model
     silent = [*_UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
-    if output is not Output.logprobs:
+    if output != "logprobs":
         silent.append(_UNUSED_BY_VALUES)
     known = {name for one in sources.values() for name in one.names}
     known |= {name for name, _ in model.named_buffers()}
@@ -232,7 +231,7 @@ def unused_tensors(path: str, output: Output) -> list[str]:
 @functools.cache
 def model_architecture(path: str, output: Output, dtype: torch.dtype) -> Architecture:
     """What leaves a model with this output, whose parameters have ``dtype``; read-only."""
-    if output is Output.logprobs:
+    if output == "logprobs":
         return architecture(path, dtype)
     kind, settings = model_class(path, output)
     with torch.device("meta"):

@@ -12,16 +12,15 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching, KLEstimator, Output
-from nemo_like.config.layout import resolve_mesh_shape
-from nemo_like.config.model_shape import attention_tokens
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.losses import KLEstimator
+from nemo_like.config.policy import Output, PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.progress import IMPORTING, gb, num_bytes, writing_folder, written
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
+from nemo_like.planning.model_shape import attention_tokens
 from nemo_like.policy.engine import EngineSetup
 from nemo_like.policy.stages import bins_for_pipeline
 from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
@@ -44,7 +43,7 @@ class Policy:
         max_steps: int,
         temperature: float = 1.0,
         with_reference: bool = False,
-        output: Output = Output.logprobs,
+        output: Output = "logprobs",
         trains: bool = True,
     ) -> None:
         """``temperature``: of logprobs. ``trains`` False: a frozen model, without an optimizer."""
@@ -55,7 +54,7 @@ class Policy:
         self._start_timeout_s = cluster_config.start_timeout_s
         self._attention_tokens = attention_tokens(Path(model_path))
         self._save_timeout_s = cluster_config.save_timeout_s
-        self._parallel = resolve_mesh_shape(config, group.world_size)
+        self._parallel = config.parallel
         self.group = group
         self._setup = PolicySetup(
             engine=EngineSetup(
@@ -255,7 +254,7 @@ class Policy:
             num_ranks=self.group.layout.sizes["dp"],
             max_tokens=self.config.micro_batch_tokens,
             max_rows=self.config.micro_batch_size,
-            padded=self.config.batching is Batching.padded,
+            padded=self.config.batching == "padded",
             attention_tokens=self._attention_tokens,
             **bins_for_pipeline(self._parallel),
         )

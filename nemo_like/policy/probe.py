@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Attention, Batching
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy import Batching, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED
@@ -40,17 +39,17 @@ class _Layout:
 
     @property
     def implementation(self) -> str:
-        if self.batching is Batching.packed:
+        if self.batching == "packed":
             return PACKED
-        if self.attention is Attention.flash_attention_2:  # on a GPU only; its layout is sdpa's
-            return Attention.sdpa.value
-        return self.attention.value
+        if self.attention == "flash_attention_2":  # on a GPU only; its layout is sdpa's
+            return "sdpa"
+        return self.attention
 
 
 _LAYOUTS = (
-    _Layout(Batching.packed, Attention.sdpa),
-    _Layout(Batching.padded, Attention.sdpa),
-    _Layout(Batching.padded, Attention.eager),
+    _Layout("packed", "sdpa"),
+    _Layout("padded", "sdpa"),
+    _Layout("padded", "eager"),
 )
 """What may be configured, the fastest first."""
 
@@ -68,7 +67,7 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
     full = _load_config(path, config)
     rows = _rows(full)
     try:
-        expected = _plain_logprobs(_twin(full, Attention.eager.value), rows)
+        expected = _plain_logprobs(_twin(full, "eager"), rows)
     except Exception as error:  # the boundary to a model's code, which may raise anything
         raise UserError(
             f"policy.model={config.model}: transformers itself cannot run a small model of its "
@@ -91,7 +90,7 @@ def _problem(
     window = getattr(text, "sliding_window", None)
     # Packed attention sees whole rows; refuse a window now, not when the first long row comes.
     in_use = window is not None and getattr(text, "use_sliding_window", True)
-    packed = layout.batching is Batching.packed
+    packed = layout.batching == "packed"
     if in_use and packed and window < text.max_position_embeddings:
         return f"it has a sliding window of {window} tokens, which packed rows do not support"
     try:
@@ -119,14 +118,14 @@ def _remedy(
     if right is None:
         return "no other values of policy.batching and policy.attention help, so use another model"
     remedy = f"set {_keys(right)}, with which it is exact"
-    if right.batching is Batching.padded and config.parallel.context_parallel_size > 1:
+    if right.batching == "padded" and config.parallel.context_parallel_size > 1:
         remedy += ", and policy.parallel.context_parallel_size=1"
     return remedy
 
 
 def _keys(layout: _Layout) -> str:
     batching = f"policy.batching={layout.batching}"
-    if layout.batching is Batching.packed:
+    if layout.batching == "packed":
         return batching
     return f"{batching} and policy.attention={layout.attention}"
 

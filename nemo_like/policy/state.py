@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from nemo_like.config.choices import Output
 from nemo_like.data.end_tokens import padding_id
 from nemo_like.distributed.progress import writing_folder
 from nemo_like.errors import RunError, UserError
@@ -171,8 +170,8 @@ def _write_folder(
     config = json.loads((aside / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if engine.setup.output is not Output.logprobs:
-        _, settings = model_class(str(source), Output.values)
+    if engine.setup.output != "logprobs":
+        _, settings = model_class(str(source), "values")
         config["architectures"] = settings.architectures
         config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
         config["pad_token_id"] = padding_id(source, config.get("pad_token_id"))

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from nemo_like.config.file_checks import GRADER_KEY, REWARD_MODEL
+from nemo_like.config.paths import GRADER_KEY, REWARD_MODEL
 from nemo_like.config.remote_code import TRUSTED, trusts_code
-from nemo_like.config.rollout_schema import EnvironmentConfig, GradingModelConfig
+from nemo_like.config.sampling import EnvironmentConfig, GradingModelConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.environments.grading_pool import GradingPool, memory_share

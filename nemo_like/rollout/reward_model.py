@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_like.config.choices import Batching, Dtype
-from nemo_like.config.file_checks import GRADER_KEY
+from nemo_like.config.paths import GRADER_KEY
+from nemo_like.config.policy import Dtype
 from nemo_like.config.remote_code import TRUSTED, set_trust, trusts_code
-from nemo_like.config.rollout_schema import GradingModelConfig
+from nemo_like.config.sampling import GradingModelConfig
 from nemo_like.data.token_rows import TokenRow, collate
 from nemo_like.environments.grading_process import BatchGrader, serve
 from nemo_like.environments.protocol import GradingRow, Verdict, failed
@@ -42,7 +42,7 @@ class RewardModel:
         try:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 self.text.folder,
-                dtype="auto" if config.dtype is None else getattr(torch, config.dtype.value),
+                dtype="auto" if config.dtype is None else getattr(torch, config.dtype),
                 local_files_only=True,
                 output_loading_info=True,
                 trust_remote_code=trusts_code(),
@@ -80,7 +80,7 @@ class RewardModel:
     def _pass(self, rows: Sequence[TokenRow]) -> list[float]:
         """One forward pass, in transformers' own layout, which every architecture supports."""
         batch = collate(rows)
-        inputs = model_inputs(batch, InputLayout(batching=Batching.padded), every_token=True)
+        inputs = model_inputs(batch, InputLayout(batching="padded"), every_token=True)
         values = self._model(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
         return values[batch.starts + batch.lengths - 1].tolist()
 

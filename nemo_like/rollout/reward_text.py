@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoConfig
 
-from nemo_like.config.activation_memory import BYTES, FLOAT32
-from nemo_like.config.choices import Dtype
-from nemo_like.config.data_schema import TrainOn
-from nemo_like.config.file_checks import GRADER_KEY, check_scores
+from nemo_like.config.paths import GRADER_KEY, check_scores
+from nemo_like.config.policy import Dtype
 from nemo_like.config.remote_code import trusts_code
-from nemo_like.config.rollout_schema import GradingModelConfig
+from nemo_like.config.sampling import GradingModelConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation, encode
 from nemo_like.data.messages import Message
@@ -18,6 +16,7 @@ from nemo_like.data.token_rows import TokenRow
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
 from nemo_like.models.resolve import resolve_model
+from nemo_like.planning.activations import BYTES, FLOAT32
 
 GRADER_SWITCHES = "environment.reward_model.template_switches"
 
@@ -42,7 +41,7 @@ class RewardText:
         whole = Conversation(
             where="reward model", messages=(*messages, answer), num_prompt_messages=len(messages)
         )
-        row = encode(whole, self.chat, TrainOn.assistant)
+        row = encode(whole, self.chat, "assistant")
         if len(row.ids) > self._context:
             raise UserError(
                 f"reward model: prompt and completion have {len(row.ids)} tokens, and its context "

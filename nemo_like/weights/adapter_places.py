@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from nemo_like.config.choices import AdapterRefit
-from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.config.policy import LoraConfig
 from nemo_like.errors import UserError
 from nemo_like.weights.naming import Naming
 
@@ -91,7 +90,7 @@ def module_names(model: nn.Module, places: list[AdapterPlace]) -> tuple[list[str
 
 def _refuse_apart(places: list[AdapterPlace], lora: LoraConfig) -> None:
     inner = [place.name for place in places if not place.is_layer]
-    if inner and lora.refit is AdapterRefit.adapters:
+    if inner and lora.refit == "adapters":
         raise UserError(
             f"policy.lora.refit=adapters: engines have no place for adapters of {inner[0]}, which "
             "is a mixture of experts' own; set policy.lora.refit=merged, or name linear layers "

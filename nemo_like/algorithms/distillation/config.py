@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.data import ConversationsConfig
 from nemo_like.config.losses import DistillationLossConfig
-from nemo_like.config.paths import check_model
 from nemo_like.config.policy import TeacherConfig
 from nemo_like.config.sampling import SamplingLoop, SamplingRunConfig
 from nemo_like.config.section import Count, Positive
@@ -39,9 +38,9 @@ class DistillationConfig(SamplingRunConfig):
                 "a gap could spoil; use warn or stop."
             )
 
-    def files(self) -> None:
-        """The teacher's folder too."""
-        check_model("teacher.model", str(self.teacher.model))
+    def other_models(self) -> Iterator[tuple[str, str]]:
+        """The teacher's."""
+        yield "teacher.model", str(self.teacher.model)
 
 
 class OffPolicyDistillationSection(RowPassesSection):
@@ -66,9 +65,9 @@ class OffPolicyDistillationConfig(TextRunConfig):
         yield from super().rules(here, run)
         yield from _teacher_rules(self)
 
-    def files(self) -> None:
-        """The teacher's folder too."""
-        check_model("teacher.model", str(self.teacher.model))
+    def other_models(self) -> Iterator[tuple[str, str]]:
+        """The teacher's."""
+        yield "teacher.model", str(self.teacher.model)
 
 
 def _teacher_rules(config: DistillationConfig | OffPolicyDistillationConfig) -> Iterator[str]:

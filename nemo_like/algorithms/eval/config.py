@@ -12,8 +12,6 @@ from nemo_like.config.sampling import SamplesConfig, SamplingLoop, SamplingRunCo
 from nemo_like.config.section import Count
 
 _TRAINING_KEYS = (
-    "run.resume",
-    "run.self_check",
     *(
         f"policy.{name}"
         for name in (
@@ -45,10 +43,10 @@ _TRAINING_KEYS = (
         )
     ),
     "checkpoint",
-    "mismatch",
-    "data.train",
-    "data.num_train_rows",
-    "data.shuffle",
+)
+_NOTHING_COMPARED = "only the engine computes logprobs in an evaluation, so nothing is compared"
+_NO_TRAINING_ROWS = (
+    "an evaluation reads validation rows only; set data.validation, or data.num_validation_rows"
 )
 
 
@@ -99,8 +97,15 @@ class EvalConfig(SamplingRunConfig):
     evaluates: ClassVar[bool] = True
     unused: ClassVar[tuple[tuple[str, str], ...]] = (
         *((key, "an evaluation trains nothing") for key in _TRAINING_KEYS),
-        ("generation.temperature", "the section eval says how an evaluation samples"),
-        ("validation", "the section eval says how an evaluation samples"),
+        ("run.resume", "an evaluation saves no checkpoint to continue from; start it again"),
+        ("run.stop_grace_s", "an evaluation saves nothing: SIGTERM ends it at once"),
+        ("run.self_check", _NOTHING_COMPARED),
+        ("mismatch", _NOTHING_COMPARED),
+        ("data.train", _NO_TRAINING_ROWS),
+        ("data.num_train_rows", _NO_TRAINING_ROWS),
+        ("data.shuffle", "an evaluation uses every row once, and its order changes nothing"),
+        ("generation.temperature", "an evaluation samples as the section eval says"),
+        ("validation", "an evaluation measures once, and samples as the section eval says"),
         ("logging.trajectories_per_step", "samples.jsonl has every completion"),
     )
 

@@ -17,8 +17,9 @@ class GRPOSection(UpdatesLoop):
     num_generations_per_prompt: Count = 8
     """Completions of each prompt: the group that its baseline is taken over."""
     dynamic_sampling: bool = False
-    """Leave out groups whose raw rewards are all equal, and sample others in their place (DAPO,
-    arXiv:2503.14476 section 3.2)."""
+    """Leave out groups whose raw rewards are all equal (of completions that count, see
+    ``advantage.count_untrained``), and sample others in their place (DAPO, arXiv:2503.14476
+    section 3.2)."""
     max_sampling_rounds: Annotated[
         int,
         Field(ge=2),
@@ -27,7 +28,8 @@ class GRPOSection(UpdatesLoop):
     """Most times that prompts are sampled for one step (dynamic_sampling). The groups with a signal
     that were found by then train; if there is none, the step trains on nothing."""
     mask_truncated: bool = False
-    """Completions that were cut off do not train (overlong filter of DAPO, section 3.4)."""
+    """Completions that were cut off do not train (overlong filter of DAPO, section 3.4, with
+    ``advantage.count_untrained``)."""
 
 
 class GRPOConfig(PolicyGradientRunConfig):
@@ -41,12 +43,16 @@ class GRPOConfig(PolicyGradientRunConfig):
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """A baseline needs siblings; a sequence's ratio needs a step to move in."""
         yield from super().rules(here, run)
-        count = self.grpo.num_generations_per_prompt
-        if count < 2 and (self.advantage.baseline != "none" or self.grpo.dynamic_sampling):
+        count, wants = self.grpo.num_generations_per_prompt, []
+        if self.advantage.baseline != "none":
+            wants.append(("has no baseline", "advantage.baseline=none"))
+        if self.grpo.dynamic_sampling:
+            wants.append(("always has equal rewards", "grpo.dynamic_sampling=false"))
+        if count < 2 and wants:
+            reasons, remedies = (" and ".join(parts) for parts in zip(*wants, strict=True))
             yield (
-                f"grpo.num_generations_per_prompt={count} must be at least 2 (a group of one has "
-                "no baseline and no signal); raise it, or set advantage.baseline=none and "
-                "grpo.dynamic_sampling=false."
+                f"grpo.num_generations_per_prompt={count} must be at least 2, as a group of one "
+                f"{reasons}; raise it, or set it to 1 with {remedies}."
             )
         # (PPO's advantages differ from token to token, and a sequence's ratio mixes them.)
         level = self.loss.ratio_level

@@ -10,7 +10,6 @@ them. Left out here: asynchronous rollouts, token-level rewards.
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from nemo_like.advantages import (
     overlong_penalty,
     zero_variance_share,
 )
+from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
@@ -33,8 +33,7 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.setup import Setup, prepare, start
 from nemo_like.batch import keys
-from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.sampling_run_schema import GRPORunConfig, PolicyGradientRunConfig
+from nemo_like.config.sampling import PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
@@ -42,7 +41,7 @@ from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
 logger = logging.getLogger(__name__)
 
 
-def run_grpo(config: GRPORunConfig, processes: Processes) -> None:
+def run_grpo(config: GRPOConfig, processes: Processes) -> None:
     """Everything from a run's processes to a trained model in ``run.dir``."""
     run = processes.run
     with run.start_phase("prompts"):
@@ -56,10 +55,10 @@ def run_grpo(config: GRPORunConfig, processes: Processes) -> None:
     train(config, setup, run)
     if config.checkpoint.export:
         setup.policy.export(str(run.dir / "final"))
-    run.finish(generation_backend=config.generation.backend.value)
+    run.finish(generation_backend=config.generation.backend)
 
 
-def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
+def train(config: GRPOConfig, setup: Setup, run: Run) -> None:
     """The loop."""
     policy, rollouts, grpo = setup.policy, setup.rollouts, config.grpo
     kl = config.loss.kl_estimator if config.kl_in_reward else None
@@ -76,7 +75,7 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
         grpo.max_steps,
         setup.models,
         setup.loader,
-        rollouts if has_validation(config) else None,
+        rollouts if config.validates else None,
         config.validation.every_steps,
     ):
         setup.meter.pop()  # what a validation before this step came to
@@ -110,17 +109,17 @@ def train(config: GRPORunConfig, setup: Setup, run: Run) -> None:
 def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:
     """The loss, with everything that other sections decide filled in."""
     most = config.loss.constant_tokens or config.generation.max_new_tokens
-    return ClippedPGLoss(replace(config.loss, constant_tokens=most))
+    return ClippedPGLoss(config.loss.replace(constant_tokens=most))
 
 
-def trainable(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
+def trainable(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
     """Bool [B]: graded completions with tokens, unless ``grpo.mask_truncated`` leaves them out."""
     rows = batch.rows
     trains = rows[keys.SAMPLE_MASK] & (rows[keys.NUM_LOSS_TOKENS] > 0)
     return trains & ~rows[keys.TRUNCATED] if config.grpo.mask_truncated else trains
 
 
-def counted(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
+def counted(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
     """Bool [B]: completions whose rewards make baselines and scales.
 
     They are those that train: what is left out of the loss would otherwise shift the advantages of
@@ -131,13 +130,13 @@ def counted(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
     return trainable(batch, config)
 
 
-def signal(batch: RemoteBatch, config: GRPORunConfig) -> Tensor:
+def signal(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
     """Bool [B]: rows of groups that count raw rewards which differ."""
     rows = batch.rows
     return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
 
 
-def choose_rows(batch: RemoteBatch, config: GRPORunConfig) -> Metrics:
+def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
     """Take completions that do not train out of ``SAMPLE_MASK``, before anything counts them.
 
     Groups without a signal, which dynamic sampling gives where it found no other, do not train.
@@ -150,7 +149,7 @@ def choose_rows(batch: RemoteBatch, config: GRPORunConfig) -> Metrics:
     return metrics
 
 
-def add_advantages(batch: RemoteBatch, config: GRPORunConfig) -> None:
+def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     """Row column ``advantages``, from rewards with what the configuration adds to them."""
     rows, advantage = batch.rows, config.advantage
     rewards = rows[keys.REWARDS].double()
@@ -219,7 +218,7 @@ def batch_metrics(batch: RemoteBatch) -> Metrics:
     return metrics
 
 
-def group_metrics(batch: RemoteBatch, config: GRPORunConfig) -> Metrics:
+def group_metrics(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
     """How many groups have no signal."""
     rows = batch.rows
     share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))

@@ -8,7 +8,6 @@ from pydantic import Field
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.losses import ValueLossConfig
 from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
-from nemo_like.config.paths import check_model
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import PolicyGradientRunConfig, UpdatesLoop
 from nemo_like.config.section import OnlyIf, Section
@@ -25,7 +24,7 @@ class PPOSection(UpdatesLoop):
     """GAE's lambda (arXiv:1506.02438), in [0, 1]. 1: returns are sums of rewards, and values are
     only a baseline; 0: each token's advantage is by the values of two tokens alone."""
     whiten_advantages: bool = True
-    """Subtract the mean of all tokens' advantages of the step, and divide by their unbiased
+    """Subtract the mean of all trained tokens' advantages of the step, and divide by their unbiased
     standard deviation."""
     num_critic_warmup_steps: Annotated[int, Field(ge=0), _CRITIC] = 0
     """First steps, in which only the critic trains."""
@@ -113,10 +112,10 @@ class PPOConfig(PolicyGradientRunConfig):
             scheduler=critic.scheduler,
         )
 
-    def files(self) -> None:
-        """The critic's folder too."""
+    def other_models(self) -> Iterator[tuple[str, str]]:
+        """The critic's."""
         if self.critic.enabled and self.critic.model is not None:
-            check_model("critic.model", self.critic.model)
+            yield "critic.model", self.critic.model
 
 
 ALGORITHM = Algorithm(name="ppo", config=PPOConfig, run="nemo_like.algorithms.ppo.loop:run")

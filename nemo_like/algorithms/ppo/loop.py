@@ -14,7 +14,8 @@ import math
 from pathlib import Path
 
 from nemo_like.advantages import Moments
-from nemo_like.algorithms.grpo import batch_metrics, make_loss, mask_mismatch, mini_batches
+from nemo_like.algorithms.grpo.loop import batch_metrics, make_loss, mask_mismatch, mini_batches
+from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.processes import Processes
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
@@ -26,21 +27,19 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.setup import CriticSetup, Setup, prepare, start
 from nemo_like.batch import keys
-from nemo_like.config.model_checks import check_model_fits
-from nemo_like.config.plan import plan_run
-from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.sampling_run_schema import PPORunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.losses.value import ValueLoss, explained_variance
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, mean_of_steps, merge, values
+from nemo_like.planning.model_fit import check_model_fits
+from nemo_like.planning.resources import plan_run
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 
 
-def run_ppo(config: PPORunConfig, processes: Processes) -> None:
+def run_ppo(config: PPOConfig, processes: Processes) -> None:
     """Everything from a run's processes to a trained policy and critic in ``run.dir``."""
     run = processes.run
     with run.start_phase("prompts"):
@@ -58,10 +57,10 @@ def run_ppo(config: PPORunConfig, processes: Processes) -> None:
         setup.policy.export(str(run.dir / "final"))
         if setup.critic is not None:
             setup.critic.export(str(run.dir / "final_critic"))
-    run.finish(generation_backend=config.generation.backend.value)
+    run.finish(generation_backend=config.generation.backend)
 
 
-def find_critic(config: PPORunConfig, model_path: str) -> CriticSetup | None:
+def find_critic(config: PPOConfig, model_path: str) -> CriticSetup | None:
     """The critic's model and settings; UserError if it does not read the policy's tokens."""
     if not config.critic.enabled:
         return None
@@ -83,7 +82,7 @@ def find_critic(config: PPORunConfig, model_path: str) -> CriticSetup | None:
     )
 
 
-def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
+def train(config: PPOConfig, setup: Setup, run: Run) -> None:
     """The loop."""
     policy, critic, rollouts, ppo = setup.policy, setup.critic, setup.rollouts, config.ppo
     kl = config.loss.kl_estimator if config.kl_in_reward else None
@@ -94,7 +93,7 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
         ppo.max_steps,
         setup.models,
         setup.loader,
-        rollouts if has_validation(config) else None,
+        rollouts if config.validates else None,
         config.validation.every_steps,
     ):
         setup.meter.pop()  # what a validation before this step came to
@@ -130,7 +129,7 @@ def train(config: PPORunConfig, setup: Setup, run: Run) -> None:
         run.log(metrics | setup.meter.pop())
 
 
-def add_advantages(batch: RemoteBatch, policy: Policy, config: PPORunConfig) -> Metrics:
+def add_advantages(batch: RemoteBatch, policy: Policy, config: PPOConfig) -> Metrics:
     """Token columns ``advantages`` and ``returns``; whitened over all ranks' trained tokens."""
     ppo, loss = config.ppo, config.loss
     make = TokenAdvantages(

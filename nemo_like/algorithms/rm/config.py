@@ -18,10 +18,8 @@ class RewardModelConfig(TextRunConfig):
     section: ClassVar[str] = "reward_model"
     unused: ClassVar[tuple[tuple[str, str], ...]] = (
         *TextRunConfig.unused,
-        *(
-            (key, "a reward model has no logits, and its head is always multiplied in float32")
-            for key in ("policy.float32_head", "policy.logprob_chunk_tokens")
-        ),
+        ("policy.float32_head", "a reward model's head is always multiplied in float32"),
+        ("policy.logprob_chunk_tokens", "a reward model has no logits to compute in chunks"),
     )
 
     reward_model: RewardModelSection = RewardModelSection()
