@@ -12,8 +12,6 @@ from nemo_like.algorithms.run import Run
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Output
-from nemo_like.config.policy_checks import check_schedule
-from nemo_like.config.section import value_of
 from nemo_like.config.texts import TextRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.loader import EpochLoader
@@ -102,8 +100,8 @@ def prepare(
     """
     passes = config.passes
     train, held_out = load(
-        value_of(config, "data"),
-        ChatTokenizer(model_path, value_of(config, "data.template_switches")),
+        config.texts,
+        ChatTokenizer(model_path, config.texts.template_switches),
         micro_batch_tokens=config.policy.micro_batch_tokens,
         context=context_length(model_path),
         seed=config.run.seed,
@@ -114,12 +112,13 @@ def prepare(
         batch_size=passes.units_per_step,
         num_epochs=passes.num_epochs if passes.max_steps is None else None,
         seed=config.run.seed,
-        shuffle=value_of(config, "data.shuffle"),
+        shuffle=config.texts.shuffle,
         drop_last=passes.drop_last,
         fingerprint=_fingerprint(train),
     )
     max_steps = passes.max_steps or passes.num_epochs * loader.steps_per_epoch
-    check_schedule(config, max_steps)
+    for sentence in config.policy.schedule_rules("policy", config, max_steps):
+        raise UserError(sentence)
     tokens = int(train.rows[keys.NUM_LOSS_TOKENS].sum())
     logger.info(
         "%d rows, %d tokens of %d train; %d steps of %d.",

@@ -2,27 +2,27 @@
 
 import argparse
 import errno
-import functools
 import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import NoReturn, TypeVar
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_like.algorithms.stop_request import listen
+from nemo_like.algorithms.stop_request import SIGNALS, StopRequest, listen
 from nemo_like.compose.files import check_config_files, schema_of
-from nemo_like.compose.load import check_algorithm, compose_raw, explain, load, store_schema
+from nemo_like.compose.load import Composed, check_algorithm, compose_raw, explain, store_schema
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
+from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.run import RunConfig
 from nemo_like.errors import (
     EXIT_RUN_ERROR,
@@ -35,6 +35,8 @@ from nemo_like.errors import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # A file system that has no room, may not be written or is broken.
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -42,37 +44,71 @@ _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
 
 
-def main(config_name: str, run: Callable[[Any], None], config_dir: Path) -> None:
-    """Run ``run`` with the configuration that the command line gives, through ``hydra.main``.
+def main(algorithm: Algorithm, config_dir: Path) -> None:
+    """Run ``algorithm`` with the configuration that the command line gives.
 
-    Everything that Hydra users expect works (``--config-name``, ``--cfg job``, ``--multirun``,
-    ``--help``, tab completion). Each job's configuration is composed and checked once before the
-    first one starts, so that a typing error costs no run and prints one sentence.
+    What Hydra users expect works: ``--config-name``, ``--cfg job``, ``--multirun`` (one job after
+    another), ``--help``, tab completion. Every job is composed and checked before the first one
+    starts, so that a typing error costs no run and prints one sentence.
     """
-    listen()  # Run takes it over; until then SIGUSR1 would end the process unheard.
-    schema = schema_of([config_dir], config_name)
-    store_schema(schema)
-    sys.argv[1:] = arguments = accept_free_keys(sys.argv[1:], schema)
-    if not any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
-        end_on_error(lambda: _preflight(config_name, config_dir, arguments))
+    listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
+    arguments = sys.argv[1:]
+    try:
+        if any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
+            _leave_to_hydra(algorithm, config_dir)
+            return
+        found = end_on_error(lambda: _composed(algorithm, config_dir, arguments))
+        if any(argument.partition("=")[0] in ("--cfg", "-c") for argument in arguments):
+            _leave_to_hydra(algorithm, config_dir)
+            return
+        configs: list[RunConfig] = end_on_error(lambda: _checked(found))
+        for config in configs:
+            end_on_error(lambda config=config: algorithm.start(config))
+    except StoppedError as stopped:  # between jobs, or before the first one
+        _end_stopped(stopped)
 
-    @functools.wraps(run)
-    def task(raw: DictConfig) -> None:
-        end_on_error(lambda: run(load(raw, schema)))
 
-    hydra.main(version_base="1.3", config_path=str(config_dir.resolve()), config_name=config_name)(
-        task
-    )()
+def _leave_to_hydra(algorithm: Algorithm, config_dir: Path) -> None:
+    """Help, completion, or the configuration itself: nothing runs."""
+    store_schema(algorithm.config)
+    sys.argv[1:] = accept_free_keys(sys.argv[1:], algorithm.config)
+    folder = str(config_dir.resolve())
+    decorate = hydra.main(version_base="1.3", config_path=folder, config_name=algorithm.name)
+    decorate(lambda _: None)()
 
 
-def end_on_error(action: Callable[[], None]) -> None:
+def _composed(algorithm: Algorithm, config_dir: Path, arguments: list[str]) -> list[Composed]:
+    """What Hydra makes of each job."""
+    parsed = _parse(arguments)
+    directory = Path(parsed.config_path) if parsed.config_path else config_dir
+    extra_dir = Path(parsed.config_dir) if parsed.config_dir else None
+    name = algorithm.name if parsed.config_name is None else parsed.config_name
+    found = []
+    for job in jobs(directory, name, parsed.overrides, extra_dir, multirun=parsed.multirun):
+        found.append(compose_raw(directory, name, job, extra_dir))
+        check_algorithm(sys.argv[0], found[-1].schema, algorithm.config)
+        if parsed.resolve:
+            try:
+                OmegaConf.resolve(found[-1].raw)
+            except OmegaConfBaseException as error:
+                raise explain(error, algorithm.config) from error
+    return found
+
+
+def _checked(found: Sequence[Composed]) -> list[RunConfig]:
+    configs = [composed.load() for composed in found]
+    check_run_dirs(configs)
+    return configs
+
+
+def end_on_error(action: Callable[[], T]) -> T:
     """Carry out ``action``; failures with an explanation end the process without a traceback."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:  # nohup
+        if handler is not signal.SIG_IGN and not isinstance(handler, StopRequest):  # nohup; a run
             signal.signal(number, _raise_interrupt)
     try:
-        action()
+        return action()
     except (UserError, RunError, WaitTimeoutError) as error:
         logger.debug("The run ended here:", exc_info=True)
         sys.stderr.write(f"Error: {error}\n")
@@ -86,14 +122,16 @@ def end_on_error(action: Callable[[], None]) -> None:
             "or repair the file system, then continue with run.resume=true.\n"
         )
         sys.exit(EXIT_RUN_ERROR)
-    except StoppedError as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        sys.exit(exit_code(stopped))
-    except KeyboardInterrupt as interrupt:
-        # For good, or the next one would end the end of Ray half-way, and leave its processes.
-        for number in (signal.SIGINT, *previous):
-            signal.signal(number, signal.SIG_IGN)
+    except (StoppedError, SystemError) as error:
+        # Ray's calls in C wrap all that a signal's handler raises in them but KeyboardInterrupt.
+        stopped = error.__cause__ if isinstance(error, SystemError) else error
+        if not isinstance(stopped, StoppedError):
+            raise
         previous.clear()
+        _end_stopped(stopped)
+    except KeyboardInterrupt as interrupt:
+        previous.clear()
+        _ignore_signals()
         sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
         sys.exit(exit_code(interrupt))
     finally:
@@ -101,29 +139,21 @@ def end_on_error(action: Callable[[], None]) -> None:
             signal.signal(number, handler)
 
 
+def _end_stopped(stopped: StoppedError) -> NoReturn:
+    _ignore_signals()
+    sys.stderr.write(f"{stopped}\n")
+    sys.exit(exit_code(stopped))
+
+
+def _ignore_signals() -> None:
+    """For good, or the next one would end the end of Ray half-way, and leave its processes."""
+    for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
-    """Schedulers send SIGTERM, a closed terminal SIGHUP: leave through Ctrl-C's clean-up."""
+    """A closed terminal sends SIGHUP, and where there is no run SIGTERM is like Ctrl-C, too."""
     raise KeyboardInterrupt
-
-
-def _preflight(config_name: str, config_dir: Path, arguments: list[str]) -> None:
-    """Compose and check what each job would run with."""
-    parsed = _parse(arguments)
-    directory = Path(parsed.config_path) if parsed.config_path else config_dir
-    extra_dir = Path(parsed.config_dir) if parsed.config_dir else None
-    name = config_name if parsed.config_name is None else parsed.config_name
-    own, configs = schema_of([config_dir], config_name), []
-    for job in jobs(directory, name, parsed.overrides, extra_dir, multirun=parsed.multirun):
-        composed = compose_raw(directory, name, job, extra_dir)
-        if parsed.cfg is None:
-            check_algorithm(sys.argv[0], composed.schema, own)
-            configs.append(composed.load())
-        elif parsed.resolve:
-            try:
-                OmegaConf.resolve(composed.raw)
-            except OmegaConfBaseException as error:
-                raise explain(error, own) from error
-    check_run_dirs(configs)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

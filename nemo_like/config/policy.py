@@ -14,6 +14,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 """Number format of the parameters in compute."""
 Batching = Literal["packed", "padded"]
 """How the rows of a micro-batch share one forward pass."""
+Attention = Literal["sdpa", "eager", "flash_attention_2"]
+"""Attention implementation of transformers, for padded rows."""
 Checkpointing = Literal["none", "full", "selective"]
 """Activations that the backward pass computes again."""
 Offload = Literal["none", "optimizer", "all"]
@@ -324,7 +326,7 @@ class PolicyConfig(Section):
     loss_scale: LossScaleConfig = LossScaleConfig()
     parallel: ParallelConfig = ParallelConfig()
     attention: Annotated[
-        Literal["sdpa", "eager", "flash_attention_2"],
+        Attention,
         OnlyIf(
             lambda here, _: here.batching == "padded",
             "packed rows have their own attention; set policy.batching=padded",

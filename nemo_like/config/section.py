@@ -100,12 +100,11 @@ def choices(annotation: Any) -> tuple[str, ...]:
 
 def interval(field: FieldInfo) -> str:
     """The range of a field with two ends, such as ``[0, 1)``; empty if it has fewer."""
-    ends = {
-        name: getattr(one, name) for one in field.metadata for name in _ENDS if hasattr(one, name)
-    }
-    lower, upper = (
-        next((n for n in names if n in ends), "") for names in (("ge", "gt"), ("le", "lt"))
-    )
+    ends: dict[str, Any] = {}
+    for one in field.metadata:
+        ends |= {name: getattr(one, name) for name in _ENDS if hasattr(one, name)}
+    lower = next((name for name in ("ge", "gt") if name in ends), "")
+    upper = next((name for name in ("le", "lt") if name in ends), "")
     if not lower or not upper:
         return ""
     opening, closing = "[("[lower == "gt"], "])"[upper == "lt"]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.policy import Batching, PolicyConfig
+from nemo_like.config.policy import Attention, Batching, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.policy.attention import PACKED

@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from typing import Any
 
 from nemo_like.config.paths import GRADER_KEY, REWARD_MODEL
@@ -64,8 +63,8 @@ def for_other_folders(
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
         model = _with_switches(model, switches)
-        model = replace(model, model=str(RewardText(model).folder))
-    return replace(environment, reward=absolute_reward(environment.reward), reward_model=model)
+        model = model.replace(model=str(RewardText(model).folder))
+    return environment.replace(reward=absolute_reward(environment.reward), reward_model=model)
 
 
 def _with_switches(model: GradingModelConfig, policys: Mapping[str, Any]) -> GradingModelConfig:
@@ -73,7 +72,7 @@ def _with_switches(model: GradingModelConfig, policys: Mapping[str, Any]) -> Gra
     if model.template_switches or not policys:
         return model
     known = RewardText(model).chat.known_switches
-    return replace(model, template_switches={k: v for k, v in policys.items() if k in known})
+    return model.replace(template_switches={k: v for k, v in policys.items() if k in known})
 
 
 def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> GradingPool:
@@ -86,7 +85,7 @@ def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> Gra
     limit = memory_share(num_processes * engines_per_node) if gib is None else int(gib * _GIB)
     if environment.reward == REWARD_MODEL:
         return GradingPool(
-            json.dumps(asdict(environment.reward_model) | {TRUSTED: trusts_code()}),
+            json.dumps(environment.reward_model.model_dump() | {TRUSTED: trusts_code()}),
             timeout_s=environment.timeout_s,
             num_processes=num_processes,
             memory_limit_bytes=limit,
