@@ -22,8 +22,9 @@ from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
 from nemo_like.planning.model_shape import attention_tokens
 from nemo_like.policy.engine import EngineSetup
+from nemo_like.policy.row_shards import Shard, TrainShard
 from nemo_like.policy.stages import bins_for_pipeline
-from nemo_like.policy.worker import PolicySetup, PolicyWorker, Shard, TrainShard
+from nemo_like.policy.worker import PolicySetup, PolicyWorker
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
 from nemo_like.losses.mismatch import MismatchSums, gap_of_rows
-from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import EngineSetup, MicroBatches, TrainEngine
+from nemo_like.policy.engine import EngineSetup, TrainEngine
 from nemo_like.policy.export_check import check_export
 from nemo_like.policy.loading import unused_tensors
 from nemo_like.policy.probe import check_architecture
+from nemo_like.policy.row_shards import Shard, TrainShard
 from nemo_like.policy.state import (
     export_folder,
     load_checkpoint,
@@ -58,40 +58,6 @@ class PolicySetup:
     num_threads: int
     timeout_s: float
     """Of collectives, and of each wait for an engine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """The rows of one data-parallel rank, in the order of its micro-batches."""
-
-    batch: RemoteBatch
-    bin_sizes: tuple[int, ...]
-    """Rows of each micro-batch; 0 where only other ranks have one."""
-    temperature: float
-
-    def micro_batches(self, device: torch.device) -> MicroBatches:
-        """Fetch the rows and cut them; None for an empty micro-batch."""
-        local = self.batch.fetch()
-        first = 0
-        cut: list[TensorBatch | None] = []
-        for size in self.bin_sizes:
-            rows = range(first, first + size)
-            cut.append(local.select(list(rows)).to(device) if size else None)
-            first += size
-        return cut
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainShard:
-    """A shard, and the loss that all ranks step on together."""
-
-    shard: Shard
-    loss: Loss
-    denominators: Denominators
-    on_policy: bool
-    """Whether the shard was sampled with the current weights."""
-    check: Callable[[Metrics], None] | None
-    """May refuse the step; see ``TrainEngine.train``."""
 
 
 @dataclass(frozen=True, kw_only=True)
