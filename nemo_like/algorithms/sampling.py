@@ -1,0 +1,218 @@
+"""From a session to the live parts of a run that samples: models, engines, a source of batches."""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_like.algorithms.engine_size import engine_config
+from nemo_like.algorithms.self_check import warn_of_adapters
+from nemo_like.algorithms.session import Session
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.datasets import Row, check_lengths, fingerprint
+from nemo_like.data.loader import PromptLoader
+from nemo_like.distributed.progress import IMPORTING_ENGINE, STARTING_ENGINE
+from nemo_like.distributed.worker import Worker
+from nemo_like.errors import UserError
+from nemo_like.generation.generation import Generation
+from nemo_like.models.context import context_for
+from nemo_like.planning.resources import ResourcePlan
+from nemo_like.policy.policy import Policy
+from nemo_like.policy.process import policy_group
+from nemo_like.refit.weight_sync import WeightSync
+from nemo_like.rollout import graders
+from nemo_like.rollout.sources import SyncRolloutSource
+from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Live parts of a run that samples."""
+
+    policy: Policy
+    critic: Policy | None
+    rollouts: SyncRolloutSource
+    loader: PromptLoader[Row]
+    validation_rows: list[Row]
+
+    @property
+    def models(self) -> dict[str, Policy]:
+        """All that trains, by role."""
+        return _by_role(self.policy, self.critic)
+
+
+def start_sampling(
+    config: SamplingRunConfig,
+    session: Session,
+    *,
+    with_reference: bool = False,
+    critic: Policy | None = None,
+) -> Sampling:
+    """Render and check every prompt, then bring up models and engines; raises UserError.
+
+    ``critic``: one of ``new_critic``, which starts at the same time.
+    """
+    run, plan = session.run, session.cluster.plan
+    with run.start_phase("prompts"):
+        chat = ChatTokenizer(session.model_path, config.data.template_switches)
+        loader, validation_rows, longest = _read_prompts(config, session, chat)
+    policy = Policy(
+        config.policy,
+        config.cluster,
+        session.policy_group,
+        model_path=session.model_path,
+        temperature=config.generation.temperature,
+        max_steps=config.max_updates,
+        with_reference=with_reference,
+    )
+    assert session.rollout_group is not None
+    generation = Generation(session.rollout_group)
+    session.stack.callback(generation.shutdown)
+    models = _by_role(policy, critic)
+    setup = RolloutSetup(
+        backend=config.generation.backend,
+        engine=engine_config(config, session.model_path, longest, plan),
+        environment=graders.for_other_folders(config.environment, config.data.template_switches),
+        engines_per_node=plan.engines_per_node,
+        trajectories_path=str(run.dir / "trajectories.jsonl"),
+        resumed_step=run.first_step,
+    )
+    with run.start_phase("workers"):
+        if (grading_model := setup.environment.reward_model.model) is not None:
+            session.ask_for(generation.group, grading_model)
+        session.check_folders()
+        _start_workers(config, list(models.values()), generation, setup, plan)
+    run.restore(models, loader)
+    rollouts = SyncRolloutSource(
+        config,
+        generation=generation,
+        sync=WeightSync(config.refit, policy, generation, plan, setup.engine),
+        loader=loader,
+        validation_rows=validation_rows,
+        stop_token_ids=chat.eos_token_ids,
+        span=run.span,
+    )
+    return Sampling(
+        policy=policy,
+        critic=critic,
+        rollouts=rollouts,
+        loader=loader,
+        validation_rows=validation_rows,
+    )
+
+
+def new_critic(
+    config: PolicyConfig, session: Session, model_path: str, max_updates: int
+) -> Policy:
+    """A model that gives values, on the policy's bundles or its own; not started yet."""
+    cluster_config = session.run.config.cluster
+    group = policy_group(
+        config,
+        cluster_config,
+        session.cluster,
+        log_dir=session.run.log_dir,
+        role="critic",
+        on=session.cluster.plan.critic,
+        meter=session.meter,
+    )
+    session.stack.callback(group.shutdown)
+    session.ask_for(group, model_path)
+    return Policy(
+        config,
+        cluster_config,
+        group,
+        model_path=model_path,
+        max_steps=max_updates,
+        output="values_before",
+    )
+
+
+def _by_role(policy: Policy, critic: Policy | None) -> dict[str, Policy]:
+    return {"policy": policy} if critic is None else {"policy": policy, "critic": critic}
+
+
+def _read_prompts(
+    config: SamplingRunConfig, session: Session, chat: ChatTokenizer
+) -> tuple[PromptLoader[Row], list[Row], int]:
+    """Training rows in their order, validation rows, and tokens of the longest row of any."""
+    _check_stop_ids(config, chat)
+    key, most_new = config.longest_completion
+    context = context_for(session.model_path, key, most_new)
+    graders.check_reward_model(config.environment, session.rows, chat)
+    longest = 0
+    checked: dict[str, list[Row]] = {}
+    for name, rows in session.rows.items():
+        most_tokens = config.policy.micro_batch_tokens if config.trains else context
+        checked[name], most = check_lengths(
+            rows, chat, most_tokens, context, most_new, config.data, name
+        )
+        longest = max(longest, most)
+    train = checked["data.train"]
+    least = config.loop.num_prompts_per_step
+    if config.trains and len(train) < least:
+        logger.warning(
+            "data.train has %d prompts, and %s.num_prompts_per_step=%d repeats some within a step.",
+            len(train),
+            config.section,
+            least,
+        )
+    if config.trains:
+        warn_of_adapters(config)
+    loader = PromptLoader(
+        train, fingerprint=fingerprint(train), seed=config.run.seed, shuffle=config.data.shuffle
+    )
+    return loader, checked["data.validation"], longest + most_new
+
+
+def _check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:
+    """Raise UserError for an id that ends completions and that the model never writes."""
+    known = set(chat.token_ids().values())
+    for one in config.generation.stop_token_ids:
+        if one not in known:
+            raise UserError(
+                f"generation.stop_token_ids: {one} is no token of the model's tokenizer; leave it "
+                "out."
+            )
+
+
+def _start_workers(
+    config: SamplingRunConfig,
+    models: Sequence[Policy],
+    generation: Generation[RolloutWorker],
+    setup: RolloutSetup,
+    plan: ResourcePlan,
+) -> None:
+    """Bring all sides up at once; the first failure, or an interrupt, ends all.
+
+    An engine that measures how much of a shared GPU it may use waits for the models: what becomes
+    used meanwhile, it would take for its own.
+    """
+    limit_s = config.cluster.start_timeout_s
+
+    def start_engines() -> None:
+        # Ray unpickles arguments while a worker still imports; two threads that import the same
+        # modules may find them half done. ``ready`` has no arguments.
+        group = generation.group
+        group.waiting(limit_s, "start_timeout_s", IMPORTING_ENGINE).call(Worker.ready)
+        starting = group.waiting(limit_s, "start_timeout_s", STARTING_ENGINE)
+        starting.call(RolloutWorker.start, setup)
+        generation.watch()
+
+    with ThreadPoolExecutor(len(models) + 1) as threads:
+        try:
+            starts: list[Future[Any]] = [threads.submit(model.start) for model in models]
+            if plan.uses_gpus and plan.colocated and setup.engine.kv_cache_bytes is None:
+                wait(starts)
+            starts.append(threads.submit(start_engines))
+            for one in as_completed(starts):
+                one.result()
+        except BaseException:
+            for model in models:
+                model.shutdown()
+            generation.group.shutdown()
+            raise

@@ -1,0 +1,136 @@
+"""From a configuration to a run's folder, Ray, and the processes of its workers.
+
+They start before this process imports torch, which takes longer than most of what follows: all
+import at the same time. So nothing here imports torch; an algorithm's loop is imported last.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nemo_like.algorithms.rows import read_rows
+from nemo_like.algorithms.run import Run
+from nemo_like.config.algorithm import Algorithm
+from nemo_like.config.paths import is_checkpoint, model_of_checkpoint
+from nemo_like.config.remote_code import set_trust
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.data.datasets import Row
+from nemo_like.distributed.connection import connect
+from nemo_like.distributed.driver_meter import DriverMeter
+from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
+from nemo_like.distributed.worker import Worker
+from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
+from nemo_like.errors import UserError
+from nemo_like.models.resolve import resolve_model
+from nemo_like.planning.model_fit import check_model_fits
+from nemo_like.planning.resources import plan_run
+from nemo_like.policy.process import policy_group
+from nemo_like.rollout.process import rollout_group
+
+if TYPE_CHECKING:
+    from nemo_like.policy.policy import Policy
+    from nemo_like.policy.worker import PolicyWorker
+    from nemo_like.rollout.worker import RolloutWorker
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A run and its processes, without models and engines yet; ``stack`` ends them."""
+
+    run: Run
+    stack: ExitStack
+    model_path: str
+    cluster: VirtualCluster
+    meter: DriverMeter
+    policy_group: "WorkerGroup[PolicyWorker]"
+    rollout_group: "WorkerGroup[RolloutWorker] | None"
+    rows: Mapping[str, list[Row]] = field(default_factory=dict)
+    """Rows of a run that samples, by key: ``data.train`` and ``data.validation``."""
+    _asked: list[Pending[list[str]]] = field(default_factory=list)
+
+    def ask_for(self, group: WorkerGroup[Any], *folders: str) -> None:
+        """Begin to look whether the nodes of a group see folders that all of them share."""
+        starting = group.waiting(
+            self.run.config.cluster.start_timeout_s, "start_timeout_s", "Ray starts its process"
+        )
+        self._asked.append(starting.submit_missing(list(folders)))
+
+    def check_folders(self) -> None:
+        """Refuse a run folder or a model that some worker's node does not see."""
+        for call, found in zip(self._asked, wait_together(*self._asked), strict=True):
+            for context, missing in zip(call.group.contexts, found, strict=True):
+                if missing:
+                    raise UserError(
+                        f"{context.name} on {context.address} does not see {missing[0]}; run.dir "
+                        "and the model must be in folders that every node of the run shares."
+                    )
+        self._asked.clear()
+
+    def finish(self, models: "Mapping[str, Policy]", **facts: Any) -> None:
+        """Export each model to its folder in ``run.dir``, and write the summary."""
+        if self.run.config.checkpoint.export:
+            for folder, model in models.items():
+                model.export(str(self.run.dir / folder))
+        self.run.finish(**facts)
+
+
+def launch(algorithm: Algorithm, config: RunConfig) -> None:
+    """A whole run: its processes, then the algorithm's loop; all that it starts ends with it."""
+    with opened(config, algorithm.name) as session:
+        with session.run.start_phase("imports"):
+            loop = algorithm.loop()
+        loop(config, session)
+
+
+@contextmanager
+def opened(config: RunConfig, name: str) -> Iterator[Session]:
+    """A session of a run that is called ``name``."""
+    model_path = find_model(config)  # a wrong layout leaves no folder behind
+    with Run(config, name) as run, ExitStack() as stack:
+        rows: Mapping[str, list[Row]] = {}
+        if isinstance(config, SamplingRunConfig):
+            with run.start_phase("data"):
+                rows = read_rows(config)
+        with run.start_phase("ray"):
+            stack.callback(connect())
+            cluster = stack.enter_context(reserve(plan_run(config), config.cluster))
+        meter = DriverMeter()
+        trainers = policy_group(
+            config.policy, config.cluster, cluster, log_dir=run.log_dir, meter=meter
+        )
+        stack.callback(trainers.shutdown)
+        replicas = None
+        if isinstance(config, SamplingRunConfig):
+            replicas = rollout_group(
+                config.generation, config.cluster, cluster, log_dir=run.log_dir, meter=meter
+            )
+            stack.callback(replicas.shutdown)
+        session = Session(
+            run=run,
+            stack=stack,
+            model_path=model_path,
+            cluster=cluster,
+            meter=meter,
+            policy_group=trainers,
+            rollout_group=replicas,
+            rows=rows,
+        )
+        groups: list[WorkerGroup[Any]] = [trainers, *([replicas] if replicas else [])]
+        for group in groups:
+            session.ask_for(group, str(run.dir / "config.yaml"), model_path)
+        for group in groups:
+            group.submit(Worker.ready)  # A process imports at its first call; nobody waits for it.
+        yield session
+
+
+def find_model(config: RunConfig) -> str:
+    """The model's folder; raises UserError if it can't be laid out as configured."""
+    set_trust(config.policy.trust_remote_code)
+    model = config.policy.model
+    if config.evaluates and is_checkpoint(model):
+        model = model_of_checkpoint(model)
+    folder = resolve_model(model)
+    check_model_fits(config.policy, len(plan_run(config).policy), folder)
+    return str(folder)
