@@ -171,11 +171,42 @@ def _remove(path: Path) -> None:
 
 def _read_state(path: Path) -> DriverState:
     try:
-        return DriverState(**json.loads((path / "driver.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:  # TypeError: other fields
+        state = DriverState(**json.loads((path / "driver.json").read_text()))
+        _check(state)
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # TypeError: other fields
         raise UserError(
             f"Checkpoint {path} is not one of this version: driver.json: {error}. {_remedy(path)}"
         ) from error
+    return state
+
+
+def _check(state: DriverState) -> None:
+    """Raise ValueError for a value of another kind than a run writes."""
+    versions = state.weight_versions
+    right = {
+        "step": _is_count(state.step),
+        "loader": isinstance(state.loader, dict),
+        "metric": state.metric is None or _is_number(state.metric),
+        "totals": _are_numbers(state.totals),
+        "weight_versions": isinstance(versions, dict) and all(map(_is_count, versions.values())),
+        "metric_name": isinstance(state.metric_name, str | None),
+        "unlogged": state.unlogged is None or _are_numbers(state.unlogged),
+    }
+    for name, is_right in right.items():
+        if not is_right:
+            raise ValueError(f"{name} is {str(getattr(state, name))[:100]}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
 
 
 def _checksums(folder: Path) -> dict[str, list[int]]:
@@ -194,16 +225,31 @@ def _verify(path: Path) -> None:
         files = {name: (int(size), int(crc)) for name, (size, crc) in listed.items()}
         if "driver.json" not in files:
             raise ValueError("driver.json is not in it")
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # what JSON can hold instead
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:  # what JSON can hold instead
         raise UserError(
             f"Checkpoint {path} is damaged: files.json: {error}. {_remedy(path)}"
         ) from error
     for name, (size, crc) in files.items():
         file = path / name
-        if not file.is_file():
-            raise UserError(f"Checkpoint {path} is damaged: {name} is missing. {_remedy(path)}")
+        if not _is_file(file):
+            shown = name[:200]
+            raise UserError(f"Checkpoint {path} is damaged: {shown} is missing. {_remedy(path)}")
         if file.stat().st_size != size or _crc(file) != crc:
             raise UserError(f"Checkpoint {path} is damaged: {name} has changed. {_remedy(path)}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _crc(path: Path) -> int:

@@ -1,6 +1,7 @@
 """Shared parts: tiny models made from a config, and one local Ray for all tests that need it."""
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two busy cores make threads slower, not faster
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -41,6 +42,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(autouse=True)
+def signals_of_their_own() -> Iterator[None]:
+    """A command that ends ignores signals for good; what later tests start would inherit that."""
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def build_tokenizer(folder: Path) -> None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,7 @@ class ForkServer:
 
     @property
     def for_workers(self) -> dict[str, str]:
-        """The environment of a driver whose workers shall be forks.
-
-        They end with it when it ends in order, but do not notice the end of a raylet.
-        """
+        """The environment of a driver whose workers shall be forks."""
         job = {"runtime_env": {"py_executable": self.command}}
         return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}  # as Ray's job server does it
 
@@ -75,7 +73,8 @@ def _serve(listener: socket.socket, modules: list[str]) -> None:
             ready = True
         if os.fork() == 0:
             listener.close()
-            end_with(_run, request, streams)  # the client sees its connection end with this process
+            _end_with_client(client)  # which sees its connection end with this process, too
+            end_with(_run, request, streams)
         client.close()
         for stream in streams:
             os.close(stream)
@@ -86,6 +85,16 @@ def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
     while not request.endswith(b"\n"):
         request += client.recv(1 << 16)
     return json.loads(request), streams
+
+
+def _end_with_client(client: socket.socket) -> None:
+    """Ray knows the client alone, and so does whoever kills what a run has left."""
+
+    def watch() -> None:
+        client.recv(1)
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="client").start()
 
 
 def _run(request: dict[str, Any], streams: list[int]) -> None:

@@ -9,6 +9,7 @@ import transformers
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.policy.probe import check_architecture
+from tests.exported_models import HEAD, LATENT, MOE, ROUTED
 
 LAYOUTS = {
     "policy.batching=packed": {"batching": "packed"},
@@ -30,24 +31,8 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": None,
 }
-HEAD = {"head_dim": 32}
 FOUR = {"num_hidden_layers": 4}
 WINDOW = {"sliding_window": 128}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ROUTED = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-}
 LINEAR = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -83,12 +68,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", ALL, {"num_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2Config", ALL, {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", ALL, HEAD | {"tie_word_embeddings": True}),
-    "qwen2-moe": ("Qwen2MoeConfig", ALL, EXPERTS | {"shared_expert_intermediate_size": 64}),
-    "qwen3-moe": ("Qwen3MoeConfig", ALL, HEAD | EXPERTS),
+    "qwen2-moe": ("Qwen2MoeConfig", ALL, MOE | {"shared_expert_intermediate_size": 64}),
+    "qwen3-moe": ("Qwen3MoeConfig", ALL, HEAD | MOE),
     "qwen3-next": (
         "Qwen3NextConfig",
         PADDED,
-        FOUR | HEAD | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
+        FOUR | HEAD | LINEAR | MOE | {"shared_expert_intermediate_size": 32},
     ),
     "qwen3.5": ("Qwen3_5TextConfig", PADDED, FOUR | HEAD | LINEAR),
     "mixtral": (

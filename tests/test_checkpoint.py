@@ -115,7 +115,14 @@ def test_damage_anywhere_in_a_file_of_several_chunks_is_found(tmp_path):
         checkpoints.latest()
 
 
-@pytest.mark.parametrize("manifest", ["[]", "null", "{}", '{"driver.json": 5}', '{"a": [1, 2, 3]}'])
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        *("[]", "null", "{}", '{"driver.json": 5}', '{"a": [1, 2, 3]}'),
+        pytest.param("[" * 200_000, id="deep"),
+        '{"driver.json": [Infinity, 1]}',
+    ],
+)
 def test_a_list_of_files_that_lists_none_is_damage(tmp_path, manifest):
     checkpoints = make(tmp_path)
     (save(checkpoints, 3) / "files.json").write_text(manifest)
@@ -123,16 +130,58 @@ def test_a_list_of_files_that_lists_none_is_damage(tmp_path, manifest):
         checkpoints.latest()
 
 
+def rewrite_state(path, text):
+    """Another ``driver.json``, which the list of files agrees with."""
+    (path / "driver.json").write_text(text)
+    files = json.loads((path / "files.json").read_text())
+    data = text.encode()
+    files["driver.json"] = [len(data), zlib.crc32(data)]
+    (path / "files.json").write_text(json.dumps(files))
+
+
+def test_a_listed_name_that_no_file_can_have_is_damage(tmp_path):
+    checkpoints = make(tmp_path)
+    path = save(checkpoints, 3)
+    listed = json.loads((path / "files.json").read_text()) | {"a" * 5000: [1, 2]}
+    (path / "files.json").write_text(json.dumps(listed))
+    with pytest.raises(UserError, match=r"step_3 is damaged: a{200} is missing"):
+        checkpoints.latest()
+
+
 def test_a_state_with_other_fields_is_of_another_version(tmp_path):
     checkpoints = make(tmp_path)
     path = save(checkpoints, 3)
-    state = path / "driver.json"
-    state.write_text(state.read_text().replace('"totals"', '"sums"'))
-    files = json.loads((path / "files.json").read_text())
-    data = state.read_bytes()
-    files["driver.json"] = [len(data), zlib.crc32(data)]
-    (path / "files.json").write_text(json.dumps(files))
+    rewrite_state(path, (path / "driver.json").read_text().replace('"totals"', '"sums"'))
     with pytest.raises(UserError, match=r"step_3 is not one of this version: driver\.json: .*sums"):
+        checkpoints.latest()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("step", value) for value in (None, "3", -1, 1.5, True)),
+        ("loader", None),
+        ("metric", "0.5"),
+        ("totals", None),
+        ("totals", {"wall_s": "1"}),
+        ("weight_versions", ["policy"]),
+        ("weight_versions", {"policy": "3"}),
+        ("metric_name", 5),
+        ("unlogged", [1]),
+    ],
+)
+def test_a_state_with_a_value_of_another_kind_is_refused_by_its_name(tmp_path, name, value):
+    checkpoints = make(tmp_path)
+    path = save(checkpoints, 3)
+    rewrite_state(path, json.dumps(json.loads((path / "driver.json").read_text()) | {name: value}))
+    with pytest.raises(UserError, match=rf"not one of this version: driver\.json: {name} is "):
+        checkpoints.latest()
+
+
+def test_a_state_that_is_nested_too_deep_is_refused(tmp_path):
+    checkpoints = make(tmp_path)
+    rewrite_state(save(checkpoints, 3), "[" * 200_000)
+    with pytest.raises(UserError, match=r"not one of this version: driver\.json: maximum"):
         checkpoints.latest()
 
 

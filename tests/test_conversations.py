@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from nemo_like.config.data import ConversationsConfig, OverlongRows
 from nemo_like.data import conversations, json_rows
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
+from nemo_like.data.empty_blocks import num_unwritten
 from nemo_like.data.end_tokens import padding_id
 from nemo_like.environments.reasoning_gym_reward import reward
 from nemo_like.errors import UserError
@@ -333,6 +335,12 @@ def test_what_a_sampled_answer_begins_with_trains(tmp_path, before):
     assert trained_texts(tokenizer_of(tmp_path), ids, mask) == expected
 
 
+def test_white_space_before_an_answer_takes_no_time():
+    start = time.process_time()
+    assert num_unwritten(" " * 600 + "2", {"role": "assistant", "content": "2"}, "") == 0
+    assert time.process_time() - start < 1
+
+
 def test_markers_around_an_empty_block_do_not_make_it_train(tmp_path):
     inside = "{% generation %}{{ m.content }}"
     assert inside in MARKED
@@ -465,6 +473,9 @@ def test_a_system_prompt_is_put_before_conversations_that_have_none(tmp_path):
         ),
         ({"prompt": "x", "completion": "y", "label": False}, "'label' is false, which marks a bad"),
         ({"prompt": "x", "completion": "y", "label": 0}, "'label' is 0, which marks a bad answer"),
+        ({"prompt": "x", "completion": "y", "label": 0.0}, r"'label' is 0\.0, which marks a bad"),
+        ({"prompt": "x", "completion": "y", "label": "0"}, "'label' is 0, which marks a bad"),
+        ({"messages": TURNS, "label": "False"}, "'label' is false, which marks a bad answer"),
         ({"messages": TURNS, "label": False}, "pair both kinds for run_dpo.py"),
         ({"prompt": "x", "completion": "y", "system": "z"}, "'system' is not supported"),
     ],

@@ -14,46 +14,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tests.exported_models import MOE, ROUTED, SHAPE
+
 TOLERANCE = 1e-5
 PROMPTS = [list(range(10, 50)), list(range(100, 117)), [7, 8, 9]]
 NUM_NEW = 8
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "tie_word_embeddings": False,
-}
+SIZES = SHAPE | {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 128}
 HEAD = {"head_dim": 64}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ROUTED = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-moe": ("Qwen3MoeConfig", HEAD | EXPERTS),
-    "qwen3-moe-tied": ("Qwen3MoeConfig", HEAD | EXPERTS | {"tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3MoeConfig", HEAD | MOE),
+    "qwen3-moe-tied": ("Qwen3MoeConfig", HEAD | MOE | {"tie_word_embeddings": True}),
     # Its experts are no multiple of what the kernels want: packed ones have another shape.
     "qwen2-moe": (
         "Qwen2MoeConfig",
-        EXPERTS | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
+        MOE | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
     ),
     "mixtral": ("MixtralConfig", HEAD | LOCAL | {"sliding_window": None}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "glm4-moe": ("Glm4MoeConfig", HEAD | ROUTED),
+    "glm4-moe": ("Glm4MoeConfig", HEAD | ROUTED | {"n_group": 1, "topk_group": 1}),
     # vLLM copies its experts in without its own loaders.
     "gpt-oss": ("GptOssConfig", HEAD | LOCAL | {"sliding_window": 128}),
     # Its output head has a bias, which vLLM makes when it comes.

@@ -61,6 +61,17 @@ def test_what_hydra_would_take_for_something_else_is_refused(typed, sentence):
         assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "key", ["generation.engine_kwargs.x", "environment.reward_model.template_switches.x"]
+)
+def test_an_entry_of_a_dictionary_that_the_schema_lacks_is_refused(key):
+    """SFT samples and grades nothing."""
+    check_overrides([f"{key}=1"], GRPORunConfig)
+    for each in ([f"{key}=1"], accept_free_keys([f"{key}=1"])):
+        with pytest.raises(UserError, match=rf"^{key} is not a key of the configuration"):
+            check_overrides(each, SFTRunConfig)
+
+
 def test_what_is_written_as_it_is_read_is_accepted():
     typed = ["run.dir=2026", "run.dir='1.10'", 'run.dir="läufe"', "policy.compile=yes", "run.dir="]
     typed += ["run.dir=1.5", "++run.seed=1", "logging.wandb=off", "hydra.job.chdir=false"]

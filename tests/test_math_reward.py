@@ -134,8 +134,10 @@ def test_a_box_in_the_prompt_is_not_an_answer():
         "\\boxed{\\int_0^5 1 dx}",  # the question once more, and no answer
         *("\\boxed{4}" + text * 4_000 for text in ("answer: ", "final ", "I choose ", "#### 5 ")),
         *("\\boxed{4}" + text * 20_000 for text in ("<answer>", "$", "*", "(", "#", "答案")),
+        *("\\boxed{4} so the answer " + text * 20_000 for text in ("# \n", "* ", "---\n")),
+        "**\n" * 20_000,
     ],
-    ids=range(33),
+    ids=range(37),
 )
 def test_weird_text_earns_nothing_in_little_time(response):
     start = time.process_time()

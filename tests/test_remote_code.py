@@ -117,6 +117,14 @@ def test_code_of_other_models_is_refused_under_their_own_keys(key, unknown, mark
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("kind", [["mine"], {}, None])
+def test_code_of_a_model_whose_kind_is_no_text_is_refused(unknown, marker, kind):
+    change(unknown / "config.json", model_type=kind)
+    with pytest.raises(UserError, match=r"has code of its own \(auto_map in config\.json\)"):
+        resolve_model(str(unknown))
+    assert not marker.exists()
+
+
 def test_code_of_a_tokenizer_is_refused(known, marker):
     with_own_tokenizer(known)
     with pytest.raises(UserError, match=r"\(auto_map in tokenizer_config\.json\)"):

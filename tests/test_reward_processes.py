@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import re
+import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from nemo_like.rollout.graders import start_pool
 from tests.small_runs import small_config
 
 REWARDS = '''
-import asyncio, json, os, pickle, resource, struct, sys, threading, time
+import asyncio, json, os, pickle, resource, signal, struct, sys, threading, time
 import numpy
 
 FD = int(sys.argv[1])
@@ -132,6 +133,7 @@ class Session:
 
 SESSION = Session()
 MOST = [0, 0]
+THREE, TOGETHER = [], asyncio.Event()
 
 async def judge(prompt, completion, **fields):
     how, _, what = completion.partition(" ")
@@ -142,6 +144,15 @@ async def judge(prompt, completion, **fields):
             await asyncio.sleep(float(what))
         if how == "block":
             time.sleep(60)
+        if how == "die":
+            await asyncio.sleep(float(what or 0))
+            os._exit(1)
+        if how == "together":
+            signal.setitimer(signal.ITIMER_REAL, 60)
+            THREE.append(what)
+            if len(THREE) == 3:
+                TOGETHER.set()
+            await TOGETHER.wait()
         if how == "stubborn":
             while True:
                 try:
@@ -164,7 +175,8 @@ async def judge(prompt, completion, **fields):
             os.write(FD, written(what))
     finally:
         MOST[0] -= 1
-    return {"reward": 1.0, "same_loop": SESSION.check(), "pid": os.getpid(), "at_once": MOST[1]}
+    return {"reward": 1.0, "same_loop": SESSION.check(), "pid": os.getpid(), "at_once": MOST[1],
+            "alarm": signal.getitimer(signal.ITIMER_REAL)[0]}
 
 async def leave():
     sys.exit("bye")
@@ -484,6 +496,40 @@ def test_no_more_rows_run_at_once_than_the_limit(start):
     share = Counter(g.metrics["pid"] for g in grades)
     assert sorted(share.values())[0] >= 3, share
     assert len(share) == 2
+
+
+def test_async_rows_that_end_at_the_same_time_leave_nothing_to_later_ones(judges):
+    grade(judges, *["together"] * 3)
+    assert grade(judges, "x")[0].metrics["alarm"] == 0
+
+
+def test_a_process_that_starts_again_holds_up_no_other(start):
+    pool = start("judge", num_processes=2, timeout_s=5.0)
+
+    async def while_one_starts():
+        await pool.grade("p", "die", {})
+        first = asyncio.create_task(pool.grade("p", "x", {}))
+        await asyncio.sleep(0.1)
+        rows = [pool.grade("p", "sleep 0.02", {}) for _ in range(8)]
+        return await asyncio.gather(first, *rows)
+
+    grades = asyncio.run(while_one_starts())
+    assert [g.reward for g in grades] == [1.0] * 9
+    assert max(g.metrics["at_once"] for g in grades) >= 4
+
+
+def test_a_process_that_cannot_start_again_leaves_no_row_waiting(reward_file, monkeypatch):
+    pool = GradingPool(f"{reward_file}:judge", concurrency=1)
+    monkeypatch.setattr(sys, "executable", "/missing/python")
+
+    async def all_of_them():
+        rows = (pool.grade("p", completion, {}) for completion in ("die 0.3", "x", "x", "x"))
+        return await asyncio.wait_for(asyncio.gather(*rows, return_exceptions=True), 10)
+
+    died, *others = asyncio.run(all_of_them())
+    pool.shutdown()
+    assert "ended with exit code 1" in died.error
+    assert [type(one) for one in others] == [FileNotFoundError] * 3
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ class Replicas:
                 rows=rows_of(one.tasks),
                 metrics={},
                 errors={},
+                dropped_metrics={},
             )
             for one in requests
         ]

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from nemo_like.algorithms.run import Run
+from nemo_like.algorithms.stop_request import LeftError, StopRequest
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import StoppedError, exit_code
 from nemo_like.observe.metrics import Metric
@@ -200,6 +201,15 @@ def test_a_stop_after_the_last_step_lets_the_run_end_as_it_would(tmp_path):
     run_counter(tmp_path, act=at("export", 1, send(TERM)))
     assert (tmp_path / "summary.json").exists()
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_a_stop_in_a_call_of_rays_that_wraps_what_it_raises_leaves_a_validation():
+    stop = StopRequest()
+    with pytest.raises(LeftError), stop.leaving():
+        raise SystemError("returned a result with an exception set") from LeftError()
+    other = SystemError("of another kind")
+    with pytest.raises(SystemError, match="of another kind"), stop.leaving():
+        raise other
 
 
 @pytest.mark.parametrize("number", [TERM, USR1])

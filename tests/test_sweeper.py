@@ -110,6 +110,21 @@ def test_shared_memory_is_removed_unless_others_use_it(tmp_path, monkeypatch):
         assert process.wait(10) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("name", [b"t\xff", b"t\r"])
+def test_shared_memory_of_any_name_is_removed(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    sweeper = Sweeper()
+    path = Path(os.fsdecode(b"/dev/shm/" + name + os.urandom(4).hex().encode()))
+    command = [sys.executable, "-c", MAPS, str(path)]
+    env = os.environ | sweeper.environment
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    sweeper.close()
+    assert process.wait(10) == -signal.SIGKILL
+    assert not path.exists()
+    assert not [*tmp_path.iterdir()]
+
+
 def test_processes_of_others_live_on(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     first, second = Sweeper(), Sweeper()

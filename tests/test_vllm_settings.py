@@ -9,6 +9,7 @@ from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm_environment import EngineDevices, start_fork_server
 from nemo_like.generation.vllm_settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
+from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.model_shape import ModelShape, kv_bytes_per_sequence
 
 GIB = 2**30
@@ -25,7 +26,7 @@ KNOWN = (
 
 def config_of(**changes):
     config = {
-        "model_path": "model",
+        "model_path": str(resolve_model("embedded")),
         "dtype": "bfloat16",
         "seed": 0,
         "max_model_len": 1000,

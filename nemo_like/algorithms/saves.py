@@ -50,7 +50,7 @@ class Saves:
         self._saved_at = began
 
     def is_due(self, step: int) -> bool:
-        """Whether the configuration wants ``step`` saved; the last one always is."""
+        """Whether the configuration wants ``step`` saved, by its number or the time."""
         every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
         if every_s > 0 and time.monotonic() - self._saved_at >= every_s:
             return True

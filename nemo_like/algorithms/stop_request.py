@@ -93,6 +93,8 @@ class StopRequest:
         before, self._on_term = self._on_term, self._leave
         try:
             yield
+        except SystemError as error:  # see ``cli.end_on_error``
+            raise error.__cause__ if isinstance(error.__cause__, LeftError) else error from None
         finally:
             self._on_term = before
 

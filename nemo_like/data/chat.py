@@ -65,7 +65,7 @@ class ChatTokenizer:
                 "the folder, or use an instruct model."
             )
         self.switches = dict(switches or {})
-        """What the template is given beside messages."""
+        """Variables for the template, by name."""
         check_switches(self._tokenizer.get_chat_template(), self.switches, key)
         self._cuts = TokenCuts(self._tokenizer)
         self.eos_token_ids = end_token_ids(Path(model_path), self._tokenizer.eos_token_id)

@@ -15,10 +15,10 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Entries that some templates write before a message's content."""
 
 _EMPTY = re.compile(
-    r"""\s*(?:
-        (?P<open>\W{1,3})(?P<name>[\w ]+)(?P<close>\W{1,3}?)\s*
+    r"""\s*+(?:
+        (?P<open>[^\w\s]{1,3})(?P<name>[\w ]+)(?P<close>[^\w\s]{1,3}?)\s*
         (?P=open)/\s*(?P=name)(?P=close)       # <think></think>, [THINK][/THINK]
-      | (?P<left>\W{1,3})(?:begin|start)(?P<what>[_ ]\w+)(?P<right>\W{1,3}?)\s*
+      | (?P<left>[^\w\s]{1,3})(?:begin|start)(?P<what>[_ ]\w+)(?P<right>[^\w\s]{1,3}?)\s*
         (?P=left)end(?P=what)(?P=right)        # <|begin_of_thought|><|end_of_thought|>
     )""",
     re.VERBOSE | re.IGNORECASE,

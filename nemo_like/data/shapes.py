@@ -53,7 +53,10 @@ def refuse_unsupported(record: Mapping[str, Any], where: str) -> None:
 def refuse_bad_answer(record: Mapping[str, Any], where: str) -> None:
     """Refuse a row for KTO whose answer is marked as a bad one."""
     label = record.get("label")
-    if label is False or (label == 0 and type(label) is int and "completion" in record):
+    says_no = isinstance(label, str) and label.strip().lower() == "false"
+    # Other numbers and texts beside messages may be a class.
+    is_zero = label in (0, "0") and "completion" in record
+    if label is False or says_no or is_zero:
         raise UserError(
             f"{where}: 'label' is {str(label).lower()}, which marks a bad answer (rows for KTO), "
             "and SFT would train on it; keep the rows whose label is true only, or pair both kinds "

@@ -1,4 +1,4 @@
-"""What a chat template can be told beside the messages, such as ``enable_thinking``."""
+"""Variables of a chat template that a user may set, such as ``enable_thinking``."""
 
 import difflib
 import re
@@ -19,7 +19,7 @@ _GIVEN = re.compile(
 
 
 def check_switches(template: str, switches: Mapping[str, Any], key: str) -> None:
-    """Refuse a switch that the template never looks at, with the nearest that it does.
+    """Refuse a switch that the template never uses; the error names the nearest that it does.
 
     ``key`` is where the configuration has them.
     """

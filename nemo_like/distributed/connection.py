@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -82,10 +82,15 @@ def _leave(sweeper: Sweeper | None = None) -> None:
     else:
         with _uninterrupted():
             node = vars(ray_worker)["_global_node"]
-            for started in node.all_processes.values():
-                for one in started:  # They block SIGTERM, with which Ray would end them.
-                    one.process.terminate = one.process.kill
+            below: list[psutil.Process] = []
+            for one in (one for started in node.all_processes.values() for one in started):
+                one.process.terminate = one.process.kill  # They block SIGTERM, Ray's own choice.
+                with suppress(psutil.Error):
+                    below += psutil.Process(one.process.pid).children(recursive=True)
             ray.shutdown()
+            for process in below:  # Agents that still start notice only later that Ray has ended.
+                with suppress(psutil.Error):
+                    process.kill()
             if sweeper is not None:
                 sweeper.close()
 

@@ -68,7 +68,13 @@ def _main(folder: str) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.close()
     sys.stdin.read()  # until the other end is closed, by hand or with its process
-    _end_processes(folder)
+    try:
+        _end_processes(folder)
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if Path(folder).exists():  # something that we may not end was still writing
         time.sleep(0.5)
@@ -81,8 +87,9 @@ def _end_processes(folder: str) -> None:
     shared: dict[int, str] = {}
     while (left := _started_under(folder)) and time.monotonic() < start + _ENDS_WITHIN_S / 2:
         for pid in left:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # some let nobody read what they have mapped
                 shared |= _shared_memory(pid)
+            with contextlib.suppress(OSError):
                 if time.monotonic() > start + _TRACKERS_S or not _is_tracker(pid):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
@@ -103,11 +110,12 @@ def _is_tracker(pid: int) -> bool:
 
 def _shared_memory(pid: int) -> dict[int, str]:
     """Files in /dev/shm that a process has mapped, by inode."""
-    lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    content = Path(f"/proc/{pid}/maps").read_bytes()
+    lines = [line.split(maxsplit=5) for line in content.split(b"\n")]  # names may hold b"\r"
     return {
-        int(line[4]): line[5]
+        int(line[4]): os.fsdecode(line[5])
         for line in lines
-        if len(line) == 6 and line[5].startswith("/dev/shm/")
+        if len(line) == 6 and line[5].startswith(b"/dev/shm/")
     }
 
 

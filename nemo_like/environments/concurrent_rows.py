@@ -49,16 +49,19 @@ class _Server:
         self._pool = pool
         self._function = function
         self._limits = limits
-        self._rows: set[asyncio.Task[None]] = set()
+        self._answers: set[asyncio.Task[None]] = set()
+        self._num_open = 0
+        """Rows that are still graded."""
         self._writing = asyncio.Lock()
         self._ended = set[int]()
 
     async def run(self) -> None:
         async for row in self._incoming():
-            task = asyncio.create_task(self._answer(row))
-            self._rows.add(task)
-            task.add_done_callback(self._rows.discard)
+            self._num_open += 1
             self._watch_loop()
+            task = asyncio.create_task(self._answer(row))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
 
     async def _incoming(self) -> AsyncIterator[GradingRow]:
         loop, frames = asyncio.get_running_loop(), Frames(MOST_BYTES)
@@ -69,13 +72,14 @@ class _Server:
 
     async def _answer(self, row: GradingRow) -> None:
         verdict = await self._grade(row)
-        if len(self._rows) == 1:  # others may still wait for children, or for an alarm
+        self._num_open -= 1
+        if not self._num_open:  # others may still wait for children, or for an alarm
             self._ended = bury_orphans(self._ended)
             signal.setitimer(signal.ITIMER_REAL, 0)
+        self._watch_loop()
         async with self._writing:
             message = verdict_frame(row.id, verdict)
             await asyncio.get_running_loop().sock_sendall(self._pool, message)
-        self._watch_loop(leaving=1)
 
     async def _grade(self, row: GradingRow) -> Verdict:
         task = asyncio.create_task(grade_async(self._function, row))
@@ -87,9 +91,9 @@ class _Server:
         stuck = None if done else "a row that was late does not let itself be cancelled"
         return failed(f"took longer than {self._limits.row_s:g} s", spent=stuck)
 
-    def _watch_loop(self, leaving: int = 0) -> None:
+    def _watch_loop(self) -> None:
         """Called whenever the loop shows that it is not blocked."""
-        if len(self._rows) > leaving:
+        if self._num_open:
             limit_s = self._limits.row_s + CANCEL_GRACE_S + self._limits.self_destruct_s
             faulthandler.dump_traceback_later(limit_s, exit=True)
         else:

@@ -149,8 +149,8 @@ class GradingPool:
     def _deal(self) -> None:
         """Give rows that wait to the processes that have most room."""
         while self._waiting:
-            lane = min(self._lanes, key=lambda lane: lane.num_calls)
-            if lane.num_calls >= (self._concurrency if lane.is_concurrent else 1):
+            lane = max(self._lanes, key=self._room)
+            if self._room(lane) <= 0:
                 return
             rows: list[_WaitingRow] = []
             while self._waiting and len(rows) < self._rows_at_once:
@@ -163,6 +163,9 @@ class GradingPool:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
+    def _room(self, lane: "_Lane") -> int:
+        return (self._concurrency if lane.is_concurrent else 1) - lane.num_calls
+
     async def _grade(self, lane: "_Lane", rows: "Sequence[_WaitingRow]") -> None:
         try:
             verdicts = await lane.grade([row.sent for row in rows])
@@ -172,9 +175,9 @@ class GradingPool:
             raise
         finally:
             lane.num_calls -= 1
+            self._deal()
         for row, verdict in zip(rows, verdicts, strict=True):
             row.verdict.set_result(verdict)
-        self._deal()
 
 
 class _Lane:

@@ -24,7 +24,7 @@ from nemo_like.environments.math_verdict import (
 )
 from nemo_like.environments.thinking import after_thinking
 
-LONG_SPACE = re.compile(r"\s{8,}")
+LONG_SPACE = re.compile(r"\s{8,}|(?:\n[ \t#*_]*){8,}(?=\n)")
 """What a model that never stops may write: patterns would look at it from each of its places."""
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 ESCAPED_BOX = re.compile(r"(?<!\\)\\\\(?:boxed|fbox)(?![a-zA-Z])")
@@ -58,7 +58,7 @@ NO_STATEMENT = re.compile(
     r"(?:\s+that)?(?:\s+(?:the|our|my))?\s+$",
     re.IGNORECASE,
 )
-HEADING = re.compile(r"^[#*\s]+(?:final\s+)?answer[*\s]*\n", re.IGNORECASE | re.MULTILINE)
+HEADING = re.compile(r"^[#*\s]++(?:final\s+)?answer[*\s]*\n", re.IGNORECASE | re.MULTILINE)
 DISPLAY = re.compile(r"\s*[*_]*\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\]|```\w*\n(.*?)```)", re.DOTALL)
 SENTENCE_END = re.compile(r"[.!?](?:\*\*|[\"')])?(?=\s|$)")
 LEAD_IN = re.compile(
@@ -72,7 +72,7 @@ AFTERTHOUGHT = re.compile(
     re.IGNORECASE,
 )
 NEXT_PROBLEM = re.compile(
-    r"^\W*(?:question|problem|exercise|example|human|user|q)\b[ \t]*\d*[ \t*]*[:.]",
+    r"^[^\w\n]*+(?:question|problem|exercise|example|human|user|q)\b[ \t]*\d*[ \t*]*[:.]",
     re.IGNORECASE | re.MULTILINE,
 )
 """A model that does not stop may set itself another problem, and answer that."""
@@ -220,8 +220,11 @@ def _last_statement(text: str, kind: Kind) -> str | None:
         return max(found, key=lambda item: item[0])[1]
     display = DISPLAY.fullmatch(text.strip())
     line = _content(display) if display else text.strip()
-    is_expression = "\n" not in line and len(line) <= 100 and BARE_EXPRESSION.match(line)
-    return line if is_expression and re.search(r"\d", line) else None
+    if "\n" in line or len(line) > 100:
+        return None
+    if kind is not Kind.quantity and is_only_choice(line):
+        return line
+    return line if BARE_EXPRESSION.match(line) and re.search(r"\d", line) else None
 
 
 def _after_marker(line: str) -> str | None:

@@ -24,15 +24,15 @@ LABEL = re.compile(
     rf"\b(?P<final>(?:(?:final|correct|right)\s+){{1,3}})?{_NOUN}\b"
     r"(?:,\s+(?:then|therefore|thus|hence),)?"
     r"(?:\s+(?:to|for|of)\s+(?:this|the|our|your)\s+(?:question|problem|exercise|task))?"
-    rf"[\s*_`]*(?:\([^()\n]{{0,40}}\))?[\s*_`]*(?:[:：=→]|[-–—](?=\s)|’s\b|'s\b|{_IS})[\s*_`:]*",
+    rf"[\s*_`]*+(?:\([^()\n]{{0,40}}\)[\s*_`]*+)?(?:[:：=→]|[-–—](?=\s)|’s\b|'s\b|{_IS})[\s*_`:]*",
     re.IGNORECASE,
 )
 HEADING = re.compile(
-    r"^[#*_\s]+(?:(?:final|correct|right)\s+){0,3}(?:answer|judge?ment|verdict|choice)[*_\s]*\n",
+    r"^[#*_\s]++(?:(?:final|correct|right)\s+){0,3}(?:answer|judge?ment|verdict|choice)[*_\s]*\n",
     re.IGNORECASE | re.MULTILINE,
 )
 FINAL = re.compile(
-    r"(?:^[#*_\s]*|(?<=[.!?]\s)[*_]*)final[\s*_]*[:：][\s*_]*", re.IGNORECASE | re.MULTILINE
+    r"(?:^[#*_\s]*+|(?<=[.!?]\s)[*_]*)final[\s*_]*[:：][\s*_]*", re.IGNORECASE | re.MULTILINE
 )
 ELSEWHERE = re.compile(
     r"(?:答案|选项|選項|判断|结论|結論)\s*(?:应该|应|應)?\s*(?:是|为|為|选|選|[:：=])"

@@ -4,7 +4,6 @@ Pure, and without an import of vLLM.
 """
 
 import difflib
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from nemo_like.config.policy import ADAPTER_RANKS
+from nemo_like.planning.model_shape import read_settings
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
@@ -168,7 +168,7 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
             f"generation.engine_kwargs.quantization={method}: on the CPU vLLM quantises weights as "
             "it starts, and not those that a refit brings; remove it."
         )
-    if _has_latent_attention(Path(config.model_path) / "config.json"):
+    if read_settings(Path(config.model_path)).get("kv_lora_rank"):
         raise UserError(
             "generation.backend=vllm: on the CPU vLLM (0.32) has other logprobs than transformers "
             f"for models with latent attention (kv_lora_rank in the config.json of "
@@ -186,11 +186,3 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(config.max_model_len, CPU_BATCHED_TOKENS),
     }
-
-
-def _has_latent_attention(path: Path) -> bool:
-    """Whether keys and values are made of a smaller matrix, as DeepSeek's are."""
-    if not path.exists():
-        return False
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return any(part.get("kv_lora_rank") for part in (config, config.get("text_config") or {}))

@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from nemo_like.config.policy import LoraConfig
 from nemo_like.errors import UserError
-from nemo_like.weights.adapter_places import adapter_places, module_names
+from nemo_like.weights.adapter_places import peft_targets
 
 NAME = "default"
 """The one adapter's name in peft."""
@@ -18,14 +18,10 @@ def inject_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     import peft  # needs a second to import, and few runs have adapters
 
     # Names alone: peft's own "all-linear" would add routers, and take shared experts for experts.
-    places = adapter_places(model, config)
-    modules, parameters = module_names(model, places)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # fractions work
-        target_modules=modules,
-        target_parameters=parameters or None,
-        fan_in_fan_out=all(place.input_first for place in places),
+        **peft_targets(model, config),
         exclude_modules=["score"] if hasattr(model, "score") else None,  # it trains itself
     )
     try:

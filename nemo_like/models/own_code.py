@@ -35,7 +35,7 @@ def _needs_model_code(settings: dict[str, Any], _: dict[str, Any]) -> bool:
     # Here and below imported only where there is code: transformers takes seconds.
     from transformers import CONFIG_MAPPING
 
-    return settings.get("model_type") not in CONFIG_MAPPING
+    return str(settings.get("model_type")) not in CONFIG_MAPPING
 
 
 def _needs_tokenizer_code(settings: dict[str, Any], of_tokenizer: dict[str, Any]) -> bool:
@@ -44,7 +44,7 @@ def _needs_tokenizer_code(settings: dict[str, Any], of_tokenizer: dict[str, Any]
         tokenizer_class_from_name,
     )
 
-    if settings.get("model_type") in TOKENIZER_MAPPING_NAMES:
+    if str(settings.get("model_type")) in TOKENIZER_MAPPING_NAMES:
         return False
     kind = str(of_tokenizer.get("tokenizer_class") or "")
     return not kind or tokenizer_class_from_name(kind) is None

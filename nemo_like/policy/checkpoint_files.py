@@ -7,8 +7,9 @@ Tensors stay in torch's format, which is read with ``weights_only=True``.
 
 import io
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,14 +186,22 @@ def _read_index(folder: Path) -> Metadata:
                 ChunkStorageMetadata(_size(one["offset"]), _size(one["shape"]))
                 for one in tensor["chunks"]
             ]
+            size = _size(tensor["shape"])
+            _expect_all(name, size, chunks)
             entries[name] = TensorStorageMetadata(
-                TensorProperties(dtype=_dtype(tensor["dtype"])), _size(tensor["shape"]), chunks
+                TensorProperties(dtype=_dtype(tensor["dtype"])), size, chunks
             )
             for chunk, place in zip(chunks, tensor["chunks"], strict=True):
                 storage[MetadataIndex(name, chunk.offsets)] = _info(place)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _refusal(path, error) from error
     return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
+
+
+def _expect_all(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
+    """Raise ValueError unless the chunks make up the tensor: torch leaves a gap as it is."""
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise ValueError(f"the parts of {name} do not make up its shape {list(size)}")
 
 
 def _refusal(path: Path, error: Exception) -> UserError:

@@ -126,5 +126,10 @@ def _exported(model: LogprobModel, described: Architecture) -> Any:
     kind: Any = type(model.causal_lm)
     settings = type(model.causal_lm.config).from_dict(model.causal_lm.config.to_dict())
     return kind.from_pretrained(
-        None, config=settings, state_dict=state, dtype=torch.float32, attn_implementation="eager"
+        None,
+        config=settings,
+        state_dict=state,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=False,
     ).eval()

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from nemo_like.config.policy import LoraConfig
 from nemo_like.models.adapters import NAME, inject_adapters
 from nemo_like.policy.shards import local_part
-from nemo_like.weights.adapter_places import adapter_places, module_names
+from nemo_like.weights.adapter_places import peft_targets
 from nemo_like.weights.naming import plain_name
 
 _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
@@ -128,17 +128,13 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    places = adapter_places(plain, config)
-    modules, parameters = module_names(plain, places)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
-        "target_modules": modules,
-        "target_parameters": parameters or None,
-        "fan_in_fan_out": all(place.input_first for place in places),
+        **peft_targets(plain, config),
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")

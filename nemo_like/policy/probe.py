@@ -1,8 +1,6 @@
 """Does this worker compute what transformers computes? Asked of a small random twin."""
 
 import logging
-import math
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +16,10 @@ from nemo_like.policy.attention import PACKED
 from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel
+from nemo_like.policy.twin import VOCAB, random_model, shortened
 
 logger = logging.getLogger(__name__)
 
-_PROBE_VOCAB = 512
-_PROBE_LAYERS = 2
 # Queries and keys of this size saturate softmax and caps: what attention adds of its own shows.
 _PROBE_SPREAD = 4.0
 # Float32 rounding of logprobs, with a wide margin: a wrong term shows as 0.1 and more.
@@ -61,8 +58,8 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
     Refuses (UserError) what would silently be wrong: attention with terms of its own, recurrent
     layers that run from one packed row into the next, logits changed in a way that the head does
     not know. It then tries the other layouts, and names one that is right. Weights are random and
-    the vocabulary and depth small, so that a 70B model costs seconds; layers are as wide as the
-    real ones, and of every kind that the model has.
+    layers, experts and tokens few: a 70B model costs seconds. Layers are as wide as the real ones,
+    and of every kind that the model has.
     """
     full = _load_config(path, config)
     rows = _rows(full)
@@ -144,7 +141,7 @@ def _one_line(error: Exception) -> str:
 
 def _rows(full: PreTrainedConfig) -> TensorBatch:
     generator = torch.Generator().manual_seed(0)
-    size = min(full.get_text_config().vocab_size, _PROBE_VOCAB)
+    size = min(full.get_text_config().vocab_size, VOCAB)
     ids = torch.randint(0, size, (12,), generator=generator)
     mask = torch.ones(12, dtype=torch.bool)
     mask[[0, 7]] = False
@@ -171,36 +168,9 @@ def _load_config(path: str, config: PolicyConfig) -> PreTrainedConfig:
 
 
 def _twin(full: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """A model of the same classes and widths with few layers, few tokens and random weights.
-
-    The same weights, whatever the ``attention``.
-    """
-    config = type(full).from_dict(full.to_dict())
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    depth = min(text.num_hidden_layers, _PROBE_LAYERS)
-    while kinds and set(kinds[:depth]) != set(kinds):
-        depth += 1
-    changes: dict[str, Any] = {
-        "num_hidden_layers": depth,
-        "vocab_size": min(text.vocab_size, _PROBE_VOCAB),
-        "initializer_range": _PROBE_SPREAD / math.sqrt(text.hidden_size),
-        "pad_token_id": None,
-    }
-    for name, value in changes.items():
-        setattr(text, name, value)
-    if kinds:
-        with suppress(AttributeError):  # some derive them from the number of layers
-            text.layer_types = kinds[:depth]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=trusts_code(),
-        )
-    return model.eval()
+    """A small model with the real one's classes and widths."""
+    config = shortened(full, spread=_PROBE_SPREAD)
+    return random_model(AutoModelForCausalLM, config, attention)
 
 
 def _plain_logprobs(twin: PreTrainedModel, rows: TensorBatch) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """A small random model of a configuration's architecture: all kinds of layers, few of each."""
 
+import logging
 from typing import Any
 
 import torch
@@ -7,8 +8,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nemo_like.config.remote_code import trusts_code
 
+logger = logging.getLogger(__name__)
+
 _LAYERS = 2
-_VOCAB = 256
+VOCAB = 256
+"""Most tokens of a twin."""
 _EXPERTS = 4
 _LEAST_WIDTH = 16
 
@@ -28,52 +32,61 @@ _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
 def small_twin(kind: Any, full: PreTrainedConfig) -> PreTrainedModel:
-    """One that ``kind`` (of transformers' auto classes) makes, in float32, its weights drawn alike
-    each time. It is narrower, too, where its architecture can be built and run so."""
-    for narrower in (True, False):
-        config = type(full).from_dict(full.to_dict())
-        _shorten(config.get_text_config(), narrower=narrower)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                twin = kind.from_config(
-                    config,
-                    dtype=torch.float32,
-                    attn_implementation="eager",
-                    trust_remote_code=trusts_code(),
-                ).eval()
-            with torch.no_grad():
-                twin(input_ids=torch.arange(5)[None], use_cache=False)
-        except (TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError, IndexError):
-            if not narrower:
-                raise
-        else:
-            return twin
-    raise AssertionError
+    """One that ``kind`` (of transformers' auto classes) makes, narrower too if that works."""
+    try:
+        twin = random_model(kind, shortened(full, narrower=True))
+        with torch.no_grad():
+            twin(input_ids=torch.arange(5)[None], use_cache=False)
+    except Exception:  # the boundary to a model's code, which may raise anything
+        logger.debug("%s cannot be narrower", type(full).__name__, exc_info=True)
+        return random_model(kind, shortened(full))
+    return twin
 
 
-def _shorten(text: PreTrainedConfig, *, narrower: bool) -> None:
+def random_model(kind: Any, config: PreTrainedConfig, attention: str = "eager") -> PreTrainedModel:
+    """In float32; the same weights each time, whatever the ``attention``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=trusts_code(),
+        ).eval()
+
+
+def shortened(
+    full: PreTrainedConfig, *, spread: float = 1.0, narrower: bool = False
+) -> PreTrainedConfig:
+    """With few layers, experts and tokens.
+
+    At a ``spread`` of 1 each layer changes what it is given by about as much again: all of them
+    show.
+    """
+    config = type(full).from_dict(full.to_dict())
+    text = config.get_text_config()
     changes: dict[str, Any] = _fewer_layers(text) | _fewer_experts(text)
-    changes |= {"vocab_size": min(text.vocab_size, _VOCAB), "pad_token_id": None}
+    changes |= {"vocab_size": min(text.vocab_size, VOCAB), "pad_token_id": None}
     if narrower:
         changes |= _narrower(text)
-    width = changes.get("hidden_size", text.hidden_size)
-    # Each layer then changes what it is given by about as much again: all of them show.
-    changes["initializer_range"] = width**-0.5
+    changes["initializer_range"] = spread * changes.get("hidden_size", text.hidden_size) ** -0.5
     for name, value in changes.items():
         setattr(text, name, value)
+    return config
 
 
 def _fewer_layers(text: PreTrainedConfig) -> dict[str, Any]:
-    """The first layers, up to one of each kind that the configuration lists."""
+    """The first layers, up to one of each kind that the configuration lists or derives."""
     num_layers = text.num_hidden_layers
     lists = {
         name: value
         for name, value in text.to_dict().items()
         if isinstance(value, list) and len(value) == num_layers
     }
+    derived = getattr(text, "layer_types", None) or []
     depth = min(num_layers, _LAYERS)
-    while any(any(one not in kinds[:depth] for one in kinds) for kinds in lists.values()):
+    every = [*lists.values(), derived]
+    while any(any(one not in kinds[:depth] for one in kinds) for kinds in every):
         depth += 1
     changes: dict[str, Any] = {name: kinds[:depth] for name, kinds in lists.items()}
     if getattr(text, "first_k_dense_replace", None) and "mlp_layer_types" not in lists:

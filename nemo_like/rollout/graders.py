@@ -58,7 +58,7 @@ def for_other_folders(
 ) -> EnvironmentConfig:
     """The same for a process that works in another folder and does not know the rest.
 
-    ``switches``: what the policy's template is told.
+    ``switches``: those of the policy's template.
     """
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
@@ -68,7 +68,7 @@ def for_other_folders(
 
 
 def _with_switches(model: GradingModelConfig, policys: Mapping[str, Any]) -> GradingModelConfig:
-    """What a reward model's own template is told, if nothing else is: what it knows of these."""
+    """``model`` with those of the policy's switches that its template has, if it has no own."""
     if model.template_switches or not policys:
         return model
     known = RewardText(model).chat.known_switches

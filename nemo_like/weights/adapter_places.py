@@ -6,6 +6,7 @@ Engines and the policy both use this list. Neither can forget a place that the o
 import difflib
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -79,13 +80,18 @@ def adapter_places(model: PreTrainedModel, lora: LoraConfig) -> list[AdapterPlac
     return chosen
 
 
-def module_names(model: nn.Module, places: list[AdapterPlace]) -> tuple[list[str], list[str]]:
-    """peft's ``target_modules`` and ``target_parameters``; short where no other layer is meant."""
+def peft_targets(model: PreTrainedModel, lora: LoraConfig) -> dict[str, Any]:
+    """The settings of peft's that name ``adapter_places``; short where no other layer is meant."""
+    places = adapter_places(model, lora)
     layers = {p.module for p in places if p.is_layer and not p.taken_for_experts}
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in layers}
     short = {name.rpartition(".")[2] for name in layers}
-    modules = sorted(layers if short & others else short)
-    return modules, sorted({_after_number(p.full_name) for p in places if p.module not in layers})
+    inner = {_after_number(place.full_name) for place in places if place.module not in layers}
+    return {
+        "target_modules": sorted(layers if short & others else short),
+        "target_parameters": sorted(inner) or None,
+        "fan_in_fan_out": all(place.input_first for place in places),
+    }
 
 
 def _refuse_apart(places: list[AdapterPlace], lora: LoraConfig) -> None:
