@@ -1,5 +1,3 @@
-from nemo_like.config.policy import Dtype
-
 """The invariance matrix of tests/test_invariance.py on GPUs with NCCL, as numbers.
 
     python benchmarks/invariance.py --gpus 4 --out invariance.jsonl

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nemo_like.algorithms.setup import Setup
+from nemo_like.algorithms.text_rows import TextRows, TextSetup
 from nemo_like.config.rollout_checks import has_validation
 
 from nemo_like.advantages import Moments
@@ -19,9 +21,7 @@ from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.setup import Setup
 from nemo_like.algorithms.sft.config import SFTConfig
-from nemo_like.algorithms.text_rows import TextRows, TextSetup
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.sampling import SamplingRunConfig

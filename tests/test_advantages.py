@@ -17,6 +17,7 @@ from nemo_like.advantages import (
     zero_variance_share,
 )
 from nemo_like.config.losses import AdvantageConfig
+from nemo_like.config.section import choices
 
 LOO_STD = AdvantageConfig(baseline="leave_one_out", scale="std")
 LOO = AdvantageConfig(baseline="leave_one_out", scale="none")
@@ -28,8 +29,8 @@ MEAN_BATCH = AdvantageConfig(baseline="mean", scale="batch")
 LOO_BATCH = AdvantageConfig(baseline="leave_one_out", scale="batch")
 EVERY = [
     AdvantageConfig(baseline=baseline, scale=scale)
-    for baseline in Baseline
-    for scale in AdvantageScale
+    for baseline in choices(AdvantageConfig.model_fields["baseline"].annotation)
+    for scale in choices(AdvantageConfig.model_fields["scale"].annotation)
 ]
 
 

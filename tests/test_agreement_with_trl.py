@@ -124,7 +124,7 @@ class Sides:
 
     def ours(self, *, token_advantages=None, on_policy=False, importance="none", **config):
         """Loss, and the gradient of every parameter."""
-        loss = ClippedPGLoss(LossConfig(importance=ImportanceCorrection(importance), **config))
+        loss = ClippedPGLoss(LossConfig(importance=importance, **config))
         batch = self.batch.select(range(len(PROMPTS)))
         if on_policy:
             del batch.tokens[keys.POLICY_LOGPROBS]

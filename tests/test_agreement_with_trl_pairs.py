@@ -2,6 +2,7 @@
 that is stated and pinned. No formula of TRL is repeated here."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import (
     DistillationLossConfig,
     DPOLossConfig,
+    PreferenceKind,
     RewardModelLossConfig,
     TeacherTail,
 )
@@ -165,7 +167,7 @@ def pairs(tiny_model, tmp_path):
     return lambda **rows: Pairs(tiny_model(), tmp_path, **rows)
 
 
-SIGMOID, IPO, HINGE = PreferenceKind
+SIGMOID, IPO, HINGE = get_args(PreferenceKind)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +374,7 @@ def test_micro_batches_of_trl_add_up_to_our_global_mean_if_it_is_told_the_tokens
 # Distillation.
 
 
-@pytest.mark.parametrize("tail", list(TeacherTail))
+@pytest.mark.parametrize("tail", get_args(TeacherTail))
 @pytest.mark.parametrize(
     ("kind", "alpha"),
     [

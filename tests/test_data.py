@@ -6,10 +6,10 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from nemo_like.algorithms.setup import prepare
 
 from nemo_like.algorithms import evaluation, text_rows
 from nemo_like.algorithms.rows import read_rows
-from nemo_like.algorithms.setup import prepare
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.compose.load import compose_config
 from nemo_like.config.data import PromptsConfig

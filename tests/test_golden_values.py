@@ -22,7 +22,7 @@ from nemo_like.advantages import (
 )
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import AdvantageConfig, KLEstimator, LossConfig
+from nemo_like.config.losses import AdvantageConfig, LossConfig
 from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators, apply_loss
@@ -48,7 +48,7 @@ class Case:
 
 def advantage(rewards, baseline, scale, groups=None, valid=None):
     rewards = torch.tensor(rewards)
-    config = AdvantageConfig(baseline=Baseline(baseline), scale=AdvantageScale(scale))
+    config = AdvantageConfig(baseline=baseline, scale=scale)
     groups = torch.zeros(len(rewards)) if groups is None else torch.tensor(groups)
     count = len(rewards)
     valid = torch.tensor([True] * count if valid is None else valid, dtype=torch.bool)
@@ -86,7 +86,7 @@ def whitened(x, mask):
 
 
 def kl(d, kind):
-    return kl_estimate(torch.tensor(d), KLEstimator(kind)).tolist()
+    return kl_estimate(torch.tensor(d), kind).tolist()
 
 
 def kl_with_slope(d, kind, ratio):
@@ -95,16 +95,14 @@ def kl_with_slope(d, kind, ratio):
     d is reference - current logprob, and ``ratio`` current / old probability.
     """
     current = torch.tensor(0.0, requires_grad=True)
-    term = kl_loss(d - current, (current + math.log(ratio)).exp(), KLEstimator(kind))
+    term = kl_loss(d - current, (current + math.log(ratio)).exp(), kind)
     (slope,) = torch.autograd.grad(term, current)
     return [term.item(), slope.item()]
 
 
 def row_kl(policy, reference, lengths, mask, sample, kind):
     batch = rows_of(lengths, [0.0] * len(lengths), {}, mask, sample)
-    return kl_of_rows(
-        torch.tensor(policy), torch.tensor(reference), batch, KLEstimator(kind)
-    ).tolist()
+    return kl_of_rows(torch.tensor(policy), torch.tensor(reference), batch, kind).tolist()
 
 
 def rows_of(lengths, advantages, columns, mask=None, sample=None):

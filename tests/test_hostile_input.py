@@ -66,10 +66,10 @@ def test_what_hydra_would_take_for_something_else_is_refused(typed, sentence):
 )
 def test_an_entry_of_a_dictionary_that_the_schema_lacks_is_refused(key):
     """SFT samples and grades nothing."""
-    check_overrides([f"{key}=1"], GRPORunConfig)
+    check_overrides([f"{key}=1"], GRPOConfig)
     for each in ([f"{key}=1"], accept_free_keys([f"{key}=1"])):
         with pytest.raises(UserError, match=rf"^{key} is not a key of the configuration"):
-            check_overrides(each, SFTRunConfig)
+            check_overrides(each, SFTConfig)
 
 
 def test_what_is_written_as_it_is_read_is_accepted():

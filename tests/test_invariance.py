@@ -1,5 +1,3 @@
-from nemo_like.config.policy import Checkpointing
-
 """One exact loss: layouts, precision of layout, packing and micro-batches change nothing.
 
 Each case trains three steps on gloo processes and must give the loss, gradient norm, logprobs and

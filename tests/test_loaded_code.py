@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from nemo_like.algorithms.processes import started
 
 import nemo_like
 from nemo_like.algorithms.eval.loop import run_eval
-from nemo_like.algorithms.processes import started
 from nemo_like.checkpoint import open_checkpoint, others_who_write
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError

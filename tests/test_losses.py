@@ -1,6 +1,7 @@
 """Losses and KL: values worked by hand, gradients against analytic ones, parts against wholes."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from nemo_like.config.losses import (
     Normalization,
     RatioLevel,
 )
+from nemo_like.config.section import choices
 from nemo_like.errors import UserError
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
@@ -98,8 +100,8 @@ def test_kl_uses_the_same_mean_as_the_policy_term():
     assert loss_of(batch, [0.0] * 4, sequence)[0] == pytest.approx(k3 / 2)
 
 
-TOKEN, SEQUENCE = ImportanceLevel
-NONE, TRUNCATE, MASK = ImportanceCorrection
+TOKEN, SEQUENCE = choices(LossConfig.model_fields["importance_level"].annotation)
+NONE, TRUNCATE, MASK = choices(LossConfig.model_fields["importance"].annotation)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_environment_tokens_get_no_gradient_and_cannot_leak_in():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", list(KLEstimator))
+@pytest.mark.parametrize("kind", get_args(KLEstimator))
 def test_kl_and_its_gradient_are_finite_however_far_the_reference_is(kind, dtype):
     d = torch.tensor([-100.0, -1.0, 0.0, 1.0, 100.0], dtype=dtype, requires_grad=True)
     value = kl_estimate(d, kind)
@@ -189,11 +191,11 @@ def test_k3_values_by_hand():
 
 
 def test_a_nan_in_the_kl_stays_visible():
-    for kind in KLEstimator:
+    for kind in get_args(KLEstimator):
         assert torch.isnan(kl_estimate(torch.tensor(float("nan")), kind))
 
 
-@pytest.mark.parametrize("kind", list(KLEstimator))
+@pytest.mark.parametrize("kind", get_args(KLEstimator))
 def test_expected_gradient_of_the_kl_term_is_that_of_the_true_kl(kind):
     reference = torch.log_softmax(torch.tensor([0.3, -0.2, 1.0]), 0)
     logits = torch.tensor([1.0, 0.5, -0.5], requires_grad=True)
@@ -207,7 +209,7 @@ def test_expected_gradient_of_the_kl_term_is_that_of_the_true_kl(kind):
     assert torch.allclose(actual, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", list(KLEstimator))
+@pytest.mark.parametrize("kind", get_args(KLEstimator))
 def test_in_the_reward_only_k1_has_the_gradient_of_the_kl(kind):
     reference = torch.log_softmax(torch.tensor([0.3, -0.2, 1.0]), 0)
     logits = torch.tensor([1.0, 0.5, -0.5], requires_grad=True)
@@ -231,13 +233,13 @@ def test_kl_in_the_reward_is_no_term_of_the_loss():
     assert actual[2].keys() == expected[2].keys()
 
 
-@pytest.mark.parametrize("kind", list(KLEstimator))
+@pytest.mark.parametrize("kind", get_args(KLEstimator))
 def test_the_kl_term_is_that_of_tokens_whatever_the_objective_is(kind):
     batch = make_batch([1, 2], [0.0, 0.0], policy=[-1.0, -1.2, -0.8], reference=[-0.9, -1.0, -1.3])
     now = [-0.7, -1.5, -1.0]
     expected = loss_of(batch, now, LossConfig(kl_coef=0.5, kl_estimator=kind))
-    for objective in Objective:
-        for level in RatioLevel:
+    for objective in choices(LossConfig.model_fields["objective"].annotation):
+        for level in get_args(RatioLevel):
             config = LossConfig(
                 kl_coef=0.5, kl_estimator=kind, objective=objective, ratio_level=level
             )
@@ -334,7 +336,7 @@ def test_each_token_can_have_its_own_advantage():
     assert gradient.tolist() == pytest.approx([-1 / 3, -2 / 3, 4 / 3, 0])
 
 
-@pytest.mark.parametrize("normalization", list(Normalization))
+@pytest.mark.parametrize("normalization", get_args(Normalization))
 def test_the_entropy_bonus_has_the_mean_and_the_weights_of_the_policy_term(normalization):
     config = LossConfig(
         entropy_coef=0.5, normalization=normalization, constant_tokens=4, importance_cap=1.5
@@ -536,8 +538,8 @@ POLICY_GRADIENT = {
             kl_coef=0.1, kl_estimator=estimator, normalization=normalization, constant_tokens=7
         )
     )
-    for normalization in Normalization
-    for estimator in KLEstimator
+    for normalization in get_args(Normalization)
+    for estimator in get_args(KLEstimator)
 }
 # Weights of ``random_batch`` lie on both sides of these bounds, and one row is above the limit.
 CORRECTED = {
@@ -554,10 +556,10 @@ CORRECTED = {
             kl_coef=0.1,
         ),
     )
-    for objective in Objective
-    for ratio_level in RatioLevel
+    for objective in choices(LossConfig.model_fields["objective"].annotation)
+    for ratio_level in get_args(RatioLevel)
     for importance in (TRUNCATE, MASK)
-    for level in ImportanceLevel
+    for level in choices(LossConfig.model_fields["importance_level"].annotation)
 }
 LOSSES = (
     POLICY_GRADIENT

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
-
-from nemo_like.config.run import Console, WandbMode
 from nemo_like.errors import RunError
 from nemo_like.observe.console import Column, Progress, live_terminal
 from nemo_like.observe.jsonl import JsonlFile
@@ -335,9 +333,9 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path
 def test_a_missing_wandb_is_named_with_its_remedy(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib; sys.modules['wandb'] = None\n"
-        "from nemo_like.observe.wandb_sink import WandbMode, WandbSink\n"
+        "from nemo_like.observe.wandb_sink import WandbSink\n"
         f"run_dir = pathlib.Path({str(tmp_path)!r})\n"
-        "WandbSink(run_dir, mode="offline", project='p', config={})\n"
+        "WandbSink(run_dir, mode='offline', project='p', config={})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], check=False, capture_output=True, text=True

@@ -1,6 +1,7 @@
 """Losses over pairs and of values: numbers worked by hand, parts against wholes, refusals."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import (
     DistillationLossConfig,
     DPOLossConfig,
+    PreferenceKind,
     RewardModelLossConfig,
     ValueLossConfig,
 )
@@ -26,7 +28,7 @@ from nemo_like.losses.reward_model import RewardModelLoss
 from nemo_like.losses.value import ValueLoss, explained_variance
 from nemo_like.observe.metrics import merge, values
 
-SIGMOID, IPO, HINGE = PreferenceKind
+SIGMOID, IPO, HINGE = get_args(PreferenceKind)
 NAN = math.nan
 
 
@@ -100,7 +102,7 @@ def test_pair_loss_by_hand(config, margin, expected, slope):
         assert torch.autograd.grad(loss, margin)[0].item() == pytest.approx(slope, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", list(PreferenceKind))
+@pytest.mark.parametrize("kind", get_args(PreferenceKind))
 def test_the_robust_loss_over_wrong_labels_is_the_loss_of_right_ones(kind):
     share = 0.2
     noisy = DPOLossConfig(kind=kind, label_smoothing=share, robust=True)
@@ -150,7 +152,7 @@ def test_preference_loss_of_one_pair_by_hand():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", list(PreferenceKind))
+@pytest.mark.parametrize("kind", get_args(PreferenceKind))
 def test_log_ratios_by_hand(config, margin, kind):
     batch, logprobs = one_pair()
     if config.get("reference_free"):
@@ -178,7 +180,7 @@ def test_preference_loss_and_metrics_are_means_over_pairs_not_tokens():
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("kind", list(PreferenceKind))
+@pytest.mark.parametrize("kind", get_args(PreferenceKind))
 def test_the_sft_term_is_the_mean_nll_of_the_chosen_tokens_whatever_the_variant(kind, normalized):
     # The chosen row's logprobs add up to -6 over 3 tokens: a term of 2, once, not divided again.
     batch = make_batch([3, 1], reference_logprobs=[-1.0] * 4)
@@ -315,7 +317,7 @@ def test_constant_returns_leave_nothing_to_explain():
 
 LOSSES = {
     f"preference_{kind}": preference(kind=kind, label_smoothing=0.1, sft_coef=0.3)
-    for kind in PreferenceKind
+    for kind in get_args(PreferenceKind)
 } | {
     "simpo": preference(reference_free=True, length_normalized=True, target_margin=0.4),
     "robust": preference(label_smoothing=0.1, robust=True),

@@ -256,7 +256,7 @@ def test_a_pair_of_which_only_one_row_keeps_a_token_to_train_is_dropped(first):
         TokenRow(ids=torch.tensor([1, 2, index]), mask=torch.tensor(mask))
         for index, mask in enumerate(masks)
     ]
-    limit = Limit(num_tokens=1, key="data.max_length", overlong=OverlongRows.truncate)
+    limit = Limit(num_tokens=1, key="data.max_length", overlong="truncate")
     rows = LengthFilter(limit=limit)
     assert rows.fit(pair, "row 1") == []
     assert dict(rows.dropped) == {"without a token to train within the first 1": 1}

@@ -11,7 +11,7 @@ from nemo_like.config.schemas import SCHEMAS
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from nemo_like.compose.load import compose_raw
-from nemo_like.launch.console import CONFIGS, main
+from nemo_like.launch.command import CONFIGS, main
 
 IMAGE = ("--image", "registry:5000/team/nemo-like:1.0-gpu")
 KUBERNETES = (*IMAGE, "--volume", "claim:/shared", "--memory", "512Gi")

@@ -188,8 +188,8 @@ def test_a_float16_step_has_the_norm_and_the_clipping_of_float32_whatever_the_lo
         pool.run(2, f"{CASES}:train", four_layers(), config | one, 1)[0]
         for one in (
             {},
-            {"dtype": Dtype.float16, "loss_scale": LossScaleConfig(initial=2.0**8)},
-            {"dtype": Dtype.float16, "loss_scale": LossScaleConfig(initial=2.0**12)},
+            {"dtype": "float16", "loss_scale": LossScaleConfig(initial=2.0**8)},
+            {"dtype": "float16", "loss_scale": LossScaleConfig(initial=2.0**12)},
         )
     ]
     (exact, moved), *scaled = found

@@ -1,13 +1,21 @@
 """From a session to the live parts of a run that samples: models, engines, a source of batches."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from nemo_like.algorithms.engine_size import engine_config
-from nemo_like.algorithms.self_check import warn_of_adapters
+from nemo_like.algorithms.self_check import (
+    GapCheck,
+    check_sampled,
+    gap_check,
+    warn_of_adapters,
+    warn_of_gap,
+)
 from nemo_like.algorithms.session import Session
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -15,10 +23,12 @@ from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.progress import IMPORTING_ENGINE, STARTING_ENGINE
+from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.models.context import context_for
+from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
@@ -30,20 +40,47 @@ from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Sampling:
     """Live parts of a run that samples."""
 
+    config: SamplingRunConfig
+    session: Session
     policy: Policy
     critic: Policy | None
     rollouts: SyncRolloutSource
     loader: PromptLoader[Row]
     validation_rows: list[Row]
+    num_made: int = 0
+    """Steps that this execution has begun."""
 
-    @property
-    def models(self) -> dict[str, Policy]:
-        """All that trains, by role."""
-        return _by_role(self.policy, self.critic)
+    def batches(
+        self, keep: Callable[[RemoteBatch], Tensor] | None = None, max_rounds: int = 1
+    ) -> Iterator[tuple[int, RemoteBatch, Metrics]]:
+        """A batch for each step, sampled with the policy's weights, and what its rollout measured.
+
+        ``keep``: bool [B] of rows worth training on; up to ``max_rounds`` times, prompts are
+        sampled again in place of the others. Validates, logs and saves between steps.
+        """
+        config, run = self.config, self.session.run
+        models = _by_role(self.policy, self.critic)
+        validator = self.rollouts if config.validates else None
+        every = config.validation.every_steps
+        for step in run.steps(config.max_steps, models, self.loader, validator, every):
+            self.session.meter.pop()  # what a validation before this step came to
+            batch, metrics = self.rollouts.next_batch(step, keep, max_rounds)
+            self.num_made = step - run.first_step
+            check_sampled(config, batch, self.policy.weight_version, self.num_made)
+            yield step, batch, metrics
+
+    def gap_check(self) -> GapCheck:
+        """What the logprobs of the step in progress must pass before its optimizer step."""
+        return gap_check(self.config, self.num_made)
+
+    def log(self, metrics: Metrics) -> None:
+        """Hand over the metrics of the step in progress."""
+        warn_of_gap(self.config, metrics)
+        self.session.run.log(metrics | self.session.meter.pop())
 
 
 def start_sampling(
@@ -98,6 +135,8 @@ def start_sampling(
         span=run.span,
     )
     return Sampling(
+        config=config,
+        session=session,
         policy=policy,
         critic=critic,
         rollouts=rollouts,
@@ -106,9 +145,7 @@ def start_sampling(
     )
 
 
-def new_critic(
-    config: PolicyConfig, session: Session, model_path: str, max_updates: int
-) -> Policy:
+def new_critic(config: PolicyConfig, session: Session, model_path: str, max_updates: int) -> Policy:
     """A model that gives values, on the policy's bundles or its own; not started yet."""
     cluster_config = session.run.config.cluster
     group = policy_group(

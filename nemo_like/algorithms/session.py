@@ -69,7 +69,7 @@ class Session:
         self._asked.clear()
 
     def finish(self, models: "Mapping[str, Policy]", **facts: Any) -> None:
-        """Export each model to its folder in ``run.dir``, and write the summary."""
+        """Export each model to its folder in ``run.dir``, and write the summary with ``facts``."""
         if self.run.config.checkpoint.export:
             for folder, model in models.items():
                 model.export(str(self.run.dir / folder))

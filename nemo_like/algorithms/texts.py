@@ -16,7 +16,6 @@ from nemo_like.config.section import value_of
 from nemo_like.config.texts import TextRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.loader import EpochLoader
-from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
@@ -43,26 +42,27 @@ class Texts:
     """Deals out units of rows: row i, or rows 2i and 2i + 1."""
     rows_per_unit: int
     max_steps: int
-    meter: DriverMeter
+    session: Session
 
-    def next_batch(self) -> RemoteBatch:
-        """The rows of the next step."""
-        return self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
-
-    def metrics(self, batch: RemoteBatch) -> Metrics:
-        """What the driver knows of a step, besides what its workers reported."""
-        num_tokens = int(batch.rows[keys.NUM_LOSS_TOKENS].sum())
-        return {
-            "train/num_tokens": Metric(num_tokens, reduce=Reduce.sum),
-            "train/epoch": Metric(self.loader.epochs_done),
-            **self.meter.pop(),
-        }
-
-    def steps(self, run: Run, loss: Loss) -> Iterator[int]:
-        """``Run.steps``, with the loss on held-out rows where there are any."""
+    def batches(self, loss: Loss) -> Iterator[RemoteBatch]:
+        """The rows of each step; measures ``loss`` on held-out rows, logs and saves between."""
+        run = self.session.run
         validator = None if self.held_out is None else HeldOutLoss(self, loss, run)
         every = value_of(run.config, "validation.every_steps")
-        return run.steps(self.max_steps, {"policy": self.policy}, self.loader, validator, every)
+        for _ in run.steps(self.max_steps, {"policy": self.policy}, self.loader, validator, every):
+            yield self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
+
+    def log(self, batch: RemoteBatch, metrics: Metrics) -> None:
+        """Hand over the metrics of the step that trained on ``batch``."""
+        num_tokens = int(batch.rows[keys.NUM_LOSS_TOKENS].sum())
+        self.session.run.log(
+            metrics
+            | {
+                "train/num_tokens": Metric(num_tokens, reduce=Reduce.sum),
+                "train/epoch": Metric(self.loader.epochs_done),
+            }
+            | self.session.meter.pop()
+        )
 
 
 class HeldOutLoss:
@@ -137,7 +137,7 @@ def start_texts(
         loader=loader,
         rows_per_unit=passes.rows_per_unit,
         max_steps=max_steps,
-        meter=session.meter,
+        session=session,
     )
 
 
@@ -154,8 +154,9 @@ def _loader(config: TextRunConfig, train: TensorBatch) -> EpochLoader:
     )
 
 
-def restore(config: TextRunConfig, run: Run, texts: Texts) -> None:
+def restore(config: TextRunConfig, texts: Texts) -> None:
     """``Run.restore``; UserError if the rows that are left are not those of the steps left."""
+    run = texts.session.run
     run.restore({"policy": texts.policy}, texts.loader)
     done, left = run.first_step, texts.loader.steps_left
     if left is None or done + left == texts.max_steps or (left == 0 and done > texts.max_steps):

@@ -1,19 +1,27 @@
-"""Documentation of every key, made from the schema: ``python -m nemo_like.compose.docs``."""
+"""Documentation of every key, made from the schema: ``nemo-like keys``."""
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic.fields import FieldInfo
 
 from nemo_like.compose import registry
 from nemo_like.config.section import Section, choices, section_of
+from nemo_like.errors import UserError
 
 _HEADER = """# Configuration keys
 
-Made by `python -m nemo_like.compose.docs > docs/config.md`.
+Made by `nemo-like keys > docs/config.md`.
 Set any of them on the command line (`policy.optimizer.lr=1e-4`) or in a YAML file.
 """
+
+
+def run(arguments: Sequence[str]) -> None:
+    """``nemo-like keys``: print the page."""
+    if arguments:
+        raise UserError(f"nemo-like keys takes no words, and got {arguments[0]}; leave it out.")
+    sys.stdout.write(render())
 
 
 def render() -> str:
@@ -65,7 +73,3 @@ def _default(field: FieldInfo) -> str:
 def _choices(field: FieldInfo) -> str:
     words = choices(field.annotation)
     return f" One of {', '.join(f'`{word}`' for word in words)}." if words else ""
-
-
-if __name__ == "__main__":
-    sys.stdout.write(render())

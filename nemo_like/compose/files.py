@@ -10,6 +10,10 @@ from nemo_like.config.run import RunConfig
 from nemo_like.config.section import keys_of
 from nemo_like.errors import UserError
 
+_PACKAGED = Path(__file__).parent.parent / "recipes"
+SHIPPED = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "configs"
+"""Folder of the YAML files that come with the project: of the wheel, or of the checkout."""
+
 
 def check_config_files(folders: Sequence[Path], name: str) -> None:
     """Check the file that ``name`` stands for and those it is based on; raises UserError.

@@ -44,40 +44,45 @@ _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
 
 
-def main(algorithm: Algorithm, config_dir: Path) -> None:
-    """Run ``algorithm`` with the configuration that the command line gives.
+def run_command(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
+    """Run ``algorithm`` with the configuration that ``arguments`` give.
 
     What Hydra users expect works: ``--config-name``, ``--cfg job``, ``--multirun`` (one job after
     another), ``--help``, tab completion. Every job is composed and checked before the first one
     starts, so that a typing error costs no run and prints one sentence.
     """
     listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
-    arguments = sys.argv[1:]
     try:
         if any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
-            _leave_to_hydra(algorithm, config_dir)
+            _leave_to_hydra(algorithm, config_dir, arguments)
             return
         found = end_on_error(lambda: _composed(algorithm, config_dir, arguments))
         if any(argument.partition("=")[0] in ("--cfg", "-c") for argument in arguments):
-            _leave_to_hydra(algorithm, config_dir)
+            _leave_to_hydra(algorithm, config_dir, arguments)
             return
         configs: list[RunConfig] = end_on_error(lambda: _checked(found))
         for config in configs:
-            end_on_error(lambda config=config: algorithm.start(config))
+            end_on_error(lambda config=config: _run(algorithm, config))
     except StoppedError as stopped:  # between jobs, or before the first one
         _end_stopped(stopped)
 
 
-def _leave_to_hydra(algorithm: Algorithm, config_dir: Path) -> None:
+def _run(algorithm: Algorithm, config: RunConfig) -> None:
+    from nemo_like.algorithms.session import launch  # imports Ray
+
+    launch(algorithm, config)
+
+
+def _leave_to_hydra(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
     """Help, completion, or the configuration itself: nothing runs."""
     store_schema(algorithm.config)
-    sys.argv[1:] = accept_free_keys(sys.argv[1:], algorithm.config)
+    sys.argv[1:] = accept_free_keys(arguments, algorithm.config)
     folder = str(config_dir.resolve())
     decorate = hydra.main(version_base="1.3", config_path=folder, config_name=algorithm.name)
     decorate(lambda _: None)()
 
 
-def _composed(algorithm: Algorithm, config_dir: Path, arguments: list[str]) -> list[Composed]:
+def _composed(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> list[Composed]:
     """What Hydra makes of each job."""
     parsed = _parse(arguments)
     directory = Path(parsed.config_path) if parsed.config_path else config_dir
@@ -156,7 +161,7 @@ def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """What Hydra's own parser makes of the command line; raises UserError instead of exiting."""
     parser = get_args_parser()
     parser.exit_on_error = False

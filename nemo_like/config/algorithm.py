@@ -1,4 +1,4 @@
-"""What an algorithm registers: its name, its schema, and where its loop is."""
+"""What an algorithm registers: its name, its configuration, and where its loop is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,9 @@ from importlib import import_module
 from typing import Any
 
 from nemo_like.config.run import RunConfig
+
+Loop = Callable[[Any, Any], None]
+"""``run(config, session)``: from a run's processes to a trained model in ``run.dir``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,14 +18,14 @@ class Algorithm:
     name: str
     """Command (``nemo-like NAME``), and name of its configuration."""
     config: type[RunConfig]
-    """Everything that it can be told."""
-    run: "str | Callable[[Any], None]"
-    """``module:function``, imported only when a run starts: a command line needs no torch."""
+    """Class of its configuration."""
+    run: str | Loop
+    """A ``Loop``, or ``module:function``, imported only when a run starts: a command line needs no
+    torch."""
 
-    def start(self, config: RunConfig) -> None:
-        """Run to the end."""
-        run = self.run
-        if isinstance(run, str):
-            module, _, function = run.partition(":")
-            run = getattr(import_module(module), function)
-        run(config)
+    def loop(self) -> Loop:
+        """``run``, imported."""
+        if not isinstance(self.run, str):
+            return self.run
+        module, _, function = self.run.partition(":")
+        return getattr(import_module(module), function)

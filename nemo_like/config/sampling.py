@@ -205,6 +205,11 @@ class SamplingRunConfig(RunConfig):
         """Bundles set apart for a critic."""
         return None
 
+    @property
+    def longest_completion(self) -> tuple[str, int]:
+        """The key that limits completions, and its value."""
+        return "generation.max_new_tokens", self.generation.max_new_tokens
+
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """A micro-batch must hold one completion with something before it."""
         tokens, least = self.policy.micro_batch_tokens, self.generation.max_new_tokens + 1

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from nemo_like.config.policy import ADAPTER_RANKS
-from nemo_like.planning.model_shape import read_settings
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
+from nemo_like.planning.model_shape import read_settings
 from nemo_like.weights.adapters import expected_adapters
 
 OWNED_KEYS = (

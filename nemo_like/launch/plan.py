@@ -11,7 +11,7 @@ from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.console import ConfigParser
+from nemo_like.launch.command import ConfigParser
 from nemo_like.launch.plan_memory import longest_row, memory_lines, micro_batches, predict_models
 from nemo_like.launch.tables import LAST_ROWS, MOST_ROWS, abbreviated, table
 from nemo_like.models.resolve import resolve_model

@@ -19,7 +19,7 @@ import yaml
 from nemo_like.compose import registry
 from nemo_like.config.run import RunConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.console import ConfigParser
+from nemo_like.launch.command import ConfigParser
 from nemo_like.planning.resources import ResourcePlan, plan_run
 
 _USAGE = (

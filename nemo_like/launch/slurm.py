@@ -17,16 +17,21 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_like.compose import registry
+from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.load import check_algorithm, compose_raw
 from nemo_like.compose.main import check_run_dirs, jobs
 from nemo_like.config.run import RunConfig
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.console import CONFIGS, CommandParser, ConfigParser
+from nemo_like.launch.command import CommandParser, ConfigParser
 from nemo_like.launch.slurm_jobs import cancel, print_log, status_lines, submit
 from nemo_like.launch.slurm_script import BatchJob, render_script
 
-_RAY_SCRIPT = CONFIGS.parent / "slurm" / "ray.sbatch"
+_RAY_SCRIPT = next(
+    folder / "slurm" / "ray.sbatch"
+    for folder in (SHIPPED, SHIPPED.parent)
+    if (folder / "slurm").is_dir()
+)
 _RUN_USAGE = "SCRIPT [key=value ...] [--config-name NAME] [--config-dir DIR] [--multirun]"
 _JOB_USAGE = "JOB [--log-dir DIR]"
 

@@ -106,7 +106,6 @@ def load(spec: str) -> BatchGrader:
     settings = json.loads(spec)
     set_trust(settings.pop(TRUSTED))
     config = GradingModelConfig(**settings)
-    config.dtype = None if config.dtype is None else Dtype(config.dtype)
     torch.set_num_threads(config.num_threads)
     disable_progress_bar()
     return RewardModel(config).grade

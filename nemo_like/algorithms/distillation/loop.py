@@ -11,16 +11,13 @@ vocabulary. One embedding may have more rows than the other if they are padding,
 ids that only one model has are left out of its distributions, as if their logits were -infinity.
 """
 
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nemo_like.algorithms import setup as on_policy
-from nemo_like.algorithms import text_rows
 from nemo_like.algorithms.distillation.config import DistillationConfig, OffPolicyDistillationConfig
-from nemo_like.algorithms.grpo.loop import batch_metrics
-from nemo_like.algorithms.processes import Processes, find_model
-from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.self_check import check_sampled, gap_check, warn_of_gap
+from nemo_like.algorithms.policy_gradient import batch_metrics
+from nemo_like.algorithms.sampling import start_sampling
+from nemo_like.algorithms.session import Session
+from nemo_like.algorithms.texts import in_parts, restore, start_texts
 from nemo_like.config.policy import LoraConfig
 from nemo_like.data import conversations
 from nemo_like.data.chat import ChatTokenizer
@@ -49,94 +46,49 @@ class Compared:
     """Ids from here on are padding that only the student has. None: there is none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Teacher:
-    """The frozen model, and how much of its distributions is compared."""
-
-    model: Policy
-    compared: Compared
-
-    def answer(self, batch: RemoteBatch) -> RemoteBatch:
-        """``batch`` with token columns ``teacher_ids`` and ``teacher_logprobs``."""
-        k, vocabulary = self.compared.top_k, self.compared.vocabulary
-        return text_rows.in_parts(batch, lambda part: self.model.top_logprobs(part, k, vocabulary))
-
-
-def run_distillation(config: DistillationConfig, processes: Processes) -> None:
-    """Everything from a run's processes to a trained model in ``run.dir``: on-policy."""
-    run = processes.run
-    with run.start_phase("prompts"):
-        teacher_path, compared = find_teacher(config, processes.model_path)
-        prepared = on_policy.prepare(config, processes.rows, processes.model_path)
-    setup = on_policy.start(config, processes, prepared)
-    model = start_teacher(config, run, processes.stack, setup, teacher_path)
-    train_on_samples(config, setup, Teacher(model=model, compared=compared), run)
-    _finish(config, setup.policy, run)
+def run(config: DistillationConfig, session: Session) -> None:
+    """From a run's processes to a trained model in ``run.dir``, on the student's own samples."""
+    span = session.run.span
+    teacher_path, compared = find_teacher(config, session.model_path)
+    live = start_sampling(config, session)
+    teacher = start_teacher(config, session, live.policy, teacher_path)
+    loss = DistillationLoss(config.loss, compared.student_vocabulary)
+    for _, batch, metrics in live.batches():
+        with span("teacher"):
+            batch = with_teacher(batch, teacher, compared)
+        with span("train"):
+            check = live.gap_check()
+            metrics |= live.policy.train(batch, loss, on_policy=True, check=check)
+        live.log(metrics | batch_metrics(batch))
+    session.finish({"final": live.policy}, teacher=config.teacher.model)
 
 
-def run_off_policy_distillation(config: OffPolicyDistillationConfig) -> None:
-    """Everything from a configuration to a trained model in ``run.dir``: on given texts."""
-    model_path = find_model(config)
-    teacher_path, compared = find_teacher(config, model_path)
-    with Run(config, "distillation") as run, ExitStack() as stack:
-        with run.start_phase("data"):
-            rows = text_rows.prepare(config, conversations.load, model_path)
-        temperature = config.distillation.temperature
-        setup = text_rows.start(
-            config, run, rows, stack, model_path=model_path, temperature=temperature
-        )
-        model = start_teacher(config, run, stack, setup, teacher_path)
-        text_rows.restore(config, run, setup)
-        train_on_texts(config, setup, Teacher(model=model, compared=compared), run)
-        _finish(config, setup.policy, run)
+def run_off_policy(config: OffPolicyDistillationConfig, session: Session) -> None:
+    """From a run's processes to a trained model in ``run.dir``, on given texts."""
+    span = session.run.span
+    teacher_path, compared = find_teacher(config, session.model_path)
+    temperature = config.distillation.temperature
+    live = start_texts(config, session, conversations.load, temperature=temperature)
+    teacher = start_teacher(config, session, live.policy, teacher_path)
+    restore(config, live)
+    if live.held_out is not None:
+        with session.run.start_phase("teacher"):
+            live.held_out = with_teacher(live.held_out, teacher, compared)
+    loss = DistillationLoss(config.loss, compared.student_vocabulary)
+    for batch in live.batches(loss):
+        with span("teacher"):
+            batch = with_teacher(batch, teacher, compared)
+        with span("train"):
+            metrics = live.policy.train(batch, loss)
+        live.log(batch, metrics)
+    session.finish({"final": live.policy}, teacher=config.teacher.model)
 
 
-def train_on_samples(
-    config: DistillationConfig, setup: on_policy.Setup, teacher: Teacher, run: Run
-) -> None:
-    """The loop of on-policy distillation."""
-    policy, rollouts = setup.policy, setup.rollouts
-    loss = DistillationLoss(config.loss, teacher.compared.student_vocabulary)
-    for step in run.steps(
-        config.max_steps,
-        {"policy": policy},
-        setup.loader,
-        rollouts if config.validates else None,
-        config.validation.every_steps,
-    ):
-        setup.meter.pop()  # what a validation before this step came to
-        batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
-        num_made = step - run.first_step
-        check_sampled(config, batch, policy.weight_version, num_made)
-        with run.span("teacher"):
-            batch = teacher.answer(batch)
-        with run.span("train"):
-            check = gap_check(config, num_made)
-            metrics |= policy.train(batch, loss, on_policy=True, check=check)
-        warn_of_gap(config, metrics)
-        run.log(metrics | batch_metrics(batch) | setup.meter.pop())
-
-
-def train_on_texts(
-    config: OffPolicyDistillationConfig, setup: text_rows.TextSetup, teacher: Teacher, run: Run
-) -> None:
-    """The loop of off-policy distillation."""
-    loss = DistillationLoss(config.loss, teacher.compared.student_vocabulary)
-    if setup.held_out is not None:
-        with run.start_phase("teacher"):
-            setup = replace(setup, held_out=teacher.answer(setup.held_out))
-    for _ in run.steps(
-        setup.rows.max_steps,
-        {"policy": setup.policy},
-        setup.rows.loader,
-        text_rows.HeldOutLoss(setup, loss, run) if setup.held_out is not None else None,
-        config.validation.every_steps,
-    ):
-        with run.span("teacher"):
-            batch = teacher.answer(setup.next_batch())
-        with run.span("train"):
-            metrics = setup.policy.train(batch, loss)
-        run.log(metrics | setup.metrics(batch))
+def with_teacher(batch: RemoteBatch, teacher: Policy, compared: Compared) -> RemoteBatch:
+    """``batch`` with token columns ``teacher_ids`` and ``teacher_logprobs``."""
+    return in_parts(
+        batch, lambda part: teacher.top_logprobs(part, compared.top_k, compared.vocabulary)
+    )
 
 
 def find_teacher(config: AnyConfig, student_path: str) -> tuple[str, Compared]:
@@ -182,39 +134,27 @@ def _check_slices(config: AnyConfig, vocabulary: int, common: int) -> None:
         )
 
 
-def start_teacher(
-    config: AnyConfig,
-    run: Run,
-    stack: ExitStack,
-    setup: on_policy.Setup | text_rows.TextSetup,
-    model_path: str,
-) -> Policy:
-    """Bring the teacher up on the policy's bundles, laid out like it; ``stack`` ends it."""
+def start_teacher(config: AnyConfig, session: Session, student: Policy, model_path: str) -> Policy:
+    """Bring the teacher up on the policy's bundles, laid out like it; the session ends it."""
     teacher = config.policy.replace(lora=LoraConfig())  # nothing of it trains
     group = policy_group(
         teacher,
         config.cluster,
-        setup.cluster,
-        log_dir=run.log_dir,
+        session.cluster,
+        log_dir=session.run.log_dir,
         role="teacher",
-        meter=setup.meter,
+        meter=session.meter,
     )
+    session.stack.callback(group.shutdown)
     model = Policy(
         teacher,
         config.cluster,
         group,
         model_path=model_path,
-        temperature=setup.policy.temperature,
+        temperature=student.temperature,
         max_steps=1,
         trains=False,
     )
-    stack.callback(model.shutdown)
-    with run.start_phase("teacher"):
+    with session.run.start_phase("teacher"):
         model.start()
     return model
-
-
-def _finish(config: AnyConfig, policy: Policy, run: Run) -> None:
-    if config.checkpoint.export:
-        policy.export(str(run.dir / "final"))
-    run.finish(teacher=config.teacher.model)

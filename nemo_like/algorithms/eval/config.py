@@ -125,6 +125,13 @@ class EvalConfig(SamplingRunConfig):
         """Nothing of what is sampled."""
         return False
 
+    @property
+    def longest_completion(self) -> tuple[str, int]:
+        """The key that limits completions, and its value."""
+        if self.eval.max_new_tokens is None:
+            return super().longest_completion
+        return "eval.max_new_tokens", self.eval.max_new_tokens
+
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """What means something else, or nothing, without training."""
         yield from super().rules(here, run)

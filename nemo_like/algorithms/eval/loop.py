@@ -7,69 +7,55 @@ checkpoint samples the very same completions. Left out here: several models in o
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.algorithms.eval.report import Measured, write_report
-from nemo_like.algorithms.processes import Processes
-from nemo_like.algorithms.rows import Rows
-from nemo_like.algorithms.setup import Prepared, check_stop_ids, start
+from nemo_like.algorithms.sampling import start_sampling
+from nemo_like.algorithms.session import Session
 from nemo_like.checkpoint import open_checkpoint
 from nemo_like.config.paths import is_checkpoint
-from nemo_like.data.chat import ChatTokenizer
-from nemo_like.data.datasets import check_lengths, fingerprint
-from nemo_like.data.loader import PromptLoader
-from nemo_like.models.context import context_for
+from nemo_like.data.datasets import Row
+from nemo_like.errors import UserError
 from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.policy.policy import Policy
-from nemo_like.rollout import graders
 
 logger = logging.getLogger(__name__)
 
 
-def run_eval(config: EvalConfig, processes: Processes) -> None:
-    """Everything from a run's processes to ``eval.json`` and ``samples.jsonl`` in ``run.dir``."""
-    run, name = processes.run, config.policy.model
-    with run.start_phase("prompts"):
-        prepared = prepare(config, processes.rows, processes.model_path)
-    setup = start(config, processes, prepared)
+def run(config: EvalConfig, session: Session) -> None:
+    """From a run's processes to ``eval.json`` and ``samples.jsonl`` in ``run.dir``."""
+    run, name = session.run, config.policy.model
+    check_category(session.rows["data.validation"], config.eval.category_field)
+    live = start_sampling(config, session)
     if is_checkpoint(name):
         with run.start_phase("checkpoint"):
-            load_checkpoint(setup.policy, Path(name).expanduser().resolve())
-    rows, size = prepared.validation_rows, config.eval.num_prompts_per_step
+            load_checkpoint(live.policy, Path(name).expanduser().resolve())
+    rows, size = live.validation_rows, config.eval.num_prompts_per_step
     measured = Measured(config, rows)
     file = JsonlFile(run.dir / "samples.jsonl")
-    processes.stack.callback(file.close)
+    session.stack.callback(file.close)
     for step in run.rounds(math.ceil(len(rows) / size)):
         first = (step - 1) * size
-        samples, metrics = setup.rollouts.sample(
+        samples, metrics = live.rollouts.sample(
             step, rows[first : first + size], first, config.eval
         )
         for record in measured.add(samples):
             file.append(record)
-        run.log(metrics | setup.meter.pop())
+        run.log(metrics | session.meter.pop())
     write_report(measured.report(), run.dir / "eval.json")
 
 
-def prepare(config: EvalConfig, rows: Rows, model_path: str) -> Prepared:
-    """Render and check every prompt; raises UserError."""
-    chat = ChatTokenizer(model_path, config.data.template_switches)
-    check_stop_ids(config, chat)
-    most_new = config.eval.max_new_tokens or config.generation.max_new_tokens
-    section = "generation" if config.eval.max_new_tokens is None else "eval"
-    context = context_for(model_path, f"{section}.max_new_tokens", most_new)
-    graders.check_reward_model(config.environment, {"data.validation": rows.validation}, chat)
-    checked, longest = check_lengths(
-        rows.validation, chat, context, context, most_new, config.data, "data.validation"
-    )
-    return Prepared(
-        loader=PromptLoader(
-            checked, fingerprint=fingerprint(checked), seed=config.run.seed, shuffle=False
-        ),
-        validation_rows=checked,
-        eos_token_ids=chat.eos_token_ids,
-        max_model_len=longest + most_new,
-    )
+def check_category(rows: Sequence[Row], field: str | None) -> None:
+    """Raise UserError for a row without the field that results are broken down by."""
+    for row in rows:
+        if field is not None and field not in row.fields:
+            found = ", ".join(row.fields) or "none"
+            raise UserError(
+                f"eval.category_field={field}: row {row.index} of data.validation has no such "
+                f"field (its fields: {found}); name one that every row has."
+            )
 
 
 def load_checkpoint(policy: Policy, folder: Path) -> None:

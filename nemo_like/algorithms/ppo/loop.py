@@ -14,18 +14,15 @@ import math
 from pathlib import Path
 
 from nemo_like.advantages import Moments
-from nemo_like.algorithms.grpo.loop import batch_metrics, make_loss, mask_mismatch, mini_batches
-from nemo_like.algorithms.ppo.config import PPOConfig
-from nemo_like.algorithms.processes import Processes
-from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.self_check import (
-    RewardWatch,
-    check_ratios,
-    check_sampled,
-    gap_check,
-    warn_of_gap,
+from nemo_like.algorithms.policy_gradient import (
+    PolicyGradient,
+    batch_metrics,
+    mask_mismatch,
+    mini_batches,
 )
-from nemo_like.algorithms.setup import CriticSetup, Setup, prepare, start
+from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.algorithms.sampling import new_critic, start_sampling
+from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -34,99 +31,49 @@ from nemo_like.losses.value import ValueLoss, explained_variance
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, mean_of_steps, merge, values
 from nemo_like.planning.model_fit import check_model_fits
-from nemo_like.planning.resources import plan_run
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 
 
-def run_ppo(config: PPOConfig, processes: Processes) -> None:
-    """Everything from a run's processes to a trained policy and critic in ``run.dir``."""
-    run = processes.run
-    with run.start_phase("prompts"):
-        critic = find_critic(config, processes.model_path)
-        prepared = prepare(config, processes.rows, processes.model_path)
-    setup = start(
-        config,
-        processes,
-        prepared,
-        with_reference=config.keeps_reference,
-        critic=critic,
-    )
-    train(config, setup, run)
-    if config.checkpoint.export:
-        setup.policy.export(str(run.dir / "final"))
-        if setup.critic is not None:
-            setup.critic.export(str(run.dir / "final_critic"))
-    run.finish(generation_backend=config.generation.backend)
+def run(config: PPOConfig, session: Session) -> None:
+    """From a run's processes to a trained policy and critic in ``run.dir``."""
+    ppo, span = config.ppo, session.run.span
+    critic = start_critic(config, session) if config.critic.enabled else None
+    live = start_sampling(config, session, with_reference=config.keeps_reference, critic=critic)
+    steps, value_loss = PolicyGradient(config, live), ValueLoss(config.value_loss)
+    for step, batch, metrics in live.batches():
+        metrics |= steps.logprobs(batch, metrics)
+        metrics |= mask_mismatch(batch, config)
+        with span("advantages"):
+            if critic is not None:
+                critic.score(batch, keys.VALUES)
+            metrics |= add_advantages(batch, live.policy, config)
+        metrics |= batch_metrics(batch)
+        parts = list(mini_batches(batch, config, step))
+        if critic is not None:
+            with span("train_critic"):
+                metrics |= train_critic(critic, parts, value_loss, ppo.num_mini_batches)
+        if step > ppo.num_critic_warmup_steps:
+            metrics |= steps.train(step, batch, parts)
+        live.log(metrics)
+    models = {"final": live.policy} | ({"final_critic": critic} if critic is not None else {})
+    session.finish(models, generation_backend=config.generation.backend)
 
 
-def find_critic(config: PPOConfig, model_path: str) -> CriticSetup | None:
-    """The critic's model and settings; UserError if it does not read the policy's tokens."""
-    if not config.critic.enabled:
-        return None
-    folder = model_path
+def start_critic(config: PPOConfig, session: Session) -> Policy:
+    """The critic, not started yet; UserError if it does not read the policy's tokens."""
+    folder = session.model_path
     if config.critic.model is not None:
         folder = str(resolve_model(config.critic.model, "critic.model"))
-        if not ChatTokenizer(folder).has_tokens_of(ChatTokenizer(model_path)):
+        if not ChatTokenizer(folder).has_tokens_of(ChatTokenizer(session.model_path)):
             raise UserError(
                 f"critic.model={config.critic.model} has other tokens than "
                 f"policy.model={config.policy.model}, whose completions it reads; use a model with "
                 "the same tokenizer, or null for the policy's."
             )
-    plan = plan_run(config)
+    plan = session.cluster.plan
     check_model_fits(config.critic_policy, len(plan.critic or plan.policy), Path(folder))
-    return CriticSetup(
-        config=config.critic_policy,
-        model_path=folder,
-        max_updates=config.max_critic_updates,
-    )
-
-
-def train(config: PPOConfig, setup: Setup, run: Run) -> None:
-    """The loop."""
-    policy, critic, rollouts, ppo = setup.policy, setup.critic, setup.rollouts, config.ppo
-    kl = config.loss.kl_estimator if config.kl_in_reward else None
-    reuse = config.reuses_logprobs
-    loss, value_loss = make_loss(config), ValueLoss(config.value_loss)
-    watch_rewards = RewardWatch(config.environment.reward)
-    for step in run.steps(
-        ppo.max_steps,
-        setup.models,
-        setup.loader,
-        rollouts if config.validates else None,
-        config.validation.every_steps,
-    ):
-        setup.meter.pop()  # what a validation before this step came to
-        batch, metrics = rollouts.next_batch(step)  # refits first if its weights are stale
-        num_made = step - run.first_step
-        check_sampled(config, batch, policy.weight_version, num_made)
-        watch_rewards(batch, metrics)
-        check = gap_check(config, num_made)
-        if not reuse or config.loss.kl_coef > 0:
-            with run.span("logprobs"):
-                metrics |= policy.logprobs(batch, with_policy=not reuse, kl=kl)
-        if not reuse:
-            check(metrics)
-        metrics |= mask_mismatch(batch, config)
-        with run.span("advantages"):
-            if critic is not None:
-                critic.score(batch, keys.VALUES)
-            metrics |= add_advantages(batch, policy, config)
-        metrics |= batch_metrics(batch)
-        parts = list(mini_batches(batch, config, step))
-        if critic is not None:
-            with run.span("train_critic"):
-                metrics |= train_critic(critic, parts, value_loss, ppo.num_mini_batches)
-        if step > ppo.num_critic_warmup_steps:
-            with run.span("train"):
-                updates = [
-                    policy.train(one, loss, on_policy=reuse, check=check if reuse else None)
-                    for one in parts
-                ]
-            check_ratios(config, updates[0], num_made)
-            metrics |= mean_of_steps(updates)
-        warn_of_gap(config, metrics)
-        run.log(metrics | setup.meter.pop())
+    return new_critic(config.critic_policy, session, folder, config.max_critic_updates)
 
 
 def add_advantages(batch: RemoteBatch, policy: Policy, config: PPOConfig) -> Metrics:

