@@ -86,7 +86,7 @@ def records(pool: ProcessPool, gpus: int) -> Any:
             yield record | gaps | {"largest": max(gaps.values())}
 
 
-def cases(gpus: int, dtype: Dtype) -> Any:
+def cases(gpus: int, dtype: str) -> Any:
     """Layout, changes, loss, architecture, tied."""
     names = [name for name, (ranks, _) in LAYOUTS.items() if ranks <= gpus]
     padded = {"batching": "padded", "micro_batch_size": 1}

@@ -29,7 +29,7 @@ class Case:
     layout: str
     loss_kind: str = LOSSES[0]
     rows: int = ROWS[0]
-    recomputed: Checkpointing = RECOMPUTED[0]
+    recomputed: str = RECOMPUTED[0]
     model: tuple[str, bool] = MODELS[0]
 
     def __str__(self):
