@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.algorithms.grpo.loop import run_grpo
-from nemo_like.algorithms.processes import started
+from nemo_like.algorithms.session import launch
+from nemo_like.compose import registry
 from nemo_like.compose.load import compose_config
 
 ROOT = Path(__file__).parent.parent
@@ -34,10 +34,13 @@ def small_config(folder, *overrides, small=SMALL, name="grpo"):
 
 def run(folder, *overrides, small=SMALL, name="grpo"):
     """Run to the end; returns the records of metrics.jsonl by step."""
-    config = small_config(folder, *overrides, small=small, name=name)
-    with started(config, "grpo") as processes:
-        run_grpo(config, processes)
+    run_config(small_config(folder, *overrides, small=small, name=name))
     return records(folder)
+
+
+def run_config(config):
+    """Run to the end, in this process."""
+    launch(registry.find(registry.name_of(type(config))), config)
 
 
 def records(folder):

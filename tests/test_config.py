@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from nemo_like.config.checks import check
+from nemo_like.compose.load import check
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.compose.keys import all_keys

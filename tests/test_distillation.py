@@ -11,10 +11,7 @@ from safetensors.torch import load_file, save_file
 from nemo_like.algorithms.distillation.loop import (
     Compared,
     find_teacher,
-    run_distillation,
-    run_off_policy_distillation,
 )
-from nemo_like.algorithms.processes import started
 from nemo_like.batch import keys
 from nemo_like.compose.load import compose_config
 from nemo_like.config.losses import DistillationLossConfig
@@ -26,6 +23,7 @@ from nemo_like.policy.head import Head
 from tests.distillation_cases import CASES, answer, make_engine
 from tests.key_steps import alone
 from tests.layouts import LAYOUTS
+from tests.small_runs import run_config
 from tests.small_runs import ROOT, SEEDS, records
 from tests.three_steps import VOCAB, make_rows
 
@@ -256,8 +254,7 @@ def on_policy(folder, *overrides):
             *overrides,
         ],
     )
-    with started(config, "distillation") as processes:
-        run_distillation(config, processes)
+    run_config(config)
     return records(folder)
 
 
@@ -267,7 +264,7 @@ def off_policy(folder, *overrides):
         "off_policy_distillation",
         [*ALWAYS, f"run.dir={folder}", *overrides],
     )
-    run_off_policy_distillation(config)
+    run_config(config)
     return records(folder)
 
 

@@ -9,7 +9,6 @@ from itertools import combinations
 import pytest
 
 from nemo_like.algorithms.eval.config import EvalConfig
-from nemo_like.algorithms.eval.loop import run_eval
 from nemo_like.algorithms.eval.report import Measured, table
 from nemo_like.algorithms.eval.statistics import (
     majority_at,
@@ -17,12 +16,12 @@ from nemo_like.algorithms.eval.statistics import (
     pass_at,
     share_of_prompts,
 )
-from nemo_like.algorithms.processes import started
 from nemo_like.compose.load import compose_config
 from nemo_like.data.datasets import Row
 from nemo_like.environments.protocol import Grade
 from nemo_like.errors import UserError
 from nemo_like.rollout.rollout import Sample
+from tests.small_runs import run_config
 from tests.small_runs import ROOT
 
 SMALL = ("generation.backend=hf", "generation.max_new_tokens=32", "data.num_validation_rows=8")
@@ -31,8 +30,7 @@ SMALL = ("generation.backend=hf", "generation.max_new_tokens=32", "data.num_vali
 def evaluate(folder, *overrides, small=SMALL):
     """Run to the end; returns eval.json and the samples."""
     config = compose_config(ROOT / "configs", "eval", [*small, f"run.dir={folder}", *overrides])
-    with started(config, "eval") as processes:
-        run_eval(config, processes)
+    run_config(config)
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
     return json.loads((folder / "eval.json").read_text()), samples
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from nemo_like.config.run_schema import RunConfig
+from nemo_like.config.run import RunSection
 
 from nemo_like.algorithms.distillation.config import DistillationConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
@@ -161,7 +161,7 @@ def test_the_model_group_applies_to_scripts_that_train(name, kind, more):
 
 
 def test_jobs_of_a_sweep_write_folders_of_their_own():
-    config = GRPOConfig(run=RunConfig(dir="x"))
+    config = GRPOConfig(run=RunSection(dir="x"))
     check_run_dirs([config, GRPOConfig(), GRPOConfig()])
     with pytest.raises(UserError, match=r"run\.dir=x would be written by several jobs"):
         check_run_dirs([config, config])

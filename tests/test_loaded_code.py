@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from nemo_like.algorithms.processes import started
 
 import nemo_like
-from nemo_like.algorithms.eval.loop import run_eval
 from nemo_like.checkpoint import open_checkpoint, others_who_write
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
 from tests import loaded_code
 from tests.engine_cases import CASES
+from tests.small_runs import run_config
 from tests.small_runs import ROOT, run
 
 PACKAGE = Path(nemo_like.__file__).parent
@@ -142,11 +141,8 @@ def test_an_evaluation_does_not_run_the_code_of_another_runs_checkpoint(
     checkpoint, file = attacked(straight, tmp_path / "run", loaded_code.with_pickled_weights)
     overrides = ("generation.backend=hf", "data.num_validation_rows=4", f"run.dir={tmp_path}/eval")
     config = compose_config(ROOT / "configs", "eval", [f"policy.model={checkpoint}", *overrides])
-    with (
-        pytest.raises(UserError, match=re.escape(f"Checkpoint file {file} ")),
-        started(config, "eval") as processes,
-    ):
-        run_eval(config, processes)
+    with pytest.raises(UserError, match=re.escape(f"Checkpoint file {file} ")):
+        run_config(config)
     assert not (tmp_path / "marker").exists()
 
 

@@ -15,7 +15,8 @@ from nemo_like.compose.load import compose_config, compose_raw, load
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.command import CONFIGS, main
+from nemo_like.cli import main
+from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.activations import layer_activations, layers_in_flight
 from nemo_like.planning.layout import layer_range, parallel_sizes
@@ -704,7 +705,7 @@ def test_wrong_words_end_with_one_sentence_and_code_2(words, message, capsys):
 
 def test_planning_imports_neither_torch_nor_ray():
     code = (
-        "import sys; from nemo_like.launch.command import main; main(['plan']);"
+        "import sys; from nemo_like.cli import main; main(['plan']);"
         "heavy = {'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys();"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nemo_like.config.checks import check
+from nemo_like.compose.load import check
 from transformers import AutoModelForSequenceClassification
 
 from nemo_like.advantages import Moments
 from nemo_like.algorithms import ppo
 from nemo_like.algorithms.ppo.config import PPOConfig
-from nemo_like.algorithms.ppo.loop import find_critic, run_ppo
-from nemo_like.algorithms.processes import started
+from nemo_like.algorithms.ppo.loop import find_critic
 from nemo_like.algorithms.run import Run
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
@@ -29,6 +28,7 @@ from nemo_like.policy.process import policy_group
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from tests.conftest import build_model
 from tests.key_loops import Position, StandIn, sampled_loop
+from tests.small_runs import run_config
 from tests.small_runs import ROOT, SEEDS, SMALL, records
 
 NAN = float("nan")
@@ -250,8 +250,7 @@ def run(folder, *overrides):
     """Run to the end; returns the records of metrics.jsonl by step."""
     always = ("generation.backend=hf", "cluster.call_timeout_s=120", f"run.dir={folder}")
     config = compose_config(ROOT / "configs", "ppo", [*PPO_SMALL, *always, *overrides])
-    with started(config, "ppo") as processes:
-        run_ppo(config, processes)
+    run_config(config)
     return records(folder)
 
 

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from nemo_like.config.checks import check
+from nemo_like.compose.load import check
 
 from nemo_like.algorithms.distillation.config import DistillationConfig
 from nemo_like.algorithms.dpo.config import DPOConfig

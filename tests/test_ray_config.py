@@ -11,7 +11,8 @@ from nemo_like.config.schemas import SCHEMAS
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from nemo_like.compose.load import compose_raw
-from nemo_like.launch.command import CONFIGS, main
+from nemo_like.cli import main
+from nemo_like.compose.files import SHIPPED as CONFIGS
 
 IMAGE = ("--image", "registry:5000/team/nemo-like:1.0-gpu")
 KUBERNETES = (*IMAGE, "--volume", "claim:/shared", "--memory", "512Gi")

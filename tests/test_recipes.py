@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from nemo_like.config.rules import value_of
+from nemo_like.config.section import value_of
 
 from nemo_like.compose.load import compose_config
 from tests.small_runs import ROOT, run

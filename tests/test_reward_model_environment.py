@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from nemo_like.algorithms.rm.loop import run_reward_model
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.setup import prepare
 from nemo_like.compose.load import compose_config
@@ -22,6 +21,7 @@ from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from nemo_like.rollout.graders import start_pool
 from nemo_like.rollout.reward_model import RewardModel
+from tests.small_runs import run_config
 from tests.small_runs import ROOT, SEEDS, records, run, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -50,7 +50,7 @@ def trained(tmp_path_factory):
             f"run.dir={folder}/run",
         ],
     )
-    run_reward_model(config)
+    run_config(config)
     return SimpleNamespace(final=folder / "run" / "final", said=records(folder / "run")[6])
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nemo_like.config.run_schema import RunConfig
+from nemo_like.config.run import RunSection
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.run import Run
@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
     save_config(tmp_path, GRPOConfig(), continued=False)
     save_config(tmp_path, GRPOConfig(), continued=True)
-    other = SFTConfig(run=RunConfig(dir="x"))
+    other = SFTConfig(run=RunSection(dir="x"))
     with pytest.raises(UserError, match=r"run\.dir=x is .* of another kind: .* no section sft; "):
         save_config(tmp_path, other, continued=True)
 

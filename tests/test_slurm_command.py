@@ -16,7 +16,7 @@ from nemo_like.compose.load import compose_config
 from nemo_like.config.run import CheckpointConfig, ClusterConfig, RunSection
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.command import main
+from nemo_like.cli import main
 from nemo_like.launch.slurm_script import BatchJob, render_script
 
 ROOT = Path(__file__).parent.parent
@@ -337,7 +337,7 @@ def test_a_greeting_of_sbatch_is_no_job_id(capsys, monkeypatch, folder):
 
 def test_it_imports_neither_torch_nor_ray():
     code = (
-        "import sys; from nemo_like.launch.command import main;"
+        "import sys; from nemo_like.cli import main;"
         f"main(['slurm', 'render', {SCRIPT!r}]);"
         "heavy = {'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys();"
         "sys.exit(f'imported {heavy}' if heavy else 0)"

@@ -6,16 +6,13 @@ import re
 
 import pytest
 
-from nemo_like.algorithms.dpo.loop import run_dpo
-from nemo_like.algorithms.rm.loop import run_reward_model
-from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
+from tests.small_runs import run_config
 from tests.small_runs import ROOT, SEEDS, records
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
-RUNS = {"sft": run_sft, "dpo": run_dpo, "rm": run_reward_model}
 GENERATED = ("data.num_train_rows=640", "data.num_validation_rows=128")
 SMALL = (
     "logging.tensorboard=false",
@@ -26,7 +23,7 @@ SMALL = (
 
 def run(name, folder, *overrides):
     config = compose_config(ROOT / "configs", name, [*SMALL, f"run.dir={folder}", *overrides])
-    RUNS[name](config)
+    run_config(config)
     return records(folder)
 
 

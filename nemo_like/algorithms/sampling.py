@@ -1,7 +1,7 @@
 """From a session to the live parts of a run that samples: models, engines, a source of batches."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +97,9 @@ def start_sampling(
     run, plan = session.run, session.cluster.plan
     with run.start_phase("prompts"):
         chat = ChatTokenizer(session.model_path, config.data.template_switches)
-        loader, validation_rows, longest = _read_prompts(config, session, chat)
+        loader, validation_rows, longest = read_prompts(
+            config, session.rows, session.model_path, chat
+        )
     policy = Policy(
         config.policy,
         config.cluster,
@@ -173,17 +175,23 @@ def _by_role(policy: Policy, critic: Policy | None) -> dict[str, Policy]:
     return {"policy": policy} if critic is None else {"policy": policy, "critic": critic}
 
 
-def _read_prompts(
-    config: SamplingRunConfig, session: Session, chat: ChatTokenizer
+def read_prompts(
+    config: SamplingRunConfig,
+    rows_of: Mapping[str, list[Row]],
+    model_path: str,
+    chat: ChatTokenizer,
 ) -> tuple[PromptLoader[Row], list[Row], int]:
-    """Training rows in their order, validation rows, and tokens of the longest row of any."""
+    """Training rows in their order, validation rows, and tokens of the longest row of any.
+
+    ``rows_of``: see ``Session.rows``. Raises UserError for a row that does not fit.
+    """
     _check_stop_ids(config, chat)
     key, most_new = config.longest_completion
-    context = context_for(session.model_path, key, most_new)
-    graders.check_reward_model(config.environment, session.rows, chat)
+    context = context_for(model_path, key, most_new)
+    graders.check_reward_model(config.environment, rows_of, chat)
     longest = 0
     checked: dict[str, list[Row]] = {}
-    for name, rows in session.rows.items():
+    for name, rows in rows_of.items():
         most_tokens = config.policy.micro_batch_tokens if config.trains else context
         checked[name], most = check_lengths(
             rows, chat, most_tokens, context, most_new, config.data, name

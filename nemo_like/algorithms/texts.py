@@ -97,14 +97,7 @@ def start_texts(
     """
     passes, run = config.passes, session.run
     with run.start_phase("data"):
-        train, held_out = load(
-            config.texts,
-            ChatTokenizer(session.model_path, config.texts.template_switches),
-            micro_batch_tokens=config.policy.micro_batch_tokens,
-            context=context_length(session.model_path),
-            seed=config.run.seed,
-            with_validation=config.validation.every_steps > 0,
-        )
+        train, held_out = read_texts(config, load, session.model_path)
         loader = _loader(config, train)
         max_steps = passes.max_steps or passes.num_epochs * loader.steps_per_epoch
         for sentence in config.policy.schedule_rules("policy", config, max_steps):
@@ -138,6 +131,22 @@ def start_texts(
         rows_per_unit=passes.rows_per_unit,
         max_steps=max_steps,
         session=session,
+    )
+
+
+def read_texts(
+    config: TextRunConfig,
+    load: Callable[..., tuple[TensorBatch, TensorBatch | None]],
+    model_path: str,
+) -> tuple[TensorBatch, TensorBatch | None]:
+    """Training and held-out rows, tokenized by ``load``; raises UserError."""
+    return load(
+        config.texts,
+        ChatTokenizer(model_path, config.texts.template_switches),
+        micro_batch_tokens=config.policy.micro_batch_tokens,
+        context=context_length(model_path),
+        seed=config.run.seed,
+        with_validation=config.validation.every_steps > 0,
     )
 
 

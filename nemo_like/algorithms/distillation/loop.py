@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from nemo_like.algorithms.distillation.config import DistillationConfig, OffPolicyDistillationConfig
 from nemo_like.algorithms.policy_gradient import batch_metrics
-from nemo_like.algorithms.sampling import start_sampling
+from nemo_like.algorithms.sampling import Sampling, start_sampling
 from nemo_like.algorithms.session import Session
-from nemo_like.algorithms.texts import in_parts, restore, start_texts
+from nemo_like.algorithms.texts import Texts, in_parts, restore, start_texts
 from nemo_like.config.policy import LoraConfig
 from nemo_like.data import conversations
 from nemo_like.data.chat import ChatTokenizer
@@ -48,11 +48,17 @@ class Compared:
 
 def run(config: DistillationConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``, on the student's own samples."""
-    span = session.run.span
     teacher_path, compared = find_teacher(config, session.model_path)
     live = start_sampling(config, session)
     teacher = start_teacher(config, session, live.policy, teacher_path)
+    train(config, live, teacher, compared)
+    session.finish({"final": live.policy}, teacher=config.teacher.model)
+
+
+def train(config: DistillationConfig, live: Sampling, teacher: Policy, compared: Compared) -> None:
+    """The loop on the student's own samples."""
     loss = DistillationLoss(config.loss, compared.student_vocabulary)
+    span = live.session.run.span
     for _, batch, metrics in live.batches():
         with span("teacher"):
             batch = with_teacher(batch, teacher, compared)
@@ -60,19 +66,26 @@ def run(config: DistillationConfig, session: Session) -> None:
             check = live.gap_check()
             metrics |= live.policy.train(batch, loss, on_policy=True, check=check)
         live.log(metrics | batch_metrics(batch))
-    session.finish({"final": live.policy}, teacher=config.teacher.model)
 
 
 def run_off_policy(config: OffPolicyDistillationConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``, on given texts."""
-    span = session.run.span
     teacher_path, compared = find_teacher(config, session.model_path)
     temperature = config.distillation.temperature
     live = start_texts(config, session, conversations.load, temperature=temperature)
     teacher = start_teacher(config, session, live.policy, teacher_path)
     restore(config, live)
+    train_on_texts(config, live, teacher, compared)
+    session.finish({"final": live.policy}, teacher=config.teacher.model)
+
+
+def train_on_texts(
+    config: OffPolicyDistillationConfig, live: Texts, teacher: Policy, compared: Compared
+) -> None:
+    """The loop on given texts."""
+    span = live.session.run.span
     if live.held_out is not None:
-        with session.run.start_phase("teacher"):
+        with live.session.run.start_phase("teacher"):
             live.held_out = with_teacher(live.held_out, teacher, compared)
     loss = DistillationLoss(config.loss, compared.student_vocabulary)
     for batch in live.batches(loss):
@@ -81,7 +94,6 @@ def run_off_policy(config: OffPolicyDistillationConfig, session: Session) -> Non
         with span("train"):
             metrics = live.policy.train(batch, loss)
         live.log(batch, metrics)
-    session.finish({"final": live.policy}, teacher=config.teacher.model)
 
 
 def with_teacher(batch: RemoteBatch, teacher: Policy, compared: Compared) -> RemoteBatch:

@@ -17,21 +17,26 @@ from nemo_like.losses.preference import PreferenceLoss
 
 def run(config: DPOConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``."""
-    keeps_reference, span = config.keeps_reference, session.run.span
+    keeps_reference = config.keeps_reference
     live = start_texts(config, session, preferences.load, with_reference=keeps_reference)
     if not config.loss.reference_free:
         with session.run.start_phase("reference"):
             score_by_reference(live, steps_score_their_own=keeps_reference)
     restore(config, live)
-    loss = PreferenceLoss(config.loss)
+    train(config, live)
+    session.finish({"final": live.policy})
+
+
+def train(config: DPOConfig, live: Texts) -> None:
+    """The loop."""
+    loss, span = PreferenceLoss(config.loss), live.session.run.span
     for batch in live.batches(loss):
-        if keeps_reference:
+        if config.keeps_reference:
             with span("logprobs"):
                 live.policy.logprobs(batch, with_policy=False)
         with span("train"):
             metrics = live.policy.train(batch, loss, rows_per_unit=2)
         live.log(batch, metrics)
-    session.finish({"final": live.policy})
 
 
 def score_by_reference(live: Texts, *, steps_score_their_own: bool) -> None:

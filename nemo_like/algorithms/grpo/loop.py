@@ -20,7 +20,7 @@ from nemo_like.advantages import (
 )
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.policy_gradient import PolicyGradient, batch_metrics, mask_mismatch
-from nemo_like.algorithms.sampling import start_sampling
+from nemo_like.algorithms.sampling import Sampling, start_sampling
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -31,9 +31,14 @@ logger = logging.getLogger(__name__)
 
 def run(config: GRPOConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``."""
-    grpo = config.grpo
     live = start_sampling(config, session, with_reference=config.keeps_reference)
-    steps = PolicyGradient(config, live)
+    train(config, live)
+    session.finish({"final": live.policy}, generation_backend=config.generation.backend)
+
+
+def train(config: GRPOConfig, live: Sampling) -> None:
+    """The loop."""
+    grpo, steps = config.grpo, PolicyGradient(config, live)
     if config.reuses_logprobs:
         logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
 
@@ -49,7 +54,6 @@ def run(config: GRPOConfig, session: Session) -> None:
         metrics |= batch_metrics(batch)
         metrics |= steps.train(step, batch)
         live.log(metrics)
-    session.finish({"final": live.policy}, generation_backend=config.generation.backend)
 
 
 def trainable(batch: RemoteBatch, config: GRPOConfig) -> Tensor:

@@ -21,7 +21,7 @@ from nemo_like.algorithms.policy_gradient import (
     mini_batches,
 )
 from nemo_like.algorithms.ppo.config import PPOConfig
-from nemo_like.algorithms.sampling import new_critic, start_sampling
+from nemo_like.algorithms.sampling import Sampling, new_critic, start_sampling
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
 from nemo_like.data.chat import ChatTokenizer
@@ -37,9 +37,16 @@ from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantage
 
 def run(config: PPOConfig, session: Session) -> None:
     """From a run's processes to a trained policy and critic in ``run.dir``."""
-    ppo, span = config.ppo, session.run.span
     critic = start_critic(config, session) if config.critic.enabled else None
     live = start_sampling(config, session, with_reference=config.keeps_reference, critic=critic)
+    train(config, live)
+    models = {"final": live.policy} | ({"final_critic": critic} if critic is not None else {})
+    session.finish(models, generation_backend=config.generation.backend)
+
+
+def train(config: PPOConfig, live: Sampling) -> None:
+    """The loop."""
+    ppo, critic, span = config.ppo, live.critic, live.session.run.span
     steps, value_loss = PolicyGradient(config, live), ValueLoss(config.value_loss)
     for step, batch, metrics in live.batches():
         metrics |= steps.logprobs(batch, metrics)
@@ -56,8 +63,6 @@ def run(config: PPOConfig, session: Session) -> None:
         if step > ppo.num_critic_warmup_steps:
             metrics |= steps.train(step, batch, parts)
         live.log(metrics)
-    models = {"final": live.policy} | ({"final_critic": critic} if critic is not None else {})
-    session.finish(models, generation_backend=config.generation.backend)
 
 
 def start_critic(config: PPOConfig, session: Session) -> Policy:

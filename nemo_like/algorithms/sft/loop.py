@@ -8,17 +8,23 @@ the model for validation (``examples/run_eval.py`` does that).
 
 from nemo_like.algorithms.session import Session
 from nemo_like.algorithms.sft.config import SFTConfig
-from nemo_like.algorithms.texts import restore, start_texts
+from nemo_like.algorithms.texts import Texts, restore, start_texts
 from nemo_like.data import conversations
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 
 
 def run(config: SFTConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``."""
-    live, loss = start_texts(config, session, conversations.load), CrossEntropyLoss()
+    live = start_texts(config, session, conversations.load)
     restore(config, live)
+    train(live)
+    session.finish({"final": live.policy})
+
+
+def train(live: Texts) -> None:
+    """The loop."""
+    loss = CrossEntropyLoss()
     for batch in live.batches(loss):
-        with session.run.span("train"):
+        with live.session.run.span("train"):
             metrics = live.policy.train(batch, loss)
         live.log(batch, metrics)
-    session.finish({"final": live.policy})
