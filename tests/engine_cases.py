@@ -2,7 +2,6 @@
 option each. Also what both files say of them.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def largest_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float
 
 def make_engine(model_path: str, config: dict[str, Any]) -> TrainEngine:
     setup = EngineSetup(
-        config=replace(PolicyConfig(), **(DEFAULTS | config)),
+        config=PolicyConfig().replace(**(DEFAULTS | config)),
         model_path=model_path,
         max_steps=10,
         with_reference=False,

@@ -1,7 +1,6 @@
 """What a process does in test_exports.py: train, export, and compare with plain transformers."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.exported_models import EAGER
 from tests.three_steps import LENGTHS, PROMPTS, make_rows
 
 CASES = __name__
-FAST = {"optimizer": replace(PolicyConfig().optimizer, lr=1e-2)}
+FAST = {"optimizer": PolicyConfig().optimizer.replace(lr=1e-2)}
 NUM_STEPS = 3
 
 

@@ -4,7 +4,7 @@ The reference is a peft model made here, which knows nothing of the policy's cod
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
@@ -196,14 +196,14 @@ def test_an_engine_that_was_started_without_adapters_refuses_them(tmp_path, run)
 def test_targets_that_name_no_layer_are_an_error(tmp_path):
     path = make_model_folder(tmp_path, tied=False)
     with pytest.raises(UserError, match=r"q_prj names no linear layer.*did you mean q_proj"):
-        expected_adapters(path, torch.float32, replace(ALL, targets=["q_prj"]))
+        expected_adapters(path, torch.float32, ALL.replace(targets=["q_prj"]))
 
 
 def test_vllm_has_places_for_the_adapters_of_the_targets_and_no_others(tmp_path):
     args = engine_args(make_config(tmp_path, lora=SOME), (), 0)
     assert args["lora_target_modules"] == ["o_proj", "up_proj", "v_proj"]
     assert args["max_lora_rank"] == 8
-    args = engine_args(make_config(tmp_path, lora=replace(ALL, rank=33)), (), 0)
+    args = engine_args(make_config(tmp_path, lora=ALL.replace(rank=33)), (), 0)
     assert args["max_lora_rank"] == 64
     assert "lm_head" not in args["lora_target_modules"]
 

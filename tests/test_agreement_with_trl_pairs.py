@@ -1,7 +1,6 @@
 """TRL's own trainers on the same tiny model and rows: equal losses and gradients, or a difference
 that is stated and pinned. No formula of TRL is repeated here."""
 
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -244,7 +243,7 @@ def test_simpo_is_that_of_trl(tiny_model, tmp_path):
     # Where it differs on purpose: the target of a pair that is labelled the wrong way round.
     trainer.label_smoothing = 0.2
     theirs = trainer.cpo_loss(means[0::2], means[1::2])[0].mean()
-    ours, _ = PreferenceLoss(replace(simpo, label_smoothing=0.2))(
+    ours, _ = PreferenceLoss(simpo.replace(label_smoothing=0.2))(
         logprobs, batch, denominators_of(batch)
     )
     z = 2 * (means[0::2] - means[1::2])

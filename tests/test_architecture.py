@@ -114,7 +114,7 @@ def test_configuration_is_light():
 
 def test_processes_are_started_without_torch():
     """A driver that imported it first would keep its workers waiting for that."""
-    code = "import sys, nemo_like.cli, nemo_like.algorithms.processes; print(*sys.modules)"
+    code = "import sys, nemo_like.cli, nemo_like.algorithms.session; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "ray" in loaded

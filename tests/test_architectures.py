@@ -1,6 +1,5 @@
 """Every architecture in every layout of rows is exact, or refused with a layout that is."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,10 +159,10 @@ def test_each_layout_is_exact_or_refused_with_the_first_that_is(family, tmp_path
     exact = [keys for keys, outcome in zip(LAYOUTS, outcomes, strict=True) if outcome == "+"]
     for keys, layout in LAYOUTS.items():
         if keys in exact:
-            check_architecture(str(tmp_path), replace(policy, **layout))
+            check_architecture(str(tmp_path), policy.replace(**layout))
             continue
         with pytest.raises(UserError) as refused:
-            check_architecture(str(tmp_path), replace(policy, **layout))
+            check_architecture(str(tmp_path), policy.replace(**layout))
         message = str(refused.value)
         assert message.startswith(f"policy.model={tmp_path}: ")
         assert f"cannot be trained with {keys}: " in message

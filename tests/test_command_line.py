@@ -21,7 +21,7 @@ import pytest
 
 from nemo_like.compose.main import end_on_error
 from nemo_like.errors import UserError
-from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, records
+from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, prompts_of, records
 from tests.warm_process import WarmProcess
 
 SCRIPT = str(ROOT / "examples" / "run_grpo.py")
@@ -386,15 +386,12 @@ TOKENIZER_ERRORS = [
 def test_what_the_tokenizer_refuses_is_refused_before_models_load(
     inputs, monkeypatch, typed, sentence
 ):
-    from nemo_like.algorithms.processes import find_model
-    from nemo_like.algorithms.rows import read_rows
-    from nemo_like.algorithms.setup import prepare
     from nemo_like.compose.load import compose_config
 
     monkeypatch.chdir(inputs)
     config = compose_config(ROOT / "configs", "grpo", arguments(typed))
     with pytest.raises(UserError, match=re.escape(sentence)):
-        prepare(config, read_rows(config), find_model(config))
+        prompts_of(config)
 
 
 # What is told once Ray and the workers' processes have begun to start.

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from nemo_like.compose.load import check
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.compose.keys import all_keys
-from nemo_like.compose.load import compose_config, compose_raw
+from nemo_like.compose.load import check, compose_config, compose_raw
 from nemo_like.compose.overrides import check_overrides
 from nemo_like.config.run import ClusterConfig
 from nemo_like.errors import UserError

@@ -6,10 +6,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from nemo_like.algorithms.setup import prepare
 
-from nemo_like.algorithms import evaluation, text_rows
-from nemo_like.algorithms.rows import read_rows
+from nemo_like.algorithms.texts import read_texts
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.compose.load import compose_config
 from nemo_like.config.data import PromptsConfig
@@ -25,6 +23,7 @@ from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, merge
 from nemo_like.rollout import graders
 from tests.chat_templates import QWEN, QWEN3, build_chat, tokenizer_of
+from tests.small_runs import prompts_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -105,19 +104,19 @@ def test_template_switches_reach_every_text_that_is_rendered(tmp_path):
         return list(ids[-len(block) :]) == block
 
     grpo = config("grpo", f"data.train={rows}", "environment.reward=math")
-    prepared = prepare(grpo, read_rows(grpo), str(folder))
-    assert [asks_with_block(row.prompt_ids) for row in prepared.loader.next_rows(8)] == [True] * 8
+    loader, *_ = prompts_of(grpo)
+    assert [asks_with_block(row.prompt_ids) for row in loader.next_rows(8)] == [True] * 8
     measured = config("eval", f"data.validation={rows}", "environment.reward=math")
-    held_out = evaluation.prepare(measured, read_rows(measured), str(folder)).validation_rows
+    _, held_out, _ = prompts_of(measured)
     assert [asks_with_block(row.prompt_ids) for row in held_out] == [True] * 8
     for name, source, reader in (
         ("sft", texts, conversations.load),
         ("dpo", pairs, preferences.load),
         ("rm", pairs, preferences.load),
     ):
-        found = text_rows.prepare(config(name, f"data.train={source}"), reader, str(folder))
-        mask = found.train.tokens["loss_mask"].tolist()
-        assert asks_with_block(found.train.tokens["input_ids"][: mask.index(True)].tolist())
+        found, _ = read_texts(config(name, f"data.train={source}"), reader, str(folder))
+        mask = found.tokens["loss_mask"].tolist()
+        assert asks_with_block(found.tokens["input_ids"][: mask.index(True)].tolist())
 
 
 def test_a_grader_is_told_what_its_own_template_knows_unless_it_is_told_otherwise(tmp_path):
@@ -326,9 +325,9 @@ def test_fewer_prompts_than_a_step_takes_are_said(tmp_path, tiny_model, caplog):
     path = write_rows(tmp_path / "r.jsonl", *prompts(3))
     overrides = (f"data.train={path}", "environment.reward=math", "policy.model=" + tiny_model())
     config = compose_config(CONFIGS, "grpo", [*overrides, "grpo.num_prompts_per_step=4"])
-    prepared = prepare(config, read_rows(config), tiny_model())
+    loader, *_ = prompts_of(config)
     assert "data.train has 3 prompts, and grpo.num_prompts_per_step=4 repeats some" in caplog.text
-    assert len({row.index for row in prepared.loader.next_rows(4)}) == 3
+    assert len({row.index for row in loader.next_rows(4)}) == 3
 
 
 # The order of prompts.

@@ -23,8 +23,7 @@ from nemo_like.policy.head import Head
 from tests.distillation_cases import CASES, answer, make_engine
 from tests.key_steps import alone
 from tests.layouts import LAYOUTS
-from tests.small_runs import run_config
-from tests.small_runs import ROOT, SEEDS, records
+from tests.small_runs import ROOT, SEEDS, records, run_config
 from tests.three_steps import VOCAB, make_rows
 
 TOKENS, WIDTH, VOCABULARY, K = 7, 8, 17, 5

@@ -21,8 +21,7 @@ from nemo_like.data.datasets import Row
 from nemo_like.environments.protocol import Grade
 from nemo_like.errors import UserError
 from nemo_like.rollout.rollout import Sample
-from tests.small_runs import run_config
-from tests.small_runs import ROOT
+from tests.small_runs import ROOT, run_config
 
 SMALL = ("generation.backend=hf", "generation.max_new_tokens=32", "data.num_validation_rows=8")
 

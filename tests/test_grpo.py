@@ -7,6 +7,9 @@ import signal
 
 import pytest
 
+from nemo_like.algorithms.grpo import loop
+from nemo_like.algorithms.sampling import start_sampling
+from nemo_like.algorithms.session import opened
 from nemo_like.errors import RunError, StoppedError, UserError
 from tests.small_runs import ROOT, SMALL_ON_A_FILE, records, run, small_config
 
@@ -89,22 +92,18 @@ def stop():
 
 def run_until(config, step, act=stop):
     """Run as ``run_grpo`` does and ``act`` in the middle of ``step``, after its rollout."""
-    from nemo_like.algorithms import grpo
-    from nemo_like.algorithms.processes import started
-    from nemo_like.algorithms.setup import prepare, start
+    with opened(config, "grpo") as session:
+        live = start_sampling(config, session)
+        next_batch = live.rollouts.next_batch
 
-    with started(config, "grpo") as processes:
-        setup = start(config, processes, prepare(config, processes.rows, processes.model_path))
-        next_batch = setup.rollouts.next_batch
-
-        def breaking(current):
-            batch = next_batch(current)
+        def breaking(current, *keep):
+            batch = next_batch(current, *keep)
             if current == step:
                 act()
             return batch
 
-        setup.rollouts.next_batch = breaking
-        grpo.train(config, setup, processes.run)
+        live.rollouts.next_batch = breaking
+        loop.train(config, live)
 
 
 def test_resuming_a_finished_run_trains_nothing_more(tmp_path, straight):

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from nemo_like.config.run import RunSection
 
 from nemo_like.algorithms.distillation.config import DistillationConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
@@ -18,7 +17,7 @@ from nemo_like.compose.files import check_config_files, schema_of
 from nemo_like.compose.load import check_algorithm, compose_config
 from nemo_like.compose.main import _parse, check_run_dirs, end_on_error, jobs
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
-from nemo_like.config.run import ClusterConfig
+from nemo_like.config.run import ClusterConfig, RunSection
 from nemo_like.errors import RunError, UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -18,8 +18,7 @@ from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
 from tests import loaded_code
 from tests.engine_cases import CASES
-from tests.small_runs import run_config
-from tests.small_runs import ROOT, run
+from tests.small_runs import ROOT, run, run_config
 
 PACKAGE = Path(nemo_like.__file__).parent
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def test_every_layout_takes_the_same_steps(ranks, config, pool, four_layers, one
 
 
 def test_refits_of_adapters_carry_the_model_as_it_was_and_what_trains(pool, four_layers):
-    path, lora = four_layers(), replace(LORA["lora"], refit="adapters")
+    path, lora = four_layers(), LORA["lora"].replace(refit="adapters")
     case = f"{CASES}:refits_after_one_step", path, LORA | {"lora": lora}
     (first, later), (first_of_two, later_of_two) = (pool.run(n, *case)[0] for n in (1, 2))
     plan = [s for b in plan_refit(path, torch.float32, lora, 2**20) for s in b.slots]
@@ -93,7 +92,7 @@ def test_a_target_that_matches_no_layer_is_refused(target, pool, four_layers):
 
 
 def test_only_the_targets_train(pool, four_layers, one_rank):
-    config = LORA | {"lora": replace(LORA["lora"], targets=["q_proj", "v_proj"])}
+    config = LORA | {"lora": LORA["lora"].replace(targets=["q_proj", "v_proj"])}
     _, after = pool.run(1, f"{CASES}:train", four_layers(), config, 1)[0]
     moved = {name for name in after if not torch.equal(after[name], one_rank[0][name])}
     assert moved == {name for name in after if "q_proj." in name or "v_proj." in name}

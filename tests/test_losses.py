@@ -5,12 +5,12 @@ from typing import get_args
 
 import pytest
 import torch
-from nemo_like.config.loss_checks import check_loss
 
 from nemo_like.algorithms.grpo.config import GRPOConfig, GRPOSection
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.compose.load import check
 from nemo_like.config.losses import (
     AdvantageConfig,
     DPOLossConfig,
@@ -510,7 +510,7 @@ def several_updates(**sections):
 def test_what_cannot_work_or_would_do_nothing_is_refused(loss, advantage, message):
     config = several_updates(loss=LossConfig(**loss), advantage=AdvantageConfig(**advantage))
     with pytest.raises(UserError) as error:
-        check_loss(config)
+        check(config)
     assert message in str(error.value)
 
 
@@ -527,7 +527,7 @@ def test_what_cannot_work_or_would_do_nothing_is_refused(loss, advantage, messag
     ids=str,
 )
 def test_combinations_that_work_are_let_through(loss):
-    check_loss(several_updates(loss=LossConfig(**loss)))
+    check(several_updates(loss=LossConfig(**loss)))
 
 
 # What holds for every loss.

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_like.cli import main
+from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.compose.load import compose_config, compose_raw, load
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.cli import main
-from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.activations import layer_activations, layers_in_flight
 from nemo_like.planning.layout import layer_range, parallel_sizes
@@ -64,9 +64,9 @@ def test_what_no_size_claims_is_sharded(num_ranks, sizes, expected):
 
 
 def test_a_mesh_shape_says_the_same_as_sizes():
-    by_shape = replace(PolicyConfig(), mesh_shape=[[2, 2, 4], ["replicate", "fsdp", "tp"]])
+    by_shape = PolicyConfig().replace(mesh_shape=[[2, 2, 4], ["replicate", "fsdp", "tp"]])
     assert parallel_sizes(by_shape, 16) == parallel_sizes(policy(replicate=2, tp=4), 16)
-    assert parallel_sizes(replace(PolicyConfig(), mesh_shape=[[8], ["ddp"]]), 8) == (
+    assert parallel_sizes(PolicyConfig().replace(mesh_shape=[[8], ["ddp"]]), 8) == (
         parallel_sizes(policy(data_parallel="ddp"), 8)
     )
 

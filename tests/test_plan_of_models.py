@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_like.cli import main
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import LoraConfig, PolicyConfig
-from nemo_like.cli import main
 from nemo_like.planning.memory import GIB, Role, predict_memory
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
 from nemo_like.policy.engine import EngineSetup, TrainEngine

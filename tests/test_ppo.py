@@ -6,17 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nemo_like.compose.load import check
 from transformers import AutoModelForSequenceClassification
 
 from nemo_like.advantages import Moments
 from nemo_like.algorithms import ppo
-from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.algorithms.ppo.config import CriticConfig, PPOConfig, PPOSection
 from nemo_like.algorithms.ppo.loop import find_critic
 from nemo_like.algorithms.run import Run
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.compose.load import compose_config
+from nemo_like.compose.load import check, compose_config
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -28,8 +27,7 @@ from nemo_like.policy.process import policy_group
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from tests.conftest import build_model
 from tests.key_loops import Position, StandIn, sampled_loop
-from tests.small_runs import run_config
-from tests.small_runs import ROOT, SEEDS, SMALL, records
+from tests.small_runs import ROOT, SEEDS, SMALL, records, run_config
 
 NAN = float("nan")
 GAMMA, LAM, KL_COEF = 0.9, 0.7, 0.3
@@ -373,18 +371,15 @@ def test_what_cannot_work_or_would_do_nothing_is_refused(overrides, message):
 
 
 def test_a_group_of_one_completion_is_let_through():
-    config = PPOConfig()
-    config.ppo.num_generations_per_prompt = 1
-    check(config)
+    check(PPOConfig(ppo=PPOSection(num_generations_per_prompt=1)))
 
 
 def test_a_critic_that_reads_other_tokens_is_refused(tiny_model):
-    config = PPOConfig()
-    config.critic.model = tiny_model()
+    config = PPOConfig(critic=CriticConfig(model=tiny_model()))
     embedded = str(ROOT / "nemo_like" / "models" / "embedded")
     with pytest.raises(UserError, match=r"critic\.model=.* has other tokens than .*=embedded"):
         find_critic(config, embedded)
-    assert find_critic(config, tiny_model()).config.model == tiny_model()
+    assert find_critic(config, tiny_model()) == tiny_model()
 
 
 # Learning.

@@ -5,7 +5,6 @@ from typing import get_args
 
 import pytest
 import torch
-from nemo_like.compose.load import check
 
 from nemo_like.algorithms.distillation.config import DistillationConfig
 from nemo_like.algorithms.dpo.config import DPOConfig
@@ -13,6 +12,7 @@ from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.compose.load import check
 from nemo_like.config.losses import (
     DistillationLossConfig,
     DPOLossConfig,

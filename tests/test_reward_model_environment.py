@@ -12,17 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from nemo_like.algorithms.rows import read_rows
-from nemo_like.algorithms.setup import prepare
 from nemo_like.compose.load import compose_config
 from nemo_like.config.paths import GRADER_KEY
 from nemo_like.config.sampling import EnvironmentConfig, GradingModelConfig
 from nemo_like.errors import UserError
-from nemo_like.models.resolve import resolve_model
 from nemo_like.rollout.graders import start_pool
 from nemo_like.rollout.reward_model import RewardModel
-from tests.small_runs import run_config
-from tests.small_runs import ROOT, SEEDS, records, run, small_config
+from tests.small_runs import ROOT, SEEDS, prompts_of, records, run, run_config, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -169,10 +165,6 @@ def damaged(good, folder, kind):
     return folder, said
 
 
-def prepared(config):
-    return prepare(config, read_rows(config), str(resolve_model("embedded")))
-
-
 @pytest.mark.parametrize(
     "kind", ["absent", "language model", "classifier", "no template", "picky template"]
 )
@@ -182,7 +174,7 @@ def test_a_folder_that_is_no_reward_model_is_refused_before_anything_starts(
     folder, said = damaged(trained.final, tmp_path / "model", kind)
     reward = ("environment.reward=reward_model", f"{GRADER_KEY}={folder}")
     with pytest.raises(UserError, match=re.escape(said)):
-        prepared(small_config(tmp_path / "run", *reward))
+        prompts_of(small_config(tmp_path / "run", *reward))
 
 
 def test_what_only_loading_shows_is_one_sentence_too(trained, tmp_path, monkeypatch):
@@ -204,7 +196,7 @@ def test_another_template_is_allowed_and_said(trained, tmp_path, caplog):
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text("Judge this: " + template)
     reward = ("environment.reward=reward_model", f"{GRADER_KEY}={folder}")
-    prepared(small_config(tmp_path / "run", *reward))
+    prompts_of(small_config(tmp_path / "run", *reward))
     assert "template or end tokens are not the policy's" in caplog.text
 
 

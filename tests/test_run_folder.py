@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from nemo_like.config.run import RunSection
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.run import Run
@@ -15,6 +14,7 @@ from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.compose.main import main
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import LoraConfig, PolicyConfig
+from nemo_like.config.run import RunSection
 from nemo_like.errors import RunError, UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

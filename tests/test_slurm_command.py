@@ -5,18 +5,16 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from nemo_like.config.launch_checks import check_slurm
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
-from nemo_like.compose.load import compose_config
+from nemo_like.cli import main
+from nemo_like.compose.load import check, compose_config
 from nemo_like.config.run import CheckpointConfig, ClusterConfig, RunSection
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
-from nemo_like.cli import main
 from nemo_like.launch.slurm_script import BatchJob, render_script
 
 ROOT = Path(__file__).parent.parent
@@ -238,7 +236,7 @@ REFUSED = [
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=str)
 def test_a_job_that_cannot_be_is_refused(settings, message):
     with pytest.raises(UserError) as error:
-        check_slurm(job(gpus=4, **settings).config)
+        check(job(gpus=4, **settings).config)
     assert message in str(error.value)
 
 
@@ -246,7 +244,7 @@ def test_a_job_that_cannot_be_is_refused(settings, message):
 def test_a_line_break_cannot_end_the_header(key):
     value = "--x=1\nrm -rf /"
     with pytest.raises(UserError, match=rf"cluster\.slurm\.{key}='--x=1\\nrm -rf /' must be"):
-        check_slurm(job(**{key: [value] if key == "extra" else value}).config)
+        check(job(**{key: [value] if key == "extra" else value}).config)
 
 
 def test_a_line_break_in_the_name_of_a_folder_is_refused_too():
@@ -269,17 +267,17 @@ def test_a_time_that_yaml_reads_as_a_number_is_refused_in_a_base_file_too(tmp_pa
 def test_a_requeued_job_must_find_its_own_checkpoints():
     def refusal(**slurm):
         with pytest.raises(UserError) as error:
-            check_slurm(replace(job(requeue=True, **slurm).config, run=run, checkpoint=checkpoint))
+            check(job(requeue=True, **slurm).config.replace(run=run, checkpoint=checkpoint))
         return str(error.value)
 
     run, checkpoint = RunSection(dir="runs/mine", resume=True), CheckpointConfig(every_minutes=0)
     assert "needs checkpoint.every_steps or every_minutes" in refusal()
-    checkpoint.every_steps = 5
+    checkpoint = CheckpointConfig(every_minutes=0, every_steps=5)
     assert "signal_before_s=120 leaves nothing of cluster.slurm.time=0:02:00" in refusal(
         time="0:02:00"
     )
     fits = job(requeue=True, time="0:02:01").config
-    check_slurm(replace(fits, run=run, checkpoint=checkpoint))
+    check(fits.replace(run=run, checkpoint=checkpoint))
 
 
 # What is typed after "nemo-like slurm" -> exit code, and what the one sentence says.

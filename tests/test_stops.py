@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def composed(*overrides):
 def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2):
     """``steps`` steps that add one; ``act`` is told of each phase. Returns the model."""
     config = composed(*overrides)
-    config = replace(config, run=replace(config.run, dir=str(folder)))
+    config = config.replace(run=config.run.replace(dir=str(folder)))
     model = Counter(act)
     with Run(config, "sft") as run:
         with run.start_phase("data"):

@@ -8,8 +8,7 @@ import pytest
 
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
-from tests.small_runs import run_config
-from tests.small_runs import ROOT, SEEDS, records
+from tests.small_runs import ROOT, SEEDS, records, run_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

@@ -31,13 +31,17 @@ from nemo_like.losses.value import ValueLoss, explained_variance
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, mean_of_steps, merge, values
 from nemo_like.planning.model_fit import check_model_fits
+from nemo_like.planning.resources import plan_run
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 
 
 def run(config: PPOConfig, session: Session) -> None:
     """From a run's processes to a trained policy and critic in ``run.dir``."""
-    critic = start_critic(config, session) if config.critic.enabled else None
+    critic = None
+    if config.critic.enabled:
+        folder = find_critic(config, session.model_path)
+        critic = new_critic(config.critic_policy, session, folder, config.max_critic_updates)
     live = start_sampling(config, session, with_reference=config.keeps_reference, critic=critic)
     train(config, live)
     models = {"final": live.policy} | ({"final_critic": critic} if critic is not None else {})
@@ -65,20 +69,20 @@ def train(config: PPOConfig, live: Sampling) -> None:
         live.log(metrics)
 
 
-def start_critic(config: PPOConfig, session: Session) -> Policy:
-    """The critic, not started yet; UserError if it does not read the policy's tokens."""
-    folder = session.model_path
+def find_critic(config: PPOConfig, model_path: str) -> str:
+    """The critic's folder; UserError if it does not read the policy's tokens."""
+    folder = model_path
     if config.critic.model is not None:
         folder = str(resolve_model(config.critic.model, "critic.model"))
-        if not ChatTokenizer(folder).has_tokens_of(ChatTokenizer(session.model_path)):
+        if not ChatTokenizer(folder).has_tokens_of(ChatTokenizer(model_path)):
             raise UserError(
                 f"critic.model={config.critic.model} has other tokens than "
                 f"policy.model={config.policy.model}, whose completions it reads; use a model with "
                 "the same tokenizer, or null for the policy's."
             )
-    plan = session.cluster.plan
+    plan = plan_run(config)
     check_model_fits(config.critic_policy, len(plan.critic or plan.policy), Path(folder))
-    return new_critic(config.critic_policy, session, folder, config.max_critic_updates)
+    return folder
 
 
 def add_advantages(batch: RemoteBatch, policy: Policy, config: PPOConfig) -> Metrics:
