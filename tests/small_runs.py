@@ -9,7 +9,8 @@ from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.sampling import read_prompts
 from nemo_like.algorithms.session import find_model, launch
 from nemo_like.compose import registry
-from nemo_like.compose.load import compose_config
+from nemo_like.compose.load import check, compose_config
+from nemo_like.compose.values import checked
 from nemo_like.data.chat import ChatTokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +45,13 @@ def run(folder, *overrides, small=SMALL, name="grpo"):
 def run_config(config):
     """Run to the end, in this process."""
     launch(registry.find(registry.name_of(type(config))), config)
+
+
+def accept(schema, **sections):
+    """The configuration of these sections, given as plain values; UserError if it is refused."""
+    config = checked(schema, sections)
+    check(config)
+    return config
 
 
 def prompts_of(config):

@@ -16,12 +16,13 @@ LAYERS = [
     {"config"},
     {"batch", "observe"},
     {"losses", "advantages", "weights"},
-    {"distributed", "environments", "data", "models"},
+    {"distributed", "environments", "data", "models", "planning"},
     {"policy", "generation"},
     {"rollout", "checkpoint", "refit"},
     {"algorithms"},
-    {"cli"},
+    {"compose"},
     {"launch"},
+    {"cli"},
 ]
 ONE_PLACE_ONLY = {
     "wandb": {"observe/wandb_sink.py"},

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.data import ConversationsConfig, OverlongRows
+from nemo_like.config.data import ConversationsConfig
 from nemo_like.data import conversations, json_rows
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
@@ -656,7 +656,7 @@ def test_a_row_that_fits_exactly_is_never_cut(tmp_path, caplog):
     row = {"prompt": "abc", "completion": "defg"}
     path = write_rows(tmp_path / "r.jsonl", row)
     _, length = lengths_of(chat, row)
-    for overlong in OverlongRows:
+    for overlong in ("refuse", "drop", "truncate"):
         for limits in ({"context": length}, {"micro_batch_tokens": length}, {"max_length": length}):
             batch, _ = load(chat, path, overlong=overlong, **limits)
             assert batch.lengths.tolist() == [length]

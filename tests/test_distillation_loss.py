@@ -14,8 +14,8 @@ from nemo_like.losses.distillation import DistillationLoss, divergence
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import merge, values
 
-FORWARD, REVERSE, JSD, MIXED = get_args(Divergence)
-IGNORE, RENORMALIZE, BUCKET = get_args(TeacherTail)
+FORWARD, REVERSE, JSD, MIXED = "forward_kl", "reverse_kl", "jsd", "mixed"
+IGNORE, RENORMALIZE, BUCKET = "ignore", "renormalize", "bucket"
 VOCABULARY = 8
 
 LN2 = math.log(2)

@@ -8,12 +8,10 @@ import torch
 
 from nemo_like.algorithms.grpo.loop import (
     add_advantages,
-    batch_metrics,
     choose_rows,
-    mini_batches,
     signal,
 )
-from nemo_like.algorithms.policy_gradient import make_loss
+from nemo_like.algorithms.policy_gradient import batch_metrics, make_loss, mini_batches
 from nemo_like.algorithms.self_check import RewardWatch, warn_of_adapters
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch

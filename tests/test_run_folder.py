@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,9 @@ from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.run_folder import note_end, note_start, save_config
 from nemo_like.algorithms.sft.config import SFTConfig
-from nemo_like.compose.main import main
+from nemo_like.algorithms.stop_request import listen
+from nemo_like.compose.load import compose_config
+from nemo_like.compose.main import end_on_error
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import LoraConfig, PolicyConfig
 from nemo_like.config.run import RunSection
@@ -87,18 +88,20 @@ def test_a_job_that_is_queued_again_and_again_without_progress_ends(tmp_path, ca
     note_start(tmp_path, 20)
 
 
-def test_a_stop_that_comes_before_the_run_is_remembered(tmp_path, monkeypatch, capsys):
-    def run(config):
+def test_a_stop_that_comes_before_the_run_is_remembered(tmp_path, capsys):
+    overrides = [f"run.dir={tmp_path}/run", "logging.tensorboard=false"]
+    config = compose_config(CONFIGS, "sft", overrides)
+
+    def run():
         os.kill(os.getpid(), signal.SIGUSR1)
         with Run(config, "sft") as run:
             run.start_phase("data")
 
-    options = [f"run.dir={tmp_path}/run", "logging.tensorboard=false"]
-    monkeypatch.setattr(sys, "argv", ["run_sft.py", *options])
     before = signal.getsignal(signal.SIGUSR1)
     try:
+        listen()
         with pytest.raises(SystemExit) as ended:
-            main("sft", run, CONFIGS)
+            end_on_error(run)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert ended.value.code == 75

@@ -16,6 +16,7 @@ from nemo_like.config.run import CheckpointConfig, ClusterConfig, RunSection
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
 from nemo_like.launch.slurm_script import BatchJob, render_script
+from tests.small_runs import accept
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -216,7 +217,7 @@ REFUSED = [
     ({"container": "x", "mounts": ["a:/a"]}, "mounts='a:/a' must be /outside:/inside"),
     ({"container": "x", "mounts": ["/a"]}, "must be /outside:/inside"),
     ({"container": "x", "mounts": ["/a:/b,/c:/d"]}, "must be /outside:/inside"),
-    ({"container": ""}, "container='' must be one line"),
+    ({"container": ""}, "container='': empty text has no meaning here"),
     ({"cpus_per_node": 3}, "is less than the 4 that the run's bundles reserve"),
     ({"cpus_per_node": 0}, "cpus_per_node=0 must be at least 1"),
     ({"requeue": True}, "needs run.resume=true and run.dir"),
@@ -236,7 +237,7 @@ REFUSED = [
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=str)
 def test_a_job_that_cannot_be_is_refused(settings, message):
     with pytest.raises(UserError) as error:
-        check(job(gpus=4, **settings).config)
+        accept(GRPOConfig, cluster={"gpus_per_node": 4, "slurm": settings})
     assert message in str(error.value)
 
 
@@ -244,7 +245,7 @@ def test_a_job_that_cannot_be_is_refused(settings, message):
 def test_a_line_break_cannot_end_the_header(key):
     value = "--x=1\nrm -rf /"
     with pytest.raises(UserError, match=rf"cluster\.slurm\.{key}='--x=1\\nrm -rf /' must be"):
-        check(job(**{key: [value] if key == "extra" else value}).config)
+        accept(GRPOConfig, cluster={"slurm": {key: [value] if key == "extra" else value}})
 
 
 def test_a_line_break_in_the_name_of_a_folder_is_refused_too():

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nemo_like.algorithms.engine_size import engine_config
+from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
     GapCheck,
     check_sampled,
@@ -27,6 +28,7 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
+from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.context import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.resources import ResourcePlan
@@ -84,11 +86,7 @@ class Sampling:
 
 
 def start_sampling(
-    config: SamplingRunConfig,
-    session: Session,
-    *,
-    with_reference: bool = False,
-    critic: Policy | None = None,
+    config: SamplingRunConfig, session: Session, critic: Policy | None = None
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
@@ -107,19 +105,14 @@ def start_sampling(
         model_path=session.model_path,
         temperature=config.generation.temperature,
         max_steps=config.max_updates,
-        with_reference=with_reference,
+        with_reference=config.keeps_reference,
     )
     assert session.rollout_group is not None
     generation = Generation(session.rollout_group)
     session.stack.callback(generation.shutdown)
     models = _by_role(policy, critic)
-    setup = RolloutSetup(
-        backend=config.generation.backend,
-        engine=engine_config(config, session.model_path, longest, plan),
-        environment=graders.for_other_folders(config.environment, config.data.template_switches),
-        engines_per_node=plan.engines_per_node,
-        trajectories_path=str(run.dir / "trajectories.jsonl"),
-        resumed_step=run.first_step,
+    setup = rollout_setup(
+        config, run, plan, engine_config(config, session.model_path, longest, plan)
     )
     with run.start_phase("workers"):
         if (grading_model := setup.environment.reward_model.model) is not None:
@@ -144,6 +137,20 @@ def start_sampling(
         rollouts=rollouts,
         loader=loader,
         validation_rows=validation_rows,
+    )
+
+
+def rollout_setup(
+    config: SamplingRunConfig, run: Run, plan: ResourcePlan, engine: EngineConfig
+) -> RolloutSetup:
+    """What a generation worker starts with."""
+    return RolloutSetup(
+        backend=config.generation.backend,
+        engine=engine,
+        environment=graders.for_other_folders(config.environment, config.data.template_switches),
+        engines_per_node=plan.engines_per_node,
+        trajectories_path=str(run.dir / "trajectories.jsonl"),
+        resumed_step=run.first_step,
     )
 
 

@@ -89,7 +89,6 @@ def start_texts(
     *,
     output: Output = "logprobs",
     temperature: float = 1.0,
-    with_reference: bool = False,
 ) -> Texts:
     """Tokenize all rows by ``load`` (of ``conversations`` or ``preferences``), start the model.
 
@@ -118,7 +117,7 @@ def start_texts(
         max_steps=max_steps,
         output=output,
         temperature=temperature,
-        with_reference=with_reference,
+        with_reference=config.keeps_reference,
     )
     with run.start_phase("workers"):
         session.check_folders()

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 from nemo_like.config.section import Count, OnlyIf, Section
 
@@ -15,8 +16,15 @@ OverlongRows = Literal["refuse", "drop", "truncate"]
 IdenticalPairs = Literal["refuse", "drop"]
 """What happens to a pair that prefers nothing."""
 
-Switch = bool | int | float | str
-"""Value of a chat template's variable."""
+
+def _switch(value: Any) -> Any:
+    if not isinstance(value, bool | int | float | str):
+        raise PydanticCustomError("switch", "must be true, false, a number or text")
+    return value
+
+
+Switch = Annotated[Any, PlainValidator(_switch)]
+"""Value of a chat template's variable: true, false, a number or text."""
 
 DEFAULT_TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 5, "max_terms": 5, "min_digits": 1, "max_digits": 1}

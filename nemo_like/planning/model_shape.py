@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_like.batch.micro_batches import USUAL_ATTENTION_TOKENS
 from nemo_like.errors import UserError
 
 # Names of the same number in older architectures (GPT-2, Falcon, T5-like code).
@@ -19,9 +20,6 @@ KV_BLOCK_TOKENS = 32
 """Tokens of a block of vLLM's KV cache: ours on the CPU; a multiple of those on GPUs."""
 MOST_SEQUENCES = 1024
 """Most completions that an engine works on at a time."""
-USUAL_ATTENTION_TOKENS = 12 * 2048
-"""``attention_tokens`` of a model whose config.json leaves sizes out, for a width h of 2,048: 4 h^2
-weights around attention and 8 h^2 in the feed-forward part. It decides speed only."""
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

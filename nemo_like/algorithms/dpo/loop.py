@@ -17,11 +17,10 @@ from nemo_like.losses.preference import PreferenceLoss
 
 def run(config: DPOConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``."""
-    keeps_reference = config.keeps_reference
-    live = start_texts(config, session, preferences.load, with_reference=keeps_reference)
+    live = start_texts(config, session, preferences.load)
     if not config.loss.reference_free:
         with session.run.start_phase("reference"):
-            score_by_reference(live, steps_score_their_own=keeps_reference)
+            score_by_reference(live, steps_score_their_own=config.keeps_reference)
     restore(config, live)
     train(config, live)
     session.finish({"final": live.policy})

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def run(config: GRPOConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``."""
-    live = start_sampling(config, session, with_reference=config.keeps_reference)
+    live = start_sampling(config, session)
     train(config, live)
     session.finish({"final": live.policy}, generation_backend=config.generation.backend)
 

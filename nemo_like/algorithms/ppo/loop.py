@@ -42,7 +42,7 @@ def run(config: PPOConfig, session: Session) -> None:
     if config.critic.enabled:
         folder = find_critic(config, session.model_path)
         critic = new_critic(config.critic_policy, session, folder, config.max_critic_updates)
-    live = start_sampling(config, session, with_reference=config.keeps_reference, critic=critic)
+    live = start_sampling(config, session, critic)
     train(config, live)
     models = {"final": live.policy} | ({"final_critic": critic} if critic is not None else {})
     session.finish(models, generation_backend=config.generation.backend)
