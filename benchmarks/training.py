@@ -3,7 +3,7 @@
     python benchmarks/training.py --shape qwen2.5-1.5b --gpus 1 --out results.jsonl
 
 One optimizer step is ``--rows`` sequences of ``--length`` tokens a GPU, packed, in micro-batches of
-``policy.micro_batch_tokens``, through ``TrainEngine``: policy-gradient loss on every token, float32
+``policy.micro_batch_tokens``, through ``Trainer``: policy-gradient loss on every token, float32
 master weights, AdamW. Weights are random. Several configurations may be given, each a
 comma-separated list of policy keys (``--config micro_batch_tokens=16384,compile=true``).
 
@@ -48,7 +48,7 @@ from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.planning.step_time import PEAK_FLOPS
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import EngineSetup, TrainEngine
+from nemo_like.policy.trainer import EngineSetup, Trainer
 
 _CHOICES: dict[str, Any] = {
     "dtype": Dtype,
@@ -141,7 +141,7 @@ def measure(
     """Seconds and memory of logprob passes and training steps after two to warm up."""
     policy = parse(text)
     start = time.perf_counter()
-    engine = TrainEngine(
+    engine = Trainer(
         EngineSetup(config=policy, model_path=folder, max_steps=100, with_reference=False), device
     )
     record: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 2)}

@@ -13,8 +13,8 @@ from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.observe.metrics import values
-from nemo_like.policy.engine import EngineSetup, TrainEngine
 from nemo_like.policy.scoring import evaluate, top_logprobs
+from nemo_like.policy.trainer import EngineSetup, Trainer
 from tests.three_steps import (
     LENGTHS,
     TEMPERATURE,
@@ -28,12 +28,10 @@ CASES = __name__
 CPU = torch.device("cpu")
 
 
-def make_engine(path: str, config: dict[str, Any], trains: bool) -> TrainEngine:
+def make_engine(path: str, config: dict[str, Any], trains: bool) -> Trainer:
     # Adam divides noise by noise where a gradient is rounding only; this eps is above that.
     policy = PolicyConfig(**{"optimizer": OptimizerConfig(lr=3e-4, eps=1e-6)} | config)
-    return TrainEngine(
-        EngineSetup(config=policy, model_path=path, max_steps=10, trains=trains), CPU
-    )
+    return Trainer(EngineSetup(config=policy, model_path=path, max_steps=10, trains=trains), CPU)
 
 
 def two_steps(
@@ -77,7 +75,7 @@ def two_steps(
 
 
 def answer(
-    frozen: TrainEngine, shares: list[TensorBatch | None], k: int, end: int | None = None
+    frozen: Trainer, shares: list[TensorBatch | None], k: int, end: int | None = None
 ) -> None:
     """Add the teacher's columns to each share."""
     real = [each for each in shares if each is not None]

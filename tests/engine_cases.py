@@ -17,16 +17,16 @@ from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import EngineSetup, TrainEngine
-from nemo_like.policy.shards import local_part
-from nemo_like.policy.stages import bins_for_pipeline
-from nemo_like.policy.state import (
+from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.parallel.stages import bins_for_pipeline
+from nemo_like.policy.state.state import (
     full_tensors,
     load_checkpoint,
     load_weights,
     refit_tensors,
     save_checkpoint,
 )
+from nemo_like.policy.trainer import EngineSetup, Trainer
 from nemo_like.policy.warm_up import warm_up
 from tests.three_steps import LENGTHS, TEMPERATURE, denominators, make_loss, make_rows
 
@@ -55,17 +55,17 @@ def largest_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def make_engine(model_path: str, config: dict[str, Any]) -> TrainEngine:
+def make_engine(model_path: str, config: dict[str, Any]) -> Trainer:
     setup = EngineSetup(
         config=PolicyConfig().replace(**(DEFAULTS | config)),
         model_path=model_path,
         max_steps=10,
         with_reference=False,
     )
-    return TrainEngine(setup, torch.device("cpu"))
+    return Trainer(setup, torch.device("cpu"))
 
 
-def step(engine: TrainEngine, advantage: float = 0.0) -> dict[str, float]:
+def step(engine: Trainer, advantage: float = 0.0) -> dict[str, float]:
     """One SFT step on this rank's share (policy gradient with ``advantage`` for all, if given)."""
     rows = make_rows(preference=False)
     for name in (keys.POLICY_LOGPROBS, keys.REFERENCE_LOGPROBS):
@@ -88,7 +88,7 @@ def step(engine: TrainEngine, advantage: float = 0.0) -> dict[str, float]:
     return metrics | {"loss": sum(everyone)}
 
 
-def parameters(engine: TrainEngine) -> dict[str, torch.Tensor]:
+def parameters(engine: Trainer) -> dict[str, torch.Tensor]:
     return {name: each.clone() for name, each in full_tensors(engine, torch.float32)}
 
 

@@ -13,13 +13,13 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import LoraConfig, PolicyConfig
 from nemo_like.errors import UserError
+from nemo_like.models.naming import plain_name
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import TrainEngine
-from nemo_like.policy.files import read_tensors, stored_files
-from nemo_like.policy.shards import local_part
-from nemo_like.policy.state import export_folder, refit_tensors
-from nemo_like.weights.manifest import architecture
-from nemo_like.weights.naming import plain_name
+from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.state.files import read_tensors, stored_files
+from nemo_like.policy.state.state import export_folder, refit_tensors
+from nemo_like.policy.trainer import Trainer
+from nemo_like.refit.manifest import architecture
 from tests.engine_cases import make_engine, step
 from tests.exported_models import EAGER
 from tests.three_steps import LENGTHS, PROMPTS, make_rows
@@ -70,7 +70,7 @@ def train_and_export(path: str, config: dict[str, Any], folder: str) -> Any:
     return found
 
 
-def policy_logprobs(engine: TrainEngine) -> list[Tensor]:
+def policy_logprobs(engine: Trainer) -> list[Tensor]:
     """Of every token but each row's first."""
     shares = rows()
     for share in shares:

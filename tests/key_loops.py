@@ -12,7 +12,6 @@ from nemo_like.algorithms.setup import Setup
 from nemo_like.algorithms.text_rows import TextRows, TextSetup
 from nemo_like.config.rollout_checks import has_validation
 
-from nemo_like.advantages import Moments
 from nemo_like.algorithms import distillation, dpo, grpo, ppo, reward_model, sft
 from nemo_like.algorithms.distillation.config import DistillationConfig, OffPolicyDistillationConfig
 from nemo_like.algorithms.dpo.config import DPOConfig
@@ -20,7 +19,6 @@ from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.rm.config import RewardModelConfig
-from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
@@ -28,8 +26,10 @@ from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.loader import EpochLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.losses.advantages import Moments
 from nemo_like.losses.protocol import Denominators, ids_column, needs_entropy
 from nemo_like.observe.metrics import Metric, Metrics
+from nemo_like.run.run import Run
 
 NUM_ROWS, TOKENS, TOP_K = 20, 9, 5
 

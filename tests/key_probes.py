@@ -11,6 +11,8 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
+from nemo_like.algorithms.setup import _rollout_setup
+
 from nemo_like.algorithms import evaluation, setup, text_rows
 from nemo_like.algorithms.distillation.loop import find_teacher
 from nemo_like.algorithms.dpo.config import DPOConfig
@@ -20,19 +22,18 @@ from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.ppo.loop import find_critic
 from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.algorithms.rows import read_rows
-from nemo_like.algorithms.setup import _rollout_setup
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data import conversations, preferences
-from nemo_like.environments.protocol import Grade
-from nemo_like.generation.vllm_settings import engine_args
+from nemo_like.generation.vllm.settings import engine_args
 from nemo_like.launch.slurm_script import BatchJob, render_script
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.layout import parallel_sizes, resolve_mesh_shape
 from nemo_like.planning.resources import plan_run
-from nemo_like.policy.stages import bins_for_pipeline, stages_of_rank
-from nemo_like.refit.weight_sync import WeightSync
+from nemo_like.policy.parallel.stages import bins_for_pipeline, stages_of_rank
+from nemo_like.rewards.protocol import Grade
 from nemo_like.rollout.rollout import Sample
 from nemo_like.rollout.sources import SyncRolloutSource
+from nemo_like.rollout.weight_sync import WeightSync
 from tests.key_loops import looped
 from tests.key_steps import policy_steps
 

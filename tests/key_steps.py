@@ -16,7 +16,7 @@ from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics, values
-from nemo_like.policy.engine import EngineSetup, TrainEngine
+from nemo_like.policy.trainer import EngineSetup, Trainer
 from tests.three_steps import LENGTHS, denominators, make_rows
 
 TEMPERATURE = 1.0
@@ -60,7 +60,7 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
         log_dir=_LOGS.name,
     )
     torch.manual_seed(0)
-    engine = TrainEngine(setup, torch.device("cpu"))
+    engine = Trainer(setup, torch.device("cpu"))
     seen: dict[str, Any] = {
         "modules": [type(each).__name__ for stage in engine.stages for each in stage.modules()],
         "compiled": sum(
@@ -90,7 +90,7 @@ _CONFIGS: dict[str, PolicyConfig] = {}
 _LOGS = TemporaryDirectory()
 
 
-def _step(engine: TrainEngine) -> dict[str, Any]:
+def _step(engine: Trainer) -> dict[str, Any]:
     rows, config = make_rows(preference=False), engine.config
     plan = plan_micro_batches(
         LENGTHS,

@@ -17,19 +17,19 @@ from nemo_like.config.policy import LoraConfig
 from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
-from nemo_like.generation.vllm_engine import VLLMEngine
-from nemo_like.generation.vllm_lora import replace_adapters
-from nemo_like.generation.vllm_settings import engine_args
-from nemo_like.weights.adapters import (
+from nemo_like.generation.vllm.engine import VLLMEngine
+from nemo_like.generation.vllm.lora import replace_adapters
+from nemo_like.generation.vllm.settings import engine_args
+from nemo_like.refit.adapters import (
     check_adapters,
     expected_adapters,
     is_adapter,
     plan_refit,
 )
-from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
-from nemo_like.weights.buckets import plan_buckets
-from nemo_like.weights.ipc import IpcLink, IpcSender
-from nemo_like.weights.manifest import expected_tensors
+from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
+from nemo_like.refit.buckets import plan_buckets
+from nemo_like.refit.ipc import IpcLink, IpcSender
+from nemo_like.refit.manifest import expected_tensors
 from tests.test_engines import (
     BUCKET_BYTES,
     CPU,

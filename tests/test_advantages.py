@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.advantages import (
+from nemo_like.config.losses import AdvantageConfig
+from nemo_like.config.section import choices
+from nemo_like.losses.advantages import (
     gae,
     group_advantages,
     has_signal,
@@ -16,8 +18,6 @@ from nemo_like.advantages import (
     whiten,
     zero_variance_share,
 )
-from nemo_like.config.losses import AdvantageConfig
-from nemo_like.config.section import choices
 
 LOO_STD = AdvantageConfig(baseline="leave_one_out", scale="std")
 LOO = AdvantageConfig(baseline="leave_one_out", scale="none")

@@ -15,10 +15,11 @@ LAYERS = [
     {"errors"},
     {"config"},
     {"batch", "observe"},
-    {"losses", "advantages", "weights"},
-    {"distributed", "environments", "data", "models", "planning"},
+    {"losses"},
+    {"distributed", "data", "models", "planning"},
+    {"refit", "rewards"},
     {"policy", "generation"},
-    {"rollout", "checkpoint", "refit"},
+    {"rollout", "run"},
     {"algorithms"},
     {"compose"},
     {"launch"},
@@ -28,23 +29,23 @@ ONE_PLACE_ONLY = {
     "wandb": {"observe/wandb_sink.py"},
     # The engine on our side, and what runs inside its own processes.
     "vllm": {
-        f"generation/vllm_{part}.py"
+        f"generation/vllm/{part}.py"
         for part in ("engine", "loading", "lora", "processes", "scheduler", "worker")
     },
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
     "__init__.py",
-    "algorithms/run_folder.py",
+    "run/folder.py",
     "config/remote_code.py",
     "distributed/connection.py",
     "distributed/sweeper.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
-    "environments/grading_pool.py",
-    "generation/vllm_engine.py",
-    "generation/vllm_processes.py",
-    "generation/vllm_environment.py",
+    "rewards/grading_pool.py",
+    "generation/vllm/engine.py",
+    "generation/vllm/processes.py",
+    "generation/vllm/environment.py",
     "models/smollm2.py",
 }
 MAX_FILE_LINES = 320

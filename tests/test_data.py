@@ -21,7 +21,7 @@ from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, merge
-from nemo_like.rollout import graders
+from nemo_like.rewards import graders
 from tests.chat_templates import QWEN, QWEN3, build_chat, tokenizer_of
 from tests.small_runs import prompts_of
 

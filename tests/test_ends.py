@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_like.algorithms.run_folder import claim
-from nemo_like.checkpoint import Checkpoints
 from nemo_like.config.run import CheckpointConfig
+from nemo_like.run.checkpoint import Checkpoints
+from nemo_like.run.folder import claim
 from tests.small_runs import ROOT, SMALL
 
 HF = "generation.backend=hf"

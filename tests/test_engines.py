@@ -34,12 +34,12 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
-from nemo_like.generation.vllm_engine import VLLMEngine
-from nemo_like.generation.vllm_settings import CPU_BATCHED_TOKENS
-from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
-from nemo_like.weights.buckets import plan_buckets
-from nemo_like.weights.ipc import IpcLink, IpcSender
-from nemo_like.weights.manifest import TensorSpec, expected_tensors
+from nemo_like.generation.vllm.engine import VLLMEngine
+from nemo_like.generation.vllm.settings import CPU_BATCHED_TOKENS
+from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
+from nemo_like.refit.buckets import plan_buckets
+from nemo_like.refit.ipc import IpcLink, IpcSender
+from nemo_like.refit.manifest import TensorSpec, expected_tensors
 
 VOCAB_SIZE = 300
 CONTEXT = 128

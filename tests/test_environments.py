@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_like.environments import reasoning_gym_reward
-from nemo_like.environments.grading_pool import GradingPool
-from nemo_like.environments.rewards import resolve_reward
 from nemo_like.errors import UserError
+from nemo_like.rewards import reasoning_gym as reasoning_gym_reward
+from nemo_like.rewards.grading_pool import GradingPool
+from nemo_like.rewards.resolve import resolve_reward
 
 REWARDS = '''
 import asyncio, multiprocessing, os, signal, subprocess, sys, threading, time
@@ -279,7 +279,7 @@ def test_grading_processes_do_not_outlive_a_killed_parent(reward_file):
             "-c",
             textwrap.dedent(f"""
                 import asyncio
-                from nemo_like.environments.grading_pool import GradingPool
+                from nemo_like.rewards.grading_pool import GradingPool
                 pool = GradingPool("{reward_file}:by_completion", timeout_s=50)
                 print(int(asyncio.run(pool.grade("p", "pid", {{}})).reward), flush=True)
                 asyncio.run(pool.grade("p", "child", {{"seconds": "{seconds}"}}))
@@ -340,7 +340,7 @@ def test_the_pool_refuses_what_cannot_be_used(reward_file, tmp_path):
 def test_rewards_are_found_by_relative_path_and_by_module(reward_file, monkeypatch):
     monkeypatch.chdir(reward_file.parent)
     assert resolve_reward("my_reward.py:by_completion")("p", "int", {}) == 2
-    by_name = resolve_reward("nemo_like.environments.math_reward.reward")
+    by_name = resolve_reward("nemo_like.rewards.math.reward.reward")
     assert by_name("p", r"\boxed{4}", {"answer": "4"})["reward"] == 1.0
     assert resolve_reward("math").required_fields == {"answer"}
 

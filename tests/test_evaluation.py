@@ -18,8 +18,8 @@ from nemo_like.algorithms.eval.statistics import (
 )
 from nemo_like.compose.load import compose_config
 from nemo_like.data.datasets import Row
-from nemo_like.environments.protocol import Grade
 from nemo_like.errors import UserError
+from nemo_like.rewards.protocol import Grade
 from nemo_like.rollout.rollout import Sample
 from tests.small_runs import ROOT, run_config
 

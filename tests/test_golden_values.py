@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like.advantages import (
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.losses import AdvantageConfig, LossConfig
+from nemo_like.losses.advantages import (
     gae,
     group_advantages,
     has_signal,
@@ -20,9 +23,6 @@ from nemo_like.advantages import (
     whiten,
     zero_variance_share,
 )
-from nemo_like.batch import keys
-from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import AdvantageConfig, LossConfig
 from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators, apply_loss

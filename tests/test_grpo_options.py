@@ -70,7 +70,7 @@ def one_of_each_kind():
         **{
             keys.SAMPLE_MASK: [True] * 6 + [False],
             keys.TRUNCATED: [False] * 3 + [True] + [False] * 3,
-            keys.MEAN_GAPS: [0.1] * 3 + [0.3, 0.3, 0.1, 0.1],
+            keys.MEAN_MISMATCHES: [0.1] * 3 + [0.3, 0.3, 0.1, 0.1],
             keys.NUM_LOSS_TOKENS: [8] * 5 + [0, 8],
         },
     )
@@ -197,7 +197,10 @@ def test_without_a_signal_dynamic_sampling_trains_on_no_penalty_either():
 
 
 def test_rows_with_too_large_a_gap_leave_the_step_and_their_groups_baseline():
-    gaps = {keys.MEAN_GAPS: [0.3, 0.1, math.nan, 0.2], keys.SAMPLE_MASK: [True, True, True, False]}
+    gaps = {
+        keys.MEAN_MISMATCHES: [0.3, 0.1, math.nan, 0.2],
+        keys.SAMPLE_MASK: [True, True, True, False],
+    }
     batch = batch_of([1, 0, 1, math.nan], [0, 0, 1, 1], **gaps)
     options = ("mismatch.action=mask", "mismatch.max_mean_abs=0.2")
     metrics = choose_rows(batch, config_of(*options))

@@ -11,7 +11,6 @@ import pytest
 from nemo_like.algorithms.distillation.config import DistillationConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.ppo.config import PPOConfig
-from nemo_like.algorithms.run_folder import claim
 from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.compose.files import check_config_files, schema_of
 from nemo_like.compose.load import check_algorithm, compose_config
@@ -19,6 +18,7 @@ from nemo_like.compose.main import _parse, check_run_dirs, end_on_error, jobs
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
 from nemo_like.config.run import ClusterConfig, RunSection
 from nemo_like.errors import RunError, UserError
+from nemo_like.run.folder import claim
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -204,7 +204,7 @@ def test_a_full_disk_under_a_checkpoint_is_one_sentence(tmp_path):
     import torch
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from nemo_like.policy.file_errors import told_as
+    from nemo_like.policy.state.file_errors import told_as
 
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
     told = "could not be written: .*No space left"

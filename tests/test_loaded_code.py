@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import nemo_like
-from nemo_like.checkpoint import open_checkpoint, others_who_write
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
+from nemo_like.run.checkpoint import open_checkpoint, others_who_write
 from tests import loaded_code
 from tests.engine_cases import CASES
 from tests.small_runs import ROOT, run, run_config
@@ -197,16 +197,16 @@ RUNS_CODE = re.compile(
 )
 OUR_PROCESSES = "what our own process sent over a channel that no other user can open"
 ALLOWED = {
-    ("environments/rewards.py", "module_spec.loader.exec_module"): (
+    ("rewards/resolve.py", "module_spec.loader.exec_module"): (
         "the file that the user named as code"
     ),
-    ("generation/vllm_worker.py", "pickle.loads"): OUR_PROCESSES,
-    ("policy/checkpoint_files.py", f"{loaded_code.DCP}.state_dict_loader.load"): (
+    ("generation/vllm/worker.py", "pickle.loads"): OUR_PROCESSES,
+    ("policy/state/checkpoint_files.py", f"{loaded_code.DCP}.state_dict_loader.load"): (
         "with a reader and a planner of ours, which unpickle nothing"
     ),
-    ("policy/files.py", f"{loaded_code.DCP}.state_dict_loader.load"): "safetensors alone",
-    ("weights/ipc.py", "multiprocessing.connection.Listener"): "a key that only our processes have",
-    ("weights/ipc.py", "multiprocessing.connection.Client"): "a key that only our processes have",
+    ("policy/state/files.py", f"{loaded_code.DCP}.state_dict_loader.load"): "safetensors alone",
+    ("refit/ipc.py", "multiprocessing.connection.Listener"): "a key that only our processes have",
+    ("refit/ipc.py", "multiprocessing.connection.Client"): "a key that only our processes have",
 }
 
 

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.head import Head
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.logprobs import token_logprobs
 from nemo_like.policy.model import HeadSettings, LogprobModel
+from nemo_like.policy.requests import Call, Calls
 
 TOKENS, WIDTH, VOCABULARY = 7, 8, 17
 FLOAT32_BYTES = 4

@@ -11,7 +11,7 @@ from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import LoraConfig, ParallelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
-from nemo_like.weights.adapters import expected_adapters, is_adapter, plan_refit
+from nemo_like.refit.adapters import expected_adapters, is_adapter, plan_refit
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap
 from tests.small_runs import run, small_config
 from tests.test_evaluation import evaluate

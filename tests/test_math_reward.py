@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.environments.math_reward import extract, reward, verify
+from nemo_like.rewards.math.reward import extract, reward, verify
 
 DATA = Path(__file__).parent / "data"
 

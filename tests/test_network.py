@@ -22,8 +22,8 @@ from nemo_like.distributed.worker_group import worker_contexts
 from nemo_like.errors import UserError
 from nemo_like.planning.resources import NodeResources, check_fits, plan_resources
 from nemo_like.policy.worker import SenderAddress
-from nemo_like.refit.weight_sync import links_to, receivers
-from nemo_like.weights.ipc import IpcAddress
+from nemo_like.refit.ipc import IpcAddress
+from nemo_like.rollout.weight_sync import links_to, receivers
 
 
 def node(**inherited):

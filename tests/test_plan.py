@@ -422,7 +422,7 @@ def test_activations_are_what_autograd_saves_for_a_layer_of_transformers(
     from transformers import Qwen2Config
     from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
-    from nemo_like.policy.parallelize import wrap_layers
+    from nemo_like.policy.parallel.wrap import wrap_layers
 
     num_tokens, kept = 128, {}
     config = Qwen2Config(

@@ -11,7 +11,7 @@ from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import LoraConfig, PolicyConfig
 from nemo_like.planning.memory import GIB, Role, predict_memory
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
-from nemo_like.policy.engine import EngineSetup, TrainEngine
+from nemo_like.policy.trainer import EngineSetup, Trainer
 from tests.key_steps import TEMPERATURE, alone, sum_of_squares
 from tests.three_steps import denominators, make_rows
 
@@ -38,7 +38,7 @@ class Watched:
             trains=role.trains,
             with_reference=role.with_reference,
         )
-        self.engine = TrainEngine(setup, torch.device("cpu"))
+        self.engine = Trainer(setup, torch.device("cpu"))
         models = [*self.engine.stages, *self.engine.reference]
         self.parameters = num_bytes(p for one in models for p in one.parameters())
         self.gradients = 0

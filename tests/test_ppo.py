@@ -8,11 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from nemo_like.advantages import Moments
 from nemo_like.algorithms import ppo
 from nemo_like.algorithms.ppo.config import CriticConfig, PPOConfig, PPOSection
 from nemo_like.algorithms.ppo.loop import find_critic
-from nemo_like.algorithms.run import Run
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose.load import check, compose_config
@@ -21,10 +19,12 @@ from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.errors import UserError
+from nemo_like.losses.advantages import Moments
 from nemo_like.planning.resources import plan_resources
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
+from nemo_like.run.run import Run
 from tests.conftest import build_model
 from tests.key_loops import Position, StandIn, sampled_loop
 from tests.small_runs import ROOT, SEEDS, SMALL, records, run_config
@@ -133,7 +133,7 @@ class Disagreeing(StandIn):
         self.derived = []
 
     def logprobs(self, batch, **how):
-        batch.rows[keys.MEAN_GAPS] = 0.5 * (torch.arange(len(batch)) % 2)
+        batch.rows[keys.MEAN_MISMATCHES] = 0.5 * (torch.arange(len(batch)) % 2)
         return {}
 
     def derive(self, batch, make):

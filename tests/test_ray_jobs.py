@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_like.checkpoint import Checkpoints
 from nemo_like.config.run import CheckpointConfig
+from nemo_like.run.checkpoint import Checkpoints
 from tests.small_runs import ROOT, SMALL, records
 
 BIN = Path(sys.executable).parent

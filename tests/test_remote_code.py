@@ -15,10 +15,10 @@ from nemo_like.config.remote_code import set_trust, trust_variables
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.generation.vllm_settings import engine_args
+from nemo_like.generation.vllm.settings import engine_args
 from nemo_like.models.resolve import resolve_model
-from nemo_like.policy.loading import model_class
-from nemo_like.weights.manifest import expected_tensors
+from nemo_like.policy.state.loading import model_class
+from nemo_like.refit.manifest import expected_tensors
 from tests.small_runs import ROOT, SMALL, run
 
 CODE = """

@@ -16,8 +16,8 @@ from nemo_like.compose.load import compose_config
 from nemo_like.config.paths import GRADER_KEY
 from nemo_like.config.sampling import EnvironmentConfig, GradingModelConfig
 from nemo_like.errors import UserError
-from nemo_like.rollout.graders import start_pool
-from nemo_like.rollout.reward_model import RewardModel
+from nemo_like.rewards.graders import start_pool
+from nemo_like.rewards.reward_model import RewardModel
 from tests.small_runs import ROOT, SEEDS, prompts_of, records, run, run_config, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")

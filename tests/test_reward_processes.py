@@ -16,8 +16,10 @@ import pytest
 
 from nemo_like.config.run import ClusterConfig
 from nemo_like.config.sampling import EnvironmentConfig
-from nemo_like.environments import variables
-from nemo_like.environments.frames import (
+from nemo_like.errors import UserError
+from nemo_like.planning.resources import plan_resources
+from nemo_like.rewards import variables
+from nemo_like.rewards.frames import (
     FrameError,
     Frames,
     PlainDataError,
@@ -27,12 +29,10 @@ from nemo_like.environments.frames import (
     verdict_frame,
     write_row,
 )
-from nemo_like.environments.grading_pool import GradingPool, memory_share
-from nemo_like.environments.protocol import GradingRow, Verdict
-from nemo_like.errors import UserError
-from nemo_like.planning.resources import plan_resources
+from nemo_like.rewards.graders import start_pool
+from nemo_like.rewards.grading_pool import GradingPool, memory_share
+from nemo_like.rewards.protocol import GradingRow, Verdict
 from nemo_like.rollout.dropped_metrics import DroppedMetrics
-from nemo_like.rollout.graders import start_pool
 from tests.small_runs import small_config
 
 REWARDS = '''

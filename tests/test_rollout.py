@@ -10,9 +10,9 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.data.loader import PromptLoader
-from nemo_like.environments.protocol import Grade
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import values
+from nemo_like.rewards.protocol import Grade
 from nemo_like.rollout.collate import collate_rows, collate_tokens
 from nemo_like.rollout.rollout import RolloutTask, Trajectory
 from nemo_like.rollout.seeds import completion_seed

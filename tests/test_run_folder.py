@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
-from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.run_folder import note_end, note_start, save_config
 from nemo_like.algorithms.sft.config import SFTConfig
-from nemo_like.algorithms.stop_request import listen
 from nemo_like.compose.load import compose_config
 from nemo_like.compose.main import end_on_error
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import LoraConfig, PolicyConfig
 from nemo_like.config.run import RunSection
 from nemo_like.errors import RunError, UserError
+from nemo_like.run.folder import note_end, note_start, save_config
+from nemo_like.run.run import Run
+from nemo_like.run.stop_request import listen
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.stop_request import LeftError, StopRequest
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import StoppedError, exit_code
 from nemo_like.observe.metrics import Metric
+from nemo_like.run.run import Run
+from nemo_like.run.stop_request import LeftError, StopRequest
 from tests.small_runs import ROOT
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import LoraConfig, LossScaleConfig, ParallelConfig
-from nemo_like.policy.loading import unused_tensors
+from nemo_like.policy.state.loading import unused_tensors
 from tests.engine_cases import CASES, TOLERANCE, largest_gap, schedule
 from tests.layouts import LAYOUTS
 

@@ -7,8 +7,8 @@ import pytest
 
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.generation.vllm_environment import EngineDevices, start_fork_server
-from nemo_like.generation.vllm_settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
+from nemo_like.generation.vllm.environment import EngineDevices, start_fork_server
+from nemo_like.generation.vllm.settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.model_shape import ModelShape, kv_bytes_per_sequence
 

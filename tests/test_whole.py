@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from nemo_like.policy import whole
+from nemo_like.policy.parallel import full_tensors as whole
 
 CASES = __name__
 ROWS = (7, 1, 4, 5, 2, 8, 3)

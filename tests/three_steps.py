@@ -18,9 +18,9 @@ from nemo_like.losses.preference import PreferenceLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import EngineSetup, TrainEngine
-from nemo_like.policy.stages import bins_for_pipeline
-from nemo_like.policy.state import full_tensors
+from nemo_like.policy.parallel.stages import bins_for_pipeline
+from nemo_like.policy.state.state import full_tensors
+from nemo_like.policy.trainer import EngineSetup, Trainer
 
 TEMPERATURE = 0.7
 # Unequal on purpose: any mean of means shows. Two rows make a preference pair.
@@ -81,7 +81,7 @@ def three_steps(
     optimizer = OptimizerConfig(lr=3e-4, eps=1e-6)
     config = {"optimizer": optimizer, "max_grad_norm": 0.5} | config
     policy = PolicyConfig(**config)
-    engine = TrainEngine(
+    engine = Trainer(
         EngineSetup(config=policy, model_path=model_path, max_steps=10, with_reference=True),
         torch.device(device),
     )
@@ -120,7 +120,7 @@ def denominators(batch: TensorBatch) -> Denominators:
 def with_logprobs(
     shares: list[TensorBatch | None],
     bins: tuple[tuple[int, ...], ...],
-    engine: TrainEngine,
+    engine: Trainer,
     kept: dict[int, torch.Tensor],
 ) -> None:
     """Add the columns that a rollout's training starts with; the driver would bring them round."""
@@ -140,7 +140,7 @@ def with_logprobs(
             kept[row] = of_row.cpu()
 
 
-def total_loss(mine: float, engine: TrainEngine) -> float:
+def total_loss(mine: float, engine: Trainer) -> float:
     """The driver adds what each data-parallel rank's last stage reports."""
     mesh = engine.mesh
     everyone: list[Any] = [None] * dist.get_world_size()

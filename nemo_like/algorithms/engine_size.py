@@ -15,7 +15,7 @@ from nemo_like.planning.model_shape import (
     read_model_shape,
 )
 from nemo_like.planning.resources import ResourcePlan
-from nemo_like.weights.adapters import travels_apart
+from nemo_like.refit.adapters import travels_apart
 
 # Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
 # policy trains, and where the policy trains beside them.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from nemo_like.algorithms.sampling import Sampling
-from nemo_like.algorithms.self_check import RewardWatch, check_ratios, max_mean_gap
+from nemo_like.algorithms.self_check import RewardWatch, check_ratios, max_mean_mismatch
 from nemo_like.batch import keys
 from nemo_like.config.sampling import PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -38,7 +38,7 @@ class PolicyGradient:
         with live.session.run.span("logprobs"):
             metrics = live.policy.logprobs(batch, with_policy=not reuse, kl=kl)
         if not reuse:
-            live.gap_check()(metrics)
+            live.mismatch_check()(metrics)
         return metrics
 
     def train(
@@ -46,7 +46,7 @@ class PolicyGradient:
     ) -> Metrics:
         """One optimizer step on each of ``parts``; None: those of ``mini_batches``."""
         config, live = self._config, self._live
-        reuse, check = config.reuses_logprobs, live.gap_check()
+        reuse, check = config.reuses_logprobs, live.mismatch_check()
         with live.session.run.span("train"):
             updates = [
                 live.policy.train(one, self._loss, on_policy=reuse, check=check if reuse else None)
@@ -71,15 +71,15 @@ def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metric
         return {}
     rows = batch.rows
     # Not "above", so that a gap of NaN masks its row.
-    kept = rows[keys.SAMPLE_MASK] & (rows[keys.MEAN_GAPS] <= max_mean_gap(config))
+    kept = rows[keys.SAMPLE_MASK] & (rows[keys.MEAN_MISMATCHES] <= max_mean_mismatch(config))
     masked = int(rows[keys.SAMPLE_MASK].sum() - kept.sum())
     if masked and not kept.any():
         logger.warning(
             "mismatch.action=mask leaves none of %d completions: the least gap is %.3g, the limit "
             "%.3g (mismatch.max_mean_abs).",
             masked,
-            rows[keys.MEAN_GAPS][rows[keys.SAMPLE_MASK]].min(),
-            max_mean_gap(config),
+            rows[keys.MEAN_MISMATCHES][rows[keys.SAMPLE_MASK]].min(),
+            max_mean_mismatch(config),
         )
     rows[keys.SAMPLE_MASK] = kept
     return {"mismatch/masked_rows": Metric(masked, reduce=Reduce.sum)}

@@ -9,13 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from nemo_like.algorithms.engine_size import engine_config
-from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.self_check import (
-    GapCheck,
+    MismatchCheck,
     check_sampled,
-    gap_check,
+    mismatch_check,
     warn_of_adapters,
-    warn_of_gap,
+    warn_of_mismatch,
 )
 from nemo_like.algorithms.session import Session
 from nemo_like.config.policy import PolicyConfig
@@ -34,10 +33,11 @@ from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
-from nemo_like.refit.weight_sync import WeightSync
-from nemo_like.rollout import graders
+from nemo_like.rewards import graders
 from nemo_like.rollout.sources import SyncRolloutSource
+from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
+from nemo_like.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,13 @@ class Sampling:
             check_sampled(config, batch, self.policy.weight_version, self.num_made)
             yield step, batch, metrics
 
-    def gap_check(self) -> GapCheck:
+    def mismatch_check(self) -> MismatchCheck:
         """What the logprobs of the step in progress must pass before its optimizer step."""
-        return gap_check(self.config, self.num_made)
+        return mismatch_check(self.config, self.num_made)
 
     def log(self, metrics: Metrics) -> None:
         """Hand over the metrics of the step in progress."""
-        warn_of_gap(self.config, metrics)
+        warn_of_mismatch(self.config, metrics)
         self.session.run.log(metrics | self.session.meter.pop())
 
 

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 # 4e-7 on a CPU and 1.4e-4 on an H100, whose engine has other kernels. In bfloat16 a logit of 16 to
 # 32 is rounded to 1/8, so that SmolLM2-135M has a mean gap of 0.04 and single tokens 0.6. A stale
 # output head gives 1.1. Float16 has three bits more than bfloat16: an eighth of its rounding.
-MAX_MEAN_GAP = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1 / 8}
-MAX_GAP = {"float32": 5e-2, "bfloat16": 2.0, "float16": 2.0 / 8}
+MAX_MEAN_MISMATCH = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1 / 8}
+MAX_MISMATCH = {"float32": 5e-2, "bfloat16": 2.0, "float16": 2.0 / 8}
 # The trainer against itself, before and in the step: the same weights, perhaps other kernels.
 MAX_LOG_RATIO = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5 / 8}
 # Weights that an engine failed to replace show from the second refit on.
@@ -59,7 +59,7 @@ def check_seeds(batch: RemoteBatch) -> None:
 
 
 @dataclass(frozen=True)
-class GapLimit:
+class MismatchLimit:
     """Most that a metric may be, and what to do where it is more."""
 
     metric: str
@@ -68,10 +68,10 @@ class GapLimit:
 
 
 @dataclass(frozen=True)
-class GapCheck:
+class MismatchCheck:
     """Raises RunError if engine and policy disagree by more than a limit; runs in workers."""
 
-    limits: tuple[GapLimit, ...]
+    limits: tuple[MismatchLimit, ...]
 
     def __call__(self, metrics: Metrics) -> None:
         """Look at the metrics of a step."""
@@ -84,35 +84,35 @@ class GapCheck:
                 )
 
 
-def gap_check(config: SamplingRunConfig, num_made: int) -> GapCheck:
+def mismatch_check(config: SamplingRunConfig, num_made: int) -> MismatchCheck:
     """What the ``num_made``-th step of an execution must pass before its optimizer step."""
-    limits: list[GapLimit] = []
+    limits: list[MismatchLimit] = []
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
         remedy = (
             "Self-check failed: either the refit is wrong or the engine computes this model in "
             "another way; run.self_check=false goes on regardless."
         )
         dtype = config.policy.dtype
-        limits.append(GapLimit("mismatch/mean_abs", MAX_MEAN_GAP[dtype], remedy))
-        limits.append(GapLimit("mismatch/max_abs", MAX_GAP[dtype], remedy))
+        limits.append(MismatchLimit("mismatch/mean_abs", MAX_MEAN_MISMATCH[dtype], remedy))
+        limits.append(MismatchLimit("mismatch/max_abs", MAX_MISMATCH[dtype], remedy))
     if config.mismatch.action == "stop":
         remedy = (
             "mismatch.action=stop ended the run before the optimizer step; continue from the last "
             "checkpoint with run.resume=true, or raise mismatch.max_mean_abs."
         )
-        limits.append(GapLimit("mismatch/mean_abs", max_mean_gap(config), remedy))
-    return GapCheck(tuple(limits))
+        limits.append(MismatchLimit("mismatch/mean_abs", max_mean_mismatch(config), remedy))
+    return MismatchCheck(tuple(limits))
 
 
-def max_mean_gap(config: SamplingRunConfig) -> float:
+def max_mean_mismatch(config: SamplingRunConfig) -> float:
     """The configured limit, or that of the number format."""
     limit = config.mismatch.max_mean_abs
-    return MAX_MEAN_GAP[config.policy.dtype] if limit is None else limit
+    return MAX_MEAN_MISMATCH[config.policy.dtype] if limit is None else limit
 
 
-def warn_of_gap(config: SamplingRunConfig, metrics: Metrics) -> None:
+def warn_of_mismatch(config: SamplingRunConfig, metrics: Metrics) -> None:
     """Say so if a step's gap is above the limit."""
-    gap, limit = metrics.get("mismatch/mean_abs"), max_mean_gap(config)
+    gap, limit = metrics.get("mismatch/mean_abs"), max_mean_mismatch(config)
     if gap is not None and not gap.value <= limit:
         logger.warning(
             "The logprobs of generation and policy differ by %.3g on average (limit %.3g, "

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.algorithms.rows import read_rows
-from nemo_like.algorithms.run import Run
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.paths import is_checkpoint, model_of_checkpoint
 from nemo_like.config.remote_code import set_trust
@@ -28,6 +27,7 @@ from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.process import policy_group
 from nemo_like.rollout.process import rollout_group
+from nemo_like.run.run import Run
 
 if TYPE_CHECKING:
     from nemo_like.policy.policy import Policy

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_like.algorithms.run import Run
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
@@ -22,6 +21,7 @@ from nemo_like.losses.protocol import Loss
 from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.policy.policy import Policy
+from nemo_like.run.run import Run
 
 logger = logging.getLogger(__name__)
 

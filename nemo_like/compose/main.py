@@ -18,7 +18,6 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_like.algorithms.stop_request import SIGNALS, StopRequest, listen
 from nemo_like.compose.files import check_config_files, schema_of
 from nemo_like.compose.load import Composed, check_algorithm, compose_raw, explain, store_schema
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
@@ -32,6 +31,7 @@ from nemo_like.errors import (
     WaitTimeoutError,
     exit_code,
 )
+from nemo_like.run.stop_request import SIGNALS, StopRequest, listen
 
 logger = logging.getLogger(__name__)
 

@@ -70,7 +70,7 @@ class EnvironmentConfig(Section):
     pass_variables: Annotated[list[str], _OWN_FUNCTION] = Field(default_factory=list)
     """Names of environment variables that the reward function needs, such as
     ``[OPENAI_API_KEY]``. It gets those for programs, folders, languages, threads, caches and
-    proxies (``nemo_like/environments/variables.py``), and no others."""
+    proxies (``nemo_like/rewards/variables.py``), and no others."""
     reward_model: Annotated[
         GradingModelConfig,
         OnlyIf(

@@ -8,7 +8,7 @@ from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_togeth
 from nemo_like.errors import RunError, WaitTimeoutError
 from nemo_like.generation.protocol import EngineMemory, Link
 from nemo_like.generation.worker import GenerationWorker
-from nemo_like.weights.buckets import Bucket
+from nemo_like.refit.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from nemo_like.generation.protocol import (
     Link,
     SamplingParams,
 )
-from nemo_like.weights.adapters import check_adapters, check_buckets
-from nemo_like.weights.broadcast import BroadcastReceiver
-from nemo_like.weights.buckets import Bucket
-from nemo_like.weights.ipc import IpcReceiver
-from nemo_like.weights.manifest import check_version
+from nemo_like.refit.adapters import check_adapters, check_buckets
+from nemo_like.refit.broadcast import BroadcastReceiver
+from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.ipc import IpcReceiver
+from nemo_like.refit.manifest import check_version
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.models.adapters import inject_adapters
-from nemo_like.weights.manifest import architecture
-from nemo_like.weights.naming import plain_name
+from nemo_like.models.lora import inject_adapters
+from nemo_like.models.naming import plain_name
+from nemo_like.refit.manifest import architecture
 
 
 def build_model(config: EngineConfig) -> PreTrainedModel:

@@ -6,9 +6,9 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from nemo_like.config.policy import LoraConfig
-from nemo_like.weights.broadcast import BroadcastLink
-from nemo_like.weights.buckets import Bucket
-from nemo_like.weights.ipc import IpcLink
+from nemo_like.refit.broadcast import BroadcastLink
+from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.ipc import IpcLink
 
 Link = IpcLink | BroadcastLink
 """How a replica reaches what sends it weights."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from nemo_like.config.generation import Backend
 from nemo_like.distributed.worker import Worker
 from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, HasProcesses, Link
-from nemo_like.weights.buckets import Bucket
+from nemo_like.refit.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def engine_class(backend: Backend) -> Callable[[EngineConfig], Engine]:
     """The engine of a backend; only the one that is asked for is imported."""
     if backend == "vllm":
-        from nemo_like.generation.vllm_engine import VLLMEngine
+        from nemo_like.generation.vllm.engine import VLLMEngine
 
         return VLLMEngine
     from nemo_like.generation.hf_engine import HFEngine

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from nemo_like.policy.exchange import all_to_all
+from nemo_like.policy.parallel.collectives import all_to_all
 
 try:
     from torch.nn.attention.varlen import varlen_attn

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from nemo_like.config.policy import LoraConfig
-from nemo_like.models.adapters import NAME, inject_adapters
-from nemo_like.policy.shards import local_part
-from nemo_like.weights.adapter_places import peft_targets
-from nemo_like.weights.naming import plain_name
+from nemo_like.models.adapter_places import peft_targets
+from nemo_like.models.lora import NAME, inject_adapters
+from nemo_like.models.naming import plain_name
+from nemo_like.policy.parallel.shards import local_part
 
 _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 

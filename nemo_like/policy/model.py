@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.distributions import logprobs_at, top_logprobs
-from nemo_like.policy.exchange import join_parts
 from nemo_like.policy.head import Head
 from nemo_like.policy.logprobs import token_logprobs
-from nemo_like.policy.shards import local_part
+from nemo_like.policy.parallel.collectives import join_parts
+from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.requests import Call, Calls
 
 # The head is applied here in chunks, so what a model does to its logits after it is applied too.
 _DIVIDES_LOGITS = "logits_scaling"  # Granite

@@ -21,9 +21,9 @@ from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
 from nemo_like.planning.model_shape import attention_tokens
-from nemo_like.policy.engine import EngineSetup
-from nemo_like.policy.row_shards import Shard, TrainShard
-from nemo_like.policy.stages import bins_for_pipeline
+from nemo_like.policy.parallel.row_shards import Shard, TrainShard
+from nemo_like.policy.parallel.stages import bins_for_pipeline
+from nemo_like.policy.trainer import EngineSetup
 from nemo_like.policy.worker import PolicySetup, PolicyWorker
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ class Policy:
     ) -> Metrics:
         """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference.
 
-        With them row column ``mean_gaps``, and ``kl``: ``reference_kl``, the sum of this estimate
-        over a row's tokens.
+        With them row column ``mean_mismatches``, and ``kl``: ``reference_kl``, the sum of this
+        estimate over a row's tokens.
         """
         plan = self._plan(batch)
         results = self.group.scatter(
@@ -171,7 +171,7 @@ class Policy:
         ``rows_per_unit``: consecutive rows that belong together (2: preference pairs); they train
         together or not at all. ``on_policy``: the batch was sampled with the current weights and
         has no policy logprobs. ``check`` runs on every rank before the optimizer step; see
-        ``TrainEngine.train``.
+        ``Trainer.train``.
         """
         shards = self._train_shards(batch, loss, rows_per_unit, on_policy=on_policy, check=check)
         if not shards:

@@ -14,14 +14,14 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.errors import RunError
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.observe.metrics import Metrics, merge
-from nemo_like.policy.calls import Call, MicroBatches, calls_for_loss
-from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.lora import adapters_off
 from nemo_like.policy.model import LogprobModel
+from nemo_like.policy.requests import Call, MicroBatches, calls_for_loss
+from nemo_like.policy.trainer import Trainer
 
 
 def logprobs(
-    engine: TrainEngine,
+    engine: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
     *,
@@ -47,7 +47,7 @@ def logprobs(
 
 
 def evaluate(
-    engine: TrainEngine,
+    engine: Trainer,
     micro_batches: MicroBatches,
     loss: Loss,
     denominators: Denominators,
@@ -63,14 +63,14 @@ def evaluate(
     return merge([apply_loss(loss, output, batch, denominators)[1] for output, batch in outputs])
 
 
-def scores(engine: TrainEngine, micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
+def scores(engine: Trainer, micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
     """Logprobs or values, [N], of each micro-batch's tokens; none on ranks that do not answer."""
     with engine.diagnostics.phase("score"):
         return [output[0] for output, _ in _outputs(engine, micro_batches, temperature)]
 
 
 def top_logprobs(
-    engine: TrainEngine,
+    engine: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
     k: int,
@@ -106,7 +106,7 @@ def _with_entropy(calls: Sequence[Call]) -> list[Call]:
 
 
 def _outputs(
-    engine: TrainEngine,
+    engine: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
     ask: Callable[[Sequence[Call]], list[Call]] = list,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_like.advantages import Moments, gae
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import KLEstimator
+from nemo_like.losses.advantages import Moments, gae
 from nemo_like.losses.aggregate import trained_tokens
 from nemo_like.losses.kl import kl_estimate
 

@@ -5,16 +5,16 @@ from torch import Tensor
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metrics
-from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.gradients import forget_gradients
 from nemo_like.policy.inputs import made_up_rows
+from nemo_like.policy.trainer import Trainer
 
 # Equal and unequal lengths, for which attention has a kernel each; torch.compile takes a size for
 # one that changes when it sees a second value.
 _ROWS = ((60, 64), (90, 96, 94), (16, 80), (24, 120, 20))
 
 
-def warm_up(engine: TrainEngine) -> None:
+def warm_up(engine: Trainer) -> None:
     """Forward and backward on small rows, whose gradient is zero and forgotten; collective."""
     if engine.mesh.sizes.pp > 1:
         return  # All passes through a pipeline have one shape, which is the step's own.

@@ -26,12 +26,11 @@ from nemo_like.losses.kl import kl_of_rows
 from nemo_like.losses.mismatch import MismatchSums, gap_of_rows
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import EngineSetup, TrainEngine
-from nemo_like.policy.export_check import check_export
-from nemo_like.policy.loading import unused_tensors
-from nemo_like.policy.probe import check_architecture
-from nemo_like.policy.row_shards import Shard, TrainShard
-from nemo_like.policy.state import (
+from nemo_like.policy.parallel.row_shards import Shard, TrainShard
+from nemo_like.policy.state.export_check import check_export
+from nemo_like.policy.state.loading import unused_tensors
+from nemo_like.policy.state.probe import check_architecture
+from nemo_like.policy.state.state import (
     export_folder,
     load_checkpoint,
     load_weights,
@@ -39,11 +38,12 @@ from nemo_like.policy.state import (
     save_checkpoint,
     state_bytes,
 )
+from nemo_like.policy.trainer import EngineSetup, Trainer
 from nemo_like.policy.warm_up import warm_up
-from nemo_like.weights.adapters import plan_refit, travels_apart
-from nemo_like.weights.broadcast import BroadcastSender
-from nemo_like.weights.buckets import Bucket
-from nemo_like.weights.ipc import IpcAddress, IpcSender
+from nemo_like.refit.adapters import plan_refit, travels_apart
+from nemo_like.refit.broadcast import BroadcastSender
+from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.ipc import IpcAddress, IpcSender
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class PolicyWorker(Worker):
             world_size=self.context.world_size,
             timeout=timeout,
         )
-        self._engine = TrainEngine(setup.engine, self._device)
+        self._engine = Trainer(setup.engine, self._device)
         unused = [] if self.context.rank else unused_tensors(path, output)
         return Started(num_trained=self._engine.num_parameters(), unused=unused)
 
@@ -160,7 +160,7 @@ class PolicyWorker(Worker):
         found: dict[str, list[Tensor]] = {}
         if with_policy:
             parts = zip(columns["policy"], real, strict=True)
-            found[keys.MEAN_GAPS] = [gap_of_rows(*part) for part in parts]
+            found[keys.MEAN_MISMATCHES] = [gap_of_rows(*part) for part in parts]
         if kl is not None:
             parts = zip(columns["policy"], columns["reference"], real, strict=True)
             found[keys.REFERENCE_KL] = [kl_of_rows(*part, kl) for part in parts]

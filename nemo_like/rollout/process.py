@@ -8,7 +8,7 @@ from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import WorkerGroup
-from nemo_like.generation.vllm_environment import EngineDevices, start_fork_server
+from nemo_like.generation.vllm.environment import EngineDevices, start_fork_server
 
 if TYPE_CHECKING:
     from nemo_like.rollout.worker import RolloutWorker

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
-from nemo_like.environments.protocol import Environment, Grade
 from nemo_like.generation.protocol import (
     Completion,
     Engine,
@@ -12,6 +11,7 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
+from nemo_like.rewards.protocol import Environment, Grade
 
 
 @dataclass(frozen=True, kw_only=True)

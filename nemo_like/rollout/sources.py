@@ -17,10 +17,10 @@ from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
-from nemo_like.refit.weight_sync import WeightSync
 from nemo_like.rollout.dropped_metrics import DroppedMetrics
 from nemo_like.rollout.rollout import RolloutTask, Sample
 from nemo_like.rollout.seeds import completion_seed
+from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from torch import Tensor
 from nemo_like.config.generation import Backend
 from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.environments.grading_pool import GradingPool
 from nemo_like.generation.protocol import EngineConfig, SamplingParams
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.trajectories import TrajectoryRow, TrajectoryWriter
-from nemo_like.rollout import graders
+from nemo_like.rewards import graders
+from nemo_like.rewards.grading_pool import GradingPool
 from nemo_like.rollout.collate import collate_rows, collate_tokens
 from nemo_like.rollout.rollout import RolloutTask, Sample, Trajectory, as_sample, run_task
 

@@ -63,7 +63,7 @@ def train(config: DistillationConfig, live: Sampling, teacher: Policy, compared:
         with span("teacher"):
             batch = with_teacher(batch, teacher, compared)
         with span("train"):
-            check = live.gap_check()
+            check = live.mismatch_check()
             metrics |= live.policy.train(batch, loss, on_policy=True, check=check)
         live.log(metrics | batch_metrics(batch))
 

@@ -14,12 +14,12 @@ from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.algorithms.eval.report import Measured, write_report
 from nemo_like.algorithms.sampling import start_sampling
 from nemo_like.algorithms.session import Session
-from nemo_like.checkpoint import open_checkpoint
 from nemo_like.config.paths import is_checkpoint
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
 from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.policy.policy import Policy
+from nemo_like.run.checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 

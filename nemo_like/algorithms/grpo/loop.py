@@ -2,7 +2,7 @@
 
 For each prompt a group of completions is sampled and graded; a completion's advantage is its reward
 less a baseline; the policy-gradient loss moves the policy. ``configs/recipes`` has the settings of
-GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``advantages.py`` and
+GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``losses/advantages.py`` and
 ``losses/policy_gradient.py`` name the equations). By default a batch takes one optimizer step,
 which is on-policy, so that its own forward pass gives the policy's logprobs and no pass is made for
 them. Left out here: asynchronous rollouts, token-level rewards.
@@ -12,18 +12,18 @@ import logging
 
 from torch import Tensor
 
-from nemo_like.advantages import (
-    group_advantages,
-    has_signal,
-    overlong_penalty,
-    zero_variance_share,
-)
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.policy_gradient import PolicyGradient, batch_metrics, mask_mismatch
 from nemo_like.algorithms.sampling import Sampling, start_sampling
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.losses.advantages import (
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+    zero_variance_share,
+)
 from nemo_like.observe.metrics import Metric, Metrics
 
 logger = logging.getLogger(__name__)

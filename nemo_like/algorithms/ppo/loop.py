@@ -13,7 +13,6 @@ scalar head does not know; a value in place of the reward of completions that we
 import math
 from pathlib import Path
 
-from nemo_like.advantages import Moments
 from nemo_like.algorithms.policy_gradient import (
     PolicyGradient,
     batch_metrics,
@@ -27,6 +26,7 @@ from nemo_like.batch import keys
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
+from nemo_like.losses.advantages import Moments
 from nemo_like.losses.value import ValueLoss, explained_variance
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, mean_of_steps, merge, values

@@ -1,0 +1,1 @@
+"""The vLLM engine: all that knows vLLM's versions and insides."""

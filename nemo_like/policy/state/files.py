@@ -1,0 +1,131 @@
+"""The safetensors files of a model's folder, and reading from them what a rank has of a model."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.state_dict_loader as dcp_load
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from nemo_like.errors import UserError
+from nemo_like.models.naming import Naming, Translation
+from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.state.file_errors import told_as
+
+_UNREADABLE = "The weights of the model {} cannot be loaded"
+_ROWS_AT_ONCE = 4096
+
+
+def stored_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it; UserError if two do, or one is damaged.
+
+    What reads them takes all files of the folder, whatever an index says.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with told_as(UserError, f"{path} cannot be read"), safe_open(path, framework="pt") as file:
+            names = file.keys()
+        for name in names:
+            if (first := found.setdefault(name, path)) != path:
+                raise UserError(
+                    f"The model {folder} has {name} in both {first.name} and {path.name}; remove "
+                    "the files that do not belong to it."
+                )
+    return found
+
+
+def read_tensors(
+    path: str,
+    stored: Mapping[str, Path],
+    wanted: Mapping[str, Tensor],
+    sources: Mapping[str, Translation],
+    naming: Naming,
+) -> None:
+    """Fill ``wanted``, by names in memory, each from its source; collective.
+
+    A rank reads its own slices; of stacked experts, those that it has. What is converted in
+    another way is read whole, one tensor at a time.
+    """
+    renamed = {name: one for name, one in sources.items() if one.converter is None}
+    with told_as(UserError, _UNREADABLE.format(path)):
+        same = {renamed[name].names[0]: wanted[name] for name in wanted if name in renamed}
+        dcp_load.load(same, storage_reader=HuggingFaceStorageReader(path))
+        with ExitStack() as stack:
+            get = _reader(stored, stack)
+            for name in wanted.keys() - renamed.keys():
+                _read_converted(wanted[name], name, sources[name], naming, get)
+
+
+def _reader(stored: Mapping[str, Path], stack: ExitStack) -> Callable[[str], Tensor]:
+    files: dict[Path, Any] = {}
+
+    def get(name: str) -> Tensor:
+        path = stored[name]
+        if path not in files:
+            files[path] = stack.enter_context(safe_open(path, framework="pt"))
+        return files[path].get_tensor(name)
+
+    return get
+
+
+@torch.no_grad()
+def _read_converted(
+    tensor: Tensor,
+    name: str,
+    source: Translation,
+    naming: Naming,
+    get: Callable[[str], Tensor],
+) -> None:
+    local = local_part(tensor)
+    if isinstance(tensor, DTensor) and source.stacks and _is_rows(tensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        if shape[0]:
+            part = source.rows(offset[0], offset[0] + shape[0])
+            local.copy_(naming.convert(part, get)[name])
+        return
+    whole = naming.convert(source, get)[name]
+    if isinstance(tensor, DTensor):
+        whole = whole.to(local.device)
+        # Every rank has read the same: nothing needs to travel.
+        whole = distribute_tensor(
+            whole, tensor.device_mesh, tensor.placements, src_data_rank=None
+        ).to_local()
+    local.copy_(whole)
+
+
+def _is_rows(tensor: DTensor) -> bool:
+    """Whether a rank has neighbouring rows, or all. (A strided shard says that it equals one.)"""
+    divided = [each for each in tensor.placements if not isinstance(each, Replicate)]
+    return all(type(each) is Shard and each.dim == 0 for each in divided) and len(divided) < 2
+
+
+def refuse_two_values(path: str, stored: Mapping[str, Path], head: str, embedding: str) -> None:
+    """Raise UserError where a head that config.json ties differs from its embedding.
+
+    Both by their names on disk. transformers would leave it untied, engines would drop it.
+    """
+    if head not in stored or embedding not in stored:
+        return
+    with (
+        told_as(UserError, _UNREADABLE.format(path)),
+        safe_open(stored[head], framework="pt") as ours,
+        safe_open(stored[embedding], framework="pt") as theirs,
+    ):
+        one, other = ours.get_slice(head), theirs.get_slice(embedding)
+        same = one.get_shape() == other.get_shape() and all(
+            torch.equal(one[row : row + _ROWS_AT_ONCE], other[row : row + _ROWS_AT_ONCE])
+            for row in range(0, one.get_shape()[0], _ROWS_AT_ONCE)
+        )
+    if not same:
+        raise UserError(
+            f"The config.json of the model {path} ties {head} to {embedding}, and its files hold "
+            "two that differ; set tie_word_embeddings to false there, or remove the wrong one."
+        )

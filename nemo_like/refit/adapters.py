@@ -1,0 +1,91 @@
+"""Adapters that travel apart from the matrices beside which they work: their names and buckets."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from nemo_like.config.policy import LoraConfig
+from nemo_like.errors import RunError
+from nemo_like.models.adapter_places import adapter_places
+from nemo_like.models.naming import is_adapter
+from nemo_like.refit.buckets import Bucket, announced_tensors, plan_buckets
+from nemo_like.refit.manifest import TensorSpec, check_tensors, empty_model, expected_tensors
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of an adapter's two tensors, after the name of its layer."""
+
+
+def travels_apart(lora: LoraConfig) -> bool:
+    """Whether engines get adapters beside the model, and not merged into it."""
+    return lora.rank > 0 and lora.refit == "adapters"
+
+
+def expected_adapters(
+    model_path: str, dtype: torch.dtype, lora: LoraConfig
+) -> dict[str, TensorSpec]:
+    """What ``lora`` adds to a model, in the order of its layers; UserError if that is nothing.
+
+    Derived from the architecture, as ``expected_tensors`` is, and not from what peft has made.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for place in adapter_places(empty_model(model_path, dtype), lora):
+        ends = place.shape if place.input_first else place.shape[::-1]
+        specs[place.module + A] = ((lora.rank, ends[0]), dtype)
+        specs[place.module + B] = ((ends[1], lora.rank), dtype)
+    return specs
+
+
+def check_buckets(
+    buckets: Sequence[Bucket], model_path: str, dtype: torch.dtype, lora: LoraConfig | None
+) -> None:
+    """Raise RunError unless ``buckets`` hold exactly the tensors of model and adapters.
+
+    ``lora``: whose adapters travel apart. None: those of no adapter.
+    """
+    expected = expected_tensors(model_path, dtype)
+    if lora is not None:
+        expected = expected | expected_adapters(model_path, dtype, lora)
+    check_tensors(announced_tensors(buckets), expected)
+
+
+def check_adapters(
+    version: int, current: int | None, lora: LoraConfig | None, *, adapters_only: bool
+) -> None:
+    """Raise RunError if adapters come alone to an engine that cannot use them.
+
+    ``current`` is the version that it holds (None: nothing), ``lora`` what it was started with.
+    """
+    if adapters_only and lora is None:
+        raise RunError(
+            f"Refit {version} matches no adapter: it has adapters alone, and the engine was "
+            "started without any."
+        )
+    if adapters_only and current is None:
+        raise RunError(
+            f"Refit {version} has adapters alone, and the engine holds no model to which they "
+            "could be applied."
+        )
+
+
+def plan_refit(
+    model_path: str, dtype: torch.dtype, lora: LoraConfig | None, bucket_bytes: int
+) -> list[Bucket]:
+    """All that an engine without weights needs; no bucket has both adapters and other tensors."""
+    buckets = plan_buckets(expected_tensors(model_path, dtype), bucket_bytes)
+    if lora is not None:
+        buckets += plan_buckets(expected_adapters(model_path, dtype, lora), bucket_bytes)
+    return buckets
+
+
+def numbered(buckets: Sequence[Bucket], *, adapters_only: bool) -> list[tuple[int, Bucket]]:
+    """Those of a refit, by their place among all, on which both sides have agreed."""
+    return [
+        (number, bucket)
+        for number, bucket in enumerate(buckets)
+        if not adapters_only or is_adapter(bucket.slots[0].name)
+    ]
+
+
+def largest(buckets: Iterable[tuple[int, Bucket]]) -> int:
+    """Bytes that a buffer for any of them needs."""
+    return max(bucket.num_bytes for _, bucket in buckets)

@@ -1,0 +1,1 @@
+"""What grades completions, in processes of its own."""

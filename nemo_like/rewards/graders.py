@@ -1,0 +1,112 @@
+"""From ``environment`` to what grades: a reward function, or a reward model."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_like.config.paths import GRADER_KEY, REWARD_MODEL
+from nemo_like.config.remote_code import TRUSTED, trusts_code
+from nemo_like.config.sampling import EnvironmentConfig, GradingModelConfig
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.datasets import Row
+from nemo_like.errors import UserError
+from nemo_like.rewards.grading_pool import GradingPool, memory_share
+from nemo_like.rewards.resolve import absolute_reward
+from nemo_like.rewards.reward_text import RewardText
+
+logger = logging.getLogger(__name__)
+
+_LOAD_TIMEOUT_S = 600.0
+_GIB = 2**30
+
+
+def check_reward_model(
+    environment: EnvironmentConfig, rows_of: Mapping[str, Sequence[Row]], chat: ChatTokenizer
+) -> None:
+    """Refuse, before models load, a reward model that cannot grade; others are not looked at.
+
+    ``rows_of``: by the key that they are from; ``chat`` is the policy's. Raises UserError.
+    """
+    if environment.reward != REWARD_MODEL:
+        return
+    config = _with_switches(environment.reward_model, chat.switches)
+    text = RewardText(config)
+    for key, rows in rows_of.items():
+        for row in rows[:1]:  # for all of them, each grade checks its own
+            try:
+                text.encode(row.messages, "")
+            except UserError as error:
+                raise UserError(
+                    f"{GRADER_KEY}={config.model} cannot read row {row.index} of {key}: {error}"
+                ) from error
+    if not text.chat.has_template_of(chat):
+        logger.warning(
+            "The reward model's chat template or end tokens are not the policy's; completions are "
+            "scored as its own template renders them."
+        )
+    logger.info(
+        "Reward model %s: %.3g GiB in each of %d grading process(es) beside every engine.",
+        text.folder,
+        text.num_bytes(config.dtype) / _GIB,
+        environment.num_processes,
+    )
+
+
+def for_other_folders(
+    environment: EnvironmentConfig, switches: Mapping[str, Any]
+) -> EnvironmentConfig:
+    """The same for a process that works in another folder and does not know the rest.
+
+    ``switches``: those of the policy's template.
+    """
+    model = environment.reward_model
+    if environment.reward == REWARD_MODEL:
+        model = _with_switches(model, switches)
+        model = model.replace(model=str(RewardText(model).folder))
+    return environment.replace(reward=absolute_reward(environment.reward), reward_model=model)
+
+
+def _with_switches(model: GradingModelConfig, policys: Mapping[str, Any]) -> GradingModelConfig:
+    """``model`` with those of the policy's switches that its template has, if it has no own."""
+    if model.template_switches or not policys:
+        return model
+    known = RewardText(model).chat.known_switches
+    return model.replace(template_switches={k: v for k, v in policys.items() if k in known})
+
+
+def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> GradingPool:
+    """Grading processes that are ready; UserError says why they are not.
+
+    ``engines_per_node``: engines that have such processes on one node, and share its memory.
+    """
+    gib = environment.process_memory_gib
+    num_processes = environment.num_processes
+    limit = memory_share(num_processes * engines_per_node) if gib is None else int(gib * _GIB)
+    if environment.reward == REWARD_MODEL:
+        return GradingPool(
+            json.dumps(environment.reward_model.model_dump() | {TRUSTED: trusts_code()}),
+            timeout_s=environment.timeout_s,
+            num_processes=num_processes,
+            memory_limit_bytes=limit,
+            module="nemo_like.rewards.reward_model",
+            rows_at_once=environment.reward_model.rows_at_once,
+            most_rows=None,  # another would round the scores of known texts otherwise
+            start_timeout_s=_LOAD_TIMEOUT_S,
+        )
+    pool = GradingPool(
+        environment.reward,
+        timeout_s=environment.timeout_s,
+        num_processes=num_processes,
+        memory_limit_bytes=limit,
+        pass_variables=environment.pass_variables,
+        concurrency=environment.rows_at_once,
+    )
+    if not pool.is_concurrent and environment.rows_at_once != EnvironmentConfig().rows_at_once:
+        pool.shutdown()
+        raise UserError(
+            f"environment.rows_at_once={environment.rows_at_once} would have no effect: "
+            f"{environment.reward} is not an async def, and grades one completion after the other; "
+            "leave it out, or set environment.num_processes."
+        )
+    return pool

@@ -1,0 +1,134 @@
+"""Rewards by a reward model: its score of prompt and completion, as its trainer would give it.
+
+``python -m nemo_like.rewards.reward_model FD SPEC …`` is a grading process that holds the model.
+"""
+
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from transformers import AutoModelForSequenceClassification
+from transformers.utils.logging import disable_progress_bar
+
+from nemo_like.config.paths import GRADER_KEY
+from nemo_like.config.policy import Dtype
+from nemo_like.config.remote_code import TRUSTED, set_trust, trusts_code
+from nemo_like.config.sampling import GradingModelConfig
+from nemo_like.data.token_rows import TokenRow, collate
+from nemo_like.errors import UserError
+from nemo_like.policy.inputs import InputLayout, model_inputs
+from nemo_like.policy.model import HeadSettings, ValueModel
+from nemo_like.policy.requests import Call, Calls
+from nemo_like.rewards.grading_process import BatchGrader, serve
+from nemo_like.rewards.protocol import GradingRow, Verdict, failed
+from nemo_like.rewards.reward_text import RewardText
+from nemo_like.rewards.verdicts import to_verdict
+
+_GIB = 2**30
+_CHUNK_TOKENS = 1  # of logits, which a value model does not make
+_NUM_KNOWN = 10_000
+
+
+class RewardModel:
+    """A loaded reward model."""
+
+    def __init__(self, config: GradingModelConfig) -> None:
+        """Raises UserError if it cannot be loaded, or not within this process's memory limit."""
+        self.text = RewardText(config)
+        _check_memory(self.text, config.dtype)
+        try:
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                self.text.folder,
+                dtype="auto" if config.dtype is None else getattr(torch, config.dtype),
+                local_files_only=True,
+                output_loading_info=True,
+                trust_remote_code=trusts_code(),
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"{GRADER_KEY}={self.text.folder} cannot be loaded: {first_line}"
+            ) from error
+        if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
+            raise UserError(
+                f"{GRADER_KEY}={self.text.folder} is no whole reward model: its files lack "
+                f"{missing[0]}; give the folder final/ of a run of examples/run_rm.py."
+            )
+        self._model = ValueModel(model, HeadSettings(chunk_tokens=_CHUNK_TOKENS))
+        self._known: dict[bytes, float] = {}
+        """Scores of the latest texts."""
+
+    def scores(self, rows: Sequence[TokenRow]) -> list[float]:
+        """The value at the last token of each row; a text that was scored before has that score.
+
+        Passes of other shapes round otherwise (5e-7 in float32, 0.02 in bfloat16), which a group of
+        equal completions and a single other one would have for a deviation, and divide by.
+        """
+        texts = [blake2b(row.ids.numpy().tobytes(), digest_size=16).digest() for row in rows]
+        new = {text: row for text, row in zip(texts, rows, strict=True) if text not in self._known}
+        if new:
+            self._known |= zip(new, self._pass(list(new.values())), strict=True)
+        found = [self._known[text] for text in texts]
+        for oldest in list(self._known)[:-_NUM_KNOWN]:
+            del self._known[oldest]
+        return found
+
+    @torch.inference_mode()
+    def _pass(self, rows: Sequence[TokenRow]) -> list[float]:
+        """One forward pass, in transformers' own layout, which every architecture supports."""
+        batch = collate(rows)
+        inputs = model_inputs(batch, InputLayout(batching="padded"), every_token=True)
+        values = self._model(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
+        return values[batch.starts + batch.lengths - 1].tolist()
+
+    def grade(self, rows: Sequence[GradingRow]) -> list[Verdict]:
+        """See ``BatchGrader``: one pass over the rows that can be read."""
+        verdicts: list[Verdict | None] = []
+        readable: list[TokenRow] = []
+        for row in rows:
+            try:
+                readable.append(self.text.encode(row.fields["messages"], row.completion))
+                verdicts.append(None)
+            except UserError as error:
+                verdicts.append(failed(str(error)))
+        try:
+            scored = map(_verdict, self.scores(readable) if readable else [])
+        except (RuntimeError, MemoryError) as error:  # no memory for a batch this large
+            scored = iter([failed(f"reward model: {error}")] * len(readable))
+        return [verdict or next(scored) for verdict in verdicts]
+
+
+def load(spec: str) -> BatchGrader:
+    """``spec``: a ``GradingModelConfig`` as JSON, and beside it whether its code is trusted."""
+    settings = json.loads(spec)
+    set_trust(settings.pop(TRUSTED))
+    config = GradingModelConfig(**settings)
+    torch.set_num_threads(config.num_threads)
+    disable_progress_bar()
+    return RewardModel(config).grade
+
+
+def _verdict(score: float) -> Verdict:
+    try:
+        return to_verdict(score)
+    except UserError as error:  # not finite
+        return failed(f"reward model: {error}")
+
+
+def _check_memory(text: RewardText, dtype: Dtype | None) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    needed = text.num_bytes(dtype)
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise UserError(
+            f"{GRADER_KEY}={text.folder} takes {needed / _GIB:.3g} GiB in every grading process, "
+            f"and each may use {limit / _GIB:.3g} GiB (half of the machine's memory, shared by the "
+            "grading processes of all its engines, or environment.process_memory_gib); lower "
+            "environment.num_processes, or set environment.reward_model.dtype=bfloat16."
+        )
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:], load)
