@@ -290,7 +290,7 @@ _FILE = (
     "data.num_validation_rows=256",
     "environment.reward=math",
 )
-_OWN = "environment.reward=nemo_like.rewards.reasoning_gym.reward"
+_OWN = "environment.reward=nemo_like.data.reasoning_gym.reward"
 _SCORED = "environment.reward=reward_model environment.reward_model.model={scores}"
 ENGINES = [
     *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),

@@ -14,9 +14,9 @@ from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
 from nemo_like.data.empty_blocks import num_unwritten
 from nemo_like.data.end_tokens import padding_id
+from nemo_like.data.reasoning_gym import reward
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
-from nemo_like.rewards.reasoning_gym import reward
 from tests.chat_templates import (
     END,
     LLAMA3,

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemo_like.data import reasoning_gym as reasoning_gym_reward
 from nemo_like.errors import UserError
-from nemo_like.rewards import reasoning_gym as reasoning_gym_reward
 from nemo_like.rewards.grading_pool import GradingPool
 from nemo_like.rewards.resolve import resolve_reward
 

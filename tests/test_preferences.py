@@ -6,10 +6,10 @@ import torch
 from nemo_like.config.data import PairsConfig
 from nemo_like.data import preferences
 from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.reasoning_gym import reward, rows
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
-from nemo_like.rewards.reasoning_gym import reward, rows
 from tests.chat_templates import (
     END,
     LLAMA3,

@@ -82,7 +82,7 @@ def records(
     Raises UserError naming ``key``, and the line of what is no JSON object.
     """
     if source == REASONING_GYM:
-        from nemo_like.rewards.reasoning_gym import rows as generate
+        from nemo_like.data.reasoning_gym import rows as generate
 
         generated = generate(tasks or DEFAULT_TASKS, num_rows, seed)
         found = ((f"row {index}", record) for index, record in enumerate(generated))

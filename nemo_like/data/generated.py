@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from nemo_like.data.reasoning_gym import ANSWER_CLOSE, ANSWER_OPEN, reward
 from nemo_like.errors import UserError
-from nemo_like.rewards.reasoning_gym import ANSWER_CLOSE, ANSWER_OPEN, reward
 
 Located = tuple[str, dict[str, Any]]
 """Where a row stands, for messages, and its entries; see ``datasets.records``."""

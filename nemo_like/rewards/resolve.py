@@ -15,7 +15,7 @@ from typing import Any
 from nemo_like.errors import UserError
 
 BUILTIN_REWARDS = {
-    "reasoning_gym": "nemo_like.rewards.reasoning_gym.reward",
+    "reasoning_gym": "nemo_like.data.reasoning_gym.reward",
     "math": "nemo_like.rewards.math.reward.reward",
 }
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

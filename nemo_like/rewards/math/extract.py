@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from enum import Enum, auto
 from itertools import chain
 
+from nemo_like.data.thinking import after_thinking
 from nemo_like.rewards.math.choices import letters_of, with_answer
 from nemo_like.rewards.math.text import tidy
 from nemo_like.rewards.math.units import VALUE_WORD, is_words
@@ -22,7 +23,6 @@ from nemo_like.rewards.math.verdict import (
     statements,
     states_choice,
 )
-from nemo_like.rewards.thinking import after_thinking
 
 LONG_SPACE = re.compile(r"\s{8,}|(?:\n[ \t#*_]*){8,}(?=\n)")
 """What a model that never stops may write: patterns would look at it from each of its places."""

@@ -16,8 +16,8 @@ import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
+from nemo_like.data.thinking import after_thinking
 from nemo_like.errors import UserError
-from nemo_like.rewards.thinking import after_thinking
 
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 TUPLE_TAG, PAIRS_TAG = "__tuple__", "__pairs__"
