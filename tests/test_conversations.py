@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import time
 
 import pytest
@@ -438,6 +439,72 @@ def test_a_system_prompt_is_put_before_conversations_that_have_none(tmp_path):
     assert ["be brief" in text for text in texts] == [True, False, True]
 
 
+NOT_TO_TRAIN = [
+    ("mask", 0),
+    ("loss_mask", 0),
+    ("train", False),
+    ("trainable", "false"),
+    ("training", False),
+    ("loss", False),
+    ("weight", 0.0),
+    ("label", 0),
+    ("masked", True),
+]
+ROWS_NOT_TO_TRAIN = [
+    ("weight", 0),
+    ("sample_weight", 2),
+    ("loss_multiplier", 0.0),
+    ("train", False),
+    ("loss_mask", [0, 1]),
+    ("mask", "User"),
+    ("masked", True),
+]
+
+
+def marked(index, name, value):
+    """A conversation of which one message has an entry more."""
+    turns = [dict(one) for one in TURNS]
+    turns[index][name] = value
+    return {"messages": turns}
+
+
+def test_a_row_that_says_of_its_messages_what_happens_is_read(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    rows = [{"messages": TURNS}]
+    yes = [(name, value not in (False, 0, "false")) for name, value in NOT_TO_TRAIN]
+    rows += [marked(1, name, not value) for name, value in yes]
+    rows += [marked(0, name, value) for name, value in NOT_TO_TRAIN]
+    rows += [{"messages": TURNS, name: 1} for name, value in ROWS_NOT_TO_TRAIN if value is not True]
+    rows += [
+        {"messages": TURNS, "weight": None, "label": 3, "loss_mask": []},
+        marked(0, "weight", 1),
+    ]
+    first, *others = rows_of(load(chat, write_rows(tmp_path / "r.jsonl", *rows))[0])
+    assert others == [first] * (len(rows) - 1)
+    assert len(rows) == 27
+
+
+def test_answers_that_are_not_to_train_train_no_more_when_they_are_part_of_the_prompt(tmp_path):
+    """What the refusal recommends."""
+    chat = build_chat(tmp_path, QWEN)
+    turns = marked(1, "mask", 0)["messages"]
+    path = write_rows(tmp_path / "r.jsonl", {"prompt": turns[:3], "completion": turns[3:]})
+    [row] = rows_of(load(chat, path)[0])
+    assert trained_texts(tokenizer_of(tmp_path), *row) == ["and 2<|im_end|>"]
+    path = write_rows(tmp_path / "all.jsonl", marked(0, "train", False))
+    with pytest.raises(UserError, match=r"it would train; set data\.train_on=assistant, or take"):
+        load(chat, path, train_on="all")
+    path = write_rows(tmp_path / "last.jsonl", marked(1, "train", False))
+    [row] = rows_of(load(chat, path, train_on="last_assistant")[0])
+    assert trained_texts(tokenizer_of(tmp_path), *row) == ["and 2<|im_end|>"]
+
+
+def test_a_message_may_be_empty_where_others_speak_or_tools_are_called(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    silent = [{"role": "system", "content": ""}, *TURNS]
+    assert rows_of(load(chat, write_rows(tmp_path / "r.jsonl", {"messages": silent}))[0])
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -456,11 +523,65 @@ def test_a_system_prompt_is_put_before_conversations_that_have_none(tmp_path):
         ({"text": 5}, "'text' must be text"),
         ({"messages": TURNS, "tools": [{}]}, "'tools' is not supported"),
         ({"messages": [TURNS[0], {**TURNS[1], "content": None}]}, "'content' of message 1 is null"),
-        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "'weight' of message 1 is not supp"),
+        (
+            {"messages": [TURNS[0], {**TURNS[1], "weight": 0}]},
+            r"'weight' of the assistant's message 'the first\\nanswer' is 0, and it would train",
+        ),
+        *(
+            (
+                marked(1, name, value),
+                f"'{name}' of the assistant's .* it would train; write what comes",
+            )
+            for name, value in NOT_TO_TRAIN
+        ),
+        *(
+            (marked(3, name, value), f"'{name}' of .*'and 2' is {value}, and it would train; ")
+            for name, value in NOT_TO_TRAIN
+        ),
+        (marked(1, "weight", 0.5), "is 0.5, and a message trains as a whole or not at all; "),
+        (
+            marked(1, "train_detail", [{"begin_offset": 0}]),
+            "'train_detail' of .* as a whole or not",
+        ),
+        (marked(0, "train", True), "'train' of the user's .* only answers train; take 'train' out"),
+        *(
+            ({"messages": TURNS, name: value}, re.escape(f"'{name}' is {value}, and every row"))
+            for name, value in ROWS_NOT_TO_TRAIN
+        ),
+        (
+            {"prompt": "x", "completion": "y", "weight": 0.5},
+            "'weight' is 0.5, and every row trains",
+        ),
+        ({"text": "x", "weight": 0}, "'weight' is 0, and every row trains alike; take the row out"),
+        (
+            {"messages": TURNS, "label": 0},
+            "'label' is 0, which .*rename 'label' if it means someth",
+        ),
+        ({"messages": TURNS, "label": -1}, "'label' is -1, which marks a bad answer"),
+        (
+            {"prompt": "", "completion": "y"},
+            "the user's message in 'prompt' is empty; give it text",
+        ),
+        (
+            {"prompt": "x", "completion": " \n"},
+            "the assistant's message in 'completion' is empty; ",
+        ),
+        (
+            {"messages": [TURNS[0], {**TURNS[1], "content": ""}]},
+            "assistant's message in 'messages' is",
+        ),
+        (
+            {"messages": [{**TURNS[0], "content": "\t"}, TURNS[1]]},
+            "user's message in 'messages' is e",
+        ),
+        (
+            {"prompt": "x", "completion": [TURNS[1], {**TURNS[2], "content": ""}, TURNS[3]]},
+            "'comp.* is e",
+        ),
+        ({"text": " "}, "at least one character"),
         ({"messages": [*TURNS[:2], {**TURNS[2], "role": "User"}, TURNS[3]]}, "must be 'user'"),
         ({"messages": [TURNS[0], CALLING, *TURNS[2:]]}, "leaves out the tool calls of message 1"),
         ({"messages": [ASKED, CALLING, *TURNS[2:]]}, "leaves out the tool calls of message 1"),
-        ({"messages": [TURNS[0], {**TURNS[1], "train": False}]}, "'train' of message 1 is not sup"),
         ({"messages": [TURNS[0], {**TURNS[1], "reasoning_content": "hm"}]}, "'reasoning_content'"),
         ({"messages": TURNS, "functions": [{}]}, "'functions' is not supported"),
         (

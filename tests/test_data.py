@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from itertools import chain
 from pathlib import Path
 
@@ -162,6 +163,14 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
         ('{"question": "x"}', "line 2: a row needs either 'prompt' or 'messages'; it has question"),
         ('{"prompt": "x", "messages": []}', "line 2: a row needs either"),
         ('{"prompt": 5}', "line 2: 'prompt' must be text"),
+        (
+            '{"prompt": ""}',
+            "line 2: the user's message in 'prompt' is empty; give it text, or take",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": " "}]}',
+            "line 2: the user's message in 'messages' is empty; ",
+        ),
         ('{"messages": []}', "line 2: 'messages' must be text, or a list"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "ends with the one to answer"),
         ('{"prompt": "x", "completion": "y"}', "'completion' is what the model writes"),
@@ -203,6 +212,16 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
         load(str(path))
     assert message in str(error.value)
     assert f"data.train={path}" in str(error.value)
+
+
+def test_a_name_that_is_given_twice_among_many_is_found_at_once(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    names = [*range(300_000), 299_999]
+    path.write_text('{"prompt": "x", ' + ", ".join(f'"{name}": 1' for name in names) + "}")
+    start = time.process_time()
+    with pytest.raises(UserError, match=r"line 1: not JSON \('299999' is given twice\)"):
+        load(str(path))
+    assert time.process_time() - start < 10
 
 
 def test_a_file_in_another_encoding_is_named_by_its_line(tmp_path):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_like.cli import main
 from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.compose.load import compose_config, compose_raw
+from nemo_like.compose.main import main
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError

@@ -128,6 +128,32 @@ def test_a_completion_may_be_longer_than_the_other_by_whole_turns(tmp_path):
     assert texts == [["good<|im_end|>"], ["good<|im_end|>", "bad one<|im_end|>"]]
 
 
+CONTRARY = [
+    ("score_chosen", 1, "score_rejected", 2.5),
+    ("chosen_score", 1, "rejected_score", 2),
+    ("chosen-rating", 1, "rejected-rating", 4.5),
+    ("chosenReward", -2, "rejectedReward", -1),
+    ("chosen_rank", 2, "rejected_rank", 1),
+    ("chosen_avg_rating", "3.5", "rejected_avg_rating", "4"),
+    ("preferred_votes", 3, "dispreferred_votes", 7),
+]
+
+
+def test_scores_that_agree_and_numbers_that_are_none_are_read(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    agreeing = [{better: bad, worse: good} for better, good, worse, bad in CONTRARY]
+    none = [
+        {"chosen_tokens": 1, "rejected_tokens": 9},
+        {"chosen-rating": 3, "rejected-rating": 3.0},
+        {"chosen-rating": None, "rejected-rating": 3},
+        {"chosen_rating": "low", "rejected_rating": "high"},
+        {"chosen_score": True, "rejected_score": 3},
+    ]
+    rows = [PLAIN, *({**PLAIN, **more} for more in (*agreeing, *none))]
+    found = rows_of(load(chat, write_rows(tmp_path / "r.jsonl", *rows))[0])
+    assert found == found[:2] * 13
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -157,7 +183,49 @@ def test_a_completion_may_be_longer_than_the_other_by_whole_turns(tmp_path):
         ({"prompt": "x", "completions": ["a", "b"], "ranks": ["1", "2"]}, "two different numbers"),
         ({**PLAIN, "rejected": "good"}, r"both completions are the same.*data\.identical=drop"),
         ({**PLAIN, "images": ["x.png"]}, "'images' is not supported"),
-        ({**PLAIN, "score_chosen": 1, "score_rejected": 2.5}, "'rejected' is the better one"),
+        *(
+            (
+                {**PLAIN, better: good, worse: bad},
+                f"'{better}' is {good} and '{worse}' is {bad}, so .*"
+                "rejected answer is the better one; exchange the two, or take these",
+            )
+            for better, good, worse, bad in CONTRARY
+        ),
+        (
+            {"prompt": "x", "completions": ["a", "b"], "ranks": [1, 0], "scores": [5, 2]},
+            r"'scores\[1\]' is 2 and 'scores\[0\]' is 5, so that the rejected",
+        ),
+        (
+            {"prompt": "x", "completions": ["a", None], "ranks": [0, 1]},
+            r"'completions\[1\]' must be t",
+        ),
+        (
+            {"prompt": "x", "completions": [None, "b"], "ranks": [1, 0]},
+            r"'completions\[0\]' must be t",
+        ),
+        (
+            {"prompt": "?", "completions": [[USER, GOOD], [USER, BAD]], "ranks": [1, 0]},
+            r"'completions\[1\]' and 'completions\[0\]' are whole .*; correct it\.",
+        ),
+        ({**PLAIN, "prompt": " "}, "the user's message in 'prompt' is empty"),
+        ({**PLAIN, "rejected": ""}, "the assistant's message in 'rejected' is empty; give it text"),
+        (
+            {**PLAIN, "chosen": [{**GOOD, "content": ""}]},
+            "assistant's message in 'chosen' is empty",
+        ),
+        (
+            {"chosen": [USER, GOOD], "rejected": [USER, {**BAD, "content": ""}]},
+            "'rejected' is empty",
+        ),
+        (
+            {**PLAIN, "chosen": [{**GOOD, "mask": 0}]},
+            "'mask' of .*it would train; take the row out,",
+        ),
+        (
+            {**PLAIN, "rejected": [{**BAD, "weight": 0}]},
+            "'weight' of the assistant's message 'bad one",
+        ),
+        ({**PLAIN, "weight": 0}, "'weight' is 0, and every row trains alike"),
     ],
 )
 def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):

@@ -1,6 +1,7 @@
 """A run's folder continues the run that it is of, and no other."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nemo_like.errors import RunError, UserError
 from nemo_like.run.folder import note_end, note_start, save_config
 from nemo_like.run.run import Run
 from nemo_like.run.stop_request import listen
+from tests.small_runs import run_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -86,6 +88,25 @@ def test_a_job_that_is_queued_again_and_again_without_progress_ends(tmp_path, ca
     note_start(tmp_path, 20)
     (tmp_path / "starts.json").write_text('{"step": 20, "cou')
     note_start(tmp_path, 20)
+
+
+def test_a_run_that_was_refused_for_its_rows_does_not_hold_its_folder(tmp_path, local_ray):
+    """The same command, typed again with other rows, starts where nothing is lost."""
+    rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    options = [f"run.dir={folder}", f"data.train={rows}", "logging.tensorboard=false"]
+    for text, fault in (('{"prompt": "x"}', "a row needs 'messages'"), ("x", "line 1: not JSON")):
+        rows.write_text(text)
+        with pytest.raises(UserError, match=fault):
+            run_config(compose_config(CONFIGS, "sft", options))
+        assert (folder / "metrics.jsonl").is_file()
+    compose_config(CONFIGS, "sft", options)
+    (folder / "checkpoints" / "step_1").mkdir(parents=True)
+    with pytest.raises(UserError, match="already holds a run"):
+        compose_config(CONFIGS, "sft", options)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(UserError, match=r"already holds a run; continue it with run\.resume=true"):
+        compose_config(CONFIGS, "sft", options)
 
 
 def test_a_stop_that_comes_before_the_run_is_remembered(tmp_path, capsys):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import yaml
 
-from nemo_like.cli import main
+from nemo_like.compose.main import main
 from tests.slurm_cluster import NODES, Job, SlurmCluster, missing_programs, needs, wait_until
 from tests.small_runs import ROOT, SMALL, records
 

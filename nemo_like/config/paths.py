@@ -15,6 +15,7 @@ from nemo_like.config.data import REASONING_GYM
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import BUILT_IN_REWARDS, REWARD_MODEL, SamplingRunConfig
 from nemo_like.config.section import value_of
+from nemo_like.config.special_files import refuse_special
 from nemo_like.errors import UserError
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
@@ -71,6 +72,7 @@ def model_of_checkpoint(folder: str) -> str:
 def _settings_of_run(folder: str) -> dict[str, Any]:
     """``config.yaml`` of the run that wrote a checkpoint."""
     path = Path(folder).expanduser().resolve().parent.parent / "config.yaml"
+    refuse_special(f"policy.model={folder} is a checkpoint, and {path}", path)
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(settings["policy"]["model"], str):
@@ -110,6 +112,7 @@ def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
             f"{key}={model}: no such folder; give {' or '.join(BUILT_IN_MODELS)}, a folder "
             "in Hugging Face format, or a hub name (organisation/model)."
         )
+    refuse_special(f"{key}={model}", path, depth=2)
     if (path / "checkpoints").is_dir():
         raise UserError(
             f"{key}={model} is the folder of a run; give its final/, or to evaluate one of "
@@ -142,6 +145,7 @@ def _check_data(train: str, validation: str | None, reward: str | None = None) -
     for key, source in (("data.train", train), ("data.validation", validation)):
         if source is None or source == REASONING_GYM:
             continue
+        refuse_special(f"{key}={source}", Path(source))
         if not Path(source).is_file():
             raise UserError(
                 f"{key}={source}: no such file; give a .jsonl file, or {REASONING_GYM}."
@@ -173,6 +177,7 @@ def _check_reward(reward: str) -> None:
             f"environment.reward={reward} is not known; give {', '.join(BUILT_IN_REWARDS)}, "
             "file.py:function or package.module.function."
         )
+    refuse_special(f"environment.reward={reward}: {file}", Path(file).expanduser())
     if not Path(file).expanduser().is_file():
         raise UserError(f"environment.reward={reward}: there is no file {file}.")
     try:
@@ -233,7 +238,8 @@ def _check_run_dir(config: RunConfig) -> None:
     if run.dir is None:
         return
     path = Path(run.dir).expanduser()
-    if any((path / one).exists() for one in ("metrics.jsonl", "checkpoints")) and not run.resume:
+    refuse_special(f"run.dir={run.dir}", path, depth=1)
+    if _holds_run(path) and not run.resume:
         raise UserError(
             f"run.dir={run.dir} already holds a run; continue it with run.resume=true, or choose "
             "another folder."
@@ -243,3 +249,10 @@ def _check_run_dir(config: RunConfig) -> None:
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise UserError(f"run.dir={run.dir} cannot be written ({nearest}); choose another folder.")
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run got as far as a record or a checkpoint; one that was refused did not."""
+    records, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    has_records = records.is_file() and records.stat().st_size > 0
+    return has_records or (checkpoints.is_dir() and any(checkpoints.iterdir()))

@@ -19,13 +19,19 @@ from nemo_like.data.messages import (
     opens_with,
     prompt_key,
     prompt_messages,
+    refuse_empty,
     with_system_prompt,
     without_nulls,
 )
+from nemo_like.data.own_weights import refuse_message_weights, refuse_row_weight
 from nemo_like.data.shapes import Purpose, how_to_load, refuse_bad_answer, refuse_unsupported
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
 
+_REMEDY = (
+    "write what comes before the messages that train as 'prompt' and these as 'completion' (and "
+    "leave out what follows them)"
+)
 _FORMS = ({"messages"}, {"prompt", "completion"}, {"text"})
 
 
@@ -89,10 +95,22 @@ def tokenize(
     """The rows that fit ``limit``, as ``collate`` makes them; those left out are in the log."""
     lengths = LengthFilter(limit=limit)
     kept: list[TokenRow] = []
+    everything = train_on == "all"
+    remedy = "set data.train_on=assistant" if everything else _REMEDY
     for row in rows:
+        refuse_message_weights(row.messages, trained(row, train_on), remedy, row.where)
         kept += lengths.fit([encode(row, chat, train_on)], row.where)
     lengths.report(key, len(rows), "rows")
     return collate(kept)
+
+
+def trained(row: Conversation, train_on: TrainOn) -> list[bool]:
+    """Which messages train."""
+    if train_on == "all":
+        return [True] * len(row.messages)
+    is_last = train_on == "last_assistant"
+    first = len(row.messages) - 1 if is_last else row.num_prompt_messages
+    return [i >= first and one["role"] == "assistant" for i, one in enumerate(row.messages)]
 
 
 def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRow:
@@ -128,6 +146,7 @@ def completion_messages(content: object, name: str, where: str) -> list[Message]
             "begins and ends with one of the assistant; what comes before it is the prompt"
             f"{fault(messages)}."
         )
+    refuse_empty(messages, name, where)
     return messages
 
 
@@ -147,6 +166,7 @@ def form_of(
             f"{how_to_load(record, purpose)}."
         )
     refuse_unsupported(record, where)
+    refuse_row_weight(record, where)
     return given
 
 
@@ -158,7 +178,7 @@ def _conversation(record: dict[str, Any], system_prompt: str | None, where: str)
     given = form_of(record, _FORMS, description, Purpose.answers, where)
     refuse_bad_answer(record, where)
     if "text" in given:
-        if not isinstance(record["text"], str) or not record["text"]:
+        if not isinstance(record["text"], str) or not record["text"].strip():
             raise UserError(f"{where}: 'text' must be text of at least one character.")
         return Conversation(where=where, text=record["text"])
     if "prompt" in given:
@@ -176,6 +196,7 @@ def _conversation(record: dict[str, Any], system_prompt: str | None, where: str)
             "that ends with one of the assistant; take out what comes after it"
             f"{fault(messages)}."
         )
+    refuse_empty(messages, "messages", where)
     return Conversation(where=where, messages=tuple(with_system_prompt(messages, system_prompt)))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nemo_like.config.data import DEFAULT_TASKS, PromptsConfig, TextsConfig
 from nemo_like.config.paths import REASONING_GYM
+from nemo_like.config.special_files import refuse_special
 from nemo_like.data import json_rows
 from nemo_like.data.messages import Message, prompt_key, prompt_messages, without_nulls
 from nemo_like.data.shapes import UNSUPPORTED, Purpose, how_to_load, refuse_unsupported
@@ -87,6 +88,7 @@ def records(
         generated = generate(tasks or DEFAULT_TASKS, num_rows, seed)
         found = ((f"row {index}", record) for index, record in enumerate(generated))
     else:
+        refuse_special(f"{key}={source}", Path(source))
         if not Path(source).is_file():
             raise UserError(f"{key}={source}: no such file; give a .jsonl file or {REASONING_GYM}.")
         found = json_rows.read(Path(source), key)

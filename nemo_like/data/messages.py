@@ -11,6 +11,8 @@ Message = dict[str, Any]
 """``{"role": ..., "content": ...}``, as chat templates take it."""
 
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_SAID_BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Entries by which a message without content says something."""
 _KINDS = {dict: "an object", list: "a list", type(None): "null"}
 
 
@@ -55,6 +57,7 @@ def prompt_messages(
             f"{where}: '{name}' must be text, or a list of {{'role', 'content'}} messages that "
             f"ends with the one to answer{remedy}."
         )
+    refuse_empty(messages, name, where)
     return with_system_prompt(messages, system_prompt)
 
 
@@ -63,6 +66,17 @@ def with_system_prompt(messages: list[Message], system_prompt: str | None) -> li
     if system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def refuse_empty(messages: Sequence[Message], name: str, where: str) -> None:
+    """Refuse a question or an answer that says nothing, in the entry ``name`` of a row."""
+    for message in messages:
+        says = message["content"].strip() or any(message.get(one) for one in _SAID_BESIDE)
+        if message["role"] in ("user", "assistant") and not says:
+            raise UserError(
+                f"{where}: the {message['role']}'s message in '{name}' is empty; give it text, or "
+                "take the row out."
+            )
 
 
 def prompt_key(messages: Sequence[Message]) -> str:
@@ -114,9 +128,6 @@ def fault(messages: object) -> str:
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             return f" (the 'tool_calls' of message {index} are no list of objects)"
-        for name in ("weight", "train", "trainable", "loss"):
-            if message.get(name, 1) != 1:
-                return f" (the '{name}' of message {index} is not supported)"
     return ""
 
 

@@ -20,6 +20,8 @@ from nemo_like.data.messages import (
     prompt_messages,
     without_nulls,
 )
+from nemo_like.data.own_weights import refuse_message_weights
+from nemo_like.data.scores import refuse_contrary_scores
 from nemo_like.data.shapes import Purpose, how_to_load
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
@@ -91,9 +93,11 @@ def tokenize(
     for pair in pairs:
         where = pair.chosen.where
         if pair.chosen.messages != pair.rejected.messages:
-            unit = [
-                conversations.encode(one, chat, "assistant") for one in (pair.chosen, pair.rejected)
-            ]
+            both = (pair.chosen, pair.rejected)
+            for one in both:
+                trains = conversations.trained(one, "assistant")
+                refuse_message_weights(one.messages, trains, "take the row out", where)
+            unit = [conversations.encode(one, chat, "assistant") for one in both]
             kept += lengths.fit(unit, where)
         elif identical == "drop":
             lengths.dropped["of two completions that are the same"] += 1
@@ -113,8 +117,11 @@ def _pair(record: dict[str, Any], system_prompt: str | None, where: str) -> Pair
     )
     record = without_nulls(record)
     given = conversations.form_of(record, _FORMS, description, Purpose.pairs, where)
+    names, first = ("chosen", "rejected"), None
     if "ranks" in given:
-        chosen, rejected = _by_rank(record["completions"], record["ranks"], where)
+        first = _first_by_rank(record["completions"], record["ranks"], where)
+        names = (f"completions[{first}]", f"completions[{1 - first}]")
+        chosen, rejected = (cleaned(record["completions"][i]) for i in (first, 1 - first))
     else:
         chosen, rejected = cleaned(record["chosen"]), cleaned(record["rejected"])
     prompt = cleaned(record.get("prompt"))
@@ -124,26 +131,15 @@ def _pair(record: dict[str, Any], system_prompt: str | None, where: str) -> Pair
                 f"{where}: without 'prompt', 'chosen' and 'rejected' must be lists of {{'role', "
                 f"'content'}} messages, and not text{how_to_load(record, Purpose.pairs)}."
             )
-        prompt, chosen, rejected = _split_prompt(chosen, rejected, where)
+        prompt, chosen, rejected = _split_prompt(chosen, rejected, names, where)
     elif _is_whole(chosen) and _is_whole(rejected):
-        prompt, chosen, rejected = _without_prompt(prompt, chosen, rejected, where)
-    _refuse_contrary_scores(record, where)
+        prompt, chosen, rejected = _without_prompt(prompt, chosen, rejected, names, where)
+    refuse_contrary_scores(record, first, where)
     messages = prompt_messages(prompt, "prompt", system_prompt, where)
     return Pair(
-        chosen=_with_completion(messages, chosen, "chosen", where),
-        rejected=_with_completion(messages, rejected, "rejected", where),
+        chosen=_with_completion(messages, chosen, names[0], where),
+        rejected=_with_completion(messages, rejected, names[1], where),
     )
-
-
-def _refuse_contrary_scores(record: dict[str, Any], where: str) -> None:
-    for names in (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")):
-        given = (record.get(name) for name in names)
-        scores = [score for score in given if isinstance(score, (int, float))]
-        if len(scores) == 2 and scores[0] < scores[1]:
-            raise UserError(
-                f"{where}: '{names[0]}' is {scores[0]} and '{names[1]}' is {scores[1]}, so that "
-                "'rejected' is the better one; exchange the two, or take the scores out."
-            )
 
 
 def _with_completion(
@@ -159,31 +155,36 @@ def _is_whole(completion: object) -> TypeGuard[list[Message]]:
 
 
 def _without_prompt(
-    prompt: object, chosen: list[Message], rejected: list[Message], where: str
+    prompt: object,
+    chosen: list[Message],
+    rejected: list[Message],
+    names: tuple[str, str],
+    where: str,
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Prompt and completions of whole conversations whose prompt is given beside them.
 
     A text is what the user says first in both, which have the whole prompt. Messages are it.
     """
     if not (opens_with(chosen, prompt) and opens_with(rejected, prompt)):
+        without = "take 'prompt' out (the prompt is then what both begin with), or correct it"
         raise UserError(
-            f"{where}: 'chosen' and 'rejected' are whole conversations, and 'prompt' is neither "
-            "what the user says first in both nor the messages that both begin with; take 'prompt' "
-            "out (the prompt is then what both begin with), or correct it."
+            f"{where}: '{names[0]}' and '{names[1]}' are whole conversations, and 'prompt' is "
+            "neither what the user says first in both nor the messages that both begin with; "
+            f"{without if names[0] == 'chosen' else 'correct it'}."
         )
     if isinstance(prompt, str):
-        return _split_prompt(chosen, rejected, where)
+        return _split_prompt(chosen, rejected, names, where)
     assert isinstance(prompt, list)
     return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
 
 
 def _split_prompt(
-    chosen: object, rejected: object, where: str
+    chosen: object, rejected: object, names: tuple[str, str], where: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """The messages that both begin with, at least one short of either, and what follows them."""
     if not (is_messages(chosen) and is_messages(rejected)):
         raise UserError(
-            f"{where}: without 'prompt', 'chosen' and 'rejected' must be lists of {{'role', "
+            f"{where}: without 'prompt', '{names[0]}' and '{names[1]}' must be lists of {{'role', "
             f"'content'}} messages{fault(chosen) or fault(rejected)}."
         )
     both = zip(chosen[:-1], rejected[:-1], strict=False)
@@ -192,14 +193,14 @@ def _split_prompt(
         num_common -= 1  # a prompt ends with the message to answer
     if num_common == 0:
         raise UserError(
-            f"{where}: 'chosen' and 'rejected' have no message in common at their beginning that "
-            "could be the prompt; give 'prompt'."
+            f"{where}: '{names[0]}' and '{names[1]}' have no message in common at their beginning "
+            "that could be the prompt; give 'prompt'."
         )
     return chosen[:num_common], chosen[num_common:], rejected[num_common:]
 
 
-def _by_rank(completions: object, ranks: object, where: str) -> tuple[object, object]:
-    """The completion of lower rank, and the other."""
+def _first_by_rank(completions: object, ranks: object, where: str) -> int:
+    """Index of the completion of lower rank."""
     if not (isinstance(completions, list) and len(completions) == 2):
         count = f"{len(completions)} in it" if isinstance(completions, list) else "something else"
         raise UserError(
@@ -216,5 +217,4 @@ def _by_rank(completions: object, ranks: object, where: str) -> tuple[object, ob
             f"{where}: 'ranks' must be two different numbers, one for each completion (the lower "
             f"is chosen), and is {ranks}; take the row out if none is preferred."
         )
-    first, second = completions
-    return (first, second) if ranks[0] < ranks[1] else (second, first)
+    return 0 if ranks[0] < ranks[1] else 1

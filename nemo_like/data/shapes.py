@@ -53,14 +53,13 @@ def refuse_unsupported(record: Mapping[str, Any], where: str) -> None:
 def refuse_bad_answer(record: Mapping[str, Any], where: str) -> None:
     """Refuse a row for KTO whose answer is marked as a bad one."""
     label = record.get("label")
-    says_no = isinstance(label, str) and label.strip().lower() == "false"
-    # Other numbers and texts beside messages may be a class.
-    is_zero = label in (0, "0") and "completion" in record
-    if label is False or says_no or is_zero:
+    # Beside texts a number is a class; elsewhere it may be one, which a new name makes clear.
+    bad = ("false",) if "text" in record else ("false", "0", "0.0", "-1", "-1.0")
+    if str(label).strip().lower() in bad:
         raise UserError(
             f"{where}: 'label' is {str(label).lower()}, which marks a bad answer (rows for KTO), "
             "and SFT would train on it; keep the rows whose label is true only, or pair both kinds "
-            "for run_dpo.py."
+            "for run_dpo.py (rename 'label' if it means something else, such as a class)."
         )
 
 

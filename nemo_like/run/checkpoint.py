@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.run import CheckpointConfig
+from nemo_like.config.special_files import refuse_special
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ def open_checkpoint(path: Path) -> DriverState:
 
     Raises UserError naming the damaged file if it is not what was saved.
     """
+    refuse_special(f"Checkpoint {path}", path, depth=2)
     _verify(path)
     for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):
         status = one.stat()
@@ -170,6 +172,7 @@ def _remove(path: Path) -> None:
 
 
 def _read_state(path: Path) -> DriverState:
+    refuse_special(f"Checkpoint {path}", path, depth=1)
     try:
         state = DriverState(**json.loads((path / "driver.json").read_text()))
         _check(state)
