@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like.distributed.compiler_cache import keep_compiler_cache
 from tests.forked_workers import ForkServer
 from tests.layouts import FOUR_LAYERS
 from tests.process_pool import ProcessPool
+
+keep_compiler_cache()  # as a command does, and before torch is imported
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 WORKER_IMPORTS = (

@@ -1,6 +1,7 @@
 """The shape of the code base: imports point downwards, and heavy libraries stay in their files."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +37,9 @@ ONE_PLACE_ONLY = {
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
-    "__init__.py",
     "run/folder.py",
     "config/remote_code.py",
+    "distributed/compiler_cache.py",
     "distributed/connection.py",
     "distributed/sweeper.py",
     "distributed/virtual_cluster.py",
@@ -122,6 +123,50 @@ def test_processes_are_started_without_torch():
     loaded = set(done.stdout.split())
     assert "ray" in loaded
     assert not loaded & {"torch", "transformers", "vllm", "reasoning_gym", "numpy"}
+
+
+def cached(tmp_path, code):
+    """What a process leaves in its home and in TMPDIR, and where it has torch's compiler cache."""
+    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    home.mkdir()
+    temporary.mkdir()
+    unset = ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    code += "\nimport os; print(os.environ.get('TORCHINDUCTOR_CACHE_DIR'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"HOME": str(home), "TMPDIR": str(temporary)},
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    return left - {"home", "tmp"}, done.stdout.strip()
+
+
+def test_importing_the_package_writes_nothing(tmp_path):
+    code = "import nemo_like.cli, nemo_like.launch.console, nemo_like.algorithms.processes"
+    assert cached(tmp_path, code) == (set(), "None")
+
+
+WORKER = """
+from nemo_like.distributed.worker import Host, WorkerContext
+context = WorkerContext(
+    role="policy", rank=0, world_size=1, address="", node_id="", gpu_ids=(), environment={{}},
+    listens_on="", log_dir={log_dir!r},
+)
+Host(context, lambda: None)
+import transformers
+transformers.AutoModelForCausalLM
+"""
+
+
+def test_a_workers_compiler_cache_is_the_users(tmp_path):
+    left, cache = cached(tmp_path, WORKER.format(log_dir=f"{tmp_path}/home/logs"))
+    assert cache == f"{tmp_path}/home/.cache/nemo_like/inductor"
+    assert "home/.cache/nemo_like/inductor" in left
+    assert not [path for path in left if path.startswith("tmp")]
 
 
 def test_the_environment_is_read_in_few_files():

@@ -259,8 +259,11 @@ def inputs(tmp_path, tiny_model):
     (tmp_path / "file").write_text("")
     (tmp_path / "no_config").mkdir()
     (tmp_path / "broken_model").mkdir()
-    (tmp_path / "broken_model" / "config.json").write_text("{}")
+    (tmp_path / "broken_model" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "broken_model" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    for name, kind in (("unknown_kind", "lama"), ("wrong_kind", "clip_text_model")):
+        shutil.copytree(tmp_path / "broken_model", tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
     shutil.copytree(tiny_model(), tmp_path / "no_template")
     (tmp_path / "no_template" / "chat_template.jinja").unlink()
     finished = tmp_path / "finished" / "checkpoints" / "step_3"
@@ -282,6 +285,8 @@ WRONG_INPUTS = [
     ("loss.kl_estimator=k1", "loss.kl_estimator=k1 would have no effect"),
     ("policy.model=missing/folder/x", "policy.model=missing/folder/x: no such folder"),
     ("policy.model=no_config", "the folder has no config.json"),
+    ("policy.model=unknown_kind", "unknown_kind has model_type=lama in its config.json, which"),
+    ("policy.model=wrong_kind", "wrong_kind has model_type=clip_text_model in its config.json"),
     ("policy.model=no_template", "its tokenizer has no chat template"),
     ("data.train=missing.jsonl environment.reward=math", "data.train=missing.jsonl: no such file"),
     ("data.train=empty.jsonl environment.reward=math", "data.train=empty.jsonl is empty"),

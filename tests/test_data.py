@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from nemo_like.config.sampling import EnvironmentConfig, GradingModelConfig
 from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
-from nemo_like.data.end_tokens import end_token_ids
+from nemo_like.data.end_tokens import end_token_ids, load_tokenizer
 from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
@@ -134,7 +135,17 @@ def test_a_grader_is_told_what_its_own_template_knows_unless_it_is_told_otherwis
         switches = {"enable_thinking": False, "date": "today"}
         return graders.for_other_folders(environment, switches).reward_model.template_switches
 
-    assert told() == {"enable_thinking": False}
+    loaded = []
+    sys.setprofile(
+        lambda frame, event, _: (
+            event == "call" and frame.f_code is load_tokenizer.__code__ and loaded.append(frame)
+        )
+    )
+    try:
+        assert told() == {"enable_thinking": False}
+    finally:
+        sys.setprofile(None)
+    assert len(loaded) == 1
     assert told(enable_thinking=True) == {"enable_thinking": True}
     key = r"environment\.reward_model\.template_switches\.date"
     with pytest.raises(UserError, match=f"^{key} is no switch of the model's chat template"):

@@ -1,9 +1,12 @@
 """Nothing that is loaded runs code: checkpoints of others, and every loader in the package."""
 
 import ast
+import grp
 import io
 import json
+import os
 import pickle
+import pwd
 import re
 import shutil
 import stat
@@ -15,7 +18,7 @@ import torch
 import nemo_like
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
-from nemo_like.run.checkpoint import open_checkpoint, others_who_write
+from nemo_like.run.checkpoint import is_private, open_checkpoint, others_who_write
 from tests import loaded_code
 from tests.engine_cases import CASES
 from tests.small_runs import ROOT, run, run_config
@@ -170,7 +173,26 @@ ME, OTHER = 1000, 1001
     ],
 )
 def test_who_else_may_write_to_a_checkpoint(mode, owner, expected):
-    assert others_who_write(mode, owner, ME) == expected
+    assert others_who_write(mode, owner, ME, private=False) == expected
+    if expected == "its group":
+        assert others_who_write(mode, owner, ME, private=True) is None
+    else:
+        assert others_who_write(mode, owner, ME, private=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "gid", "members", "expected"),
+    [
+        ("ann", ME, [], True),
+        ("ann", ME, ["ann"], True),
+        ("ann", ME, ["ann", "bob"], False),
+        ("users", ME, [], False),  # others may have it for their first group
+        ("ann", 2000, [], False),
+    ],
+)
+def test_a_group_of_one_user_is_told_from_a_shared_one(name, gid, members, expected):
+    user = pwd.struct_passwd(("ann", "x", ME, ME, "", "/home/ann", "/bin/sh"))
+    assert is_private(grp.struct_group((name, "x", gid, members)), user) == expected
 
 
 def test_a_checkpoint_that_others_can_write_is_warned_of_once(straight, tmp_path, caplog):
@@ -182,8 +204,14 @@ def test_a_checkpoint_that_others_can_write_is_warned_of_once(straight, tmp_path
     for name in ("driver.json", "policy/index.json"):
         (checkpoint / name).chmod(0o664)
     open_checkpoint(checkpoint)
-    assert caplog.text.count("can be written by its group") == 1
-    assert f"{checkpoint}/driver.json can be written by its group" in caplog.text
+    private = is_private(grp.getgrgid(os.getegid()), pwd.getpwuid(os.geteuid()))
+    assert ("can be written by its group" in caplog.text) != private
+    caplog.clear()
+    for name in ("driver.json", "policy/index.json"):
+        (checkpoint / name).chmod(0o666)
+    open_checkpoint(checkpoint)
+    assert caplog.text.count("can be written by everyone") == 1
+    assert f"{checkpoint}/driver.json can be written by everyone" in caplog.text
 
 
 # Every loader

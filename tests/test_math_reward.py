@@ -136,8 +136,9 @@ def test_a_box_in_the_prompt_is_not_an_answer():
         *("\\boxed{4}" + text * 20_000 for text in ("<answer>", "$", "*", "(", "#", "答案")),
         *("\\boxed{4} so the answer " + text * 20_000 for text in ("# \n", "* ", "---\n")),
         "**\n" * 20_000,
+        *("The answer is " + text * 4_000 for text in ("A, ", "not B but ", "(C) or ", "no, ")),
     ],
-    ids=range(37),
+    ids=range(41),
 )
 def test_weird_text_earns_nothing_in_little_time(response):
     start = time.process_time()

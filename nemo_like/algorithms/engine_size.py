@@ -45,6 +45,7 @@ def engine_config(
         tensor_parallel_size=generation.tensor_parallel_size,
         device="cuda" if plan.uses_gpus else "cpu",
         gpu_memory_share=share / generation.num_engines_per_bundle,
+        eager_attention=config.policy.batching == "padded" and config.policy.attention == "eager",
         lora=config.policy.lora if travels_apart(config.policy.lora) else None,
         sleep=sleep,
         engine_kwargs=dict(generation.engine_kwargs),

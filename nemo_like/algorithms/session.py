@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.config.algorithm import Algorithm
-from nemo_like.config.paths import is_checkpoint, model_of_checkpoint
 from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -22,7 +21,7 @@ from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import UserError
-from nemo_like.models.resolve import resolve_model
+from nemo_like.models.resolve import refuse_other_models, resolve_policy
 from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.process import policy_group
@@ -128,9 +127,7 @@ def opened(config: RunConfig, name: str) -> Iterator[Session]:
 def find_model(config: RunConfig) -> str:
     """The model's folder; raises UserError if it can't be laid out as configured."""
     set_trust(config.policy.trust_remote_code)
-    model = config.policy.model
-    if config.evaluates and is_checkpoint(model):
-        model = model_of_checkpoint(model)
-    folder = resolve_model(model)
+    folder = resolve_policy(config)
+    refuse_other_models(config)
     check_model_fits(config.policy, len(plan_run(config).policy), folder)
     return str(folder)

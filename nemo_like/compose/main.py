@@ -23,6 +23,7 @@ from nemo_like.compose.load import Composed, check_algorithm, compose_raw, expla
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.run import RunConfig
+from nemo_like.distributed.compiler_cache import keep_compiler_cache
 from nemo_like.errors import (
     EXIT_RUN_ERROR,
     RunError,
@@ -51,6 +52,7 @@ def run_command(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]
     another), ``--help``, tab completion. Every job is composed and checked before the first one
     starts, so that a typing error costs no run and prints one sentence.
     """
+    keep_compiler_cache()
     listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
     try:
         if any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):

@@ -4,7 +4,6 @@ They are looked at, never loaded or run.
 """
 
 import ast
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from nemo_like.config.data import REASONING_GYM
+from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import BUILT_IN_REWARDS, REWARD_MODEL, SamplingRunConfig
 from nemo_like.config.section import value_of
@@ -118,17 +118,15 @@ def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
             f"{key}={model} is the folder of a run; give its final/, or to evaluate one of "
             "its checkpoints/step_<n>."
         )
-    if not (path / "config.json").is_file():
+    if not (path / CONFIG).is_file():
         raise UserError(f"{key}={model}: the folder has no config.json; it is not a model.")
     if not has_tokenizer:
         return
-    settings = path / "tokenizer_config.json"
-    if not settings.is_file():
-        raise UserError(f"{key}={model}: the folder has no tokenizer_config.json.")
+    if not (path / TOKENIZER_CONFIG).is_file():
+        raise UserError(f"{key}={model}: the folder has no {TOKENIZER_CONFIG}.")
     templates = [path / "chat_template.jinja", path / "chat_template.json"]
-    if not any(one.is_file() for one in templates) and not json.loads(
-        settings.read_text(encoding="utf-8")
-    ).get("chat_template"):
+    of_tokenizer = read_object(path / TOKENIZER_CONFIG)
+    if not any(one.is_file() for one in templates) and not of_tokenizer.get("chat_template"):
         raise UserError(
             f"{key}={model}: its tokenizer has no chat template; add chat_template.jinja to "
             "the folder, or use an instruct model."
@@ -207,20 +205,21 @@ def _check_grading_model(model: str | None, *, has_tokenizer: bool) -> None:
 def check_scores(folder: Path) -> None:
     """Refuse a grading model without a scalar head, by its config.json."""
     key = GRADER_KEY
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kind = (settings.get("architectures") or ["model of unknown class"])[0]
-        labels = settings.get("id2label") or [0, 1]  # transformers leaves out two, its default
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{key}={folder}: its config.json cannot be read ({error}).") from error
+    settings = read_object(folder / CONFIG)
+    listed = settings.get("architectures")
+    first = listed[0] if isinstance(listed, list) and listed else None
+    kind = first if isinstance(first, str) else "model of unknown class"
+    labels = settings.get("id2label")
+    # transformers leaves out two, its default
+    num_labels = len(labels) if isinstance(labels, dict) and labels else 2
     if not kind.endswith(_SCORES):
         raise UserError(
             f"{key}={folder} is no reward model: a {kind} has no scalar head; give the folder "
             f"final/ of a run of examples/run_rm.py, or another ...{_SCORES} with one label."
         )
-    if len(labels) != 1:
+    if num_labels != 1:
         raise UserError(
-            f"{key}={folder} is no reward model: its {kind} has {len(labels)} labels, and a score "
+            f"{key}={folder} is no reward model: its {kind} has {num_labels} labels, and a score "
             "is one number."
         )
 

@@ -20,7 +20,7 @@ from nemo_like.data.lost_text import (
     turn_marks,
 )
 from nemo_like.data.messages import Message
-from nemo_like.data.template_switches import SWITCHES, check_switches, switches_of
+from nemo_like.data.template_switches import SWITCHES, check_switches, those_known
 from nemo_like.data.token_cuts import TokenCuts
 from nemo_like.data.tool_calls import as_template_takes
 from nemo_like.errors import UserError
@@ -46,10 +46,15 @@ class ChatTokenizer:
     """
 
     def __init__(
-        self, model_path: str, switches: Mapping[str, Any] | None = None, key: str = SWITCHES
+        self,
+        model_path: str,
+        switches: Mapping[str, Any] | None = None,
+        key: str = SWITCHES,
+        otherwise: Mapping[str, Any] | None = None,
     ) -> None:
         """``switches`` of the template, and the configuration's ``key`` that has them.
 
+        Without any, those of ``otherwise`` are taken that the template has.
         Raises UserError if there is no such tokenizer, and for switches that its template lacks.
         """
         try:
@@ -64,9 +69,10 @@ class ChatTokenizer:
                 f"The tokenizer of {model_path} has no chat template; add chat_template.jinja to "
                 "the folder, or use an instruct model."
             )
-        self.switches = dict(switches or {})
+        template = self._tokenizer.get_chat_template()
+        check_switches(template, switches or {}, key)
+        self.switches = dict(switches or those_known(template, otherwise or {}))
         """Variables for the template, by name."""
-        check_switches(self._tokenizer.get_chat_template(), self.switches, key)
         self._cuts = TokenCuts(self._tokenizer)
         self.eos_token_ids = end_token_ids(Path(model_path), self._tokenizer.eos_token_id)
         """Every id that ends a turn: the tokenizer's, and all that the folder's files name."""
@@ -79,11 +85,6 @@ class ChatTokenizer:
         self._warned_of_end: set[int] = set()
         self._empty_block = template_block(self._text)
         refuse_unasked_header(self._text)
-
-    @property
-    def known_switches(self) -> frozenset[str]:
-        """Names of the template's switches."""
-        return switches_of(self._tokenizer.get_chat_template())
 
     def token_ids(self) -> dict[str, int]:
         """The id of every token."""

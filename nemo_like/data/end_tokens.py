@@ -1,11 +1,11 @@
 """Which tokens end a turn, by a model's folder."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from nemo_like.config.model_files import CONFIG, GENERATION_CONFIG, read_object_if_there
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 
@@ -24,10 +24,10 @@ def end_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     Raises UserError if a file has something else there.
     """
     ids = {tokenizer_eos} if tokenizer_eos is not None else set()
-    path = folder / "generation_config.json"
-    ids |= _listed(path, _read(path))
-    path = folder / "config.json"
-    config = _read(path)
+    path = folder / GENERATION_CONFIG
+    ids |= _listed(path, read_object_if_there(path))
+    path = folder / CONFIG
+    config = read_object_if_there(path)
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         # Tiny models and those with a new tokenizer keep ids of the one that their class was made
@@ -35,20 +35,6 @@ def end_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
         size = part.get("vocab_size") or config.get("vocab_size")
         ids |= {one for one in _listed(path, part) if not isinstance(size, int) or one < size}
     return tuple(sorted(ids))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON object ({error}); repair or remove it.") from error
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{path} is no JSON object ({type(content).__name__}); repair or remove it."
-        )
-    return content
 
 
 def _listed(path: Path, content: dict[str, Any]) -> set[int]:

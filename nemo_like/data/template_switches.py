@@ -32,6 +32,12 @@ def check_switches(template: str, switches: Mapping[str, Any], key: str) -> None
         raise UserError(f"{key}.{name} is no switch of the model's chat template; {remedy}")
 
 
+def those_known(template: str, switches: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``switches`` that the template uses."""
+    known = switches_of(template) if switches else frozenset()
+    return {name: value for name, value in switches.items() if name in known}
+
+
 def switches_of(template: str) -> frozenset[str]:
     """Names that the template looks at and that neither it nor transformers sets.
 

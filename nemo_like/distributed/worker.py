@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_like.distributed.compiler_cache import keep_compiler_cache
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
@@ -74,6 +76,7 @@ class Host:
         # needs the GPUs of all its bundles in one process, and policy and engine share a GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.gpu_ids)
         os.environ.update(context.environment)
+        keep_compiler_cache()
         self._redirect_stderr()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

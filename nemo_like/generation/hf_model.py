@@ -3,21 +3,26 @@
 from collections.abc import Iterator
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.lora import inject_adapters
 from nemo_like.models.naming import plain_name
+from nemo_like.models.settings import model_settings
 from nemo_like.refit.manifest import architecture
 
 
 def build_model(config: EngineConfig) -> PreTrainedModel:
     """Build the architecture with random weights, which the first refit replaces."""
-    settings = AutoConfig.from_pretrained(config.model_path, trust_remote_code=trusts_code())
+    settings = model_settings(config.model_path)
     with torch.device(config.device):
         model = AutoModelForCausalLM.from_config(
-            settings, dtype=getattr(torch, config.dtype), trust_remote_code=trusts_code()
+            settings,
+            dtype=getattr(torch, config.dtype),
+            # None: sdpa, or eager for models that lack it.
+            attn_implementation="eager" if config.eager_attention else None,
+            trust_remote_code=trusts_code(),
         )
         if config.lora is not None:
             inject_adapters(model, config.lora)

@@ -90,6 +90,8 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     """KV cache that the run can use at most. None: what the share holds; vLLM measures that, which
     goes wrong where others use the GPU at the same time."""
+    eager_attention: bool = False
+    """Whether the policy computes with ``policy.attention=eager``; for engines that have it."""
     lora: LoraConfig | None = None
     """Adapters that the engine computes with beside the model. None: it gets them merged into it,
     or there are none."""

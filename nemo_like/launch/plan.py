@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_like.algorithms.eval.config import EvalConfig
-from nemo_like.config.paths import is_checkpoint, model_of_checkpoint
 from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -14,7 +13,7 @@ from nemo_like.errors import UserError
 from nemo_like.launch.command import ConfigParser
 from nemo_like.launch.plan_memory import longest_row, memory_lines, micro_batches, predict_models
 from nemo_like.launch.tables import LAST_ROWS, MOST_ROWS, abbreviated, table
-from nemo_like.models.resolve import resolve_model
+from nemo_like.models.resolve import refuse_other_models, resolve_policy
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
 from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
@@ -29,10 +28,9 @@ def run(arguments: Sequence[str]) -> None:
     parser = ConfigParser("plan", _USAGE, __doc__)
     config = parser.load(parser.parse_intermixed_args(arguments), runs=False)
     set_trust(config.policy.trust_remote_code)
-    model = config.policy.model
-    if is_checkpoint(model):
-        model = model_of_checkpoint(model)
-    lines = plan_lines(config, resolve_model(model, only_config=True))
+    folder = resolve_policy(config, only_config=True)
+    refuse_other_models(config)
+    lines = plan_lines(config, folder)
     # At once, so that a reader that leaves early (head) has all it takes in its pipe.
     sys.stdout.write("\n".join([*lines, ""]))
 

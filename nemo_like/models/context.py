@@ -2,18 +2,15 @@
 
 import functools
 
-from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 
 
 @functools.cache
 def context_length(model_path: str) -> int:
     """Most positions that the model of a folder was made for."""
-    from transformers import AutoConfig
+    from nemo_like.models.settings import model_settings
 
-    config = AutoConfig.from_pretrained(
-        model_path, local_files_only=True, trust_remote_code=trusts_code()
-    ).get_text_config()
+    config = model_settings(model_path).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise UserError(

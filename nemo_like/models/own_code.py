@@ -1,44 +1,61 @@
 """Models that bring code of their own along, which runs only if the user trusts it."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_like.config.model_files import (
+    CONFIG,
+    TOKENIZER_CONFIG,
+    read_object,
+    read_object_if_there,
+)
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
+from nemo_like.models.kinds import has_class, is_known, why_not
 
 _KEY = "policy.trust_remote_code"
-_FILES = ("config.json", "tokenizer_config.json")
 
 
-def refuse_code(folder: Path, key: str) -> None:
-    """Refuse a model that cannot be loaded without code of its own, unless that is trusted.
+def refuse_code(folder: Path, key: str, classes: Sequence[str]) -> None:
+    """Refuse a model that no class makes, or only code of its own that is not trusted.
 
-    Where transformers has the classes itself, it takes these. ``key`` is where the configuration
-    names the folder. Raises UserError.
+    ``classes``: transformers' auto classes that must make it. Where transformers has them itself,
+    it takes its own. ``key`` is where the configuration names the folder. Raises UserError.
     """
-    if trusts_code():
+    settings = read_object(folder / CONFIG)
+    kind = settings.get("model_type")
+    if lacking := [one for one in classes if not has_class(kind, one)]:
+        brought = settings.get("auto_map")
+        if brought and not trusts_code() and (not is_known(kind) or _brings(settings, lacking)):
+            _refuse(folder, key, CONFIG)
+        if not (trusts_code() and _brings(settings, lacking)):
+            raise UserError(f"{key}={folder} {why_not(kind, lacking)}")
+    of_tokenizer = read_object_if_there(folder / TOKENIZER_CONFIG)
+    if trusts_code() or not of_tokenizer.get("auto_map"):
         return
-    settings, of_tokenizer = (_read(folder / name) for name in _FILES)
-    for name, found, needed in (
-        (_FILES[0], settings, _needs_model_code),
-        (_FILES[1], of_tokenizer, _needs_tokenizer_code),
-    ):
-        if found.get("auto_map") and needed(settings, of_tokenizer):
-            raise UserError(
-                f"{key}={folder} has code of its own (auto_map in {name}), which transformers "
-                f"lacks and which was not run; read it, and set {_KEY}=true if you trust it."
-            )
+    if _needs_tokenizer_code(settings, of_tokenizer):
+        _refuse(folder, key, TOKENIZER_CONFIG)
 
 
-def _needs_model_code(settings: dict[str, Any], _: dict[str, Any]) -> bool:
-    # Here and below imported only where there is code: transformers takes seconds.
-    from transformers import CONFIG_MAPPING
+def _refuse(folder: Path, key: str, file: str) -> None:
+    raise UserError(
+        f"{key}={folder} has code of its own (auto_map in {file}), which transformers "
+        f"lacks and which was not run; read it, and set {_KEY}=true if you trust it."
+    )
 
-    return str(settings.get("model_type")) not in CONFIG_MAPPING
+
+def _brings(settings: dict[str, Any], lacking: Sequence[str]) -> bool:
+    """Whether a folder's own code has classes for all that transformers is ``lacking``."""
+    brought = settings.get("auto_map")
+    if not isinstance(brought, dict):
+        return False
+    has_config = "AutoConfig" in brought or is_known(settings.get("model_type"))
+    return has_config and all(one in brought for one in lacking)
 
 
 def _needs_tokenizer_code(settings: dict[str, Any], of_tokenizer: dict[str, Any]) -> bool:
+    # Imported only where there is code: transformers takes seconds.
     from transformers.models.auto.tokenization_auto import (
         TOKENIZER_MAPPING_NAMES,
         tokenizer_class_from_name,
@@ -48,12 +65,3 @@ def _needs_tokenizer_code(settings: dict[str, Any], of_tokenizer: dict[str, Any]
         return False
     kind = str(of_tokenizer.get("tokenizer_class") or "")
     return not kind or tokenizer_class_from_name(kind) is None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Empty for what is no JSON object, which others say."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

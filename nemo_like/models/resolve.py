@@ -1,10 +1,21 @@
 """From ``policy.model``, or another model's key, to a local folder in Hugging Face format."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_like.config.paths import (
+    BUILT_IN_MODELS,
+    GRADER_KEY,
+    REWARD_MODEL,
+    is_checkpoint,
+    model_of_checkpoint,
+)
 from nemo_like.config.remote_code import trusts_code
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
+from nemo_like.models.kinds import CAUSAL_LM, CLASSIFIER
 from nemo_like.models.own_code import refuse_code
 
 EMBEDDED = "embedded"
@@ -14,12 +25,48 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def resolve_model(name: str, key: str = "policy.model", *, only_config: bool = False) -> Path:
+GIVES_LOGPROBS = (CAUSAL_LM,)
+GIVES_VALUES = (CAUSAL_LM, CLASSIFIER)
+"""A model with a scalar head is checked as a language model before."""
+
+
+def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
+    """The folder of the policy's model, of a checkpoint's run too; see ``resolve_model``."""
+    model = config.policy.model
+    if is_checkpoint(model):
+        model = model_of_checkpoint(model)
+    with_values = config.scalar_heads and not any(config.other_models())
+    classes = GIVES_VALUES if with_values else GIVES_LOGPROBS
+    return resolve_model(model, only_config=only_config, classes=classes)
+
+
+def refuse_other_models(config: RunConfig) -> None:
+    """Refuse critics, teachers and reward models of which config.json says that they cannot serve.
+
+    Raises UserError.
+    """
+    others = list(config.other_models())
+    if isinstance(config, SamplingRunConfig) and config.environment.reward == REWARD_MODEL:
+        assert config.environment.reward_model.model is not None
+        others.append((GRADER_KEY, config.environment.reward_model.model))
+    classes = {"critic.model": GIVES_VALUES, GRADER_KEY: (CLASSIFIER,)}
+    for key, name in others:
+        if name not in BUILT_IN_MODELS:
+            resolve_model(name, key, only_config=True, classes=classes.get(key, GIVES_LOGPROBS))
+
+
+def resolve_model(
+    name: str,
+    key: str = "policy.model",
+    *,
+    only_config: bool = False,
+    classes: Sequence[str] = GIVES_LOGPROBS,
+) -> Path:
     """The folder of ``embedded``, ``smollm2``, a path, or a hub name; ``key`` is for errors.
 
-    ``only_config``: of a model of the hub, config.json is all that is downloaded.
-    Raises UserError, which names ``key``, if there is no such model, or if it needs code of its own
-    that the run does not trust.
+    ``only_config``: of a model of the hub, config.json is all that is downloaded. ``classes``:
+    transformers' auto classes that must make it. Raises UserError, which names ``key``, if there is
+    no such model, if no class makes it, or if it needs code of its own that the run does not trust.
     """
     if name == EMBEDDED:
         return Path(__file__).parent / "embedded"
@@ -29,11 +76,11 @@ def resolve_model(name: str, key: str = "policy.model", *, only_config: bool = F
         return smollm2_folder()
     if Path(name).expanduser().is_dir():
         folder = Path(name).expanduser().resolve()
-        refuse_code(folder, key)
+        refuse_code(folder, key, classes)
         return folder
     if _HUB_NAME.fullmatch(name) and not name.startswith("."):
         folder = _from_hub(name, key, _CONFIG if only_config else _FILES)
-        refuse_code(folder, key)
+        refuse_code(folder, key, classes)
         return folder
     raise UserError(
         f"{key}={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging "

@@ -1,12 +1,12 @@
 """What a model's config.json says about its size, read as plain JSON."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_like.batch.micro_batches import USUAL_ATTENTION_TOKENS
+from nemo_like.config.model_files import CONFIG, read_object
 from nemo_like.errors import UserError
 
 # Names of the same number in older architectures (GPT-2, Falcon, T5-like code).
@@ -68,17 +68,10 @@ class ModelShape:
 def read_settings(model_folder: Path) -> dict[str, Any]:
     """config.json of ``model_folder``; of a multimodal model, its part about text.
 
-    Raises UserError if it is no JSON object.
+    Raises UserError if it is not a JSON object.
     """
-    path = model_folder / "config.json"
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read as JSON ({error}); give a folder in Hugging Face format."
-        ) from error
-    if not isinstance(settings, dict):
-        raise UserError(f"{path} is not a JSON object; give a folder in Hugging Face format.")
+    path = model_folder / CONFIG
+    settings = read_object(path)
     of_text = settings.get("text_config") or {}
     if not isinstance(of_text, dict):
         raise UserError(f"{path}: text_config={of_text} is not a JSON object; repair it.")

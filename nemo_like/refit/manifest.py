@@ -11,11 +11,12 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import RunError
 from nemo_like.models.naming import Naming, Translation
+from nemo_like.models.settings import model_settings
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one tensor."""
@@ -73,7 +74,7 @@ def expected_tensors(model_path: str, dtype: torch.dtype) -> dict[str, TensorSpe
 
 def empty_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The architecture without memory for its tensors."""
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trusts_code())
+    config = model_settings(model_path)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trusts_code()

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_like.config.paths import GRADER_KEY, REWARD_MODEL
 from nemo_like.config.remote_code import TRUSTED, trusts_code
-from nemo_like.config.sampling import EnvironmentConfig, GradingModelConfig
+from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
@@ -30,8 +30,8 @@ def check_reward_model(
     """
     if environment.reward != REWARD_MODEL:
         return
-    config = _with_switches(environment.reward_model, chat.switches)
-    text = RewardText(config)
+    config = environment.reward_model
+    text = RewardText(config, chat.switches)
     for key, rows in rows_of.items():
         for row in rows[:1]:  # for all of them, each grade checks its own
             try:
@@ -62,17 +62,9 @@ def for_other_folders(
     """
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
-        model = _with_switches(model, switches)
-        model = model.replace(model=str(RewardText(model).folder))
+        text = RewardText(model, switches)
+        model = model.replace(model=str(text.folder), template_switches=text.chat.switches)
     return environment.replace(reward=absolute_reward(environment.reward), reward_model=model)
-
-
-def _with_switches(model: GradingModelConfig, policys: Mapping[str, Any]) -> GradingModelConfig:
-    """``model`` with those of the policy's switches that its template has, if it has no own."""
-    if model.template_switches or not policys:
-        return model
-    known = RewardText(model).chat.known_switches
-    return model.replace(template_switches={k: v for k, v in policys.items() if k in known})
 
 
 def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> GradingPool:

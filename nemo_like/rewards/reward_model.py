@@ -19,9 +19,11 @@ from nemo_like.config.remote_code import TRUSTED, set_trust, trusts_code
 from nemo_like.config.sampling import GradingModelConfig
 from nemo_like.data.token_rows import TokenRow, collate
 from nemo_like.errors import UserError
+from nemo_like.models.settings import model_settings
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, ValueModel
 from nemo_like.policy.requests import Call, Calls
+from nemo_like.policy.state.twin import plain_attention
 from nemo_like.rewards.grading_process import BatchGrader, serve
 from nemo_like.rewards.protocol import GradingRow, Verdict, failed
 from nemo_like.rewards.reward_text import RewardText
@@ -39,10 +41,13 @@ class RewardModel:
         """Raises UserError if it cannot be loaded, or not within this process's memory limit."""
         self.text = RewardText(config)
         _check_memory(self.text, config.dtype)
+        settings = model_settings(self.text.folder)
         try:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 self.text.folder,
                 dtype="auto" if config.dtype is None else getattr(torch, config.dtype),
+                config=settings,
+                attn_implementation=plain_attention(AutoModelForSequenceClassification, settings),
                 local_files_only=True,
                 output_loading_info=True,
                 trust_remote_code=trusts_code(),

@@ -9,10 +9,13 @@ Checksums are no signature: who may write to the folder can renew them. So nothi
 it can run code (``policy/state/checkpoint_files.py``).
 """
 
+import functools
+import grp
 import json
 import logging
 import math
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -142,7 +145,8 @@ def open_checkpoint(path: Path) -> DriverState:
     _verify(path)
     for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):
         status = one.stat()
-        if who := others_who_write(status.st_mode, status.st_uid, os.geteuid()):
+        private = _is_private_group(status.st_gid)
+        if who := others_who_write(status.st_mode, status.st_uid, os.geteuid(), private):
             logger.warning(
                 "%s can be written by %s, who could have changed the checkpoint and its checksums; "
                 "see that you trust them, or chown and chmod go-w it.",
@@ -153,13 +157,34 @@ def open_checkpoint(path: Path) -> DriverState:
     return _read_state(path)
 
 
-def others_who_write(mode: int, owner: int, me: int) -> str | None:
-    """Who else can write to a file, by ``stat``'s mode and owner; None: nobody but root."""
+def others_who_write(mode: int, owner: int, me: int, private: bool) -> str | None:
+    """Who else can write to a file, by ``stat``'s mode and owner; None: nobody but root.
+
+    ``private``: its group is this user's alone.
+    """
     if owner not in (me, 0):
         return f"its owner, user {owner}"
     if mode & stat.S_IWOTH:
         return "everyone"
-    return "its group" if mode & stat.S_IWGRP else None
+    return "its group" if mode & stat.S_IWGRP and not private else None
+
+
+def is_private(group: grp.struct_group, user: pwd.struct_passwd) -> bool:
+    """Whether ``user`` is the only member of a group.
+
+    Systems with umask 002 give each user a primary group of the same name. Who else has a group as
+    their primary one cannot be listed on every system, so the name decides.
+    """
+    own = group.gr_gid == user.pw_gid and group.gr_name == user.pw_name
+    return own and set(group.gr_mem) <= {user.pw_name}
+
+
+@functools.cache
+def _is_private_group(gid: int) -> bool:
+    try:
+        return is_private(grp.getgrgid(gid), pwd.getpwuid(os.geteuid()))
+    except KeyError:  # without a name, as in containers
+        return False
 
 
 def _remove(path: Path) -> None:

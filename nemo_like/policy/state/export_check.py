@@ -1,5 +1,6 @@
 """Checks on a small random twin that what leaves the policy is what it trains."""
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.naming import is_adapter, plain_name
+from nemo_like.models.settings import one_line
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.lora import adapters_of, add_adapters, initialize_adapters
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
@@ -19,6 +21,8 @@ from nemo_like.policy.state.leaving import leaving_tensors
 from nemo_like.policy.state.loading import model_class, tied_names
 from nemo_like.policy.state.twin import small_twin
 from nemo_like.refit.manifest import Architecture
+
+logger = logging.getLogger(__name__)
 
 _NUM_TOKENS = 12
 _STEP = 0.1
@@ -42,6 +46,11 @@ def check_export(path: str, config: PolicyConfig, output: Output) -> None:
         problem = _problem(path, config, output)
     except RunError as error:
         problem = str(error).rstrip(".")
+    except UserError:
+        raise
+    except Exception as error:  # the boundary to a model's code, which may raise anything
+        logger.debug("%s", config.model, exc_info=True)
+        problem = f"a small model of its config.json fails in it ({one_line(error)})"
     if problem:
         raise UserError(
             f"policy.model={config.model} cannot be exported as it would be trained: {problem}; "

@@ -15,7 +15,6 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
@@ -27,6 +26,7 @@ from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.models.naming import is_adapter, plain_name
+from nemo_like.models.settings import model_settings
 from nemo_like.planning.layout import num_stages
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.lora import add_adapters, initialize_adapters
@@ -115,9 +115,7 @@ def model_class(path: str, output: Output) -> tuple[Any, PreTrainedConfig]:
     Values are the one label of its model for sequence classification. Raises UserError if
     transformers has none for the architecture.
     """
-    settings = AutoConfig.from_pretrained(
-        path, local_files_only=True, trust_remote_code=trusts_code()
-    )
+    settings = model_settings(path)
     if output == "logprobs":
         return AutoModelForCausalLM, settings
     if type(settings) not in AutoModelForSequenceClassification._model_mapping:
@@ -186,6 +184,7 @@ def _load_whole(model: LogprobModel, path: str, wanted: Collection[str]) -> None
     with told_as(UserError, f"The weights of the model {path} cannot be loaded"):
         whole, found = auto_class.from_pretrained(
             path,
+            config=model_settings(path),
             dtype=torch.float32,
             local_files_only=True,
             output_loading_info=True,

@@ -5,26 +5,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Attention, Batching, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
+from nemo_like.models.settings import model_settings, one_line
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel
 from nemo_like.policy.requests import Call, Calls
-from nemo_like.policy.state.twin import VOCAB, random_model, shortened
+from nemo_like.policy.state.twin import PROBE_SPREAD, VOCAB, random_model, shortened
 
 logger = logging.getLogger(__name__)
 
-# Queries and keys of this size saturate softmax and caps: what attention adds of its own shows.
-_PROBE_SPREAD = 4.0
 # Float32 rounding of logprobs, with a wide margin: a wrong term shows as 0.1 and more.
 _TOLERANCE = 1e-2
-_LONGEST_REASON = 160
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,13 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
     and of every kind that the model has.
     """
     full = _load_config(path, config)
-    rows = _rows(full)
     try:
+        rows = _rows(full)
         expected = _plain_logprobs(_twin(full, "eager"), rows)
     except Exception as error:  # the boundary to a model's code, which may raise anything
         raise UserError(
             f"policy.model={config.model}: transformers itself cannot run a small model of its "
-            f"config.json ({_one_line(error)}); repair config.json or use another model."
+            f"config.json ({one_line(error)}); repair config.json or use another model."
         ) from error
     asked = _Layout(config.batching, config.attention)
     if problem := _problem(full, asked, rows, expected):
@@ -96,7 +94,7 @@ def _problem(
         actual = model(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
     except Exception as error:  # the boundary to a model's code, which may raise anything
         logger.debug("%s", layout, exc_info=True)
-        return f"it fails ({_one_line(error)})"
+        return f"it fails ({one_line(error)})"
     gap = (actual - expected).abs().max().item()
     if gap <= _TOLERANCE:
         return ""
@@ -134,11 +132,6 @@ def _class_name(full: PreTrainedConfig) -> str:
     return named.__name__
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
-
-
 def _rows(full: PreTrainedConfig) -> TensorBatch:
     generator = torch.Generator().manual_seed(0)
     size = min(full.get_text_config().vocab_size, VOCAB)
@@ -151,25 +144,19 @@ def _rows(full: PreTrainedConfig) -> TensorBatch:
 
 
 def _load_config(path: str, config: PolicyConfig) -> PreTrainedConfig:
-    try:
-        loaded = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=trusts_code()
-        )
-        own = "AutoModelForCausalLM" in getattr(loaded, "auto_map", ()) and trusts_code()
-        if not own and type(loaded) not in AutoModelForCausalLM._model_mapping:
-            raise ValueError(f"{type(loaded).__name__} is no causal language model.")
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    loaded = model_settings(path)
+    own = "AutoModelForCausalLM" in getattr(loaded, "auto_map", ()) and trusts_code()
+    if not own and type(loaded) not in AutoModelForCausalLM._model_mapping:
         raise UserError(
-            f"policy.model={config.model} could not be loaded: {first_line} Give a folder that "
-            "transformers' AutoModelForCausalLM can load."
-        ) from error
+            f"policy.model={config.model}: {type(loaded).__name__} is not a causal language model; "
+            "give a folder that transformers' AutoModelForCausalLM can load."
+        )
     return loaded
 
 
 def _twin(full: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """A small model with the real one's classes and widths."""
-    config = shortened(full, spread=_PROBE_SPREAD)
+    config = shortened(full, spread=PROBE_SPREAD)
     return random_model(AutoModelForCausalLM, config, attention)
 
 

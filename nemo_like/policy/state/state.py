@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from nemo_like.config.model_files import CONFIG, read_object
 from nemo_like.data.end_tokens import padding_id
 from nemo_like.distributed.progress import writing_folder
 from nemo_like.errors import RunError, UserError
@@ -167,7 +168,7 @@ def _write_folder(
         plain = model_architecture(str(source), engine.setup.output, torch.float32).model
         write_adapter(aside / "adapter", adapters, engine.config.lora, engine.config.model, plain)
     dtype = next(t.dtype for t in state.values() if t.is_floating_point())
-    config = json.loads((aside / "config.json").read_text())
+    config = read_object(aside / CONFIG)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if engine.setup.output != "logprobs":
@@ -175,7 +176,7 @@ def _write_folder(
         config["architectures"] = settings.architectures
         config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
         config["pad_token_id"] = padding_id(source, config.get("pad_token_id"))
-    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     save_torch_state_dict(state, aside, metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)

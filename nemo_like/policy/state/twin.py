@@ -11,6 +11,9 @@ from nemo_like.config.remote_code import trusts_code
 logger = logging.getLogger(__name__)
 
 _LAYERS = 2
+PROBE_SPREAD = 4.0
+"""Queries and keys of this size saturate softmax and caps: what attention adds of its own shows."""
+_TOLERANCE = 1e-3
 VOCAB = 256
 """Most tokens of a twin."""
 _EXPERTS = 4
@@ -53,6 +56,26 @@ def random_model(kind: Any, config: PreTrainedConfig, attention: str = "eager") 
             attn_implementation=attention,
             trust_remote_code=trusts_code(),
         ).eval()
+
+
+@torch.no_grad()
+def plain_attention(kind: Any, full: PreTrainedConfig) -> str:
+    """``sdpa`` if a model that ``kind`` makes gives with it what it gives with ``eager``.
+
+    transformers' sdpa leaves out what its kernel lacks, such as a cap of scores, and says nothing.
+    """
+    ids = torch.arange(12)[None] * 7 % min(full.get_text_config().vocab_size, VOCAB)
+    try:
+        config = shortened(full, spread=PROBE_SPREAD, narrower=True)
+        fast, exact = (
+            random_model(kind, config, one)(input_ids=ids, use_cache=False).logits
+            for one in ("sdpa", "eager")
+        )
+    except Exception:  # the boundary to a model's code, which may raise anything
+        logger.debug("%s has no sdpa", type(full).__name__, exc_info=True)
+        return "eager"
+    gap = (fast - exact).abs().max().item()
+    return "sdpa" if gap <= _TOLERANCE * exact.abs().max().item() else "eager"
 
 
 def shortened(

@@ -18,8 +18,7 @@ MONEY = tuple(
 )
 # Where neither a decimal point nor a list can be meant: 1.234.567, 1'234, 1_234 and 1.234,56.
 POINTS = re.compile(r"-?[1-9]\d{0,2}(?:\.\d{3}){2,}")
-APOSTROPHES = re.compile(r"-?[1-9]\d{0,2}(?:['’]\d{3})+(?:\.\d+)?")
-UNDERSCORES = re.compile(r"-?[1-9]\d{0,2}(?:\\?_\d{3})+(?:\.\d+)?")
+SIGNS = re.compile(r"-?[1-9]\d{0,2}(?:(?:['’]\d{3})+|(?:\\?_\d{3})+)(?:\.\d+)?")
 DECIMAL_COMMA = re.compile(r"-?[1-9]\d{0,2}(?:\.\d{3})+,\d\d?")
 
 
@@ -39,10 +38,8 @@ def plain_amount(text: str) -> str:
 def _in_one_piece(number: str) -> str:
     if POINTS.fullmatch(number):
         return number.replace(".", "")
-    if APOSTROPHES.fullmatch(number):
-        return re.sub("['’]", "", number)
-    if UNDERSCORES.fullmatch(number):
-        return re.sub(r"\\?_", "", number)
+    if SIGNS.fullmatch(number):
+        return re.sub(r"['’]|\\?_", "", number)
     if DECIMAL_COMMA.fullmatch(number):
         return number.replace(".", "").replace(",", ".")
     return number

@@ -13,7 +13,7 @@ LETTER = re.compile(
 # (a)(b) is a product; a bare one needs a full stop or a colon.
 WITH_ANSWER = re.compile(
     r"(?:(?i:option|choice|answer) )?(?:\((?P<round>[A-J])\) ?|(?P<low>\([a-j]\)|[a-j]\)) "
-    r"|(?P<bare>[A-J])(?:[).] ?|: ))(?P<rest>\S.*)"
+    r"|(?P<bare>[A-J])(?:[).] ?|: ))(?P<rest>(?!.*(?<![a-zA-Z])\(?[A-J]\))\S.*)"
 )
 SEPARATOR = r"[,;&/]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 
@@ -24,6 +24,8 @@ def letters_of(text: str) -> tuple[str, bool]:
     >>> letters_of("(b)"), letters_of("C, A"), letters_of("b"), letters_of("B) 5")
     (('B', False), ('AC', False), ('B', True), ('', False))
     """
+    if re.fullmatch("[A-J]{2,}", text) and list(text) == sorted(set(text)):
+        return text, False
     matches = [LETTER.fullmatch(part) for part in split_top_level(text, SEPARATOR) if part]
     if not matches or not all(matches):
         return "", False
@@ -55,6 +57,8 @@ def same_letters(gold: str, given: str) -> bool | None:
     (wanted, variables), (stated, _) = letters_of(gold), letters_of(given)
     if not wanted or not stated:
         return None
+    if re.search(r"\bor\b", given) and not re.search(r"\bor\b", gold):
+        return False
     if variables and re.search(r"(?<![a-zA-Z(\[{])[A-Z](?![)\]}.:a-zA-Z])", given):
         return False
     return wanted == stated

@@ -6,7 +6,6 @@ if it reads them whole: a fragment of an answer never stands for the answer.
 """
 
 import re
-from dataclasses import dataclass
 
 from nemo_like.rewards.math.choices import letters_of, same_letters, with_answer
 from nemo_like.rewards.math.expression import (
@@ -15,25 +14,14 @@ from nemo_like.rewards.math.expression import (
     parse,
     proportional,
 )
+from nemo_like.rewards.math.items import RELATION, VARIABLE, Items, read_items
 from nemo_like.rewards.math.text import join_thousands, split_top_level, squash, tidy
 from nemo_like.rewards.math.units import is_known_unit, is_words, plain_words, strip_units
 
-LIST_SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
-RELATION = r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>"
 MAX_CHARACTERS = 400
 """Longer texts are no answers, but accidents: they are compared as they are."""
 MOST_WORDS = 4
 """Longest text that counts as an answer in words; longer prose cannot be graded."""
-
-
-@dataclass(frozen=True)
-class Items:
-    """A list, set, tuple or interval. ``brackets`` is '', '{}' or an opening and a closing one."""
-
-    brackets: str
-    items: list[str]
-    variable: str | None = None
-    """The unknown, if the interval was written as an inequality."""
 
 
 def equal(gold: str, given: str) -> bool:
@@ -45,7 +33,8 @@ def equal(gold: str, given: str) -> bool:
         return False
     joined = join_thousands(gold_text)
     is_number = re.search(r",0\d\d(?!\d)", given_text)  # 1,000 is no list of 1 and 0
-    if isinstance(read_items(joined), Items) and not is_number and _equal(joined, given_text):
+    is_list = isinstance(read_items(joined), Items) and not is_number
+    if is_list and same_letters(joined, given_text) is None and _equal(joined, given_text):
         return True  # 100,200,300 is a list where a list is wanted
     return _choices_equal(joined, join_thousands(given_text))
 
@@ -73,9 +62,9 @@ def _choices_equal(gold: str, given: str) -> bool:
     if gold_letter and given_letter:
         return gold_letter == given_letter and _equal(gold_rest, given_rest)
     gold_only, given_only = letters_of(gold)[0], letters_of(given)[0]
-    if given_letter and (gold_only or is_variable(gold)):
+    if given_letter and (gold_only or VARIABLE.fullmatch(gold)):
         return gold_only == given_letter
-    if gold_letter and (given_only or is_variable(given)):
+    if gold_letter and (given_only or VARIABLE.fullmatch(given)):
         return given_only == gold_letter
     return _equal(gold_rest, given_rest) or (given_rest != given and _equal(gold, given))
 
@@ -99,72 +88,6 @@ def _gradable(text: str) -> bool:
     if is_words(core):
         return len(core.split()) <= MOST_WORDS and not re.search(r"[\\{}^_]", core)
     return number_of(core) is not None or parse(_strip_base(core)[0]) is not None
-
-
-def read_items(text: str) -> Items | None:
-    """Read a list, set, tuple, interval, union or one-variable inequality; None for the rest."""
-    if r"\begin" in text:
-        return None
-    members = [part for part in split_top_level(text, LIST_SEPARATOR) if part]
-    if len(members) > 1:
-        return Items("", members)
-    pieces = split_top_level(text, r"\\cup(?![a-zA-Z])")
-    if len(pieces) > 1:
-        return Items("", pieces)
-    if text.count(r"\pm") == 1:
-        return Items("", [text.replace(r"\pm", sign).strip(" +") for sign in "+-"])
-    text = re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", text)
-    if text == r"\mathbb{R}":
-        return Items("()", [r"-\infty", r"\infty"])
-    bracketed = re.fullmatch(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", text)
-    if bracketed and split_top_level(text + " , x", ",")[:-1] == [text.strip()]:
-        inner = [part for part in split_top_level(bracketed[2], "[,;]") if part]
-        if bracketed[1] == r"\{":
-            return Items("{}", inner)
-        if len(inner) > 1 and _closes_at_end(text):
-            return Items(bracketed[1] + bracketed[3], inner)
-    return _inequality(text)
-
-
-def _closes_at_end(text: str) -> bool:
-    depth = 0
-    for index, character in enumerate(text):
-        depth += (character in "([") - (character in ")]")
-        if depth == 0:
-            return index == len(text) - 1
-    return False
-
-
-def _inequality(text: str) -> Items | None:
-    r"""``0 < x \le 5`` as the interval (0, 5], ``x \ne 2`` as the two around 2."""
-    if hole := re.fullmatch(r"([a-zA-Z]) ?\\ne ?([^,;=]+)", text):
-        return Items("", [rf"(-\infty, {hole[2]})", rf"({hole[2]}, \infty)"], hole[1])
-    parts = split_top_level(text, RELATION)
-    signs = re.findall(RELATION, text)
-    if len(signs) != len(parts) - 1 or not 2 <= len(parts) <= 3 or "=" in text:
-        return None
-    if signs[0] in (">", r"\ge"):
-        flip = {">": "<", r"\ge": r"\le", "<": ">", r"\le": r"\ge"}
-        parts, signs = parts[::-1], [flip[sign] for sign in reversed(signs)]
-    if any(sign in (">", r"\ge") for sign in signs):
-        return None
-    variable = re.compile(r"[a-zA-Z]|\\[a-z]+")
-    if len(parts) == 3 and variable.fullmatch(parts[1]):
-        low, name, high = parts
-        left, right = signs
-    elif len(parts) == 2 and variable.fullmatch(parts[0]) and not is_variable(parts[1]):
-        low, name, high, left, right = r"-\infty", parts[0], parts[1], "<", signs[0]
-    elif len(parts) == 2 and variable.fullmatch(parts[1]):
-        low, name, high, left, right = parts[0], parts[1], r"\infty", signs[0], "<"
-    else:
-        return None
-    brackets = ("(" if left == "<" else "[") + (")" if right == "<" else "]")
-    return Items(brackets, [low, high], name)
-
-
-def is_variable(text: str) -> bool:
-    """Whether the text is one letter."""
-    return re.fullmatch(r"[a-zA-Z]", text) is not None
 
 
 def _equal(gold: str, given: str) -> bool:
@@ -212,16 +135,11 @@ def _items_equal(gold: str, a: Items | None, given: str, b: Items | None) -> boo
         return False
     if a.variable and b.variable and a.variable != b.variable:
         return False
-    if {a.brackets, b.brackets} <= {"", "{}"}:
-        ordered = goes_on
-    else:
-        ordered = True
-        one_is_bare = "" in (a.brackets, b.brackets) and "()" in (a.brackets, b.brackets)
-        if a.brackets != b.brackets and not one_is_bare:
-            return False
-    if ordered:
-        return all(_equal(x, y) for x, y in zip(a.items, b.items, strict=True))
-    return _same_members(a.items, b.items)
+    kinds = {a.brackets, b.brackets}
+    if kinds <= {"", "{}"} and not goes_on:
+        return _same_members(a.items, b.items)
+    alike = len(kinds) == 1 or kinds <= {"", "{}"} or kinds == {"", "()"}
+    return alike and all(_equal(x, y) for x, y in zip(a.items, b.items, strict=True))
 
 
 def _same_members(gold: list[str], given: list[str]) -> bool:
@@ -250,7 +168,7 @@ def _assignment(text: str) -> tuple[str | None, str]:
     bare = re.sub(r"_\{?\w+\}?|\^\{-1\}|\([a-zA-Z, ]*\)", "", name)
     if re.fullmatch(r"(?!\\(?:sin|cos|tan|log|ln|sqrt))[\\|]?[a-zA-Z][a-zA-Z\\'| ]*", bare):
         return name, value
-    if is_variable(value) and number_of(name) is not None:
+    if VARIABLE.fullmatch(value) and number_of(name) is not None:
         return value, name
     if all(_scalars_equal(value, side) for side in sides[:-1]):
         return "", value

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterable
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 import sympy
@@ -96,12 +97,8 @@ def proportional(gold_sides: list[str], given_sides: list[str]) -> bool:
     a, b = sides[0] - sides[1], sides[2] - sides[3]
     if a.free_symbols != b.free_symbols or not a.free_symbols:
         return False
-    ratios = []
-    for point in _points(a.free_symbols):
-        top, bottom = _value(a, point), _value(b, point)
-        if top is None or bottom is None or not top or not bottom:
-            continue
-        ratios.append(top / bottom)
+    values = [(_value(a, point), _value(b, point)) for point in _points(a.free_symbols)]
+    ratios = [top / bottom for top, bottom in values if top and bottom]
     return len(ratios) >= 2 and all(_close(ratio, ratios[0]) for ratio in ratios)
 
 
@@ -132,11 +129,7 @@ def parse(text: str) -> Parsed | None:
 
 
 def _depth(text: str) -> int:
-    deepest = depth = 0
-    for character in text:
-        depth += (character in "({[") - (character in ")}]")
-        deepest = max(deepest, depth)
-    return deepest
+    return max(accumulate((c in "({[") - (c in ")}]") for c in text), default=0)
 
 
 def _num_digits(expression: Any) -> float:
@@ -231,11 +224,7 @@ def _is_rounding_of(value: Fraction, decimal: str, min_digits: int) -> bool:
 
 def _never_ends(value: Fraction) -> bool:
     """Whether the decimal expansion is infinite: 100/3, but not 1/8."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest > 1
+    return pow(10, value.denominator.bit_length(), value.denominator) != 0
 
 
 def _rational_roundings_equal(gold: Fraction, gold_text: str, given: Fraction, text: str) -> bool:

@@ -14,10 +14,13 @@ from itertools import chain
 
 from nemo_like.data.thinking import after_thinking
 from nemo_like.rewards.math.choices import letters_of, with_answer
+from nemo_like.rewards.math.sentence import AFTERTHOUGHT, chosen
 from nemo_like.rewards.math.text import tidy
 from nemo_like.rewards.math.units import VALUE_WORD, is_words
 from nemo_like.rewards.math.verdict import (
+    HEADING,
     is_answer,
+    is_meant,
     is_only_choice,
     last_matches,
     statements,
@@ -27,6 +30,7 @@ from nemo_like.rewards.math.verdict import (
 LONG_SPACE = re.compile(r"\s{8,}|(?:\n[ \t#*_]*){8,}(?=\n)")
 """What a model that never stops may write: patterns would look at it from each of its places."""
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+INNER_BOX = re.compile(rf"{BOX.pattern}\{{([^{{}}]*)\}}")  # of x=\boxed{5}, which is x=5
 ESCAPED_BOX = re.compile(r"(?<!\\)\\\\(?:boxed|fbox)(?![a-zA-Z])")
 """With two backslashes, as in text that was escaped once more than it was read."""
 BRACES = re.compile(
@@ -52,23 +56,11 @@ PHRASE = re.compile(
     r"|(?:[^.\n]|\.(?=\d)){0,80}?\s(?:is|are|equals?|would be|will be)\b[\s*_]*:?)",
     re.IGNORECASE,
 )
-# What makes of the phrase another statement: if the answer is 4; it is false that the answer is 4.
-NO_STATEMENT = re.compile(
-    r"\b(?:if|suppose|assume|assuming|whether|unless|doubt|false|wrong|incorrect)"
-    r"(?:\s+that)?(?:\s+(?:the|our|my))?\s+$",
-    re.IGNORECASE,
-)
-HEADING = re.compile(r"^[#*\s]++(?:final\s+)?answer[*\s]*\n", re.IGNORECASE | re.MULTILINE)
 DISPLAY = re.compile(r"\s*[*_]*\s*(?:\$\$(.*?)\$\$|\\\[(.*?)\\\]|```\w*\n(.*?)```)", re.DOTALL)
-SENTENCE_END = re.compile(r"[.!?](?:\*\*|[\"')])?(?=\s|$)")
+SENTENCE_END = re.compile(r"(?<!i\.e)[.!?](?:\*\*|[\"')])?(?=\s|$)|[。！？；]")
 LEAD_IN = re.compile(
     r"^(?:(?:equal to|exactly|simply|just|indeed|therefore|thus|given by|approximately|about|"
-    r"roughly)\b|[\s:*_])+",
-    re.IGNORECASE,
-)
-AFTERTHOUGHT = re.compile(
-    r"(?<=\S)(?:[,;]?\s+(?:because|since|as|so|which|but|therefore|thus|hence|not)\b.*"
-    r"|\s+\((?!mod)[a-zA-Z]{3}[^()$\\]*\)$)",
+    r"roughly|both|only|probably|clearly)\b|[\s:*_])+",
     re.IGNORECASE,
 )
 NEXT_PROBLEM = re.compile(
@@ -90,14 +82,11 @@ def extract(response: str, gold: str = "") -> str | None:
     >>> extract("Most people would expect 7") is None
     True
     """
-    visible = after_thinking(LONG_SPACE.sub(_shorter, response))
+    visible = after_thinking(LONG_SPACE.sub(lambda m: "\n\n" if "\n" in m[0] else " ", response))
     if visible is None:
         return None
-    if BOX.search(visible):
-        answer = _verdict_or_box(visible, _kind_of(gold))
-    else:
-        answer = _last_statement(visible, _kind_of(gold))
-    return (answer or "").strip() or None
+    read = _verdict_or_box if BOX.search(visible) else _last_statement
+    return (read(visible, _kind_of(gold)) or "").strip() or None
 
 
 class Kind(Enum):
@@ -114,7 +103,7 @@ class Kind(Enum):
             return len(letters_of(tidy(value))[0]) > 1
         if self is Kind.choice:
             return states_choice(value)
-        return self is Kind.either or not is_only_choice(value)
+        return self is not Kind.quantity or not is_only_choice(value)
 
 
 def _kind_of(gold: str) -> Kind:
@@ -127,13 +116,11 @@ def _kind_of(gold: str) -> Kind:
     return Kind.choice if letters else Kind.quantity
 
 
-def _shorter(space: re.Match[str]) -> str:
-    return "\n\n" if "\n" in space.group() else " "
-
-
 def _verdict_or_box(text: str, kind: Kind) -> str | None:
     """The last final statement after the last box, or else the box."""
     box, rest = _box_and_rest(text)
+    if box is not None:
+        box = _with_letter(box, rest)
     if goes_on := NEXT_PROBLEM.search(rest):
         rest = rest[: goes_on.start()]
     words = box is not None and is_words(tidy(box[:100]))
@@ -145,22 +132,37 @@ def _verdict_or_box(text: str, kind: Kind) -> str | None:
     return max(found)[1] if found else box
 
 
+def _with_letter(box: str, rest: str) -> str:
+    """The choice of a box and of the sentence that it stands in, or else the box."""
+    choice = chosen(box + SENTENCE_END.split(rest.partition("\n")[0])[0])
+    is_clear = choice and (states_choice(choice) or is_only_choice(box))
+    return choice if is_clear else chosen(box) or box
+
+
 def _marked(text: str) -> Iterator[tuple[int, str]]:
     """Whole ``####`` lines and closed answer tags."""
+    end = _end(text)
     for match in last_matches(GSM8K, text):
-        yield match.start(), TAGS_AT_END.sub("", match["line"]).strip(" *`")
+        line = TAGS_AT_END.sub("", match["line"]).strip(" *`")
+        if match.end() >= end or not states_choice(line):  # "#### B" may be a heading
+            yield match.start(), chosen(line) or line
     for match in last_matches(TAG_OPENED, text):
-        if closed := TAG_CLOSED.search(text, match.end()):
-            yield match.start(), text[match.end() : closed.start()].strip()
+        if content := _in_tag(text, match):
+            yield match.start(), content
 
 
-def last_box(text: str) -> str | None:
-    r"""Content of the last outermost ``\boxed`` or ``\fbox``; None if it was not closed."""
-    return _box_and_rest(text)[0]
+def _end(text: str) -> int:
+    return len(TAGS_AT_END.sub("", text).rstrip())
+
+
+def _in_tag(text: str, opened: re.Match[str]) -> str | None:
+    closed = TAG_CLOSED.search(text, opened.end())
+    content = text[opened.end() : closed.start()].strip() if closed else ""
+    return chosen(content) or content or None
 
 
 def _box_and_rest(text: str) -> tuple[str | None, str]:
-    """Content of the last box, and the text after it: after its line, if it was not closed."""
+    """Content of the last outermost box, and the text after it: after its line if it is open."""
     escaped = list(ESCAPED_BOX.finditer(text))
     if escaped and not BOX.search(text, escaped[-1].end()):
         text = text.replace(r"\\", "\\")
@@ -181,7 +183,7 @@ def _box_and_rest(text: str) -> tuple[str | None, str]:
     unclosed = [start for start in open_braces if start is not None]
     if unclosed and unclosed[-1] >= last[0]:
         return None, text[unclosed[-1] :].partition("\n")[2]
-    return None if last[1] is None else _unbox(last[1]), text[last[2] :]
+    return None if last[1] is None else INNER_BOX.sub(r"\1", last[1]), text[last[2] :]
 
 
 def gold_answer(gold: str) -> str:
@@ -189,32 +191,27 @@ def gold_answer(gold: str) -> str:
     if "####" in gold:
         return gold.rpartition("####")[2].strip()
     if BOX.search(gold):
-        return (last_box(gold) or "").strip()
+        return (_box_and_rest(gold)[0] or "").strip()
     return gold.strip()
-
-
-def _unbox(content: str) -> str:
-    r"""Drop the boxes inside a box: ``x=\boxed{5}`` is ``x=5``."""
-    return re.sub(rf"{BOX.pattern}\{{([^{{}}]*)\}}", r"\1", content)
 
 
 def _last_statement(text: str, kind: Kind) -> str | None:
     found: list[tuple[int, str | None]] = []
-    for match in reversed(list(GSM8K.finditer(text))):
-        if (answer := _after_marker(match["line"])) is not None:
+    end = _end(text)
+    for match in last_matches(GSM8K, text):
+        if (answer := _after_marker(match["line"], match.end() >= end)) is not None:
             found.append((match.start(), answer))
             break
     if tags := list(TAG_OPENED.finditer(text)):
-        start, end = tags[-1].span()
-        closed = TAG_CLOSED.search(text, end)
-        found.append((start, text[end : closed.start()] if closed else None))
+        found.append((tags[-1].start(), _in_tag(text, tags[-1])))
     for pattern in (PHRASE, HEADING):
-        matches = [m for m in pattern.finditer(text) if _states(text, m)]
-        if matches:
-            found.append((matches[-1].start(), _after_phrase(text[matches[-1].end() :])))
+        for match in last_matches(pattern, text):
+            if is_meant(text, match, whole="would" in match[0]):
+                found.append((match.start(), _after_phrase(text[match.end() :])))
+                break
     stated = list(statements(text, _after_phrase))
     found += [one for one in stated if kind is Kind.choice or is_answer(one[1], words=True)]
-    if kind is Kind.choice:
+    if kind is not Kind.quantity:  # of (A) 5, a letter that is stated must be the right one
         found = [one for one in found if one[1] and states_choice(one[1])] or found
     if found:
         return max(found, key=lambda item: item[0])[1]
@@ -222,14 +219,18 @@ def _last_statement(text: str, kind: Kind) -> str | None:
     line = _content(display) if display else text.strip()
     if "\n" in line or len(line) > 100:
         return None
-    if kind is not Kind.quantity and is_only_choice(line):
-        return line
+    choice = chosen(line) or line
+    if kind is not Kind.quantity and states_choice(choice):
+        return choice
     return line if BARE_EXPRESSION.match(line) and re.search(r"\d", line) else None
 
 
-def _after_marker(line: str) -> str | None:
-    """Read ``#### 42``; None for a Markdown heading of the fourth level."""
+def _after_marker(line: str, at_end: bool) -> str | None:
+    """Read ``#### 42``; None for a heading, such as a letter with more text below it."""
     line = TAGS_AT_END.sub("", line).strip().strip("*`")
+    choice = chosen(line) or line
+    if states_choice(choice):
+        return choice if at_end else None
     number = NUMBER_AT_START.match(line)
     if number is None:
         return line if AFTER_MARKER.match(line) else None
@@ -237,11 +238,6 @@ def _after_marker(line: str) -> str | None:
     if re.match(r"[.)]\s+[A-Za-z*]", rest) and not number.group().strip().isdigit():
         return None
     return line if GOES_ON.match(rest) else number.group().rstrip(",")
-
-
-def _states(text: str, phrase: re.Match[str]) -> bool:
-    start = phrase.start()
-    return NO_STATEMENT.search(text[max(0, start - 40) : start]) is None
 
 
 def _content(display: re.Match[str]) -> str:
@@ -256,7 +252,7 @@ def _after_phrase(text: str) -> str | None:
     end = SENTENCE_END.search(line)
     while end and end.group() == "!" and line[end.start() - 1 : end.start()].isalnum():
         end = SENTENCE_END.search(line, end.end())  # a factorial, not an exclamation
-    if end and end.group().startswith("?"):
+    if end and end.group()[0] in "?？":
         return None  # a question
     line = TAGS_AT_END.sub("", line[: end.start()] if end else line)
-    return AFTERTHOUGHT.sub("", line)
+    return chosen(line) or AFTERTHOUGHT.sub("", line)

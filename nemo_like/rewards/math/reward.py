@@ -21,8 +21,9 @@ mathematics leaves a choice, it is made as follows.
 - Expressions are equal if they agree wherever both are real; roots of n are taken for n > 0.
 - A base (52_8) or a modulus may be left out, but not be another one. ``10:30`` is compared part by
   part.
-- The letter of a choice may stand before the answer, and either of them for ``(A) 5``. Its case
-  does not matter for a choice; b and B are two variables where the row's answer is b.
+- The letter of a choice may stand before or after the answer, and either of them for ``(A) 5``, but
+  no other letter. Its case does not matter for a choice; b and B are two variables where the row's
+  answer is b. "B or C" makes no choice, and neither does a sentence that only rejects some.
 - An integral or a limit is the question, and no answer, unless the row's own answer has one.
 - ``]0, 1[`` is an open interval. Digits may be grouped as in 1,234, 1 234, 1'234, 1_234, 1.234.567
   and 12,34,567; a single point is that of a decimal.
@@ -62,6 +63,4 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
 
 def verify(response: str, gold: str) -> bool:
     """Whether the response states the gold answer; sets no timers, so any thread may call it."""
-    wanted = gold_answer(gold)
-    given = extract(response, wanted)
-    return given is not None and equal(wanted, given)
+    return reward("", response, gold)["reward"] == 1.0

@@ -146,15 +146,16 @@ def join_thousands(text: str) -> str:
     """
     parts, depth, start = [], 0, 0
     for match in re.finditer(r"\\[{}]|[()\[\]]", text):
-        if depth == 0:
-            parts.append(THOUSANDS.sub(_without_commas, text[start : match.start()]))
-        else:
-            parts.append(text[start : match.start()])
-        parts.append(match.group())
+        piece = text[start : match.start()]
+        parts.append((piece if depth else _without_commas(piece)) + match.group())
         depth = max(0, depth + (1 if match.group()[-1] in "([{" else -1))
         start = match.end()
     rest = text[start:]
-    return "".join(parts) + (THOUSANDS.sub(_without_commas, rest) if depth == 0 else rest)
+    return "".join(parts) + (_without_commas(rest) if depth == 0 else rest)
+
+
+def _without_commas(text: str) -> str:
+    return THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
 def squash(text: str) -> str:
@@ -177,10 +178,6 @@ def split_top_level(text: str, separator: str) -> list[str]:
             parts.append(text[start : match.start()])
             start = match.end()
     return [part.strip() for part in [*parts, text[start:]]]
-
-
-def _without_commas(match: re.Match[str]) -> str:
-    return match.group().replace(",", "")
 
 
 def _round_to_curly(text: str) -> str:

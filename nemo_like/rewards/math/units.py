@@ -19,8 +19,6 @@ UNITS = {
     "nunit": "newton", "wunit": "watt", "vunit": "volt", "milliliter": "ml",
     "millilitre": "ml", "milligram": "mg", "millisecond": "ms", "celsiu": "celsius",
     "fahrenheit": "fahrenheit", "mph": "mi/hr", "kph": "km/hr", "kmh": "km/hr",
-}  # fmt: skip
-UNITS |= {
     "gigabyte": "gbyte", "megabyte": "mbyte", "kilobyte": "kbyte", "terabyte": "tbyte",
     "watt": "watt", "kilowatt": "kwatt", "joule": "joule", "newton": "newton", "volt": "volt",
     "hertz": "hz", "mole": "mol", "pascal": "pascal", "degree": "degree", "radian": "rad",

@@ -18,8 +18,11 @@ MOST_STATEMENTS = 20
 """Statements that are looked at, from the last one: a model may repeat itself without end."""
 MOST_CHARACTERS = 200
 _NOUN = r"(?:answer|judge?ment|verdict|choice|option|selection|decision|conclusion)s?"
-_IS_ONE = r"(?:is|should\s+be|must\s+be)(?:\s+(?:therefore|thus|hence|clearly))?"
-_IS = r"(?:is|are|should\s+be|must\s+be|has\s+to\s+be)(?:\s+(?:therefore|thus|hence|clearly))?\b"
+_IS_ONE = r"(?:is|(?:should|must)\s+be)(?:\s+(?:therefore|thus|hence|clearly))?"
+_IS = (
+    r"(?:is(?=n['’]t)|(?:is|are|(?:should|must|has\s+to)\s+be)"
+    r"(?:\s+(?:therefore|thus|hence|clearly))?\b)"
+)
 LABEL = re.compile(
     rf"\b(?P<final>(?:(?:final|correct|right)\s+){{1,3}})?{_NOUN}\b"
     r"(?:,\s+(?:then|therefore|thus|hence),)?"
@@ -32,10 +35,21 @@ HEADING = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 FINAL = re.compile(
-    r"(?:^[#*_\s]*+|(?<=[.!?]\s)[*_]*)final[\s*_]*[:：][\s*_]*", re.IGNORECASE | re.MULTILINE
+    r"(?:^[#*_\s]*+|(?<=[.!?]\s)[*_]*)final[\s*_]*[:：][\s*_]*|\bcorrection:\s"
+    r"|\b(?:no|wait|actually|sorry)[,:.]?\s+(?:it|that)(?:\s+is|['’]s)\s+(?=[*(-]*[$\\\d])",
+    re.IGNORECASE | re.MULTILINE,
+)
+# So it's C. Hence option C. No, it is C. I choose (C). Final answer D.
+CHOICE = re.compile(
+    r"(?:\b(?:so|thus|hence|therefore),?|\b(?:no|wait|actually|sorry)(?:[,:]|\.?(?=\s+it)))"
+    r"(?:\s+it(?:\s+is|['’]s))?\s"
+    r"|(?:^|(?<=[.,:!?*]\s)|\b(?:I|we|to|must|should|will|so|thus|therefore|'ll|let's)\s)"
+    r"(?:choose|select|pick|go\s+with|opt\s+for)\s|\b(?:final|correct|the|so)\s+answer\s"
+    r"|^[^\w\n]*+answer\s",
+    re.IGNORECASE | re.MULTILINE,
 )
 ELSEWHERE = re.compile(
-    r"(?:答案|选项|選項|判断|结论|結論)\s*(?:应该|应|應)?\s*(?:是|为|為|选|選|[:：=])"
+    r"(?:答案|选项|選項|判断|结论|結論)\s*(?:应该|应|應)?\s*(?:是|为|為|选|選|[:：=]|(?=不是))"
     r"|选(?:择)?\s*[:：]?(?=\s*[*(（]*[A-J])|(?:正解|答え)\s*(?:は|[:：])|답\s*(?:은|는|[:：])"
     r"|\b(?:respuesta|resposta|r[ée]ponse|antwort|risposta|ответ)"
     r"(?:\s+(?:final[ea]?|corre\w+))?[\s*_]*(?:[:：=]|\s(?:es|é|è|est|ist|lautet)\b)[\s*_:]*",
@@ -45,35 +59,19 @@ _LETTER = (
     r"[(\[*_`$\s]{0,8}(?P<letter>(?-i:[A-J])(?=[^a-zA-Z]|$)|(?<=[(\[])[a-j](?=[)\]]))[)\]*_`$]{0,8}"
 )
 PICKS = (
-    # Option C is correct; (b) is the right answer.
+    # Option C is correct. (b) is the right answer.
     re.compile(
-        rf"\b(?:option|choice|answer)\s+{_LETTER}\s+{_IS_ONE}\s+(?:the\s+)?(?:correct|right|best|true)",
-        re.IGNORECASE,
+        r"(?:^|(?<=[.:!?]\s)|\b(?:so|thus|hence|therefore|that)\s|(?P<noun>\b(?:option|choice|answer)\s))"
+        rf"{_LETTER}\s+{_IS_ONE}\s+(?:the\s+)?(?:correct|right|(?(noun)(?:best|true)|right))"
+        r"(?=\s*[.,;!\n]|\s*$|\s+(?:because|since|as)\b)",
+        re.IGNORECASE | re.MULTILINE,
     ),
     re.compile(
         rf"(?<![a-zA-Z\\]){_LETTER}\s+{_IS_ONE}\s+(?:the\s+)?(?:correct|right|best|final)\s+"
         r"(?:answer|option|choice|one)\b",
         re.IGNORECASE,
     ),
-    re.compile(
-        rf"(?:^|(?<=[.:!?]\s)|\b(?:so|thus|hence|therefore|that)\s){_LETTER}\s+{_IS_ONE}\s+"
-        r"(?:correct|right)\s*(?=[.,!\n]|$)",
-        re.IGNORECASE | re.MULTILINE,
-    ),
     re.compile(rf"{_LETTER}\s*(?:が正解|[이가]\s*정답|(?:是|为)?(?:正确|正確))"),
-    # So it's C. Hence (C).
-    re.compile(
-        r"\b(?:so|thus|hence|therefore),?\s+(?:it(?:'s|’s|\s+is)\s+)?"
-        rf"{_LETTER}\s*(?=[.!\n]|$)",
-        re.IGNORECASE,
-    ),
-    # I choose (C). Final answer D.
-    re.compile(
-        r"(?:(?:^|(?<=[.,:!?*]\s)|\b(?:I|we|to|must|should|will|so|thus|therefore|'ll|let's)\s)"
-        r"(?:choose|select|pick|go\s+with|opt\s+for)|\b(?:final|correct|the|so)\s+answer|^\W*answer)"
-        rf"\s+(?:(?:option|choice|answer|letter)\s+)?{_LETTER}\s*(?=[.,;!\n]|$)",
-        re.IGNORECASE,
-    ),
 )
 # Words before "answer" that make no other answer of it: a common answer, the first answer.
 PLAIN_BEFORE = {
@@ -85,20 +83,20 @@ SUPPOSED = re.compile(
 )
 DENIED = re.compile(
     r"\b(?:doubt|false|wrong|incorrect|not|never|claims?|claimed|says?|said|guess|seem\w*|may|might|"
-    r"could|would|some|many|others|students|people|common|tempting|naive)\b",
+    r"could|would|some|many|others|students|people|common|tempting|naive|refuse|"
+    r"reject|falsche)\b|(?:不[能应應会會该要]{0,2}|没.{0,3})$",
     re.IGNORECASE,
 )
 CONCLUSION = re.compile(r".*\b(?:so|thus|hence|therefore)\b", re.IGNORECASE | re.DOTALL)
-CLAUSE_START = re.compile(r".*[,:;]\s", re.DOTALL)
+CLAUSE_START = re.compile(r".*(?:[,:;]\s|\band\s|[，：、])", re.DOTALL)
 SENTENCE_START = re.compile(r".*(?:[.!?]\s|[\n。；;])", re.DOTALL)
 AT_END = re.compile(
-    r"(?:[\s*_`]*(?:[✓✔✅∎□■]|\\checkmark|\\blacksquare|\\square)+[\s*_`$]*|\s+[-–—]|です"
+    r"(?:[\s*_`]*(?:[✓✔✅∎□■]|\\checkmark|\\blacksquare|\\square)+[\s*_`$]*|\s+[-–—]"
     r"|(?<=[A-J])!|(?<=[A-J][)\]])!)$"
 )
 ROUNDED = re.compile(r"\s*(?:\$\s*)?(?:approximately|about|around|roughly|nearly|≈|\\approx)")
 VERDICT_WORDS = {"yes", "no", "true", "false", "none", "impossible"}
 POINTERS = re.compile(r"\b(?:above|below|box\w*|shown|see|given|same|this|that)\b", re.IGNORECASE)
-LETTER_AND_REASON = re.compile(r"[(\[*_]*([A-J])[)\]*_]*\s+[-–—]\s+[^\d\s].*[a-zA-Z]{3}.*")
 
 Read = Callable[[str], str | None]
 """What a statement gives, of the text after its label."""
@@ -106,22 +104,18 @@ Read = Callable[[str], str | None]
 
 def statements(text: str, after_label: Read) -> Iterator[tuple[int, str]]:
     """Where final statements stand in ``text`` and what they give, for each kind the last first."""
-    for pattern in (LABEL, HEADING, FINAL, ELSEWHERE):
+    for pattern in (LABEL, HEADING, FINAL, ELSEWHERE, CHOICE):
         for match in last_matches(pattern, text):
-            value = after_label(text[match.end() :]) if _is_meant(text, match) else None
-            if value and not ROUNDED.match(text, match.end()) and len(value) <= MOST_CHARACTERS:
-                yield match.start(), cleaned(value)
+            value = after_label(text[match.end() :]) if is_meant(text, match) else None
+            if not value or ROUNDED.match(text, match.end()) or len(value) > MOST_CHARACTERS:
+                continue
+            value = AT_END.sub("", value).strip()
+            if pattern is not CHOICE or is_only_choice(value):
+                yield match.start(), value
     for pattern in PICKS:
         for match in last_matches(pattern, text):
-            if _is_meant(text, match):
+            if is_meant(text, match):
                 yield match.start("letter"), match["letter"].upper()
-
-
-def cleaned(value: str) -> str:
-    """A stated value without check marks, and without the reason for a letter."""
-    value = AT_END.sub("", re.split("[。；！]", value)[0]).strip()
-    reasoned = LETTER_AND_REASON.fullmatch(value)
-    return reasoned[1] if reasoned else value
 
 
 def is_answer(value: str, *, words: bool) -> bool:
@@ -155,15 +149,18 @@ def last_matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]
     return reversed(list(pattern.finditer(text))[-MOST_STATEMENTS:])
 
 
-def _is_meant(text: str, match: re.Match[str]) -> bool:
-    """Whether the sentence states it, and does not suppose or deny it, or speak of another one."""
+def is_meant(text: str, match: re.Match[str], *, whole: bool = True) -> bool:
+    """Whether the sentence states it, and does not suppose or deny it, or speak of another one.
+
+    ``whole``: "if" before a comma counts too, as in "if we add both, the answer is 5".
+    """
     before = text[max(0, match.start() - 200) : match.start()]
     sentence = SENTENCE_START.sub("", before)
-    is_final = match.groupdict().get("final")
-    if not is_final and match.re is LABEL:
+    if match.re is LABEL and not match["final"]:
         word = re.search(r"([a-zA-Z]+)[\s*_`(\"]*$", sentence)
         if word and word[1].lower() not in PLAIN_BEFORE:
             return False
     concluded = CONCLUSION.sub("", sentence)
     clause = CLAUSE_START.sub("", concluded)
-    return SUPPOSED.search(concluded) is None and DENIED.search(clause) is None
+    supposed = SUPPOSED.search(concluded if whole else clause)
+    return supposed is None and DENIED.search(clause) is None
