@@ -1,5 +1,9 @@
 """``nemo-like COMMAND ...``: train, evaluate, plan, launch. ``examples/run_*.py`` use it too."""
 
+from nemo_like import early
+
+# isort: split
+
 import importlib
 import platform
 import sys
@@ -8,9 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED
-from nemo_like.compose.main import end_on_error, run_command
+from nemo_like.compose.main import run_command
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.errors import UserError
+from nemo_like.run.ending import end_on_error
+
+early.is_over()
 
 # Modules are imported when asked for; each has ``run(arguments)``.
 COMMANDS = {

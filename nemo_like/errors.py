@@ -23,7 +23,7 @@ class WaitTimeoutError(TimeoutError):
 
 
 class StoppedError(BaseException):
-    """A run ends early because it was told to; the message says how to continue it.
+    """A run ends early because a signal asked for it; the message says how to continue it.
 
     No Exception: like KeyboardInterrupt it may be raised anywhere, and nothing on the way may take
     it for a failure of its own.

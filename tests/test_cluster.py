@@ -25,6 +25,7 @@ from nemo_like.distributed.waiting import Pending, progress, wait_together
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
+from nemo_like.generation.generation import Generation
 from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_resources
 
@@ -60,6 +61,14 @@ class Probe(Worker):
 
     def hang(self) -> None:
         time.sleep(600)
+
+
+class Ending(Worker):
+    """As a generation worker, with an engine that takes a while to end."""
+
+    def shutdown_engine(self) -> None:
+        time.sleep(3.0)  # longer than a wait goes on without a look at idle workers
+        Path(self.context.log_dir, "ended").touch()
 
 
 def live_groups():
@@ -132,6 +141,28 @@ def test_a_worker_that_died_while_the_driver_computed_is_missed_before_the_next_
     time.sleep(2.0)
     with pytest.raises(WorkerDiedError, match=r"rank 1 .* died before echo, while it was idle"):
         group.call_rank(0, Probe.echo, 1)
+
+
+def test_a_worker_that_died_in_a_call_which_nobody_waits_for_yet_was_not_idle(group):
+    pids = group.call(Probe.ready)
+    under_way = group.submit(Probe.hang)
+    os.kill(pids[1], signal.SIGKILL)
+    time.sleep(2.0)
+    with pytest.raises(WorkerDiedError, match=r"probe rank 1 on \S+ died in hang: "):
+        group.call_rank(0, Probe.echo, 1)
+    del under_way
+
+
+def test_engines_end_in_order_whatever_another_worker_died_of(group, tmp_path):
+    """Such as a policy rank, which ends the run: what engines have started would stay."""
+    engines = WorkerGroup(
+        lambda: Ending, "engine", group.bundles[:1], timeout_s=60, log_dir=str(tmp_path)
+    )
+    engines.call(Ending.ready)
+    os.kill(group.call(Probe.ready)[1], signal.SIGKILL)
+    time.sleep(2.0)
+    Generation(engines).shutdown()
+    assert (tmp_path / "ended").exists()
 
 
 def test_groups_of_other_runs_and_those_that_are_shut_down_are_not_missed(group, tmp_path):
@@ -337,9 +368,10 @@ WRONG_ADDRESSES = """
     import os
     import socket
     import threading
-    from nemo_like.compose.main import end_on_error
+    from nemo_like.run.ending import end_on_error
     from nemo_like.distributed.connection import connect
-    from nemo_like.errors import RunError, UserError
+    from nemo_like.generation.generation import Generation
+from nemo_like.errors import RunError, UserError
 
     def greet(listener):
         connection, _ = listener.accept()
@@ -422,7 +454,7 @@ def test_a_head_that_dies_while_it_is_joined_ends_the_run_within_half_a_minute(t
 
 RAY_DIES = """
     import psutil
-    from nemo_like.compose.main import end_on_error
+    from nemo_like.run.ending import end_on_error
     from nemo_like.planning.resources import plan_resources
     from nemo_like.config.run import ClusterConfig
     from nemo_like.distributed.connection import connect

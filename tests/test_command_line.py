@@ -19,8 +19,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from nemo_like.compose.main import end_on_error
-from nemo_like.errors import UserError
+from nemo_like.errors import StoppedError, UserError
+from nemo_like.run.ending import end_on_error
 from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, prompts_of, records
 from tests.warm_process import WarmProcess
 
@@ -75,7 +75,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from nemo_like.compose.main import main
+from nemo_like.cli import main
 
 opened = []
 checks = itertools.count(1)
@@ -496,18 +496,114 @@ def test_a_closed_terminal_ends_a_run_in_order_except_under_nohup(capsys):
         os.kill(os.getpid(), signal.SIGHUP)
         sys.stderr.write("went on")
 
-    before = {number: signal.getsignal(number) for number in (2, signal.SIGTERM, signal.SIGHUP)}
+    before = signal.getsignal(signal.SIGHUP)
+    with pytest.raises(SystemExit) as ended:
+        end_on_error(close_terminal)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.startswith("Interrupted; ")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        with pytest.raises(SystemExit) as ended:
-            end_on_error(close_terminal)
-        os.kill(os.getpid(), signal.SIGINT)  # comes too late to end what is left to do
-        assert ended.value.code == 130
-        assert capsys.readouterr().err.startswith("Interrupted; ")
-        end_on_error(close_terminal)  # SIGHUP is ignored by now, as by nohup
-        assert capsys.readouterr().err == "went on"
+        end_on_error(close_terminal)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGHUP, before)
+    assert capsys.readouterr().err == "went on"
+
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted; workers are ended"),
+        (StoppedError("Saved."), 75, "Saved.\n"),
+        (UserError("no"), 2, "Error: no\n"),
+        (OSError(28, "No space left on device"), 1, "Error: a file cannot be written: No space"),
+    ],
+    ids=str,
+)
+def test_a_process_that_goes_on_after_an_end_has_its_handlers_again(capsys, error, code, said):
+    def fails():
+        raise error
+
+    def masked():
+        try:
+            raise error
+        finally:
+            raise UnboundLocalError("what was cut short failed itself")
+
+    before = [signal.getsignal(number) for number in HANDLED]
+    with pytest.raises(SystemExit) as ended:
+        end_on_error(fails)
+    assert ended.value.code == code
+    assert capsys.readouterr().err.startswith(said)
+    assert [signal.getsignal(number) for number in HANDLED] == before
+    if isinstance(error, Exception):
+        with pytest.raises(UnboundLocalError):
+            end_on_error(masked)
+    else:
+        with pytest.raises(SystemExit) as ended:
+            end_on_error(masked)
+        assert ended.value.code == code
+
+
+GOES_ON = f"""
+import atexit, os, runpy, signal, sys
+
+def late():
+    for number in (2, 15, 1, 10):
+        os.kill(os.getpid(), number)
+    print("still here", flush=True)
+
+atexit.register(late)
+handled = {tuple(int(number) for number in HANDLED)}
+before = [signal.getsignal(number) for number in handled]
+try:
+    runpy.run_path({SCRIPT!r}, run_name="__main__")
+except SystemExit as end:
+    print(end.code, [signal.getsignal(number) for number in handled] == before)
+    raise
+"""
+
+
+def test_a_command_leaves_handlers_as_they_were_and_its_exit_cannot_be_interrupted(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", GOES_ON, "run.dirr=x"],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "2 True\nstill here\n"), done.stderr
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == sys.argv[2]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+exec(sys.argv[1])
+"""
+SHELL = "from nemo_like.launch.console import main; main(['plan'])"
+
+
+@pytest.mark.parametrize("module", ["hydra", "nemo_like.config.load"])
+@pytest.mark.parametrize("start", [f"runpy.run_path({SCRIPT!r}, run_name='__main__')", SHELL])
+def test_ctrl_c_while_a_command_imports_ends_it_without_a_word(tmp_path, start, module):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, start, module],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_an_interrupt_ends_in_order_however_often_it_comes(warm, tmp_path):

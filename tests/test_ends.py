@@ -136,6 +136,48 @@ def soon_after_step(number):
     return wait
 
 
+COUNTING = """
+import time
+from pathlib import Path
+
+def counts(prompt, completion, **_):
+    with (Path(__file__).parent / "graded").open("a") as graded:
+        graded.write("x")
+    time.sleep(0.2)
+    return float(len(completion) % 2)
+"""
+ROWS = 16
+"""Of a step; see SMALL."""
+
+
+def graded(run):
+    path = run.folder.parent / "graded"
+    return path.stat().st_size if path.exists() else 0
+
+
+def while_sampling(run, rows=3):
+    """In the second step, when so many of its rows, and those of its validation, have arrived."""
+    at_step(1)(run)
+    before = graded(run)
+    run.wait_until(lambda: graded(run) >= before + rows)
+
+
+def while_training(run):
+    while_sampling(run, ROWS)
+    policy = the_process(run, "PolicyWorker")
+
+    def is_busy():
+        before = policy.cpu_times().user
+        time.sleep(0.05)
+        return policy.cpu_times().user > before + 0.02
+
+    run.wait_until(is_busy)
+
+
+def while_validating(run):
+    while_sampling(run, ROWS + 3)
+
+
 def while_saving(run):
     run.wait_until(lambda: any(run.folder.glob("checkpoints/writing_step_2*")))
 
@@ -157,7 +199,7 @@ def test_sigterm_to_all_processes_saves_the_step_and_the_run_goes_on_from_it(tmp
     at_step(2)(run)
     run.send(signal.SIGTERM)
     assert run.end() == 75, run.text()
-    assert "Stopped as told after step " in run.text()
+    assert "Stopped on request after step " in run.text()
     assert "Traceback" not in run.text()
     assert "SIGTERM received" not in run.text()
     assert run.saved() == [run.steps()[-1]]
@@ -184,18 +226,21 @@ STEPS = {
     "first validation": logged("One optimizer step a batch"),
     "first step": soon_after_step(0),
     "second step": soon_after_step(1),
-    "third step": soon_after_step(2),
 }
+WITHIN_STEP = {"rollout": while_sampling, "train": while_training, "validation": while_validating}
 LAST = {"save": while_saving, "export": while_exporting, "shutdown": while_shutting_down}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", [HF, VLLM], ids=["hf", "vllm"])
-@pytest.mark.parametrize("phase", [*START, *STEPS, *LAST])
+@pytest.mark.parametrize("phase", [*START, *STEPS, *WITHIN_STEP, *LAST])
 def test_sigterm_in_every_phase_loses_one_step_at_most(tmp_path, phase, backend):
+    (tmp_path / "reward.py").write_text(COUNTING)
     options = (*SMALL, backend, *(SHORT if phase in LAST else (ENDLESS,)))
+    if phase in WITHIN_STEP:
+        options += ("environment.reward=reward.py:counts", "validation.every_steps=1")
     run = Command(tmp_path, *options)
-    (START | STEPS | LAST)[phase](run)
+    (START | STEPS | WITHIN_STEP | LAST)[phase](run)
     before = max(run.steps(), default=0)
     run.send(signal.SIGTERM)
     code = run.end()
@@ -207,7 +252,7 @@ def test_sigterm_in_every_phase_loses_one_step_at_most(tmp_path, phase, backend)
     if code == 0:
         assert (run.folder / "final" / "model.safetensors").is_file()
         return
-    assert "Stopped as told" in run.text()
+    assert "Stopped on request" in run.text()
     again = Command(tmp_path, *options, f"grpo.max_steps={saved + 1}", "run.resume=true")
     assert again.end(240) == 0, again.text()
     assert again.steps() == [*range(saved + 2)]
@@ -221,6 +266,21 @@ def test_kill_9_of_the_driver_in_any_phase_leaves_nothing(tmp_path, phase, backe
     (START | STEPS)[phase](run)
     run.process.kill()
     assert run.end() == -signal.SIGKILL
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", [HF, VLLM], ids=["hf", "vllm"])
+def test_kill_9_in_the_export_leaves_no_half_a_model_and_the_run_can_end(tmp_path, backend):
+    run = Command(tmp_path, *SMALL, backend, *SHORT)
+    while_exporting(run)
+    run.process.kill()
+    assert run.end() == -signal.SIGKILL
+    assert not (run.folder / "final").exists()
+    again = Command(tmp_path, *SMALL, backend, *SHORT, "run.resume=true")
+    assert again.end(240) == 0, again.text()
+    assert {path.name for path in again.folder.iterdir()} >= {"final", "summary.json"}
+    assert (again.folder / "final" / "model.safetensors").is_file()
+    assert not [path for path in again.folder.rglob("*") if "writing" in path.name]
 
 
 @pytest.mark.full
@@ -274,6 +334,8 @@ def test_a_worker_that_dies_idle_is_named_in_the_phase_that_others_are_in(tmp_pa
     assert run.end(60) == 1, run.text()
     assert time.monotonic() - start < 20
     assert "died in rollout, while it was idle" in run.text()
+    assert "(raylet)" not in run.text()  # Ray's page of advice is in the log
+    assert "A worker died or was killed" in run.log()
 
 
 @pytest.mark.full

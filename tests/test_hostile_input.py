@@ -14,10 +14,11 @@ from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.compose.files import check_config_files, schema_of
 from nemo_like.compose.load import check_algorithm, compose_config
-from nemo_like.compose.main import _parse, check_run_dirs, end_on_error, jobs
+from nemo_like.compose.main import _parse, check_run_dirs, jobs
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
 from nemo_like.config.run import ClusterConfig, RunSection
 from nemo_like.errors import RunError, UserError
+from nemo_like.run.ending import end_on_error
 from nemo_like.run.folder import claim
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -126,7 +127,7 @@ def test_a_users_file_finds_its_schema_through_what_it_is_based_on(tmp_path):
     (tmp_path / "recipes" / "near.yaml").write_text("defaults: [sft_smollm2_1gpu, _self_]\n")
     assert schema_of([CONFIGS, tmp_path], "mine") is PPOConfig
     assert schema_of([CONFIGS, tmp_path], "recipes/near") is SFTConfig
-    with pytest.raises(UserError, match=r"--config-dir=.*gone is no folder"):
+    with pytest.raises(UserError, match=r"--config-dir=.*gone is not a folder"):
         check_config_files([CONFIGS, tmp_path / "gone"], "grpo")
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_like.cli import main
 from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.compose.load import compose_config, compose_raw
-from nemo_like.compose.main import main
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
@@ -672,7 +672,7 @@ def test_a_config_of_the_users_own_is_planned(tmp_path, capsys):
         (["plan", "--gpus=8"], "unrecognized arguments: --gpus=8; use grpo, ppo"),
         (["plan", "pqr"], "--config-name=pqr: there is no pqr.yaml"),
         (["plan", "polcy.lr=1"], "did you mean policy.optimizer.lr?"),
-        (["plan", "--config-path=/no/such"], "--config-path=/no/such is no folder"),
+        (["plan", "--config-path=/no/such"], "--config-path=/no/such is not a folder"),
         (
             [
                 "plan",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_like.compose.main import main
+from nemo_like.cli import main
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import LoraConfig, PolicyConfig
 from nemo_like.planning.memory import GIB, Role, predict_memory

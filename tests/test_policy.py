@@ -18,11 +18,15 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
+from nemo_like.distributed.waiting import wait_together
+from nemo_like.errors import RunError
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_resources
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
+from nemo_like.policy.worker import PolicyWorker
+from nemo_like.refit.ipc import IpcLink
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -34,8 +38,10 @@ PROMPTS = [3, 10, 2, 5, 20, 3, 11]
 
 
 @contextmanager
-def make_policy(model_path, tmp_path, *, ranks=1, with_reference=False, **config):
-    cluster_config = ClusterConfig(cpu_workers_per_node=ranks)
+def make_policy(
+    model_path, tmp_path, *, ranks=1, with_reference=False, call_timeout_s=1800.0, **config
+):
+    cluster_config = ClusterConfig(cpu_workers_per_node=ranks, call_timeout_s=call_timeout_s)
     with VirtualCluster(plan_resources(cluster_config, 1), 60.0) as cluster:
         policy_config = PolicyConfig(
             optimizer=OptimizerConfig(lr=3e-4), max_grad_norm=0.5, **config
@@ -283,3 +289,17 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
     with pytest.raises(UserError, match=r"Gemma2ForCausalLM cannot be trained.*batching=padded"):
         check_architecture(model, PolicyConfig(model=model))
     check_architecture(model, PolicyConfig(model=model, batching="padded", attention="eager"))
+
+
+def test_a_rank_waits_for_a_silent_engine_as_long_as_for_a_call_not_as_for_a_save(
+    tiny_model, tmp_path
+):
+    with make_policy(tiny_model(), tmp_path, call_timeout_s=2.0) as policy:
+        group = policy.group.waiting(60.0)
+        (sender,) = group.call(PolicyWorker.open_sender, 1, "ipc", 1 << 20)
+        accepted = group.submit(PolicyWorker.accept_receivers)
+        silent = IpcLink((sender.ipc,)).receiver(0, sender.buckets, torch.device("cpu"), 60.0)
+        wait_together(accepted)
+        with pytest.raises(RunError, match="was silent for 2 s"):
+            group.call(PolicyWorker.send_weights, 0, False)
+        del silent

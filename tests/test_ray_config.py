@@ -9,10 +9,10 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from nemo_like.cli import main
 from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.compose.load import compose_raw
-from nemo_like.compose.main import main
 
 IMAGE = ("--image", "registry:5000/team/nemo-like:1.0-gpu")
 KUBERNETES = (*IMAGE, "--volume", "claim:/shared", "--memory", "512Gi")

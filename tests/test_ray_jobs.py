@@ -253,7 +253,7 @@ def test_a_stopped_job_leaves_its_checkpoints_and_nothing_else(jobs, tmp_path):
     result = jobs.ray_job("stop", "stopped")
     assert result.returncode == 0, result.stdout
     assert not psutil.wait_procs(started, timeout=10)[1]
-    assert "Stopped as told after step " in jobs.ask(log)["logs"]
+    assert "Stopped on request after step " in jobs.ask(log)["logs"]
     for kind in ("actors", "placement_groups"):
         states = wait_for(kind, lambda kind=kind: jobs.states(kind))
         assert {one["state"] for one in states} <= {"DEAD", "REMOVED"}

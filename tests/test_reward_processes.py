@@ -6,6 +6,8 @@ import os
 import pickle
 import random
 import re
+import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -461,6 +463,68 @@ def test_a_process_is_replaced_after_a_number_of_rows(start):
     pool = start("by_completion", most_rows=4)
     pids = [g.metrics["pid"] for g in grade(pool, *["good"] * 10)]
     assert list(Counter(pids).values()) == [4, 4, 2]
+
+
+BREAKS = """
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+with (HERE / "loads").open("a") as loads:
+    loads.write("x")
+if (HERE / "broken").exists():
+    raise OSError("the disk is gone")
+
+def reward(prompt, completion, **_):
+    if completion == "die":
+        (HERE / "broken").touch()
+        os._exit(1)
+    return 1.0
+"""
+
+
+def test_rows_that_wait_do_not_start_one_process_each_when_none_can_load(tmp_path):
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    pool = GradingPool(f"{tmp_path}/breaks.py:reward", num_processes=2)
+    try:
+        assert (tmp_path / "loads").read_text() == "xx"
+        grades = grade(pool, *["die"] * 2, *["good"] * 30)
+        assert [g.reward for g in grades] == [None] * 32
+        assert "the disk is gone" in grades[-1].error
+        assert (tmp_path / "loads").read_text() == "xxxxxx"  # each of the two tried it twice
+        (tmp_path / "broken").unlink()
+        assert [g.reward for g in grade(pool, *["good"] * 4)] == [1.0] * 4
+    finally:
+        pool.shutdown()
+
+
+# A leader of another user's that started a process of root's, as sudo would.
+TREE = """
+import os, subprocess, time
+sleep = subprocess.Popen(["sleep", "600"])
+os.setuid(65534)
+print(sleep.pid, flush=True)
+time.sleep(600)
+"""
+KILL = """
+import os, sys
+from nemo_like.rewards.process_tree import kill_tree
+os.setuid(65534)
+kill_tree(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs processes of two users")
+def test_a_process_of_another_user_does_not_stop_the_end_of_the_others():
+    tree = subprocess.Popen(
+        [sys.executable, "-c", TREE], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    of_root = int(tree.stdout.readline())
+    command = [sys.executable, "-c", KILL, str(tree.pid)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    os.kill(of_root, signal.SIGKILL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert tree.wait(10) == -signal.SIGKILL
 
 
 def test_the_engines_of_a_node_share_its_memory(reward_file):

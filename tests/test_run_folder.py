@@ -10,11 +10,11 @@ import pytest
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.compose.load import compose_config
-from nemo_like.compose.main import end_on_error
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import LoraConfig, PolicyConfig
 from nemo_like.config.run import RunSection
 from nemo_like.errors import RunError, UserError
+from nemo_like.run.ending import end_on_error
 from nemo_like.run.folder import note_end, note_start, save_config
 from nemo_like.run.run import Run
 from nemo_like.run.stop_request import listen
@@ -126,4 +126,4 @@ def test_a_stop_that_comes_before_the_run_is_remembered(tmp_path, capsys):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert ended.value.code == 75
-    assert "Stopped as told before the first step" in capsys.readouterr().err
+    assert "Stopped on request before the first step" in capsys.readouterr().err

@@ -10,7 +10,9 @@ import psutil
 import pytest
 import yaml
 
-from nemo_like.compose.main import main
+from nemo_like.cli import main
+from nemo_like.config.run import CheckpointConfig
+from nemo_like.run.checkpoint import Checkpoints
 from tests.slurm_cluster import NODES, Job, SlurmCluster, missing_programs, needs, wait_until
 from tests.small_runs import ROOT, SMALL, records
 
@@ -113,7 +115,7 @@ def test_a_submitted_run_on_two_nodes_is_queued_again_before_its_time_limit_and_
 
     assert job.exit_code(240) == 0, job.log()
     last = max(before)
-    assert f"Stopped as told after step {last} of {MANY_STEPS}, which is saved" in job.log()
+    assert f"Stopped on request after step {last} of {MANY_STEPS}, which is saved" in job.log()
     assert f"Continuing after step {last}" in job.log()
     lines = (run / "metrics.jsonl").read_text().splitlines()
     after = records(run)
@@ -177,7 +179,7 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
 
 
 @pytest.mark.full
-def test_a_run_that_is_cancelled_leaves_nothing(
+def test_a_run_that_is_cancelled_saves_its_step_and_leaves_nothing(
     submitted: Callable[[Path], Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     job = submitted(tmp_path / "run")
@@ -189,3 +191,5 @@ def test_a_run_that_is_cancelled_leaves_nothing(
     main(["slurm", "status", job.id])
     last = max(records(tmp_path / "run"))
     assert f"\nstep    {last}, reward " in capsys.readouterr().out
+    assert f"Stopped on request after step {last} of {MANY_STEPS}, which is saved" in job.log()
+    assert Checkpoints(tmp_path / "run", CheckpointConfig()).steps() == [last]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.cli import main
 from nemo_like.compose.load import check, compose_config
-from nemo_like.compose.main import main
 from nemo_like.config.run import CheckpointConfig, ClusterConfig, RunSection
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError

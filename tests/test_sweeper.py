@@ -68,6 +68,59 @@ def test_whatever_ends_a_process_what_it_started_ends_too(tmp_path, number):
     assert not [*tmp_path.iterdir()]
 
 
+FORKS = """
+import os, subprocess, sys, time
+from nemo_like.distributed.sweeper import Sweeper
+
+sweeper = Sweeper()
+command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+started = subprocess.Popen(command, env=os.environ | sweeper.environment, stdout=subprocess.PIPE)
+fork = os.fork()
+if fork == 0:
+    time.sleep(600)
+print(sweeper.folder, fork, started.pid, int(started.stdout.readline()), flush=True)
+if sys.argv[1] == "close":
+    begin = time.monotonic()
+    sweeper.close()
+    print(time.monotonic() - begin, flush=True)
+time.sleep(600)
+"""
+
+
+def forking_owner(tmp_path, how):
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKS, how],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    folder, *pids = process.stdout.readline().split()
+    return process, Path(folder), [int(pid) for pid in pids]
+
+
+def test_a_fork_that_lives_on_after_kill_9_is_ended_like_all_else(tmp_path):
+    """It has a copy of all that its parent had open, and no program of its own."""
+    process, folder, pids = forking_owner(tmp_path, "wait")
+    process.kill()
+    process.wait(10)
+    end = time.monotonic() + 15
+    while (folder.exists() or not all(map(gone, pids))) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert [gone(pid) for pid in pids] == [True, True, True]
+    assert not folder.exists()
+
+
+def test_an_orderly_end_does_not_wait_for_a_fork_which_lives_on(tmp_path):
+    process, folder, (fork, *others) = forking_owner(tmp_path, "close")
+    assert float(process.stdout.readline()) < 10
+    assert not folder.exists()
+    assert all(map(gone, others))
+    assert not gone(fork)
+    process.kill()
+    process.wait(10)
+    os.kill(fork, signal.SIGKILL)
+
+
 def test_an_orderly_end_waits_until_all_is_cleared_away(tmp_path):
     process, folder, pids = owner(tmp_path, "close")
     assert process.stdout.readline() == "closed\n"

@@ -113,7 +113,7 @@ def test_two_ranks_and_a_live_reference_change_nothing(tmp_path):
         ("sft", ["sft.num_epochs=2", "sft.max_steps=3"], "sft.num_epochs=2 would have no effect"),
         ("sft", ["cluster.num_generation_workers=1"], "this run samples no completions"),
         ("dpo", ["dpo.num_pairs_per_step=0"], "dpo.num_pairs_per_step=0 must be at least 1"),
-        ("dpo", ["loss.beta=0"], "loss.beta=0.0 must be"),
+        ("dpo", ["loss.beta=0"], "loss.beta=0 must be"),
         (
             "dpo",
             ["loss.reference_free=true", "dpo.precompute_reference=false"],

@@ -23,7 +23,7 @@ def check_config_files(folders: Sequence[Path], name: str) -> None:
     """
     for option, folder in zip(("--config-path", "--config-dir"), folders, strict=False):
         if not folder.is_dir():
-            raise UserError(f"{option}={folder} is no folder; give one with YAML files.")
+            raise UserError(f"{option}={folder} is not a folder; give one with YAML files.")
     if _find(folders, name) is None and registry.of_schema(name) is None:
         raise _no_such_file(folders, name, f"--config-name={name}")
     chain = list(_bases(folders, name, ()))

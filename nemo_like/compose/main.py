@@ -1,14 +1,9 @@
 """The boundary between a command line and a run: composes, checks, and ends with one sentence."""
 
 import argparse
-import errno
-import logging
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn, TypeVar
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -24,22 +19,9 @@ from nemo_like.compose.overrides import accept_free_keys, check_overrides
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.run import RunConfig
 from nemo_like.distributed.compiler_cache import keep_compiler_cache
-from nemo_like.errors import (
-    EXIT_RUN_ERROR,
-    RunError,
-    StoppedError,
-    UserError,
-    WaitTimeoutError,
-    exit_code,
-)
-from nemo_like.run.stop_request import SIGNALS, StopRequest, listen
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-# A file system that has no room, may not be written or is broken.
-_DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+from nemo_like.errors import StoppedError, UserError
+from nemo_like.run.ending import end_early, end_on_error, handlers_restored
+from nemo_like.run.stop_request import listen
 
 # Hydra's own modes, which compose by themselves and run nothing of ours.
 _HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
@@ -53,20 +35,25 @@ def run_command(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]
     starts, so that a typing error costs no run and prints one sentence.
     """
     keep_compiler_cache()
-    listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
-    try:
-        if any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
-            _leave_to_hydra(algorithm, config_dir, arguments)
-            return
-        found = end_on_error(lambda: _composed(algorithm, config_dir, arguments))
-        if any(argument.partition("=")[0] in ("--cfg", "-c") for argument in arguments):
-            _leave_to_hydra(algorithm, config_dir, arguments)
-            return
-        configs: list[RunConfig] = end_on_error(lambda: _checked(found))
-        for config in configs:
-            end_on_error(lambda config=config: _run(algorithm, config))
-    except StoppedError as stopped:  # between jobs, or before the first one
-        _end_stopped(stopped)
+    with handlers_restored():
+        listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
+        try:
+            _run_jobs(algorithm, config_dir, arguments)
+        except (StoppedError, KeyboardInterrupt) as told:  # between jobs, or before the first one
+            end_early(told)
+
+
+def _run_jobs(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
+    if any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
+        _leave_to_hydra(algorithm, config_dir, arguments)
+        return
+    found = end_on_error(lambda: _composed(algorithm, config_dir, arguments))
+    if any(argument.partition("=")[0] in ("--cfg", "-c") for argument in arguments):
+        _leave_to_hydra(algorithm, config_dir, arguments)
+        return
+    configs: list[RunConfig] = end_on_error(lambda: _checked(found))
+    for config in configs:
+        end_on_error(lambda config=config: _run(algorithm, config))
 
 
 def _run(algorithm: Algorithm, config: RunConfig) -> None:
@@ -106,61 +93,6 @@ def _checked(found: Sequence[Composed]) -> list[RunConfig]:
     configs = [composed.load() for composed in found]
     check_run_dirs(configs)
     return configs
-
-
-def end_on_error(action: Callable[[], T]) -> T:
-    """Carry out ``action``; failures with an explanation end the process without a traceback."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in previous.items():
-        if handler is not signal.SIG_IGN and not isinstance(handler, StopRequest):  # nohup; a run
-            signal.signal(number, _raise_interrupt)
-    try:
-        return action()
-    except (UserError, RunError, WaitTimeoutError) as error:
-        logger.debug("The run ended here:", exc_info=True)
-        sys.stderr.write(f"Error: {error}\n")
-        sys.exit(exit_code(error))
-    except OSError as error:
-        if error.errno not in _DISK_REFUSES:
-            raise
-        logger.debug("The run ended here:", exc_info=True)
-        sys.stderr.write(
-            f"Error: {error.filename or 'a file'} cannot be written: {error.strerror}; make room "
-            "or repair the file system, then continue with run.resume=true.\n"
-        )
-        sys.exit(EXIT_RUN_ERROR)
-    except (StoppedError, SystemError) as error:
-        # Ray's calls in C wrap all that a signal's handler raises in them but KeyboardInterrupt.
-        stopped = error.__cause__ if isinstance(error, SystemError) else error
-        if not isinstance(stopped, StoppedError):
-            raise
-        previous.clear()
-        _end_stopped(stopped)
-    except KeyboardInterrupt as interrupt:
-        previous.clear()
-        _ignore_signals()
-        sys.stderr.write("Interrupted; workers are ended, finished checkpoints are kept.\n")
-        sys.exit(exit_code(interrupt))
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _end_stopped(stopped: StoppedError) -> NoReturn:
-    _ignore_signals()
-    sys.stderr.write(f"{stopped}\n")
-    sys.exit(exit_code(stopped))
-
-
-def _ignore_signals() -> None:
-    """For good, or the next one would end the end of Ray half-way, and leave its processes."""
-    for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
-    """A closed terminal sends SIGHUP, and where there is no run SIGTERM is like Ctrl-C, too."""
-    raise KeyboardInterrupt
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

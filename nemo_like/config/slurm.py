@@ -71,8 +71,8 @@ class SlurmConfig(Section):
         Field(ge=1, le=65535),  # Slurm keeps it in 16 bits
         OnlyIf(lambda here, _: here.requeue, "{here}.requeue=false lets the job end with its time"),
     ] = 120
-    """Seconds before the end of its time at which a run is told to stop. Half of them are for the
-    step in progress and its checkpoint."""
+    """Seconds before the end of its time at which a run gets the signal to stop. Half of them are
+    for the step in progress and its checkpoint."""
     log_dir: str = "slurm-logs"
     """Folder, seen by all nodes, of each job's output (``JOB.out``), Ray's logs (``JOB/``) and
     script (``JOB.sbatch``)."""

@@ -80,7 +80,7 @@ def records(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each row of ``source`` stands, for messages, and its entries.
 
-    Raises UserError naming ``key``, and the line of what is no JSON object.
+    Raises UserError naming ``key``, and the line of what is not a JSON object.
     """
     if source == REASONING_GYM:
         from nemo_like.data.reasoning_gym import rows as generate

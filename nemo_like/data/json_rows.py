@@ -29,7 +29,7 @@ _SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 def read(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each row's line, for messages, and its entries; empty lines and a BOM are left out.
 
-    Raises UserError naming ``key`` and the line of what is no JSON object in UTF-8, and of what
+    Raises UserError naming ``key`` and the line of what is not a JSON object in UTF-8, and of what
     Python would read in silence as something else: a name given twice (the last would count), NaN,
     1e999 (infinity).
     """
@@ -110,4 +110,4 @@ def _float(text: str) -> float:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number; write null")
+    raise ValueError(f"{name} is not a JSON number; write null")

@@ -117,7 +117,7 @@ def fault(messages: object) -> str:
         return ""
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            return f" (message {index} is no object)"
+            return f" (message {index} is not an object)"
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 return f" (the '{name}' of message {index} {_not_text(message.get(name))})"

@@ -16,7 +16,7 @@ def as_template_takes(
 ) -> Sequence[Message]:
     """The messages with arguments as objects, or as JSON text if the template writes only that.
 
-    Text that is no JSON object is left as it is. ``render`` gives a template's whole text, or
+    Text that is not a JSON object is left as it is. ``render`` gives a template's whole text, or
     raises UserError.
     """
     if not any(_calls(message) for message in messages):

@@ -21,6 +21,7 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray.exceptions import AuthenticationError
 
+from nemo_like.distributed.ray_errors import errors_in_log
 from nemo_like.distributed.sweeper import Sweeper
 from nemo_like.errors import RunError, StoppedError, UserError, exit_code
 
@@ -247,7 +248,8 @@ def _init_in_thread(limit_s: float | None, **options: Any) -> None:
     def init() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
         try:
-            ray.init(**options, **_QUIET)
+            with errors_in_log():
+                ray.init(**options, **_QUIET)
         except BaseException as error:
             done.set_exception(error)
         else:

@@ -6,6 +6,7 @@ them live on. As a script this file is that process, without site-packages: 10 M
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ MARK = "NEMO_LIKE_SWEPT_BY"
 """Variable with the folders of all sweepers that a process was started under."""
 _ENDS_WITHIN_S = 20.0
 _TRACKERS_S = 2.0
+_LOOK_EVERY_S = 0.5
 
 
 class Sweeper:
@@ -29,7 +31,7 @@ class Sweeper:
         base = above or os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         self.folder = Path(base, f"nl{os.urandom(4).hex()}")
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(self.folder)],
+            [sys.executable, "-I", "-S", __file__, str(self.folder), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -52,12 +54,14 @@ class Sweeper:
     def close(self) -> None:
         """Sweep now; returns when it is done."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it was ended itself
+            self._process.stdin.write("sweep\n")  # a fork of this process keeps the pipe open
+            self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDS_WITHIN_S)
 
 
-def _main(folder: str) -> None:
+def _main(folder: str, owner: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -67,9 +71,11 @@ def _main(folder: str) -> None:
         return
     sys.stdout.write("ready\n")
     sys.stdout.close()
-    sys.stdin.read()  # until the other end is closed, by hand or with its process
+    # Forks of the owner have the other end of the pipe too: it does not close when they live on.
+    while os.getppid() == owner and not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
+        pass
     try:
-        _end_processes(folder)
+        _end_processes(folder, with_forks=os.getppid() != owner)
     finally:
         _remove(folder)
 
@@ -81,11 +87,13 @@ def _remove(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end_processes(folder: str) -> None:
+def _end_processes(folder: str, *, with_forks: bool) -> None:
     """Kill them, and remove what of shared memory they alone have mapped."""
     start = time.monotonic()
     shared: dict[int, str] = {}
-    while (left := _started_under(folder)) and time.monotonic() < start + _ENDS_WITHIN_S / 2:
+    while (
+        left := _started_under(folder, with_forks)
+    ) and time.monotonic() < start + _ENDS_WITHIN_S / 2:
         for pid in left:
             with contextlib.suppress(OSError):  # some let nobody read what they have mapped
                 shared |= _shared_memory(pid)
@@ -119,8 +127,12 @@ def _shared_memory(pid: int) -> dict[int, str]:
     }
 
 
-def _started_under(folder: str) -> set[int]:
-    """Processes with our mark in their environment, and all that they started."""
+def _started_under(folder: str, with_forks: bool) -> set[int]:
+    """Processes with our mark in their environment, the owner's forks, and all that they started.
+
+    A fork has no mark, but the other end of our pipe, which no program inherits.
+    """
+    pipe = Path("/proc/self/fd/0").readlink() if with_forks else None
     marked: set[int] = set()
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
@@ -130,7 +142,7 @@ def _started_under(folder: str) -> set[int]:
             if state == b"Z":
                 continue
             children.setdefault(int(parent), []).append(pid)
-            if _is_ours(entry, folder):
+            if _is_ours(entry, folder) or (pipe and pipe in _open_files(entry)):
                 marked.add(pid)
     found, more = set[int](), list(marked)
     while more:
@@ -149,10 +161,12 @@ def _is_ours(process: Path, folder: str) -> bool:
         if name == MARK.encode():
             return folder.encode() in value.split(b":")
     overwritten = environment[:1] == b"\0"
-    return overwritten and any(
-        str(file.readlink()).startswith(f"{folder}/") for file in (process / "fd").iterdir()
-    )
+    return overwritten and any(str(path).startswith(f"{folder}/") for path in _open_files(process))
+
+
+def _open_files(process: Path) -> list[Path]:
+    return [file.readlink() for file in (process / "fd").iterdir()]
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(sys.argv[1], int(sys.argv[2]))

@@ -72,12 +72,15 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
         for ref in done:
             try:
                 results[ref] = owner[ref].result(ref)
+                owner[ref].group.calls.pop(ref, None)
             except RunError as error:
                 raise _root_cause(error, {ref: owner[ref] for ref in pending}) from error.__cause__
         if pending and left <= 0:
             raise WaitTimeoutError(_timeout_message(calls, set(pending)))
         if pending and not done:
-            check_idle(calls[0].group, f"in {owner[pending[0]].phase}", _busy(owner, pending))
+            if calls[0].group.minds_idle:
+                phase = owner[pending[0]].phase
+                check_idle(calls[0].group, f"in {phase}", _busy(owner, pending))
             if time.monotonic() - said >= _PROGRESS_EVERY_S:
                 said = time.monotonic()
                 logger.info("%s", progress(owner[pending[0]], set(pending), said - start))
@@ -106,16 +109,21 @@ def check_idle(
     Those that are ``busy`` (role and rank) say so themselves. What is read here the cluster has
     told this process by itself, so that looking costs no call.
     """
-    when = f"{when}, while it was idle"
+    idle = f"{when}, while it was idle"
     for group in _groups_of(of_run):
         for rank, actor in enumerate([*group.actors]):
             if (group.role, rank) in busy:
                 continue
             if actor._get_local_state() == _DEAD:
+                phase = group.cut_off(rank)  # a call that others are to wait for
+                when = f"in {phase}" if phase else idle
                 group.result(actor.call.remote("ready"), rank, when)
         for ref in group.broken():
-            if (group.role, group.watches[ref]) not in busy:
-                group.result(ref, group.watches.pop(ref), when)
+            rank = group.watches[ref]
+            if (group.role, rank) not in busy:
+                phase = group.cut_off(rank)
+                del group.watches[ref]
+                group.result(ref, rank, f"in {phase}" if phase else idle)
 
 
 def _groups_of(one: "WorkerGroup[Any]") -> Iterator["WorkerGroup[Any]"]:

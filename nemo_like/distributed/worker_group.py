@@ -81,6 +81,10 @@ class WorkerGroup(Generic[W]):
         """What the ranks are about, for who waits long."""
         self.watches: dict[Any, int] = {}
         """Calls that return only when something of a rank's own is broken, and their ranks."""
+        self.calls: dict[Any, tuple[int, str]] = {}
+        """Rank and phase of each call that nobody has waited for."""
+        self.minds_idle = True
+        """Whether the death of a worker that is not waited for ends a wait."""
         self.meter = meter or DriverMeter()
         self.bundles = bundles
         self.contexts = worker_contexts(role, bundles, log_dir)
@@ -184,20 +188,45 @@ class WorkerGroup(Generic[W]):
         view.doing = doing if callable(doing) else lambda: doing
         return view
 
+    def ending(self, timeout_s: float) -> Self:
+        """The same workers, called to end in order, whatever others died of."""
+        view = self.waiting(timeout_s)
+        view.minds_idle = False
+        return view
+
     def watch(self, method: Callable[Concatenate[W, ...], Coroutine[Any, Any, None]]) -> None:
         """Call ``method``, which returns only by failing; every wait of the run sees that."""
-        self.watches |= self._send(dict.fromkeys(range(self.world_size), ((), {})), method).refs
+        refs = self._send(dict.fromkeys(range(self.world_size), ((), {})), method).refs
+        for ref in refs:
+            del self.calls[ref]
+        self.watches |= refs
 
     def broken(self) -> list[Any]:
         """Those of ``watches`` that have ended."""
         refs = [*self.watches]
         return ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
 
+    def cut_off(self, rank: int) -> str | None:
+        """The phase of a call that the rank has not finished, and, if it is dead, never will."""
+        for ref, (of_rank, phase) in [*self.calls.items()]:
+            if of_rank != rank:
+                continue
+            if not ray.wait([ref], timeout=0)[0]:
+                return phase
+            try:
+                ray.get(ref)
+            except (RayActorError, WorkerCrashedError, OutOfMemoryError):
+                return phase
+            except RayTaskError:  # it failed by itself before
+                continue
+        return None
+
     def shutdown(self) -> None:
         """End the processes at once, whatever they do."""
         doomed = [*self.actors]
         self.actors.clear()  # first, so that nobody misses them
         self.watches.clear()
+        self.calls.clear()
         for actor in doomed:
             ray.kill(actor)
 
@@ -206,11 +235,13 @@ class WorkerGroup(Generic[W]):
 
     def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> "Pending[Any]":
         name = method.__name__
-        check_idle(self, f"before {name}")
+        if self.minds_idle:
+            check_idle(self, f"before {name}")
         refs = {}
         for rank, (args, kwargs) in work.items():
             self.meter.count(args, kwargs)
             refs[self.actors[rank].call.remote(name, *args, **kwargs)] = rank
+        self.calls |= {ref: (rank, name) for ref, rank in refs.items()}
         return Pending(group=self, refs=refs, phase=name)
 
     def result(self, ref: Any, rank: int, when: str) -> Any:

@@ -61,7 +61,7 @@ class Generation(Generic[W]):
         self.group.watches.clear()  # they end with their engines
         try:
             wait_together(
-                self.group.waiting(_SHUTDOWN_TIMEOUT_S).submit(GenerationWorker.shutdown_engine)
+                self.group.ending(_SHUTDOWN_TIMEOUT_S).submit(GenerationWorker.shutdown_engine)
             )
         except (RunError, WaitTimeoutError) as error:
             logger.debug("Engine shutdown: %s", error)

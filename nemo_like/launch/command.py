@@ -1,5 +1,9 @@
 """Options and words of the commands that start from a configuration, given as a run's would be."""
 
+from nemo_like import early  # noqa: F401
+
+# isort: split
+
 import argparse
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,7 +56,7 @@ class ConfigParser(CommandParser):
             raise UserError(f"{names[-1]} is one config name too many; use {self.usage}.")
         folder = options.config_path or SHIPPED
         if not folder.is_dir():
-            raise UserError(f"--config-path={folder} is no folder; give one with YAML files.")
+            raise UserError(f"--config-path={folder} is not a folder; give one with YAML files.")
         name = options.config_name or (names[0] if names else "grpo")
         overrides = [word for word in options.words if word not in names]
         return folder, name, overrides, options.config_dir

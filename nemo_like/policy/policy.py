@@ -70,6 +70,7 @@ class Policy:
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
             # Ranks wait for each other in a save, too; it is the driver's limit that counts.
             timeout_s=max(cluster_config.call_timeout_s, cluster_config.save_timeout_s),
+            refit_timeout_s=cluster_config.call_timeout_s,
         )
 
     def start(self) -> None:

@@ -57,7 +57,9 @@ class PolicySetup:
     engine: EngineSetup
     num_threads: int
     timeout_s: float
-    """Of collectives, and of each wait for an engine."""
+    """Of collectives."""
+    refit_timeout_s: float
+    """Of each wait for an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class PolicyWorker(Worker):
     def start(self, setup: PolicySetup, address: str, port: int) -> Started:
         """Join the process group, load the model, shard it; collective."""
         path, output = setup.engine.model_path, setup.engine.output
-        self._timeout_s = setup.timeout_s
+        self._refit_timeout_s = setup.refit_timeout_s
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
         if self.context.rank == 0:
@@ -234,7 +236,7 @@ class PolicyWorker(Worker):
         self, num_receivers: int, transport: Transport, bucket_bytes: int
     ) -> SenderAddress:
         """Plan the buckets and listen for ``num_receivers`` engine ranks; tells them where."""
-        engine, timeout_s = self._engine, self._timeout_s
+        engine, timeout_s = self._engine, self._refit_timeout_s
         lora = engine.config.lora if travels_apart(engine.config.lora) else None
         buckets = plan_refit(engine.setup.model_path, engine.dtype, lora, bucket_bytes)
         told = buckets if self.context.rank == 0 else ()

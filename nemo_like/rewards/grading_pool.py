@@ -14,6 +14,7 @@ import os
 import resource
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -38,6 +39,8 @@ START_TIMEOUT_S = 120.0
 MOST_ROWS = 10_000
 """Rows after which a process is replaced, for what leaks and is not measured."""
 MEMORY_SHARE = 0.5
+TRIES = 2
+"""Processes in a row that cannot load the reward, after which all rows that wait fail."""
 _SHUT_DOWN = "the grading process was shut down"
 
 
@@ -168,7 +171,7 @@ class GradingPool:
 
     async def _grade(self, lane: "_Lane", rows: "Sequence[_WaitingRow]") -> None:
         try:
-            verdicts = await lane.grade([row.sent for row in rows])
+            verdicts = await lane.grade([row.sent for row in rows], max(row.since for row in rows))
         except BaseException as error:  # whoever waits for a row is to see it
             for row in rows:
                 row.verdict.set_exception(error)
@@ -190,6 +193,10 @@ class _Lane:
         self._processes: list[GradingProcess] = []
         """The last one is in use; those before it end when their rows are graded."""
         self._replacing = asyncio.Lock()
+        self._refused: tuple[float, UserError] | None = None
+        """When processes could not load the reward, and why."""
+        self._num_refused = 0
+        """Of the last processes."""
         self._is_ended = False
 
     @property
@@ -201,10 +208,10 @@ class _Lane:
         await self._start()
         await self._processes[-1].wait_until_ready()
 
-    async def grade(self, rows: Sequence[SentRow]) -> list[Verdict]:
-        """A verdict on each row, whatever happens."""
+    async def grade(self, rows: Sequence[SentRow], since: float) -> list[Verdict]:
+        """A verdict on each row, whatever happens; ``since`` when they have waited."""
         try:
-            process = await self._usable()
+            process = await self._usable(since)
             verdicts = await process.grade(rows)
             return [_explained(verdict, self._settings.withheld) for verdict in verdicts]
         except (LostError, UserError) as error:  # UserError: a replacement could not be loaded
@@ -217,17 +224,26 @@ class _Lane:
             process.lose(_SHUT_DOWN)
         await asyncio.gather(*(asyncio.to_thread(process.kill) for process in self._processes))
 
-    async def _usable(self) -> GradingProcess:
+    async def _usable(self, since: float) -> GradingProcess:
         async with self._replacing:
             if self._is_ended:
                 raise LostError(_SHUT_DOWN)
+            if self._refused is not None and since <= self._refused[0]:
+                raise self._refused[1]  # or each row that waits would start a process
             last = self._processes[-1]
             if not last.is_usable:
                 why = f": {last.spent}" if last.spent else ""
                 logger.warning("Starting another grading process in place of the last%s.", why)
                 last.retire()
                 await self._start()
-            await self._processes[-1].wait_until_ready()
+            try:
+                await self._processes[-1].wait_until_ready()
+            except UserError as error:
+                self._num_refused += 1
+                if self._num_refused >= TRIES:
+                    self._refused = time.monotonic(), error
+                raise
+            self._num_refused = 0
             return self._processes[-1]
 
     async def _start(self) -> None:
@@ -241,6 +257,7 @@ class _Lane:
 class _WaitingRow:
     sent: SentRow
     verdict: Future[Verdict] = field(default_factory=Future)
+    since: float = field(default_factory=time.monotonic)
 
 
 def _explained(verdict: Verdict, withheld: frozenset[str]) -> Verdict:

@@ -62,13 +62,13 @@ def kill_tree(pid: int) -> None:
     """Kill the leader of a process group, the group, and descendants that left it.
 
     A function that runs code often gives it a session of its own, to end it when it is late, and
-    may itself be ended before that.
+    may itself be ended before that. What belongs to another user, as after sudo, is left alone.
     """
     started: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.Error):
         started = psutil.Process(pid).children(recursive=True)
     for process in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             process.kill()
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

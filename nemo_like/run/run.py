@@ -145,7 +145,7 @@ class Run:
         The consumer's loop body is the step: it calls ``log`` once. ``validator`` None: never
         validates; else before the first step, each ``validate_every``, and after the last.
 
-        When told to stop, the step in progress is the last one: it is saved, and StoppedError
+        After a signal to stop, the step in progress is the last one: it is saved, and StoppedError
         raised; before the first one at once. A validation that it was due for is made, and its
         record logged, when the run continues.
         """

@@ -46,7 +46,7 @@ class StopRequest:
             signal.raise_signal(signum)
         if signum == signal.SIGALRM:
             raise StoppedError(
-                "Stopped as told; what was in progress took longer than run.stop_grace_s="
+                "Stopped on request; what was in progress took longer than run.stop_grace_s="
                 f"{self.grace_s:g} and is abandoned, so go on after the latest checkpoint with "
                 "run.resume=true."
             )
@@ -57,13 +57,13 @@ class StopRequest:
             self._terminated = True
             self._on_term()
         else:
-            logger.info("Told to stop: the step in progress is the last one.")
+            logger.info("Stopping after the step in progress, which is saved.")
 
     def obey(self, where: str) -> None:
         """Raise StoppedError if it came; ``where`` it ends, and how to go on."""
         if self.came:
             self._stop_clock()
-            raise StoppedError(f"Stopped as told {where}.")
+            raise StoppedError(f"Stopped on request {where}.")
 
     def start(self, grace_s: float) -> None:
         """A run begins: until its first step nothing is lost by ending at once."""
@@ -104,7 +104,7 @@ class StopRequest:
 
     def _start_clock(self) -> None:
         logger.info(
-            "Told to stop: the step in progress is the last one, and has %g s (run.stop_grace_s).",
+            "Stopping after the step in progress, which has %g s (run.stop_grace_s) to finish.",
             self.grace_s,
         )
         self._clock_runs = True

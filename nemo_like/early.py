@@ -1,0 +1,23 @@
+"""Imported first by a command: Ctrl-C ends it without a traceback even while it still imports."""
+
+import os
+import sys
+from types import TracebackType
+
+from nemo_like.errors import EXIT_INTERRUPTED
+
+_before = sys.excepthook
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt) and not hasattr(sys, "ps1"):  # no prompt to go back to
+        os._exit(EXIT_INTERRUPTED)
+    _before(kind, error, trace)
+
+
+def is_over() -> None:
+    """The command knows by itself from now on how to end."""
+    sys.excepthook = _before
+
+
+sys.excepthook = _end
