@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.algorithms.eval.config import EvalConfig, EvalSection
 from nemo_like.algorithms.eval.report import Measured, table
 from nemo_like.algorithms.eval.statistics import (
     majority_at,
@@ -120,10 +120,7 @@ def sample(prompt, index, reward, answer="", num_tokens=3, truncated=False):
 
 
 def measured(**changes):
-    config = EvalConfig()
-    config.eval.num_generations_per_prompt = 2
-    for name, value in changes.items():
-        setattr(config.eval, name, value)
+    config = EvalConfig(eval=EvalSection(num_generations_per_prompt=2, **changes))
     rows = [
         Row(index=i, messages=({"role": "user", "content": "q"},), fields={"kind": kind})
         for i, kind in enumerate("aab")
