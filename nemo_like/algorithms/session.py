@@ -76,19 +76,22 @@ class Session:
         self.run.finish(**facts)
 
 
-def launch(algorithm: Algorithm, config: RunConfig) -> None:
-    """A whole run: its processes, then the algorithm's loop; all that it starts ends with it."""
-    with opened(config, algorithm.name) as session:
+def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) -> None:
+    """A whole run: its processes, then the algorithm's loop; all that it starts ends with it.
+
+    ``began``: see ``Run``.
+    """
+    with opened(config, algorithm.name, began) as session:
         with session.run.start_phase("imports"):
             loop = algorithm.loop()
         loop(config, session)
 
 
 @contextmanager
-def opened(config: RunConfig, name: str) -> Iterator[Session]:
+def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator[Session]:
     """A session of a run that is called ``name``."""
     model_path = find_model(config)  # a wrong layout leaves no folder behind
-    with Run(config, name) as run, ExitStack() as stack:
+    with Run(config, name, began) as run, ExitStack() as stack:
         rows: Mapping[str, list[Row]] = {}
         if isinstance(config, SamplingRunConfig):
             with run.start_phase("data"):

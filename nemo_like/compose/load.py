@@ -43,14 +43,19 @@ def load(
     ``files_are_here`` is false for a run on other machines, whose files cannot be looked at;
     ``runs`` is false where the run is only planned, for which models need no tokenizer.
     """
+    config = typed(raw, schema)
+    check(config, files_are_here=files_are_here, runs=runs)
+    return config
+
+
+def typed(raw: DictConfig, schema: type[RunConfig]) -> Any:
+    """``load`` without the rules that keys have together; raises UserError."""
     try:
         values = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
         raise explain(error, schema) from error
     assert isinstance(values, dict)
-    config = checked(schema, {str(key): value for key, value in values.items()})
-    check(config, files_are_here=files_are_here, runs=runs)
-    return config
+    return checked(schema, {str(key): value for key, value in values.items()})
 
 
 def check(config: RunConfig, *, files_are_here: bool = True, runs: bool = True) -> None:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import NoReturn, TypeVar
 
 import hydra
+import psutil
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -61,16 +62,18 @@ def run_command(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]
             _leave_to_hydra(algorithm, config_dir, arguments)
             return
         configs: list[RunConfig] = end_on_error(lambda: _checked(found))
+        began: float | None = psutil.Process().create_time()
         for config in configs:
-            end_on_error(lambda config=config: _run(algorithm, config))
+            end_on_error(lambda config=config, began=began: _run(algorithm, config, began))
+            began = None
     except StoppedError as stopped:  # between jobs, or before the first one
         _end_stopped(stopped)
 
 
-def _run(algorithm: Algorithm, config: RunConfig) -> None:
+def _run(algorithm: Algorithm, config: RunConfig, began: float | None) -> None:
     from nemo_like.algorithms.session import launch  # imports Ray
 
-    launch(algorithm, config)
+    launch(algorithm, config, began)
 
 
 def _leave_to_hydra(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:

@@ -49,7 +49,7 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
             _check_grading_model(config.environment.reward_model.model, has_tokenizer=runs)
     else:
         _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
-    _check_run_dir(config)
+    check_run_dir(config)
 
 
 def is_checkpoint(model: str) -> bool:
@@ -220,7 +220,8 @@ def check_scores(folder: Path) -> None:
         )
 
 
-def _check_run_dir(config: RunConfig) -> None:
+def check_run_dir(config: RunConfig) -> None:
+    """Raise UserError for a folder that another run has, or that cannot be written."""
     run = config.run
     if run.dir is None and run.resume:
         raise UserError("run.resume=true needs run.dir, the folder of the run to continue.")
