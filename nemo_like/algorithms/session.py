@@ -15,6 +15,7 @@ from nemo_like.config.paths import is_checkpoint, model_of_checkpoint
 from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.section import named_outside
 from nemo_like.data.datasets import Row
 from nemo_like.distributed.connection import connect
 from nemo_like.distributed.driver_meter import DriverMeter
@@ -90,7 +91,10 @@ def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) 
 @contextmanager
 def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator[Session]:
     """A session of a run that is called ``name``."""
-    model_path = find_model(config)  # a wrong layout leaves no folder behind
+    model_path = find_model(config)  # what is refused here leaves no folder behind
+    for key, door, spec in named_outside(config):
+        if spec not in door.ours:
+            door.load(key, spec)
     with Run(config, name, began) as run, ExitStack() as stack:
         rows: Mapping[str, list[Row]] = {}
         if isinstance(config, SamplingRunConfig):

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.compose import registry
-from nemo_like.compose.files import check_choice, check_config_files, schema_of
+from nemo_like.compose.files import check_choice, check_config_files, find_file, schema_of
 from nemo_like.compose.keys import did_you_mean
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
 from nemo_like.compose.values import checked
@@ -29,10 +29,17 @@ from nemo_like.errors import UserError
 from nemo_like.planning.placement import check_placement
 
 
-def store_schema(schema: type[RunConfig]) -> None:
-    """Make the defaults of ``schema`` known to Hydra as the base of YAML files."""
-    node = schema().model_dump(mode="json")
-    ConfigStore.instance().store(name=f"{registry.name_of(schema)}{registry.SUFFIX}", node=node)
+def store_schema(schema: type[RunConfig], folders: Sequence[Path]) -> None:
+    """Make the defaults of ``schema`` known to Hydra as the base of YAML files.
+
+    An algorithm without a YAML file of its name in ``folders`` gets one that changes nothing.
+    """
+    name, node = registry.name_of(schema), schema().model_dump(mode="json")
+    defaults = [f"{name}{registry.SUFFIX}", "hydra_settings", "_self_"]
+    ConfigStore.instance().store(name=defaults[0], node=node)
+    if find_file(folders, name) is None:
+        quiet = [{f"override hydra/{one}_logging": "none"} for one in ("job", "hydra")]
+        ConfigStore.instance().store(name=name, node={"defaults": [*defaults, *quiet]})
 
 
 def load(
@@ -102,7 +109,7 @@ def compose_raw(
     folders = [config_dir] + ([extra_dir] if extra_dir else [])
     check_config_files(folders, config_name)
     schema = schema_of(folders, config_name)
-    store_schema(schema)
+    store_schema(schema, folders)
     check_overrides(overrides, schema)
     try:
         with _hydra(folders):

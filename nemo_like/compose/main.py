@@ -78,7 +78,9 @@ def _run(algorithm: Algorithm, config: RunConfig, began: float | None) -> None:
 
 def _leave_to_hydra(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
     """Help, completion, or the configuration itself: nothing runs."""
-    store_schema(algorithm.config)
+    extra_dir = end_on_error(lambda: _parse(arguments)).config_dir
+    folders = [config_dir, *([Path(extra_dir)] if extra_dir else [])]
+    store_schema(algorithm.config, folders)
     sys.argv[1:] = accept_free_keys(arguments, algorithm.config)
     folder = str(config_dir.resolve())
     decorate = hydra.main(version_base="1.3", config_path=folder, config_name=algorithm.name)

@@ -3,7 +3,6 @@
 They are looked at, never loaded or run.
 """
 
-import ast
 import json
 import os
 from pathlib import Path
@@ -13,8 +12,8 @@ import yaml
 
 from nemo_like.config.data import REASONING_GYM
 from nemo_like.config.run import RunConfig
-from nemo_like.config.sampling import BUILT_IN_REWARDS, REWARD_MODEL, SamplingRunConfig
-from nemo_like.config.section import value_of
+from nemo_like.config.sampling import REWARD_MODEL, SamplingRunConfig
+from nemo_like.config.section import named_outside, value_of
 from nemo_like.errors import UserError
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
@@ -44,11 +43,12 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
         check_model(key, other, has_tokenizer=runs)
     if isinstance(config, SamplingRunConfig):
         _check_data(config.data.train, config.data.validation, config.environment.reward)
-        _check_reward(config.environment.reward)
         if config.environment.reward == REWARD_MODEL:
             _check_grading_model(config.environment.reward_model.model, has_tokenizer=runs)
     else:
         _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
+    for key, door, spec in named_outside(config):
+        door.look(key, spec)
     check_run_dir(config)
 
 
@@ -159,30 +159,6 @@ def _has_text(path: Path) -> bool:
     """Whether a file has anything but white space; reads no more than it takes to see it."""
     with path.open("rb") as file:
         return any(part.strip() for part in iter(lambda: file.read(_PART_BYTES), b""))
-
-
-def _check_reward(reward: str) -> None:
-    """Find a ``file.py:function`` without running it; a module path is looked up by the workers."""
-    if reward in BUILT_IN_REWARDS:
-        return
-    file, colon, function = reward.rpartition(":")
-    if not colon:
-        if "." in reward and not reward.endswith(".py"):
-            return
-        raise UserError(
-            f"environment.reward={reward} is not known; give {', '.join(BUILT_IN_REWARDS)}, "
-            "file.py:function or package.module.function."
-        )
-    if not Path(file).expanduser().is_file():
-        raise UserError(f"environment.reward={reward}: there is no file {file}.")
-    try:
-        ast.parse(Path(file).expanduser().read_text(encoding="utf-8"), filename=file)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"environment.reward={reward}: {file} is not valid Python: {error}."
-        ) from error
-    if not function.isidentifier():
-        raise UserError(f"environment.reward={reward}: '{function}' is not a function name.")
 
 
 def _check_grading_model(model: str | None, *, has_tokenizer: bool) -> None:

@@ -9,6 +9,7 @@ train among them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import DPOLossConfig
 from nemo_like.losses.aggregate import as_metrics, row_means, row_sums, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 
@@ -33,6 +34,7 @@ class PreferenceLoss:
     """
 
     config: DPOLossConfig
+    needs: ClassVar[Needs] = Needs()
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators

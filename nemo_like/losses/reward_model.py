@@ -5,6 +5,7 @@ Legend: ``N`` tokens and ``B`` rows of the micro-batch, ``P`` pairs among them t
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import RewardModelLossConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.preference import of_pairs, sigmoid_loss, smoothed, training_pairs
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 
@@ -25,6 +26,7 @@ class RewardModelLoss:
     """
 
     config: RewardModelLossConfig
+    needs: ClassVar[Needs] = Needs()
 
     def __call__(
         self, values: Tensor, batch: TensorBatch, denominators: Denominators

@@ -6,6 +6,7 @@ Legend: ``N`` tokens of the micro-batch, ``M`` trained tokens among them.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import ValueLossConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 _ROUNDING = 1e-6
@@ -29,6 +30,7 @@ class ValueLoss:
     """
 
     config: ValueLossConfig
+    needs: ClassVar[Needs] = Needs()
 
     def __call__(
         self, values: Tensor, batch: TensorBatch, denominators: Denominators

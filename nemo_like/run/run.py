@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from nemo_like.config.run import RunConfig
+from nemo_like.config.run import SINKS, RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.observe.console import (
@@ -300,4 +300,8 @@ class Run:
                     config=self.config.model_dump(),
                 )
             )
-        return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)
+        last_step = kept_step if kept_step > 0 else None
+        for spec in logging_config.sinks:
+            make = SINKS.load("logging.sinks", spec)
+            sinks.append(make(self.dir, self.config, last_step))
+        return Sinks([*sinks, self._progress], last_step)
