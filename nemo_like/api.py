@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_like.algorithms.run_folder import make_run_dir
 from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.load import check, check_algorithm, compose_raw, typed
@@ -29,6 +28,7 @@ from nemo_like.compose.overrides import as_typed
 from nemo_like.config.paths import check_run_dir
 from nemo_like.config.run import RunConfig
 from nemo_like.errors import StoppedError, UserError
+from nemo_like.run.folder import make_run_dir
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A ``.jsonl`` file, a list of dictionaries, or one split of a Hugging Face dataset."""
@@ -191,10 +191,10 @@ def _reward_spec(folder: Path, reward: Reward) -> str:
     """``environment.reward``: a function is pickled beside a file that loads it."""
     if isinstance(reward, str):
         return reward
-    from ray import cloudpickle
+    from ray.cloudpickle.cloudpickle import dumps
 
     try:
-        pickled = cloudpickle.dumps(reward)
+        pickled = dumps(reward)
     except Exception as error:  # of the objects that the function refers to
         raise UserError(
             f"reward cannot be pickled ({error}); make what it refers to (clients, locks, open "

@@ -51,7 +51,7 @@ def run(config: RaftConfig, session: Any) -> None:
             rows[keys.REWARDS], rows[keys.PROMPT_IDS], config.raft.num_kept
         )
         with session.run.span("train"):
-            trained = live.policy.train(batch, loss, on_policy=True, check=live.gap_check())
+            trained = live.policy.train(batch, loss, check=live.mismatch_check())
         live.log(metrics | batch_metrics(batch) | trained)
     session.finish({"final": live.policy})
 

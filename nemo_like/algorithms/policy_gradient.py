@@ -50,7 +50,7 @@ class PolicyGradient:
         reuse, check = config.reuses_logprobs, live.mismatch_check()
         with live.session.run.span("train"):
             updates = [
-                live.policy.train(one, self._loss, on_policy=reuse, check=check if reuse else None)
+                live.policy.train(one, self._loss, check=check if reuse else None)
                 for one in (mini_batches(batch, config, step) if parts is None else parts)
             ]
         check_ratios(config, updates[0], live.num_made)

@@ -1,7 +1,6 @@
 """The loss of supervised fine-tuning."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from nemo_like.observe.metrics import Metrics
 class CrossEntropyLoss:
     """Mean of -log p(token) over the trained tokens of the *global* batch, in nats a token."""
 
-    needs: ClassVar[Needs] = Needs()
+    needs = Needs()
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators

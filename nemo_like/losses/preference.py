@@ -9,7 +9,6 @@ train among them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class PreferenceLoss:
     """
 
     config: DPOLossConfig
-    needs: ClassVar[Needs] = Needs()
+    needs = Needs()
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators

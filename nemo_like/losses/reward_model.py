@@ -5,7 +5,6 @@ Legend: ``N`` tokens and ``B`` rows of the micro-batch, ``P`` pairs among them t
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ class RewardModelLoss:
     """
 
     config: RewardModelLossConfig
-    needs: ClassVar[Needs] = Needs()
+    needs = Needs()
 
     def __call__(
         self, values: Tensor, batch: TensorBatch, denominators: Denominators

@@ -6,7 +6,6 @@ Legend: ``N`` tokens of the micro-batch, ``M`` trained tokens among them.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class ValueLoss:
     """
 
     config: ValueLossConfig
-    needs: ClassVar[Needs] = Needs()
+    needs = Needs()
 
     def __call__(
         self, values: Tensor, batch: TensorBatch, denominators: Denominators
