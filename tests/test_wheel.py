@@ -87,7 +87,7 @@ def test_the_wheel_plans_and_launches(installed):
     assert ray == installed.site / "nemo_like/recipes/slurm/ray.sbatch"
     assert ray.read_bytes() == (ROOT / "slurm/ray.sbatch").read_bytes()
     manifest = installed(
-        "ray-config", "--kind=raycluster", "--image=image:1", "--volume=claim:/data", "grpo"
+        "ray-config", "--kind=raycluster", "--memory=8Gi", "--image=image:1", "--volume=claim:/data"
     )
     assert yaml.safe_load(manifest)["kind"] == "RayCluster"
 
