@@ -3,7 +3,8 @@
 ``render`` prints the batch script of ``python SCRIPT key=value ...``, or for the name of an
 algorithm of ``nemo-like NAME key=value ...``, after checking the configuration; ``submit`` hands it
 to sbatch. The job has ``cluster.num_nodes`` nodes with ``cluster.gpus_per_node`` GPUs each; all
-else that Slurm is asked for is in ``cluster.slurm`` (docs/config.md). With ``--multirun`` each combination is one task of a job array.
+else that Slurm is asked for is in ``cluster.slurm`` (docs/config.md). With ``--multirun`` each
+combination is one task of a job array.
 
 ``status``, ``logs`` and ``cancel`` take the id of a job, or of one task of an array (12_3).
 """
