@@ -14,6 +14,7 @@ from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.main import run_command
 from nemo_like.config.algorithm import Algorithm
+from nemo_like.doors import is_path
 from nemo_like.errors import UserError
 from nemo_like.run.ending import end_on_error
 
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command, *rest = sys.argv[1:] if arguments is None else arguments or [""]
     if command in registry.names():
         train(command, rest)
+    elif is_path(command):
+        train(end_on_error(lambda: registry.find(command)), rest)
     else:
         end_on_error(lambda: _run(command, rest))
 
@@ -51,7 +54,8 @@ def _run(command: str, rest: Sequence[str]) -> None:
     commands = (*registry.names(), *COMMANDS)
     if command in ("-h", "--help"):
         sys.stdout.write(
-            f"usage: nemo-like {{{','.join(commands)}}} [key=value ...]\n\n"
+            f"usage: nemo-like {{{','.join(commands)}}} [key=value ...]\n"
+            "       nemo-like file.py:ALGORITHM [key=value ...]\n\n"
             "nemo-like COMMAND --help says more; nemo-like --version prints what matters in a bug "
             "report.\n"
         )

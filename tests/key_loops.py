@@ -27,7 +27,7 @@ from nemo_like.data.loader import EpochLoader
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.advantages import Moments
-from nemo_like.losses.protocol import Denominators, ids_column, needs_entropy
+from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics
 from nemo_like.run.run import Run
 
@@ -75,11 +75,11 @@ def numbers_of(loss: Any) -> tuple[Any, Metrics]:
     batch = local_rows()
     draw = torch.Generator().manual_seed(2)
     current = batch.tokens[keys.POLICY_LOGPROBS] + torch.randn(batch.num_tokens, generator=draw)
-    if ids_column(loss):
+    if loss.needs.ids_column:
         current = batch.tokens[keys.TEACHER_LOGPROBS] + 0.3 * torch.randn(
             batch.num_tokens, TOP_K, generator=draw
         )
-    if not needs_entropy(loss):
+    if not loss.needs.entropy:
         del batch.tokens[keys.ENTROPIES]
     current = current.clone().requires_grad_()
     whole = Denominators(tokens=float(batch.tokens[keys.LOSS_MASK].sum()), sequences=NUM_ROWS)

@@ -14,7 +14,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss, importance_weights
-from nemo_like.losses.protocol import Denominators, apply_loss, needs_entropy
+from nemo_like.losses.protocol import Denominators, apply_loss
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel
@@ -131,7 +131,7 @@ class Sides:
         if token_advantages is not None:
             batch.tokens[keys.ADVANTAGES] = token_advantages
         model = self.model()
-        logprobs, entropies = self.forward(model, entropy_trains=needs_entropy(loss))
+        logprobs, entropies = self.forward(model, entropy_trains=loss.needs.entropy)
         value, _ = apply_loss(loss, torch.stack([logprobs, entropies]), batch, self.whole)
         return value.item(), gradients_of(value, model)
 

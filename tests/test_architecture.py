@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "nemo_like"
 # From the bottom up; a package may import its own and lower layers only. (One layer's members may
 # import each other in one direction: no two of them do so both ways.)
 LAYERS = [
-    {"errors", "early"},
+    {"errors", "early", "special_files"},
+    {"doors"},
     {"config"},
     {"batch", "observe"},
     {"losses"},
@@ -25,7 +26,7 @@ LAYERS = [
     {"algorithms"},
     {"compose"},
     {"launch"},
-    {"cli"},
+    {"cli", "api"},
 ]
 ONE_PLACE_ONLY = {
     "wandb": {"observe/wandb_sink.py"},
@@ -74,6 +75,8 @@ def imports_of(path):
 
 def edges():
     for path in FILES:
+        if area_of(path) == "__init__":
+            continue  # of the package: names that come when they are used
         for module in imports_of(path):
             parts = module.split(".")
             if parts[0] == "nemo_like" and len(parts) > 1 and parts[1] != area_of(path):
@@ -146,7 +149,7 @@ def cached(tmp_path, code):
 
 
 def test_importing_the_package_writes_nothing(tmp_path):
-    code = "import nemo_like.cli, nemo_like.launch.console, nemo_like.algorithms.processes"
+    code = "import nemo_like.cli, nemo_like.algorithms.session"
     assert cached(tmp_path, code) == (set(), "None")
 
 

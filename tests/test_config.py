@@ -426,7 +426,7 @@ def test_layouts_that_work_are_accepted(overrides):
 
 
 def test_keys_without_effect_for_the_hf_backend_and_file_data(tmp_path):
-    assert "only generation.backend=vllm" in refusal(
+    assert "generation.backend=vllm does" in refusal(
         "generation.backend=hf", "generation.engine_kwargs={enforce_eager: true}"
     )
     rows = tmp_path / "rows.jsonl"

@@ -23,7 +23,7 @@ from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.preference import PreferenceLoss, sigmoid_loss
-from nemo_like.losses.protocol import Denominators, apply_loss
+from nemo_like.losses.protocol import Denominators, Needs, apply_loss
 from nemo_like.observe.metrics import merge, values
 from tests.small_runs import accept
 
@@ -368,8 +368,9 @@ def test_only_a_loss_that_needs_entropies_is_given_them():
         seen.append(keys.ENTROPIES in batch.tokens)
         return logprobs.sum(), {}
 
+    loss.needs = Needs()
     apply_loss(loss, torch.zeros(2, 1), batch, denominators_of(batch))
-    loss.needs_entropy = True
+    loss.needs = Needs(entropy=True)
     apply_loss(loss, torch.zeros(2, 1), batch, denominators_of(batch))
     assert seen == [False, True]
     assert keys.ENTROPIES not in batch.tokens  # which would keep the graph of every micro-batch

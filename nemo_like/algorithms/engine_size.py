@@ -32,7 +32,7 @@ def engine_config(
     prompts = math.ceil(config.loop.num_prompts_per_step / len(plan.generation))
     most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     on_shared_gpus = plan.uses_gpus and plan.colocated
-    sleep = generation.sleep and on_shared_gpus and generation.backend == "vllm"
+    sleep = generation.sleep and on_shared_gpus and generation.kind.sleeps
     share = _GPU_SHARE_SEPARATE
     if plan.colocated:
         share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE

@@ -10,6 +10,7 @@ from nemo_like.algorithms.self_check import RewardWatch, check_ratios, max_mean_
 from nemo_like.batch import keys
 from nemo_like.config.sampling import PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.doors import absolute
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
 
@@ -49,7 +50,7 @@ class PolicyGradient:
         reuse, check = config.reuses_logprobs, live.mismatch_check()
         with live.session.run.span("train"):
             updates = [
-                live.policy.train(one, self._loss, on_policy=reuse, check=check if reuse else None)
+                live.policy.train(one, self._loss, check=check if reuse else None)
                 for one in (mini_batches(batch, config, step) if parts is None else parts)
             ]
         check_ratios(config, updates[0], live.num_made)
@@ -58,8 +59,9 @@ class PolicyGradient:
 
 def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:
     """The loss, with everything that other sections decide filled in."""
-    most = config.loss.constant_tokens or config.generation.max_new_tokens
-    return ClippedPGLoss(config.loss.replace(constant_tokens=most))
+    loss = config.loss
+    most = loss.constant_tokens or config.generation.max_new_tokens
+    return ClippedPGLoss(loss.replace(constant_tokens=most, objective=absolute(loss.objective)))
 
 
 def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metrics:

@@ -25,6 +25,7 @@ from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.progress import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker
+from nemo_like.doors import absolute
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
@@ -145,7 +146,7 @@ def rollout_setup(
 ) -> RolloutSetup:
     """What a generation worker starts with."""
     return RolloutSetup(
-        backend=config.generation.backend,
+        backend=absolute(config.generation.backend),
         engine=engine,
         environment=graders.for_other_folders(config.environment, config.data.template_switches),
         engines_per_node=plan.engines_per_node,

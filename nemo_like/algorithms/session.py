@@ -14,6 +14,7 @@ from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.section import named_outside
 from nemo_like.data.datasets import Row
 from nemo_like.distributed.connection import connect
 from nemo_like.distributed.driver_meter import DriverMeter
@@ -75,19 +76,25 @@ class Session:
         self.run.finish(**facts)
 
 
-def launch(algorithm: Algorithm, config: RunConfig) -> None:
-    """A whole run: its processes, then the algorithm's loop; all that it starts ends with it."""
-    with opened(config, algorithm.name) as session:
+def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) -> None:
+    """A whole run: its processes, then the algorithm's loop; all that it starts ends with it.
+
+    ``began``: see ``Run``.
+    """
+    with opened(config, algorithm.name, began) as session:
         with session.run.start_phase("imports"):
             loop = algorithm.loop()
         loop(config, session)
 
 
 @contextmanager
-def opened(config: RunConfig, name: str) -> Iterator[Session]:
+def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator[Session]:
     """A session of a run that is called ``name``."""
-    model_path = find_model(config)  # a wrong layout leaves no folder behind
-    with Run(config, name) as run, ExitStack() as stack:
+    model_path = find_model(config)  # what is refused here leaves no folder behind
+    for key, door, spec in named_outside(config):
+        if spec not in door.ours:
+            door.load(key, spec)
+    with Run(config, name, began) as run, ExitStack() as stack:
         rows: Mapping[str, list[Row]] = {}
         if isinstance(config, SamplingRunConfig):
             with run.start_phase("data"):

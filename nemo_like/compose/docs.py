@@ -8,6 +8,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_like.compose import registry
 from nemo_like.config.section import Section, choices, section_of
+from nemo_like.doors import Door
 from nemo_like.errors import UserError
 
 _HEADER = """# Configuration keys
@@ -72,4 +73,6 @@ def _default(field: FieldInfo) -> str:
 
 def _choices(field: FieldInfo) -> str:
     words = choices(field.annotation)
+    for door in (one for one in field.metadata if isinstance(one, Door)):
+        words += tuple(door.ours)
     return f" One of {', '.join(f'`{word}`' for word in words)}." if words else ""

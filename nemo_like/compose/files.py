@@ -24,14 +24,17 @@ def check_config_files(folders: Sequence[Path], name: str) -> None:
     for option, folder in zip(("--config-path", "--config-dir"), folders, strict=False):
         if not folder.is_dir():
             raise UserError(f"{option}={folder} is not a folder; give one with YAML files.")
-    if _find(folders, name) is None and registry.of_schema(name) is None:
+    if (
+        find_file(folders, name) is None
+        and name.removesuffix(registry.SUFFIX) not in registry.names()
+    ):
         raise _no_such_file(folders, name, f"--config-name={name}")
     chain = list(_bases(folders, name, ()))
     if not any(registry.of_schema(one) for one in (name, *chain)):
         for base in chain:
-            if _find(folders, base) is None:
+            if find_file(folders, base) is None:
                 raise _no_such_file(
-                    folders, base, f"{_find(folders, name)}: its defaults name {base}"
+                    folders, base, f"{find_file(folders, name)}: its defaults name {base}"
                 )
         raise UserError(
             f"--config-name={name} is not the configuration of a run; begin its defaults with the "
@@ -39,13 +42,13 @@ def check_config_files(folders: Sequence[Path], name: str) -> None:
         )
     kinds = dict(keys_of(schema_of(folders, name)))
     for one in (name, *chain):
-        if path := _find(folders, one):
+        if path := find_file(folders, one):
             check_yaml(path, kinds)
 
 
 def check_choice(folders: Sequence[Path], choice: str, schema: type[RunConfig]) -> None:
     """Check the file of a group's choice, ``group/name``, unless it is one of Hydra's own."""
-    if path := _find(folders, choice):
+    if path := find_file(folders, choice):
         check_yaml(path, dict(keys_of(schema)))
 
 
@@ -58,8 +61,10 @@ def schema_of(folders: Sequence[Path], config_name: str) -> type[RunConfig]:
 
 def _bases(folders: Sequence[Path], name: str, below: tuple[str, ...]) -> Iterator[str]:
     """Names that ``name`` is based on, near ones first; ``below``: those that led to it."""
-    path = _find(folders, name)
+    path = find_file(folders, name)
     if path is None:
+        if name in registry.names():
+            yield f"{name}{registry.SUFFIX}"
         return
     if name in below:
         raise UserError(f"{path}: its defaults lead back to itself; base it on another file.")
@@ -77,7 +82,8 @@ def _bases(folders: Sequence[Path], name: str, below: tuple[str, ...]) -> Iterat
         yield from _bases(folders, base, (*below, name))
 
 
-def _find(folders: Sequence[Path], name: str) -> Path | None:
+def find_file(folders: Sequence[Path], name: str) -> Path | None:
+    """The YAML file that ``name`` stands for."""
     file = f"{name.removesuffix('.yaml').strip('/')}.yaml"
     return next((folder / file for folder in folders if (folder / file).is_file()), None)
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.compose import registry
-from nemo_like.compose.files import check_choice, check_config_files, schema_of
+from nemo_like.compose.files import check_choice, check_config_files, find_file, schema_of
 from nemo_like.compose.keys import did_you_mean
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
 from nemo_like.compose.values import checked
@@ -29,10 +29,18 @@ from nemo_like.errors import UserError
 from nemo_like.planning.placement import check_placement
 
 
-def store_schema(schema: type[RunConfig]) -> None:
-    """Make the defaults of ``schema`` known to Hydra as the base of YAML files."""
-    node = schema().model_dump(mode="json")
-    ConfigStore.instance().store(name=f"{registry.name_of(schema)}{registry.SUFFIX}", node=node)
+def store_schema(schema: type[RunConfig], folders: Sequence[Path]) -> None:
+    """Make the defaults of ``schema`` known to Hydra as the base of YAML files.
+
+    An algorithm without a YAML file of its name in ``folders`` gets one that changes nothing.
+    """
+    name, node = registry.name_of(schema), schema().model_dump(mode="json")
+    defaults = [f"{name}{registry.SUFFIX}", "hydra_settings", "_self_"]
+    ConfigStore.instance().store(name=defaults[0], node=node)
+    ConfigStore.instance().repo.pop(f"{name}.yaml", None)  # Hydra takes it for the file's schema
+    if find_file(folders, name) is None:
+        quiet = [{f"override hydra/{one}_logging": "none"} for one in ("job", "hydra")]
+        ConfigStore.instance().store(name=name, node={"defaults": [*defaults, *quiet]})
 
 
 def load(
@@ -43,14 +51,19 @@ def load(
     ``files_are_here`` is false for a run on other machines, whose files cannot be looked at;
     ``runs`` is false where the run is only planned, for which models need no tokenizer.
     """
+    config = typed(raw, schema)
+    check(config, files_are_here=files_are_here, runs=runs)
+    return config
+
+
+def typed(raw: DictConfig, schema: type[RunConfig]) -> Any:
+    """``load`` without the rules that keys have together; raises UserError."""
     try:
         values = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
         raise explain(error, schema) from error
     assert isinstance(values, dict)
-    config = checked(schema, {str(key): value for key, value in values.items()})
-    check(config, files_are_here=files_are_here, runs=runs)
-    return config
+    return checked(schema, {str(key): value for key, value in values.items()})
 
 
 def check(config: RunConfig, *, files_are_here: bool = True, runs: bool = True) -> None:
@@ -97,7 +110,7 @@ def compose_raw(
     folders = [config_dir] + ([extra_dir] if extra_dir else [])
     check_config_files(folders, config_name)
     schema = schema_of(folders, config_name)
-    store_schema(schema)
+    store_schema(schema, folders)
     check_overrides(overrides, schema)
     try:
         with _hydra(folders):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+import psutil
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -52,19 +53,23 @@ def _run_jobs(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) 
         _leave_to_hydra(algorithm, config_dir, arguments)
         return
     configs: list[RunConfig] = end_on_error(lambda: _checked(found))
+    began: float | None = psutil.Process().create_time()
     for config in configs:
-        end_on_error(lambda config=config: _run(algorithm, config))
+        end_on_error(lambda config=config, began=began: _run(algorithm, config, began))
+        began = None
 
 
-def _run(algorithm: Algorithm, config: RunConfig) -> None:
+def _run(algorithm: Algorithm, config: RunConfig, began: float | None) -> None:
     from nemo_like.algorithms.session import launch  # imports Ray
 
-    launch(algorithm, config)
+    launch(algorithm, config, began)
 
 
 def _leave_to_hydra(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
     """Help, completion, or the configuration itself: nothing runs."""
-    store_schema(algorithm.config)
+    extra_dir = end_on_error(lambda: _parse(arguments)).config_dir
+    folders = [config_dir, *([Path(extra_dir)] if extra_dir else [])]
+    store_schema(algorithm.config, folders)
     sys.argv[1:] = accept_free_keys(arguments, algorithm.config)
     folder = str(config_dir.resolve())
     decorate = hydra.main(version_base="1.3", config_path=folder, config_name=algorithm.name)

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from nemo_like.config.run import RunConfig
+from nemo_like.doors import import_path
 
 Loop = Callable[[Any, Any], None]
 """``run(config, session)``: from a run's processes to a trained model in ``run.dir``."""
@@ -25,7 +25,4 @@ class Algorithm:
 
     def loop(self) -> Loop:
         """``run``, imported."""
-        if not isinstance(self.run, str):
-            return self.run
-        module, _, function = self.run.partition(":")
-        return getattr(import_module(module), function)
+        return import_path(self.run) if isinstance(self.run, str) else self.run

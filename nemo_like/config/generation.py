@@ -2,27 +2,85 @@
 with the policy."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nemo_like.config.section import Count, Instead, OnlyIf, Positive, Section
+from nemo_like.doors import Door
+from nemo_like.errors import UserError
 
-Backend = Literal["vllm", "hf"]
-"""Engine that samples completions."""
+_KEY = "generation.backend"
+
 Transport = Literal["ipc", "broadcast"]
 """How weights travel from the policy to generation."""
-_VLLM = OnlyIf(lambda here, _: here.backend == "vllm", "only generation.backend=vllm has it")
-LOWEST_TEMPERATURE = 0.01
-"""vLLM samples at this temperature where it is asked for less, and logprobs would not match."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """What an engine can do, and where it is. Keys that need more than it can are refused."""
+
+    engine: Any
+    """A class with the methods of ``Engine`` (``generation/protocol.py``), called with an
+    ``EngineConfig``; or its path, ``package.module:name``, imported only where an engine runs."""
+    transports: tuple[Transport, ...] = ("ipc", "broadcast")
+    """How weights can reach it."""
+    tensor_parallel: bool = False
+    """Whether several workers can share it."""
+    takes_kwargs: bool = False
+    """Whether ``engine_kwargs`` means anything to it."""
+    sleeps: bool = False
+    """Whether ``sleep`` frees memory."""
+    lowest_temperature: float = 0.0
+    """Least temperature above 0 whose logprobs are right."""
+    most_adapter_rank: int = 0
+    """Largest rank of LoRA adapters that it computes with apart from the model. 0: none."""
+    float32_adapters_on_gpus: bool = True
+    """Whether it computes with adapters of 32 bits there."""
+    prepare: str | None = None
+    """``module:function``, called with ``EngineDevices`` before its process imports the engine."""
+
+
+VLLM = EngineKind(
+    engine="nemo_like.generation.vllm.engine:VLLMEngine",
+    tensor_parallel=True,
+    takes_kwargs=True,
+    sleeps=True,
+    lowest_temperature=0.01,  # which it samples at where it is asked for less
+    most_adapter_rank=512,
+    float32_adapters_on_gpus=False,
+    prepare="nemo_like.generation.vllm.environment:start_fork_server",
+)
+HF = EngineKind(engine="nemo_like.generation.hf_engine:HFEngine", most_adapter_rank=2**31)
+ENGINES = Door(
+    "nemo_like.engines",
+    {name: f"{__name__}:{name.upper()}" for name in ("vllm", "hf")},
+    kind="EngineKind",
+)
+
+
+def engine_kind(backend: str) -> EngineKind:
+    """That of ``generation.backend``; raises UserError."""
+    kind = ENGINES.load(_KEY, backend)
+    if not isinstance(kind, EngineKind):
+        raise UserError(f"{_KEY}={backend} is a {type(kind).__name__}, not an EngineKind.")
+    return kind
+
+
+def _needs(ability: str) -> OnlyIf:
+    return OnlyIf(
+        lambda here, _: bool(getattr(here.kind, ability)),
+        "this generation.backend does not have it; generation.backend=vllm does",
+    )
 
 
 class GenerationConfig(Section):
     """The engine that samples completions for training."""
 
-    backend: Backend = "vllm"
-    """``vllm``, or ``hf``: a plain loop over the transformers model, for odd models and exact
-    tests."""
+    backend: Annotated[str, ENGINES] = "vllm"
+    """``vllm``; ``hf``: a plain loop over the transformers model, for odd models and exact tests;
+    or an ``EngineKind`` of your own, ``file.py:NAME`` or ``package.module.NAME``."""
     temperature: Annotated[
         Positive, Instead("only validation and evaluation have greedy sampling")
     ] = 1.0
@@ -34,7 +92,7 @@ class GenerationConfig(Section):
     """Strings that end a completion; the tokens that form them are kept and trained."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Token ids that end a completion, in addition to the model's end-of-sequence ids."""
-    tensor_parallel_size: Annotated[Count, _VLLM] = 1
+    tensor_parallel_size: Annotated[Count, _needs("tensor_parallel")] = 1
     """Workers that share one engine (vllm)."""
     num_engines_per_bundle: Count = 1
     """Engines that share each bundle (GPU). Two help small models, which an engine's CPU side
@@ -42,16 +100,21 @@ class GenerationConfig(Section):
     sleep: bool = True
     """Free the engine's GPU memory while the policy trains on the same GPU (vllm). False saves
     about 0.1 s per step where memory holds both."""
-    engine_kwargs: Annotated[dict[str, Any], _VLLM] = Field(default_factory=dict)
+    engine_kwargs: Annotated[dict[str, Any], _needs("takes_kwargs")] = Field(default_factory=dict)
     """Passed to vLLM's engine unchanged; arguments that follow from other keys are refused."""
 
+    @property
+    def kind(self) -> EngineKind:
+        """What the engine can do."""
+        return engine_kind(self.backend)
+
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Ids that exist, and a temperature that vLLM samples at."""
+        """Ids that exist, and a temperature that the engine samples at."""
         for token in self.stop_token_ids:
             if token < 0:
                 yield f"{here}.stop_token_ids: {token} is no token's id; leave it out."
-        if self.backend == "vllm" and self.temperature < LOWEST_TEMPERATURE:
-            yield f"{here}.temperature={self.temperature:g} must be at least {LOWEST_TEMPERATURE}."
+        if self.temperature < (least := self.kind.lowest_temperature):
+            yield f"{here}.temperature={self.temperature:g} must be at least {least:g}."
 
 
 class RefitConfig(Section):

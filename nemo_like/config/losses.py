@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_like.config.section import Count, NonNegative, OnlyIf, Positive, Section
+from nemo_like.doors import Door
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimator of KL(policy || reference), http://joschu.net/blog/kl-approx.html."""
@@ -24,6 +25,14 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "mixed"]
 """Distance of the student's distribution from the teacher's."""
 PreferenceKind = Literal["sigmoid", "ipo", "hinge"]
 """Loss of a pair as a function of its margin."""
+
+OBJECTIVES = Door(
+    "nemo_like.objectives",
+    dict.fromkeys(
+        ("clip", "cispo", "reinforce"), "nemo_like.losses.policy_gradient:policy_objective"
+    ),
+)
+ADVANTAGES = Door("nemo_like.losses.advantages")
 
 ONE_UPDATE = OnlyIf(
     lambda _, run: run.loop.num_updates > 1,
@@ -45,6 +54,9 @@ _CORRECTS = OnlyIf(
 class AdvantageConfig(Section):
     """From rewards to advantages."""
 
+    function: Annotated[str | None, ADVANTAGES] = None
+    """A function of your own, ``file.py:function`` or ``package.module.function``, with the
+    arguments of ``group_advantages`` in ``nemo_like/losses/advantages.py``. None: that one."""
     baseline: Literal["leave_one_out", "mean", "none"] = "leave_one_out"
     """``leave_one_out``: mean reward of the prompt's other completions (RLOO, arXiv:2402.14740
     Eq. 7); ``mean``: of all of them (GRPO, arXiv:2402.03300 section 4.1.2; REINFORCE++-baseline);
@@ -99,10 +111,11 @@ class AdvantageConfig(Section):
 class LossConfig(Section):
     """The policy-gradient loss: r = new / old probability, A = advantage."""
 
-    objective: Literal["clip", "cispo", "reinforce"] = "clip"
+    objective: Annotated[str, OBJECTIVES] = "clip"
     """What a token adds to the loss. ``clip``: -min(r A, clip(r) A) (PPO, arXiv:1707.06347 Eq. 7;
     GRPO); ``cispo``: -clip(r) A log p, clip(r) without gradient (MiniMax-M1, arXiv:2506.13585
-    Eq. 4); ``reinforce``: -A log p, without r (Williams 1992)."""
+    Eq. 4); ``reinforce``: -A log p, without r (Williams 1992). Or a function of your own,
+    ``file.py:function`` or ``package.module.function``; see ``examples/custom_loss``."""
     ratio_level: Annotated[RatioLevel, _HAS_RATIO] = "token"
     """``token``: each token has its own r; ``sequence``: all tokens of a completion share the
     geometric mean of theirs (GSPO, arXiv:2507.18071 Eq. 5-7, with ``normalization=sequence``)."""

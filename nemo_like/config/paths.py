@@ -3,7 +3,6 @@
 They are looked at, never loaded or run.
 """
 
-import ast
 import os
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import yaml
 from nemo_like.config.data import REASONING_GYM
 from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
 from nemo_like.config.run import RunConfig
-from nemo_like.config.sampling import BUILT_IN_REWARDS, REWARD_MODEL, SamplingRunConfig
-from nemo_like.config.section import value_of
-from nemo_like.config.special_files import refuse_special
+from nemo_like.config.sampling import REWARD_MODEL, SamplingRunConfig
+from nemo_like.config.section import named_outside, value_of
 from nemo_like.errors import UserError
+from nemo_like.special_files import refuse_special
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
 GRADER_KEY = "environment.reward_model.model"
@@ -45,12 +44,13 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
         check_model(key, other, has_tokenizer=runs)
     if isinstance(config, SamplingRunConfig):
         _check_data(config.data.train, config.data.validation, config.environment.reward)
-        _check_reward(config.environment.reward)
         if config.environment.reward == REWARD_MODEL:
             _check_grading_model(config.environment.reward_model.model, has_tokenizer=runs)
     else:
         _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
-    _check_run_dir(config)
+    for key, door, spec in named_outside(config):
+        door.look(key, spec)
+    check_run_dir(config)
 
 
 def is_checkpoint(model: str) -> bool:
@@ -163,31 +163,6 @@ def _has_text(path: Path) -> bool:
         return any(part.strip() for part in iter(lambda: file.read(_PART_BYTES), b""))
 
 
-def _check_reward(reward: str) -> None:
-    """Find a ``file.py:function`` without running it; a module path is looked up by the workers."""
-    if reward in BUILT_IN_REWARDS:
-        return
-    file, colon, function = reward.rpartition(":")
-    if not colon:
-        if "." in reward and not reward.endswith(".py"):
-            return
-        raise UserError(
-            f"environment.reward={reward} is not known; give {', '.join(BUILT_IN_REWARDS)}, "
-            "file.py:function or package.module.function."
-        )
-    refuse_special(f"environment.reward={reward}: {file}", Path(file).expanduser())
-    if not Path(file).expanduser().is_file():
-        raise UserError(f"environment.reward={reward}: there is no file {file}.")
-    try:
-        ast.parse(Path(file).expanduser().read_text(encoding="utf-8"), filename=file)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"environment.reward={reward}: {file} is not valid Python: {error}."
-        ) from error
-    if not function.isidentifier():
-        raise UserError(f"environment.reward={reward}: '{function}' is not a function name.")
-
-
 def _check_grading_model(model: str | None, *, has_tokenizer: bool) -> None:
     key = GRADER_KEY
     if model is None:
@@ -224,7 +199,8 @@ def check_scores(folder: Path) -> None:
         )
 
 
-def _check_run_dir(config: RunConfig) -> None:
+def check_run_dir(config: RunConfig) -> None:
+    """Raise UserError for a folder that another run has, or that cannot be written."""
     run = config.run
     if run.dir is None and run.resume:
         raise UserError("run.resume=true needs run.dir, the folder of the run to continue.")

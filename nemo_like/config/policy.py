@@ -31,9 +31,6 @@ Output = Literal["logprobs", "values", "values_before"]
 number where the token has been read; ``values_before``: its number where the token was to be
 sampled, of tokens that train."""
 
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of buffers that vLLM has for adapters that it computes with."""
-
 _ON_GPU = OnlyIf(
     lambda _, run: run.cluster.gpus_per_node > 0, "the run uses no GPU; set cluster.gpus_per_node"
 )
@@ -275,20 +272,22 @@ class LoraConfig(Section):
                 "policy.optimizer.kind=muon orthogonalises whole matrices and does not go with "
                 f"{here}, which trains factors of them; use adamw."
             )
-        if run.samples and self.refit == "adapters" and run.generation.backend == "vllm":
-            yield from self._in_vllm(here, run)
+        if run.samples and self.refit == "adapters":
+            yield from self._in_engine(here, run)
 
-    def _in_vllm(self, here: str, run: Any) -> Iterator[str]:
-        if self.rank > ADAPTER_RANKS[-1]:
+    def _in_engine(self, here: str, run: Any) -> Iterator[str]:
+        engine = f"generation.backend={run.generation.backend}"
+        if self.rank > (most := run.generation.kind.most_adapter_rank):
             yield (
-                f"{here}.rank={self.rank} is more than vLLM computes with (at most "
-                f"{ADAPTER_RANKS[-1]}); set {here}.refit=merged."
+                f"{here}.rank={self.rank} is more than {engine} computes with (at most {most}); "
+                f"set {here}.refit=merged."
             )
-        if run.cluster.gpus_per_node and run.policy.dtype == "float32":
+        exact = run.generation.kind.float32_adapters_on_gpus
+        if run.cluster.gpus_per_node and run.policy.dtype == "float32" and not exact:
             yield (
-                f"{here}.refit=adapters does not go with policy.dtype=float32 on GPUs, where vLLM "
-                f"computes with adapters of 16 bits only; set {here}.refit=merged, which is exact "
-                "in float32."
+                f"{here}.refit=adapters does not go with policy.dtype=float32 on GPUs, where "
+                f"{engine} computes with adapters of 16 bits only; set {here}.refit=merged, which "
+                "is exact in float32."
             )
 
 

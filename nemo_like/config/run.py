@@ -12,9 +12,11 @@ from pydantic import Field
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.section import Count, OnlyIf, Positive, Section
 from nemo_like.config.slurm import SlurmConfig
+from nemo_like.doors import Door
 
 Console = Literal["auto", "live", "plain"]
 """How progress is shown."""
+SINKS = Door("nemo_like.sinks")
 WandbMode = Literal["off", "offline", "online"]
 """Where Weights & Biases records go."""
 
@@ -131,6 +133,10 @@ class LoggingConfig(Section):
         ),
     ] = "nemo-like"
     """Project name in Weights & Biases."""
+    sinks: Annotated[list[str], SINKS] = Field(default_factory=list)
+    """Where numbers go besides: ``file.py:NAME`` or ``package.module.NAME`` of what is called with
+    the run's folder, its configuration and the step that it continues after (None: a new run), and
+    returns a ``MetricSink`` (``nemo_like/observe/sinks.py``)."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
     """Trajectories of the first generation replica written to ``trajectories.jsonl`` each step."""
 

@@ -7,24 +7,27 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from nemo_like.config.data import REASONING_GYM, PromptsConfig, Switch
-from nemo_like.config.generation import (
-    LOWEST_TEMPERATURE,
-    GenerationConfig,
-    MismatchConfig,
-    RefitConfig,
-)
+from nemo_like.config.generation import GenerationConfig, MismatchConfig, RefitConfig
 from nemo_like.config.losses import LossConfig
 from nemo_like.config.policy import Dtype
 from nemo_like.config.run import RunConfig
 from nemo_like.config.section import Count, Instead, OnlyIf, Positive, Section
 from nemo_like.config.texts import NEEDS_VALIDATION_ROWS
+from nemo_like.doors import Door
 
 REWARD_MODEL = "reward_model"
-BUILT_IN_REWARDS = (REASONING_GYM, "math", REWARD_MODEL)
+REWARDS = Door(
+    "nemo_like.rewards",
+    {
+        REASONING_GYM: "nemo_like.data.reasoning_gym.reward",
+        "math": "nemo_like.rewards.math.reward.reward",
+        REWARD_MODEL: "",
+    },
+)
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN_FUNCTION = OnlyIf(
-    lambda here, _: here.reward not in BUILT_IN_REWARDS,
+    lambda here, _: here.reward not in REWARDS.ours,
     "environment.reward is not a function of your own",
 )
 
@@ -52,7 +55,7 @@ class GradingModelConfig(Section):
 class EnvironmentConfig(Section):
     """What grades a completion."""
 
-    reward: str = "reasoning_gym"
+    reward: Annotated[str, REWARDS] = REASONING_GYM
     """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``reward_model`` (the score of
     ``environment.reward_model``), ``file.py:function`` or ``package.module.function``; ``def
     reward(prompt, completion, **fields) -> float | dict``, where fields are the row's, and
@@ -104,11 +107,12 @@ class SamplesConfig(Section):
     """Most tokens of one completion. None: ``generation.max_new_tokens``."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """A temperature that vLLM samples at, and filters of sampling that is not greedy."""
-        if run.generation.backend == "vllm" and 0 < self.temperature < LOWEST_TEMPERATURE:
+        """A temperature that the engine samples at, and filters of sampling that is not greedy."""
+        least = run.generation.kind.lowest_temperature
+        if 0 < self.temperature < least:
             yield (
-                f"{here}.temperature={self.temperature:g} must be at least {LOWEST_TEMPERATURE}, "
-                "or 0, which is greedy."
+                f"{here}.temperature={self.temperature:g} must be at least {least:g}, or 0, which "
+                "is greedy."
             )
         for name, off in (("top_p", 1.0), ("top_k", 0)):
             if self.temperature == 0 and (value := getattr(self, name)) != off:

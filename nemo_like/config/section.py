@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, dataclass_transform, get_args,
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from nemo_like.doors import Door
 from nemo_like.errors import UserError
 
 _MOST = 2**31
@@ -139,6 +140,9 @@ def check_sections(run: Section, unused: Sequence[tuple[str, str]] = ()) -> None
     """
     for key, value in _leaves(run):
         _check_value(key, value)
+    for key, door, spec in named_outside(run):
+        if refusal := door.refusal(key, spec):
+            raise UserError(refusal)
     default = type(run)()
     for key, why in unused:
         _refuse_changed(key, value_of(run, key), value_of(default, key), why)
@@ -146,6 +150,16 @@ def check_sections(run: Section, unused: Sequence[tuple[str, str]] = ()) -> None
     for here, section in [("", run), *_sections(run)]:
         for sentence in section.rules(here, run):
             raise UserError(sentence)
+
+
+def named_outside(run: Section) -> Iterator[tuple[str, Door, str]]:
+    """Each key that may name what users add, and each name that it has."""
+    for key, field in keys_of(type(run)):
+        for door in (one for one in field.metadata if isinstance(one, Door)):
+            value = value_of(run, key)
+            for spec in value if isinstance(value, list) else [value]:
+                if spec is not None:
+                    yield key, door, spec
 
 
 def _check_value(key: str, value: Any) -> None:

@@ -54,8 +54,7 @@ def connect() -> Callable[[], None]:
     if address in ("", "local"):
         leave = partial(_leave, _start())
     else:
-        _join(address)
-        leave = _leave
+        leave = partial(_leave, _join(address))
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler, below Python's, would print a traceback before ours is called.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -74,7 +73,8 @@ def check_head() -> None:
         ) from error
 
 
-def _leave(sweeper: Sweeper | None = None) -> None:
+def _leave(end: Callable[[], None]) -> None:
+    """``end`` is called once Ray has ended."""
     cause = sys.exc_info()[1]
     try:
         check_head()
@@ -92,8 +92,7 @@ def _leave(sweeper: Sweeper | None = None) -> None:
             for process in below:  # Agents that still start notice only later that Ray has ended.
                 with suppress(psutil.Error):
                     process.kill()
-            if sweeper is not None:
-                sweeper.close()
+            end()
 
 
 @contextmanager
@@ -126,12 +125,12 @@ def _end_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _start() -> Sweeper:
+def _start() -> Callable[[], None]:
     began = time.monotonic()
     try:
         sweeper = Sweeper()
         with _on_loopback(), _variables(sweeper.environment | {"TMPDIR": str(sweeper.folder)}):
-            _init_in_thread(
+            end_thread = _init_in_thread(
                 None, address="local", include_dashboard=False, _temp_dir=str(sweeper.folder)
             )
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
@@ -142,7 +141,12 @@ def _start() -> Sweeper:
             free_gib=psutil.virtual_memory().available / 2**30,
         )
         raise RunError(f"Ray could not be started on this machine: {told}") from error
-    return sweeper
+
+    def end() -> None:
+        end_thread()
+        sweeper.close()
+
+    return end
 
 
 def why_not_started(error: Exception, *, waited_s: float, load: float, free_gib: float) -> str:
@@ -202,7 +206,7 @@ def _in_a_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _join(address: str) -> None:
+def _join(address: str) -> Callable[[], None]:
     if address.startswith("ray://"):
         raise UserError(
             f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
@@ -216,7 +220,7 @@ def _join(address: str) -> None:
         )
     _check_answer(address)
     try:
-        _init_in_thread(_JOIN_TIMEOUT_S, address=address)
+        return _init_in_thread(_JOIN_TIMEOUT_S, address=address)
     except AuthenticationError as error:
         raise UserError(
             f"RAY_ADDRESS={address} wants a token, and none was found; put the cluster's into "
@@ -236,14 +240,15 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _init_in_thread(limit_s: float | None, **options: Any) -> None:
-    """ray.init; TimeoutError after ``limit_s``.
+def _init_in_thread(limit_s: float | None, **options: Any) -> Callable[[], None]:
+    """ray.init; TimeoutError after ``limit_s``. Returns how to end the thread, and all it started.
 
     Its waits are in C++, where no signal reaches them, so it has a thread, which may be left. There
     it leaves our handler of SIGTERM alone, and what it starts never sees that signal, which many
     send to all processes of a run: workers must live until the driver has saved.
     """
     done: Future[None] = Future()
+    left = threading.Event()
 
     def init() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
@@ -254,7 +259,7 @@ def _init_in_thread(limit_s: float | None, **options: Any) -> None:
             done.set_exception(error)
         else:
             done.set_result(None)
-            threading.Event().wait()  # The kernel ends what this thread has started with it.
+            left.wait()  # The kernel ends what this thread has started with it.
 
     threading.Thread(target=init, name="ray.init", daemon=True).start()
     try:
@@ -262,6 +267,7 @@ def _init_in_thread(limit_s: float | None, **options: Any) -> None:
     except (TimeoutError, KeyboardInterrupt, StoppedError) as error:
         _give_up_ray(error)
         raise
+    return left.set
 
 
 def _check_answer(address: str) -> None:

@@ -5,23 +5,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from nemo_like.config.generation import Backend
+from nemo_like.config.generation import engine_kind
 from nemo_like.distributed.worker import Worker
+from nemo_like.doors import import_path
 from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, HasProcesses, Link
 from nemo_like.refit.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
 
-def engine_class(backend: Backend) -> Callable[[EngineConfig], Engine]:
-    """The engine of a backend; only the one that is asked for is imported."""
-    if backend == "vllm":
-        from nemo_like.generation.vllm.engine import VLLMEngine
-
-        return VLLMEngine
-    from nemo_like.generation.hf_engine import HFEngine
-
-    return HFEngine
+def engine_class(backend: str) -> Callable[[EngineConfig], Engine]:
+    """The engine of a backend, imported."""
+    engine = engine_kind(backend).engine
+    return import_path(engine) if isinstance(engine, str) else engine
 
 
 class GenerationWorker(Worker):
@@ -29,7 +25,7 @@ class GenerationWorker(Worker):
 
     _engine: Engine | None = None
 
-    async def start_engine(self, backend: Backend, config: EngineConfig) -> None:
+    async def start_engine(self, backend: str, config: EngineConfig) -> None:
         """Bring the engine up, without weights."""
         begin = time.monotonic()
         # In a thread: importing vLLM takes seconds, in which the event loop would answer nobody.

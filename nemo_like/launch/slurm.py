@@ -1,9 +1,10 @@
 """``nemo-like slurm``: a run as a batch job of Slurm.
 
-``render`` prints the batch script of ``python SCRIPT key=value ...``, after checking the
-configuration; ``submit`` hands it to sbatch. The job has ``cluster.num_nodes`` nodes with
-``cluster.gpus_per_node`` GPUs each; all else that Slurm is asked for is in ``cluster.slurm``
-(docs/config.md). With ``--multirun`` each combination is one task of a job array.
+``render`` prints the batch script of ``python SCRIPT key=value ...``, or for the name of an
+algorithm of ``nemo-like NAME key=value ...``, after checking the configuration; ``submit`` hands it
+to sbatch. The job has ``cluster.num_nodes`` nodes with ``cluster.gpus_per_node`` GPUs each; all
+else that Slurm is asked for is in ``cluster.slurm`` (docs/config.md). With ``--multirun`` each
+combination is one task of a job array.
 
 ``status``, ``logs`` and ``cancel`` take the id of a job, or of one task of an array (12_3).
 """
@@ -84,10 +85,11 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     parser.add_argument("--multirun", "-m", action="store_true", help="one task a combination")
     options = parser.parse_intermixed_args(arguments)
     script, *options.words = options.words or [""]
-    if not script.endswith(".py") or not Path(script).is_file():
+    is_command = script in registry.names()
+    if not is_command and not (script.endswith(".py") and Path(script).is_file()):
         raise UserError(
             f"SCRIPT={script!r} is no Python file; use nemo-like slurm {command} {_RUN_USAGE}, "
-            "for example with examples/run_grpo.py."
+            "for example with examples/run_grpo.py, or with grpo alone for nemo-like grpo."
         )
     own = Path(script).stem.removeprefix("run_")
     named = options.config_name
@@ -102,7 +104,9 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     check_run_dirs(configs)
     if own in registry.names():  # Scripts of the user's own may run any.
         check_algorithm(script, type(configs[0]), registry.find(own).config)
-    head = ["python", script, *([f"--config-name={named}"] if named else [])]
+    head = ["nemo-like" if is_command else "python", script]
+    if named:
+        head.append(f"--config-name={named}")
     # Hydra looks for relative ones beside the script; here they are where they are typed.
     if options.config_path:
         head.append(f"--config-path={folder.resolve()}")

@@ -6,7 +6,6 @@ of the teacher.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import DistillationLossConfig, TeacherTail
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 # Of a logprob of -infinity, 0 * infinity would make NaN; the exponential of this is 0 as well.
@@ -35,7 +34,11 @@ class DistillationLoss:
     vocabulary: int | None = None
     """Ids from here on are padding that the teacher does not have: the student's distribution is
     renormalised over the others. None: none."""
-    ids_column: ClassVar[str] = keys.TEACHER_IDS
+
+    @property
+    def needs(self) -> Needs:
+        """The student's logprobs of the teacher's ids."""
+        return Needs(ids_column=keys.TEACHER_IDS, vocabulary=self.vocabulary)
 
     def __call__(
         self, logprobs_at: Tensor, batch: TensorBatch, denominators: Denominators

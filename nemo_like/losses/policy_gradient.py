@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import LossConfig, RatioLevel
+from nemo_like.config.losses import OBJECTIVES, LossConfig, RatioLevel
 from nemo_like.losses.aggregate import GlobalMean, as_metrics, row_means, row_sums, trained_tokens
 from nemo_like.losses.kl import kl_estimate, kl_loss
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 # A ratio of e^20 has long left any trust region; above it float32 would overflow in the backward.
@@ -42,9 +42,9 @@ class ClippedPGLoss:
         assert not constant or self.config.constant_tokens is not None
 
     @property
-    def needs_entropy(self) -> bool:
-        """See ``Loss``."""
-        return self.config.entropy_coef > 0
+    def needs(self) -> Needs:
+        """Entropies where they weigh something."""
+        return Needs(entropy=self.config.entropy_coef > 0)
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
@@ -62,7 +62,7 @@ class ClippedPGLoss:
         weight, was_cut = importance_weights(gap, row, len(batch), config)
 
         ratio = probability_ratio(current, policy, row, len(batch), config.ratio_level)
-        objective, was_clipped = policy_objective(
+        objective, was_clipped = OBJECTIVES.load("loss.objective", config.objective)(
             ratio, current, _advantages(batch, at, row), config
         )
         loss = mean(weight * objective)
@@ -77,7 +77,7 @@ class ClippedPGLoss:
             kl = mean(weight * kl_loss(to_reference, of_token, config.kl_estimator))
             loss = loss + config.kl_coef * kl
             means["train/kl"] = kl_estimate(to_reference, config.kl_estimator)
-        if self.needs_entropy:
+        if self.needs.entropy:
             entropy = batch.tokens[keys.ENTROPIES][at].float()
             loss = loss - config.entropy_coef * mean(weight * entropy)
             means["train/entropy"] = entropy

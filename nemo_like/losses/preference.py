@@ -18,7 +18,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import DPOLossConfig
 from nemo_like.losses.aggregate import as_metrics, row_means, row_sums, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 
@@ -33,6 +33,7 @@ class PreferenceLoss:
     """
 
     config: DPOLossConfig
+    needs = Needs()
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators

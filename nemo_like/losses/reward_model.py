@@ -12,7 +12,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import RewardModelLossConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.preference import of_pairs, sigmoid_loss, smoothed, training_pairs
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 
@@ -25,6 +25,7 @@ class RewardModelLoss:
     """
 
     config: RewardModelLossConfig
+    needs = Needs()
 
     def __call__(
         self, values: Tensor, batch: TensorBatch, denominators: Denominators

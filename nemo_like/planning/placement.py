@@ -17,7 +17,12 @@ def check_placement(config: RunConfig) -> None:
     if plan.critic:
         parallel_sizes(config.policy, len(plan.critic))
     if isinstance(config, SamplingRunConfig):
-        refit_transport(config.refit, plan)
+        transport, usable = refit_transport(config.refit, plan), config.generation.kind.transports
+        if transport not in usable:
+            raise UserError(
+                f"refit.transport={transport}, which fits the bundles, does not reach an engine of "
+                f"generation.backend={config.generation.backend}; set it to {' or '.join(usable)}."
+            )
     for rules in (
         _scalar_head_rules(config),
         _tensor_parallel_rules(config, sizes, plan),

@@ -56,6 +56,7 @@ class Policy:
         self._attention_tokens = attention_tokens(Path(model_path))
         self._save_timeout_s = cluster_config.save_timeout_s
         self._parallel = config.parallel
+        self._output = output
         self.group = group
         self._setup = PolicySetup(
             engine=EngineSetup(
@@ -164,17 +165,16 @@ class Policy:
         loss: Loss,
         *,
         rows_per_unit: int = 1,
-        on_policy: bool = False,
         check: Callable[[Metrics], None] | None = None,
     ) -> Metrics:
         """One optimizer step on all rows that train; the gradient is that of one global mean.
 
         ``rows_per_unit``: consecutive rows that belong together (2: preference pairs); they train
-        together or not at all. ``on_policy``: the batch was sampled with the current weights and
-        has no policy logprobs. ``check`` runs on every rank before the optimizer step; see
-        ``Trainer.train``.
+        together or not at all. ``check`` runs on every rank before the optimizer step; see
+        ``Trainer.train``. Sampled completions without policy logprobs (see ``logprobs``) must
+        be those of the current weights.
         """
-        shards = self._train_shards(batch, loss, rows_per_unit, on_policy=on_policy, check=check)
+        shards = self._train_shards(batch, loss, rows_per_unit, check)
         if not shards:
             logger.warning("No row of this step trains; its optimizer step is left out.")
             return {}
@@ -229,8 +229,6 @@ class Policy:
         batch: RemoteBatch,
         loss: Loss,
         rows_per_unit: int,
-        *,
-        on_policy: bool = False,
         check: Callable[[Metrics], None] | None = None,
     ) -> list[TrainShard]:
         """Each data-parallel rank's rows that train, with the counts of all; none: no shards."""
@@ -242,12 +240,21 @@ class Policy:
         denominators = Denominators(
             tokens=float(batch.rows[keys.NUM_LOSS_TOKENS].sum()), sequences=float(len(batch))
         )
+        on_policy = self._is_on_policy(batch)
         return [
             TrainShard(
                 shard=shard, loss=loss, denominators=denominators, on_policy=on_policy, check=check
             )
             for shard in self._shards(batch, self._plan(batch, rows_per_unit))
         ]
+
+    def _is_on_policy(self, batch: RemoteBatch) -> bool:
+        """Whether this step's own forward pass gives the policy's logprobs of what it sampled."""
+        versions = batch.rows.get(keys.WEIGHT_VERSIONS)
+        if self._output != "logprobs" or versions is None or keys.MEAN_MISMATCHES in batch.rows:
+            return False
+        assert bool((versions == self.weight_version).all()), "these rows need policy logprobs"
+        return True
 
     def _plan(self, batch: RemoteBatch, rows_per_unit: int = 1) -> MicroBatchPlan:
         return plan_micro_batches(

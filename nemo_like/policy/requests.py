@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.protocol import Loss, ids_column, needs_entropy, vocabulary
+from nemo_like.losses.protocol import Loss
 from nemo_like.policy.inputs import ModelInputs
 
 MicroBatches = Sequence[TensorBatch | None]
@@ -54,11 +54,12 @@ class Calls:
 
 def calls_for_loss(loss: Loss, calls: Sequence[Call], micro_batches: MicroBatches) -> list[Call]:
     """``calls`` with what ``loss`` asks for beside logprobs; see ``Loss``."""
-    if needs_entropy(loss):
+    needs = loss.needs
+    if needs.entropy:
         calls = [replace(call, entropy_trains=True) for call in calls]
-    if column := ids_column(loss):
+    if column := needs.ids_column:
         return [
-            replace(call, ids=_ids(call.inputs, batch, column), vocabulary=vocabulary(loss))
+            replace(call, ids=_ids(call.inputs, batch, column), vocabulary=needs.vocabulary)
             for call, batch in zip(calls, micro_batches, strict=True)
         ]
     return list(calls)

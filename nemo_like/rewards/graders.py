@@ -10,9 +10,9 @@ from nemo_like.config.remote_code import TRUSTED, trusts_code
 from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
+from nemo_like.doors import absolute
 from nemo_like.errors import UserError
 from nemo_like.rewards.grading_pool import GradingPool, memory_share
-from nemo_like.rewards.resolve import absolute_reward
 from nemo_like.rewards.reward_text import RewardText
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def for_other_folders(
     if environment.reward == REWARD_MODEL:
         text = RewardText(model, switches)
         model = model.replace(model=str(text.folder), template_switches=text.chat.switches)
-    return environment.replace(reward=absolute_reward(environment.reward), reward_model=model)
+    return environment.replace(reward=absolute(environment.reward), reward_model=model)
 
 
 def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> GradingPool:

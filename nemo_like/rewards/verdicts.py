@@ -9,9 +9,10 @@ from numbers import Complex, Real
 from pathlib import Path
 from typing import Any
 
+from nemo_like.doors import error_place, error_text
 from nemo_like.errors import UserError
 from nemo_like.rewards.protocol import MOST, GradingRow, Verdict, failed
-from nemo_like.rewards.resolve import RewardFunction, error_place, error_text
+from nemo_like.rewards.resolve import RewardFunction
 
 _SPENT_ERRNOS = (errno.ENOMEM, errno.EMFILE)
 _MOST_CAUSES = 20

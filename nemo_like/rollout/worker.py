@@ -9,7 +9,6 @@ import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.config.generation import Backend
 from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.generation.protocol import EngineConfig, SamplingParams
@@ -26,7 +25,7 @@ from nemo_like.rollout.rollout import RolloutTask, Sample, Trajectory, as_sample
 class RolloutSetup:
     """What every replica needs to start."""
 
-    backend: Backend
+    backend: str
     engine: EngineConfig
     environment: EnvironmentConfig
     engines_per_node: int

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.run import CheckpointConfig
-from nemo_like.config.special_files import refuse_special
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
+from nemo_like.special_files import refuse_special
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import psutil
-
-from nemo_like.config.run import RunConfig
+from nemo_like.config.run import SINKS, RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.observe.console import (
@@ -50,17 +48,22 @@ class Run:
     weights it measured (0: before training).
     """
 
-    def __init__(self, config: RunConfig, name: str) -> None:
+    def __init__(self, config: RunConfig, name: str, began: float | None = None) -> None:
+        """``began``: when its command was typed, by ``time.time``. None: now."""
         self.config = config
         self.dir = make_run_dir(config, name)
-        self._exit = ExitStack()
-        self._exit.enter_context(claim(self.dir))
+        with ExitStack() as stack:
+            stack.enter_context(claim(self.dir))
+            self._open(config, began or time.time(), stack)
+            self._exit = stack.pop_all()
+
+    def _open(self, config: RunConfig, began: float, stack: ExitStack) -> None:
         self.spans = Spans()
         self._start = time.monotonic()
         terminal = live_terminal(config.logging.console)
-        setup_logging(self.dir, terminal)
-        self._process_began = psutil.Process().create_time()
-        imports_s = time.time() - self._process_began
+        stack.callback(setup_logging(self.dir, terminal))
+        self._began = began
+        imports_s = time.time() - began
         self._start_up = {"time/imports_s": imports_s}
         self.saves = Saves(config, self.dir, self._start - imports_s)
         latest = self.saves.checkpoints.latest() if config.run.resume else None
@@ -254,14 +257,14 @@ class Run:
         self._sinks.log(step, numbers)
 
     def _tell_start_up(self, step: int, spans: dict[str, float]) -> None:
-        """Where the time from the process's start to the end of its first step went."""
+        """Where the time from the command to the end of its first step went."""
         if step > self.first_step + 1:
             return
         for name, seconds in spans.items():
             if name != "time/step_s":  # It contains others.
                 self._start_up[name] = self._start_up.get(name, 0.0) + seconds
         if step == self.first_step + 1:
-            total = time.time() - self._process_began
+            total = time.time() - self._began
             phases = ", ".join(
                 f"{name.removeprefix('time/').removesuffix('_s')} {seconds:.1f}"
                 for name, seconds in self._start_up.items()
@@ -297,4 +300,8 @@ class Run:
                     config=self.config.model_dump(),
                 )
             )
-        return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)
+        last_step = kept_step if kept_step > 0 else None
+        for spec in logging_config.sinks:
+            make = SINKS.load("logging.sinks", spec)
+            sinks.append(make(self.dir, self.config, last_step))
+        return Sinks([*sinks, self._progress], last_step)

@@ -64,7 +64,7 @@ def train(config: DistillationConfig, live: Sampling, teacher: Policy, compared:
             batch = with_teacher(batch, teacher, compared)
         with span("train"):
             check = live.mismatch_check()
-            metrics |= live.policy.train(batch, loss, on_policy=True, check=check)
+            metrics |= live.policy.train(batch, loss, check=check)
         live.log(metrics | batch_metrics(batch))
 
 

@@ -17,6 +17,7 @@ from nemo_like.algorithms.policy_gradient import PolicyGradient, batch_metrics, 
 from nemo_like.algorithms.sampling import Sampling, start_sampling
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
+from nemo_like.config.losses import ADVANTAGES
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.advantages import (
     group_advantages,
@@ -106,9 +107,10 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
         )
     if config.kl_in_reward:
         rewards = rewards - config.loss.kl_coef * rows[keys.REFERENCE_KL]
-    rows[keys.ADVANTAGES] = group_advantages(
-        rewards, rows[keys.PROMPT_IDS], counted(batch, config), advantage
-    )
+    make = group_advantages
+    if advantage.function is not None:
+        make = ADVANTAGES.load("advantage.function", advantage.function)
+    rows[keys.ADVANTAGES] = make(rewards, rows[keys.PROMPT_IDS], counted(batch, config), advantage)
 
 
 def group_metrics(batch: RemoteBatch, config: GRPOConfig) -> Metrics:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from nemo_like.config.policy import ADAPTER_RANKS
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.planning.model_shape import read_settings
 from nemo_like.refit.adapters import expected_adapters
 
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of buffers that vLLM has for adapters that it computes with."""
 OWNED_KEYS = (
     "model",
     "tokenizer",
@@ -115,7 +116,7 @@ def _adapter_args(config: EngineConfig) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": next(one for one in ADAPTER_RANKS if one >= config.lora.rank),
+        "max_lora_rank": next(one for one in _ADAPTER_RANKS if one >= config.lora.rank),
         # All others stay as they are, without a place for adapters.
         "lora_target_modules": sorted(layers),
     }
