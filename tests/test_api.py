@@ -179,6 +179,19 @@ def run(steps, folder):
 before = facts()
 """,
     "first = run(1, 'first')\nassert facts() == before, (facts(), before)",
+    """
+def interrupt_start():
+    while "ray.init" not in {one.name for one in threading.enumerate()}:
+        time.sleep(0.01)
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt_start).start()
+try:
+    run(1, "start")
+except KeyboardInterrupt:
+    print("early")
+""",
     "offset = 100.0\nassert run(1, 'second') > first + 50\nassert facts() == before",
     """
 def interrupt():
@@ -241,4 +254,4 @@ def test_a_notebook_runs_again_and_interrupts_and_nothing_stays(
         text=True,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.split() == ["interrupted", "refused"]
+    assert ended.stdout.split() == ["early", "interrupted", "refused"]

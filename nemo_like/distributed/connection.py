@@ -30,6 +30,7 @@ _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ANSWER_TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 30.0
 _HOST_AND_PORT = re.compile(r"[^\s/]+:[0-9]{1,5}")
+_ABANDONED = "ray.init, abandoned"
 _BUSY = 3.0
 """Processes that want to run, for each processor, from where on Ray may miss its own limits."""
 _SLOW_S = 25.0
@@ -45,6 +46,9 @@ def connect() -> Callable[[], None]:
     Raises UserError if no Ray of this version answers at RAY_ADDRESS, RunError if its head does not
     go on answering, both within half a minute; RunError if Ray cannot be started here.
     """
+    for thread in threading.enumerate():
+        if thread.name == _ABANDONED:
+            thread.join()  # It ends a Ray whose start was interrupted, in a notebook.
     if ray.is_initialized():
         return lambda: None
     # The next call to a worker tells of a failure that nobody waited for, and one rank's of all
@@ -131,7 +135,11 @@ def _start() -> Callable[[], None]:
         sweeper = Sweeper()
         with _on_loopback(), _variables(sweeper.environment | {"TMPDIR": str(sweeper.folder)}):
             end_thread = _init_in_thread(
-                None, address="local", include_dashboard=False, _temp_dir=str(sweeper.folder)
+                None,
+                sweeper.close,
+                address="local",
+                include_dashboard=False,
+                _temp_dir=str(sweeper.folder),
             )
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         told = why_not_started(
@@ -220,7 +228,7 @@ def _join(address: str) -> Callable[[], None]:
         )
     _check_answer(address)
     try:
-        return _init_in_thread(_JOIN_TIMEOUT_S, address=address)
+        return _init_in_thread(_JOIN_TIMEOUT_S, lambda: None, address=address)
     except AuthenticationError as error:
         raise UserError(
             f"RAY_ADDRESS={address} wants a token, and none was found; put the cluster's into "
@@ -240,8 +248,12 @@ def _join(address: str) -> Callable[[], None]:
         ) from error
 
 
-def _init_in_thread(limit_s: float | None, **options: Any) -> Callable[[], None]:
+def _init_in_thread(
+    limit_s: float | None, if_abandoned: Callable[[], None], **options: Any
+) -> Callable[[], None]:
     """ray.init; TimeoutError after ``limit_s``. Returns how to end the thread, and all it started.
+
+    If it is interrupted, Ray ends as soon as it has started, and then ``if_abandoned`` is called.
 
     Its waits are in C++, where no signal reaches them, so it has a thread, which may be left. There
     it leaves our handler of SIGTERM alone, and what it starts never sees that signal, which many
@@ -260,11 +272,18 @@ def _init_in_thread(limit_s: float | None, **options: Any) -> Callable[[], None]
         else:
             done.set_result(None)
             left.wait()  # The kernel ends what this thread has started with it.
+        if threading.current_thread().name == _ABANDONED:
+            ray.shutdown()
+            if_abandoned()
+            atexit.unregister(_end_at_once)
 
-    threading.Thread(target=init, name="ray.init", daemon=True).start()
+    thread = threading.Thread(target=init, name="ray.init", daemon=True)
+    thread.start()
     try:
         done.result(limit_s)
     except (TimeoutError, KeyboardInterrupt, StoppedError) as error:
+        thread.name = _ABANDONED
+        left.set()
         _give_up_ray(error)
         raise
     return left.set

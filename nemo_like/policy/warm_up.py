@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy.gradients import forget_gradients
 from nemo_like.policy.inputs import made_up_rows
@@ -19,11 +19,14 @@ def warm_up(engine: Trainer) -> None:
     if engine.mesh.sizes.pp > 1:
         return  # All passes through a pipeline have one shape, which is the step's own.
     rows = [made_up_rows(lengths, engine.device) for lengths in _ROWS]
-    engine.backward(rows, _no_loss, Denominators(tokens=1.0, sequences=1.0), 1.0, None)
+    engine.backward(rows, _NoLoss(), Denominators(tokens=1.0, sequences=1.0), 1.0, None)
     forget_gradients(engine.parameters)
 
 
-def _no_loss(
-    logprobs: Tensor, batch: TensorBatch, denominators: Denominators
-) -> tuple[Tensor, Metrics]:
-    return logprobs.sum() * 0, {}
+class _NoLoss:
+    needs = Needs()
+
+    def __call__(
+        self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
+    ) -> tuple[Tensor, Metrics]:
+        return logprobs.sum() * 0, {}
