@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from nemo_like.algorithms.grpo.loop import loop
+from nemo_like.algorithms.grpo import loop
 from nemo_like.algorithms.sampling import start_sampling
 from nemo_like.algorithms.session import opened
 from nemo_like.errors import RunError, StoppedError, UserError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from nemo_like.algorithms.processes import find_model
-from nemo_like.launch.console import CONFIGS, main
+from nemo_like.algorithms.session import find_model
+from nemo_like.cli import CONFIGS, main
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
