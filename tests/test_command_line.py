@@ -589,7 +589,7 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 exec(sys.argv[1])
 """
-SHELL = "from nemo_like.launch.console import main; main(['plan'])"
+SHELL = "from nemo_like.cli import main; main(['plan'])"
 
 
 @pytest.mark.parametrize("module", ["hydra", "nemo_like.config.load"])

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from nemo_like.algorithms.session import find_model
-from nemo_like.cli import CONFIGS, main
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,6 +16,9 @@ from transformers import (
 )
 
 import nemo_like
+from nemo_like.algorithms.session import find_model
+from nemo_like.cli import main
+from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.compose.load import compose_config
 from nemo_like.config.paths import check_scores
 from nemo_like.config.policy import PolicyConfig
