@@ -9,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -194,3 +196,10 @@ def pool() -> Iterator[ProcessPool]:
     pool = ProcessPool(8, preload=("tests.engine_cases", "tests.three_steps", *models))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_process() -> Iterator[ProcessPoolExecutor]:
+    """Imports vLLM, which changes what it finds, once and away from other tests."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        yield process

@@ -1,9 +1,7 @@
 """Weights that leave the policy are those that trained: in every family, in every spelling."""
 
 import json
-import multiprocessing
 import re
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -69,14 +67,6 @@ def test_the_exported_folder_has_the_logprobs_of_the_trainer(family, rank, train
     assert max(gaps) < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def vllm_process():
-    """Imports vLLM, which changes what it finds, once and away from other tests."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as process:
-        yield process
-
-
 def _in_vllm(family, rank, marks=()):
     return pytest.param(family, rank, marks=marks, id=f"{family}-{'lora' if rank else 'whole'}")
 
@@ -139,8 +129,15 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rank", [0, 8], ids=["whole", "lora"])
-@pytest.mark.parametrize("family", ["qwen3-moe-tied", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "rank"),
+    [
+        pytest.param("qwen3-moe-tied", 0, id="qwen3-moe-tied-whole"),
+        pytest.param("mixtral", 8, id="mixtral-lora"),
+        pytest.param("qwen3-moe-tied", 8, marks=pytest.mark.full, id="qwen3-moe-tied-lora"),
+        pytest.param("mixtral", 0, marks=pytest.mark.full, id="mixtral-whole"),
+    ],
+)
 def test_experts_are_read_trained_and_leave_alike_in_every_layout(
     family, rank, layout, pool, model_of
 ):

@@ -80,6 +80,7 @@ def test_what_is_written_as_it_is_read_is_accepted():
     [
         ("recipes/grpo_smolm2_1gpu", "did you mean recipes/grpo_smollm2_1gpu? There are recipes/c"),
         ("dapo", "did you mean recipes/dapo?"),
+        ("recipe/grpo", "did you mean recipes/grpo? There are recipes/c"),
         ("grop", "did you mean grpo? There are distillation, dpo, eval, grpo,"),
         ("elsewhere/recipes/dapo.yaml", "there is no elsewhere/recipes/dapo.yaml; did you mean r"),
         ("configs/recipes/dapo.yaml", "give that file by --config-name=recipes/dapo"),

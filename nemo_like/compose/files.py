@@ -108,6 +108,6 @@ def _no_such_file(folders: Sequence[Path], name: str, where: str) -> UserError:
     if not names:
         return UserError(f"{start}, nor another one in {' or '.join(map(str, folders))}.")
     same = [one for one in names if Path(one).name == Path(name).name]
-    nearest = (same or difflib.get_close_matches(name, names, n=1, cutoff=0.0))[0]
+    nearest = difflib.get_close_matches(name, same or names, n=1, cutoff=0.0)[0]
     group = [one for one in names if Path(one).parent == Path(nearest).parent]
     return UserError(f"{start}; did you mean {nearest}? There are {', '.join(group)}.")
