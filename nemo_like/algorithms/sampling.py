@@ -33,7 +33,6 @@ from nemo_like.models.context import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.policy import Policy
-from nemo_like.policy.process import policy_group
 from nemo_like.rewards import graders
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.weight_sync import WeightSync
@@ -116,7 +115,7 @@ def start_sampling(
         config, run, plan, engine_config(config, session.model_path, longest, plan)
     )
     with run.start_phase("workers"):
-        if (grading_model := setup.environment.reward_model.model) is not None:
+        if (grading_model := setup.environment.reward_model) is not None:
             session.ask_for(generation.group, grading_model)
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
@@ -148,7 +147,11 @@ def rollout_setup(
     return RolloutSetup(
         backend=absolute(config.generation.backend),
         engine=engine,
-        environment=graders.for_other_folders(config.environment, config.data.template_switches),
+        environment=graders.for_other_folders(config.environment),
+        template_switches=config.data.template_switches,
+        num_grading_threads=max(
+            1, int(config.cluster.cpus_per_worker) // config.environment.num_processes
+        ),
         engines_per_node=plan.engines_per_node,
         trajectories_path=str(run.dir / "trajectories.jsonl"),
         resumed_step=run.first_step,
@@ -157,21 +160,10 @@ def rollout_setup(
 
 def new_critic(config: PolicyConfig, session: Session, model_path: str, max_updates: int) -> Policy:
     """A model that gives values, on the policy's bundles or its own; not started yet."""
-    cluster_config = session.run.config.cluster
-    group = policy_group(
-        config,
-        cluster_config,
-        session.cluster,
-        log_dir=session.run.log_dir,
-        role="critic",
-        on=session.cluster.plan.critic,
-        meter=session.meter,
-    )
-    session.stack.callback(group.shutdown)
-    session.ask_for(group, model_path)
+    group = session.new_group(config, model_path, "critic", session.cluster.plan.critic)
     return Policy(
         config,
-        cluster_config,
+        session.run.config.cluster,
         group,
         model_path=model_path,
         max_steps=max_updates,
