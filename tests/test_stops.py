@@ -8,7 +8,6 @@ import time
 from functools import cache
 from pathlib import Path
 
-import psutil
 import pytest
 
 from nemo_like.compose.load import compose_config
@@ -58,12 +57,12 @@ def composed(*overrides):
     return compose_config(ROOT / "configs", "sft", [*always, *overrides])
 
 
-def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2):
-    """``steps`` steps that add one; ``act`` is told of each phase. Returns the model."""
+def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2, began=None):
+    """``steps`` steps that add one; ``act`` gets the name of each phase. Returns the model."""
     config = composed(*overrides)
     config = config.replace(run=config.run.replace(dir=str(folder)))
     model = Counter(act)
-    with Run(config, "sft") as run:
+    with Run(config, "sft", began) as run:
         with run.start_phase("data"):
             act("start")
         run.restore({"policy": model}, model)
@@ -250,8 +249,8 @@ def test_a_run_saves_by_time_and_reasons_that_coincide_make_one_checkpoint(tmp_p
 
 def test_time_to_save_counts_from_the_start_of_the_process(tmp_path):
     """Start-up is lost as well, where a machine is taken away."""
-    age_s = time.time() - psutil.Process().create_time()
-    run_counter(tmp_path, f"checkpoint.every_minutes={age_s / 60}", "checkpoint.keep_last=9")
+    overrides = ("checkpoint.every_minutes=1", "checkpoint.keep_last=9")
+    run_counter(tmp_path, *overrides, began=time.time() - 60)
     assert saved(tmp_path) == [1, 4]
 
 
