@@ -167,7 +167,6 @@ def facts():
         logging.getLogger().handlers[:],
         logging.getLogger().level,
         [one for one in sys.path if "inputs" in one],
-        [one for one in sys.modules if one.startswith("reward_")],
     )
 
 
