@@ -38,12 +38,9 @@ Keys = Mapping[str, Any] | None
 """Dotted keys (docs/config.md) and their values."""
 
 _REWARD_FILE = '''"""The reward function of this run as it was passed; see ``nemo_like.api``."""
-
 import sys
 from pathlib import Path
-
 from ray import cloudpickle
-
 sys.path.extend(one for one in {path!r} if one not in sys.path)
 reward = cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
 '''
