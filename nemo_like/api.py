@@ -1,7 +1,6 @@
 """Runs from Python, in a script or a notebook, on the same path as the command line.
 
     import nemo_like as nl
-
     run = nl.grpo(model="embedded", train=rows, reward=score, overrides={"grpo.max_steps": 20})
     run.metrics, run.model_dir
 
@@ -25,7 +24,9 @@ from nemo_like.compose.load import check, check_algorithm, compose_raw, typed
 from nemo_like.compose.overrides import as_typed
 from nemo_like.config.paths import check_run_dir
 from nemo_like.config.run import RunConfig
-from nemo_like.errors import StoppedError, UserError
+from nemo_like.distributed.compiler_cache import keep_compiler_cache
+from nemo_like.errors import UserError
+from nemo_like.run.ending import told_to_end
 from nemo_like.run.folder import make_run_dir
 
 Rows = str | Path | Iterable[Mapping[str, Any]] | None
@@ -132,11 +133,14 @@ def train(
                     **{section: getattr(config, section).replace(**{name: value})}
                 )
         check(config)
+        keep_compiler_cache()
         from nemo_like.algorithms.session import launch  # imports Ray
 
         launch(algorithm, config)
-    except SystemError as error:  # Ray's calls in C wrap what a signal's handler raises in them
-        raise error.__cause__ if isinstance(error.__cause__, StoppedError) else error from None
+    except Exception as error:
+        if (told := told_to_end(error)) is not None:
+            raise told from None
+        raise
     finally:
         if (inputs := str(folder / "inputs")) in sys.path:  # since its signature was read
             sys.path.remove(inputs)
