@@ -107,9 +107,8 @@ sft = partial(_texts, "sft")
 dpo = partial(_texts, "dpo")
 rm = partial(_texts, "rm")
 distill = partial(_samples, "distillation")
-"""Rewards are only logged. ``overrides={"teacher.model": ...}`` names the teacher."""
 distill_texts = partial(_texts, "off_policy_distillation")
-"""The same on given conversations."""
+"""Both need ``overrides={"teacher.model": ...}``."""
 eval = partial(_samples, "eval")
 """Measures on ``validation``; ``summary`` is the whole report."""
 
@@ -149,14 +148,12 @@ def train(
     return RunResult(folder)
 
 
-def _run(
-    name: str, config_name: str | None, overrides: Keys, model: Model, **inputs: Any
-) -> RunResult:
-    keys = dict(overrides or {})
+def _run(name: str, config: str | None, keys: Keys, model: Model, **inputs: Any) -> RunResult:
+    keys = dict(keys or {})
     if model is not None:
         is_choice = (SHIPPED / "model" / f"{model}.yaml").is_file() and name != "eval"
         keys = {"model" if is_choice else "policy.model": model, **keys}
-    composed = compose_raw(SHIPPED, config_name or name, as_typed(keys))
+    composed = compose_raw(SHIPPED, config or name, as_typed(keys))
     check_algorithm(f"nl.{name}", composed.schema, registry.find(name).config)
     return train(typed(composed.raw, composed.schema), **inputs)
 
