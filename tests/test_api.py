@@ -29,23 +29,28 @@ def overrides(folder, **changes):
 
 
 def test_ten_lines_learn_to_answer_briefly(local_ray, tmp_path):
-    most = 32.0
+    lines = (ROOT / "examples/custom_reward/rows.jsonl").read_text().splitlines()
+    half = 20
 
-    def brief(prompt, completion, wanted):
-        return -len(completion) / most
+    def brief(prompt, completion, **fields):
+        return 1 / (1 + len(completion) / half)
 
     run = nl.grpo(
         model="embedded",
-        train=ROWS,
+        train=[json.loads(line) for line in lines],
         reward=brief,
         overrides=overrides(
-            tmp_path, grpo__max_steps=15, policy__optimizer__lr=3e-3, generation__max_new_tokens=32
+            tmp_path,
+            grpo__max_steps=20,
+            grpo__num_prompts_per_step=8,
+            policy__optimizer__lr=1e-3,
+            generation__max_new_tokens=32,
         ),
     )
     rewards = [record["rollout/reward"] for record in run.metrics]
-    assert len(rewards) == 15
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
-    assert run.summary["steps"] == 15
+    assert len(rewards) == 20
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.05
+    assert run.summary["steps"] == 20
     assert json.loads((run.model_dir / "config.json").read_text())["model_type"] == "llama"
 
 
