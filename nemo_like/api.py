@@ -34,7 +34,6 @@ Rows = str | Path | Iterable[Mapping[str, Any]] | None
 Reward = str | Callable[..., Any] | None
 """A function ``reward(prompt, completion, **fields)``, or a value of ``environment.reward``."""
 Model = str | Path | None
-"""A value of ``policy.model``, or of the group ``model``."""
 Keys = Mapping[str, Any] | None
 """Dotted keys (docs/config.md) and their values."""
 
