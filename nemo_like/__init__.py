@@ -48,11 +48,12 @@ _MODULES = {
 }
 """Where each name is; an editor reads the imports above."""
 
+if not TYPE_CHECKING:  # which would take any name for known
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'nemo_like' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"nemo_like.{_MODULES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'nemo_like' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"nemo_like.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nemo_like.algorithms.session import launch
 from nemo_like.compose import registry
 from nemo_like.compose.load import compose_config
+from nemo_like.config.losses import LossConfig
 from nemo_like.doors import Door
 from nemo_like.errors import UserError
 from tests.small_runs import ROOT, SMALL, records, run
@@ -91,20 +93,27 @@ def test_loss_advantage_engine_and_logger_come_from_one_file_of_the_user(
     assert len(lines(tmp_path / "engine.jsonl")) == 2 * 4 * 4
 
 
-def test_the_example_of_a_loss_trains_like_the_clip_until_the_policy_has_moved(local_ray, tmp_path):
-    losses = {}
-    for name, objective in (("clip", "clip"), ("spo", f"{SPO}:objective")):
-        found = run(
-            tmp_path / name,
-            f"loss.objective={objective}",
-            "policy.optimizer.lr=1e-3",
-            "grpo.max_steps=1",
-            "grpo.num_mini_batches=2",
-            "validation.every_steps=0",
-        )
-        losses[name] = found[1]["train/loss"]
-    assert losses["spo"] == pytest.approx(losses["clip"], abs=0.1)
-    assert losses["spo"] != losses["clip"]
+def test_the_example_of_a_loss_has_no_gradient_at_the_end_of_its_range():
+    ratio = torch.tensor([1.0, 1.2, 1.4, 0.8], requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    objective = Door("nemo_like.none").load("some.key", f"{SPO}:objective")
+    terms, left = objective(ratio, ratio.log(), advantages, LossConfig(clip_high=0.2))
+    assert terms.tolist() == pytest.approx([-1.0, -1.1, 1.8, 0.9])
+    assert left[[0, 2]].tolist() == [False, True]  # the others are at its ends
+    terms.sum().backward()
+    assert ratio.grad.tolist() == pytest.approx([-1.0, 0.0, 3.0, 0.0], abs=1e-6)
+
+
+def test_the_example_of_a_loss_trains(local_ray, tmp_path):
+    found = run(
+        tmp_path,
+        f"loss.objective={SPO}:objective",
+        "grpo.max_steps=1",
+        "grpo.num_epochs_per_batch=3",
+        "validation.every_steps=0",
+    )
+    assert found[1]["train/max_log_ratio"] > 1e-4
+    assert 0 <= found[1]["train/clip_share"] < 1
 
 
 def test_the_example_of_an_algorithm_trains_on_the_best_completions(local_ray, tmp_path):

@@ -205,6 +205,21 @@ def test_logprobs_are_those_of_the_plain_model_at_the_sampling_temperature(four_
         assert (actual[~mask] == 0).all()
 
 
+def test_completions_without_policy_logprobs_train_with_the_weights_that_sampled_them(
+    tiny_model, tmp_path
+):
+    loss, batch = ClippedPGLoss(LossConfig()), make_batch()
+    batch.rows[keys.WEIGHT_VERSIONS] = torch.zeros(len(LENGTHS), dtype=torch.int64)
+    with make_policy(tiny_model(), tmp_path) as policy:
+        metrics = values(policy.train(batch, loss))
+        assert metrics["mismatch/mean_abs"] > 0  # measured by the step's own forward pass
+        assert "train/max_log_ratio" not in metrics
+        with pytest.raises(AssertionError, match="need policy logprobs"):
+            policy.train(batch, loss)
+        policy.logprobs(batch)
+        assert values(policy.train(batch, loss))["train/max_log_ratio"] < 1e-5
+
+
 def test_checkpoint_continues_bit_for_bit_and_on_other_rank_counts(tiny_model, tmp_path):
     loss = ClippedPGLoss(LossConfig())
 

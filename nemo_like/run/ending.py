@@ -35,7 +35,7 @@ def end_on_error(action: Callable[[], T]) -> T:
         except SystemExit:
             raise
         except BaseException as error:
-            if (told := _told_to_end(error)) is not None:
+            if (told := told_to_end(error)) is not None:
                 end_early(told)
             if (sentence := _sentence(error)) is None:
                 raise
@@ -56,7 +56,7 @@ def _sentence(error: BaseException) -> str | None:
     return None
 
 
-def _told_to_end(error: BaseException) -> BaseException | None:
+def told_to_end(error: BaseException) -> BaseException | None:
     """The interrupt that ``error`` is, or hides.
 
     Calls in C wrap what a signal's handler raises in them, and what is cut short may fail itself.
