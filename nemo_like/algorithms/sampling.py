@@ -33,7 +33,6 @@ from nemo_like.models.context import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.policy import Policy
-from nemo_like.policy.process import policy_group
 from nemo_like.rewards import graders
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.weight_sync import WeightSync
@@ -157,21 +156,10 @@ def rollout_setup(
 
 def new_critic(config: PolicyConfig, session: Session, model_path: str, max_updates: int) -> Policy:
     """A model that gives values, on the policy's bundles or its own; not started yet."""
-    cluster_config = session.run.config.cluster
-    group = policy_group(
-        config,
-        cluster_config,
-        session.cluster,
-        log_dir=session.run.log_dir,
-        role="critic",
-        on=session.cluster.plan.critic,
-        meter=session.meter,
-    )
-    session.stack.callback(group.shutdown)
-    session.ask_for(group, model_path)
+    group = session.new_group(config, model_path, "critic", session.cluster.plan.critic)
     return Policy(
         config,
-        cluster_config,
+        session.run.config.cluster,
         group,
         model_path=model_path,
         max_steps=max_updates,

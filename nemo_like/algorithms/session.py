@@ -4,13 +4,14 @@ They start before this process imports torch, which takes longer than most of wh
 import at the same time. So nothing here imports torch; an algorithm's loop is imported last.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.config.algorithm import Algorithm
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -49,6 +50,24 @@ class Session:
     rows: Mapping[str, list[Row]] = field(default_factory=dict)
     """Rows of a run that samples, by key: ``data.train`` and ``data.validation``."""
     _asked: list[Pending[list[str]]] = field(default_factory=list)
+
+    def new_group(
+        self, config: PolicyConfig, model_path: str, role: str, on: Sequence[int] = ()
+    ) -> "WorkerGroup[PolicyWorker]":
+        """Processes of another model, on the policy's bundles or ``on`` its own."""
+        cluster_config = self.run.config.cluster
+        group = policy_group(
+            config,
+            cluster_config,
+            self.cluster,
+            log_dir=self.run.log_dir,
+            role=role,
+            on=on,
+            meter=self.meter,
+        )
+        self.stack.callback(group.shutdown)
+        self.ask_for(group, model_path)
+        return group
 
     def ask_for(self, group: WorkerGroup[Any], *folders: str) -> None:
         """Begin to look whether the nodes of a group see folders that all of them share."""

@@ -30,7 +30,6 @@ from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.model_shape import number, read_settings
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.policy import Policy
-from nemo_like.policy.process import policy_group
 
 AnyConfig = DistillationConfig | OffPolicyDistillationConfig
 
@@ -149,15 +148,7 @@ def _check_slices(config: AnyConfig, vocabulary: int, common: int) -> None:
 def start_teacher(config: AnyConfig, session: Session, student: Policy, model_path: str) -> Policy:
     """Bring the teacher up on the policy's bundles, laid out like it; the session ends it."""
     teacher = config.policy.replace(lora=LoraConfig())  # nothing of it trains
-    group = policy_group(
-        teacher,
-        config.cluster,
-        session.cluster,
-        log_dir=session.run.log_dir,
-        role="teacher",
-        meter=session.meter,
-    )
-    session.stack.callback(group.shutdown)
+    group = session.new_group(teacher, model_path, "teacher")
     model = Policy(
         teacher,
         config.cluster,
@@ -168,5 +159,6 @@ def start_teacher(config: AnyConfig, session: Session, student: Policy, model_pa
         trains=False,
     )
     with session.run.start_phase("teacher"):
+        session.check_folders()
         model.start()
     return model
