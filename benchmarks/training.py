@@ -34,15 +34,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
-from nemo_like.config.policy import (
-    Batching,
-    Checkpointing,
-    DataParallel,
-    Dtype,
-    Offload,
-    ParallelConfig,
-    PolicyConfig,
-)
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
@@ -50,13 +42,8 @@ from nemo_like.planning.step_time import PEAK_FLOPS
 from nemo_like.policy import scoring
 from nemo_like.policy.trainer import EngineSetup, Trainer
 
-_CHOICES: dict[str, Any] = {
-    "dtype": Dtype,
-    "activation_checkpointing": Checkpointing,
-    "offload": Offload,
-    "batching": Batching,
-    "data_parallel": DataParallel,
-}
+_WORDS = ("dtype", "activation_checkpointing", "offload", "batching", "data_parallel")
+"""Keys with values that are text."""
 
 
 def main() -> None:
@@ -231,7 +218,7 @@ def parse(text: str) -> PolicyConfig:
     for item in text.split(","):
         key, _, value = item.partition("=")
         target, name = (parallel, key[9:]) if key.startswith("parallel.") else (changes, key)
-        target[name] = _CHOICES[name](value) if name in _CHOICES else json.loads(value)
+        target[name] = value if name in _WORDS else json.loads(value)
     return dataclasses.replace(PolicyConfig(parallel=ParallelConfig(**parallel)), **changes)
 
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.policy import LoraConfig, PolicyConfig
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.models.naming import plain_name
 from nemo_like.policy import scoring

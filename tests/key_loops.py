@@ -183,7 +183,7 @@ class Ranks:
 
     def logprobs(self, shard: Any, with_policy: bool, kl: Any) -> Any:
         found = torch.arange(len(shard.batch), dtype=torch.float64)
-        rows = {keys.MEAN_GAPS: found * 1e-6} if with_policy else {}
+        rows = {keys.MEAN_MISMATCHES: found * 1e-6} if with_policy else {}
         return ray.put(None), {}, rows | ({keys.REFERENCE_KL: found} if kl else {})
 
     def score(self, *how: Any) -> Any:
@@ -233,8 +233,10 @@ def _sample(task: RolloutTask, reward: float) -> Sample:
 class CalledHere(WorkerGroup[Any]):
     """A worker group without processes: ``Ranks`` in this one."""
 
-    def __init__(self, role: str, layout: RankLayout, log_dir: str) -> None:
-        self.role, self.layout, self.ranks = role, layout, Ranks()
+    def __init__(
+        self, role: str, layout: RankLayout, log_dir: str, ranks: Ranks | None = None
+    ) -> None:
+        self.role, self.layout, self.ranks = role, layout, ranks or Ranks()
         self.timeout_s, self.meter, self.watches = 1e9, DriverMeter(), {}
         size = layout.world_size
         place: Any = None
@@ -248,15 +250,16 @@ class CalledHere(WorkerGroup[Any]):
         name, refs = method.__name__, {}
         for rank, (args, kwargs) in work.items():
             self.calls.append((name, rank, shown(args), kwargs))
-            refs[ray.put(getattr(self.ranks, name)(*args, **kwargs))] = rank
+            answer = getattr(self.ranks, name)(*args, **kwargs)
+            refs[ray.put([answer])] = rank  # Ray takes no reference by itself
         return Pending(group=self, refs=refs, phase=name)
 
     def submit_missing(self, paths: list[str]) -> Pending[list[str]]:
         self.calls.append(("missing", paths))
-        return Pending(group=self, refs={ray.put([]): 0}, phase="start-up")
+        return Pending(group=self, refs={ray.put([[]]): 0}, phase="start-up")
 
     def result(self, ref: Any, rank: int, when: str) -> Any:
-        return ray.get(ref)
+        return ray.get(ref)[0]
 
     def watch(self, method: Any) -> None:
         pass
@@ -278,17 +281,22 @@ class SessionHere(Session):
         return self.others[role]
 
 
-def _models(config: Any, role: str, size: int, log_dir: str) -> CalledHere:
-    return CalledHere(role, RankLayout(parallel_sizes(config, size).axes), log_dir)
+def _models(
+    config: Any, role: str, size: int, log_dir: str, ranks: Ranks | None = None
+) -> CalledHere:
+    return CalledHere(role, RankLayout(parallel_sizes(config, size).axes), log_dir, ranks)
 
 
-def looped(config: Any, folder: Path) -> Any:
-    """Make a run of ``config``: what its workers were asked, and the files that are left."""
+def looped(config: Any, folder: Path, of_policy: Ranks | None = None) -> str:
+    """Make a run of ``config``: what its workers were asked, and the files that are left.
+
+    ``of_policy``: the policy's ranks, if they are to answer otherwise.
+    """
     config = config.replace(run=config.run.replace(dir=str(folder)))
     name, model, plan = registry.name_of(type(config)), find_model(config), plan_run(config)
     with Run(config, name) as run, ExitStack() as stack:
         samples = isinstance(config, SamplingRunConfig)
-        policy = _models(config.policy, "policy", len(plan.policy), run.log_dir)
+        policy = _models(config.policy, "policy", len(plan.policy), run.log_dir, of_policy)
         generation = CalledHere("generation", RankLayout({"dp": len(plan.generation)}), run.log_dir)
         cluster: Any = SimpleNamespace(plan=plan)
         session = SessionHere(

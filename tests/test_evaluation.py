@@ -17,6 +17,7 @@ from nemo_like.algorithms.eval.statistics import (
     share_of_prompts,
 )
 from nemo_like.compose.load import compose_config
+from nemo_like.config.sampling import ValidationConfig
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
 from nemo_like.rewards.protocol import Grade
@@ -120,7 +121,9 @@ def sample(prompt, index, reward, answer="", num_tokens=3, truncated=False):
 
 
 def measured(**changes):
-    config = EvalConfig(eval=EvalSection(num_generations_per_prompt=2, **changes))
+    config = EvalConfig(
+        validation=ValidationConfig(num_generations_per_prompt=2), eval=EvalSection(**changes)
+    )
     rows = [
         Row(index=i, messages=({"role": "user", "content": "q"},), fields={"kind": kind})
         for i, kind in enumerate("aab")
@@ -175,17 +178,16 @@ def test_a_majority_needs_answers():
         (["eval.pass_at=[2]"], "eval.pass_at=[2]: 2 must be between 1 and"),
         (["eval.majority_at=[0]"], "eval.majority_at=[0]: 0 must be between 1 and"),
         (
-            ["eval.temperature=0", "eval.num_generations_per_prompt=2"],
+            ["validation.temperature=0", "validation.num_generations_per_prompt=2"],
             "would sample the same completion again",
         ),
-        (["eval.temperature=0", "eval.top_k=5"], "eval.temperature=0 is greedy"),
+        (["validation.temperature=0", "validation.top_k=5"], "validation.temperature=0 is greedy"),
         (["model=smollm2"], "also says how to train, and an evaluation trains nothing; set policy"),
         (["policy.optimizer.lr=1.0"], "an evaluation trains nothing"),
         (["mismatch.max_mean_abs=1"], "only the engine computes logprobs"),
-        (["validation.every_steps=1"], "measures once, and samples as the section eval"),
-        (["generation.temperature=0.5"], "samples as the section eval says"),
+        (["validation.every_steps=1"], "an evaluation measures once"),
+        (["generation.temperature=0.5"], "samples as the section validation says"),
         (["data.train=rows.jsonl"], "set data.validation"),
-        (["eval.num_prompts_per_step=0"], "eval.num_prompts_per_step=0 must be at least 1"),
         (["policy.model=/no/such"], "no such folder"),
     ],
     ids=str,
@@ -211,13 +213,12 @@ def test_an_evaluation_repeats_the_validation_of_training(straight, exported):
 
 
 def test_a_checkpoint_is_evaluated_as_it_is(straight, exported, tmp_path):
-    """Two workers, batches of three: neither a layout nor a batch changes a completion."""
+    """Two workers: another layout changes no completion."""
     checkpoint = straight / "checkpoints" / "step_6"
     report, samples = evaluate(
         tmp_path,
         f"policy.model={checkpoint}",
         "cluster.cpu_workers_per_node=2",
-        "eval.num_prompts_per_step=3",
         "eval.category_field=task",
     )
     for one in samples:
@@ -225,7 +226,6 @@ def test_a_checkpoint_is_evaluated_as_it_is(straight, exported, tmp_path):
     assert samples == [{k: v for k, v in one.items() if k != "category"} for one in exported[1]]
     assert report["reward"] == exported[0]["reward"]
     assert report["categories"]["chain_sum"]["reward"] == report["reward"]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_checkpoint_with_adapters_is_evaluated_with_its_own(tmp_path):
@@ -243,7 +243,7 @@ def test_a_checkpoint_with_adapters_is_evaluated_with_its_own(tmp_path):
 
 
 def test_another_checkpoint_gives_other_completions(exported, tmp_path, local_ray):
-    _, samples = evaluate(tmp_path, "eval.num_generations_per_prompt=2")
+    _, samples = evaluate(tmp_path, "validation.num_generations_per_prompt=2")
     assert [one["index"] for one in samples] == [0, 1] * 8
     assert [one["completion"] for one in samples[::2]] != [one["completion"] for one in exported[1]]
 
@@ -272,7 +272,7 @@ def test_rows_of_a_file_are_graded_by_their_reward_function(tmp_path, local_ray)
     options = [
         f"data.validation={tmp_path / 'rows.jsonl'}",
         f"environment.reward={tmp_path / 'mine.py'}:reward",
-        "eval.num_generations_per_prompt=2",
+        "validation.num_generations_per_prompt=2",
         "eval.majority_at=[2]",
     ]
     report, samples = evaluate(

@@ -58,7 +58,6 @@ def files(tmp_path_factory):
         "overlong_prompts": write("long.jsonl", *prompts, {"prompt": "1 " * 2000, "answer": "1"}),
         "texts": write("texts.jsonl", *texts),
         "pairs": write("pairs.jsonl", *pairs),
-        "identical_pairs": write("same.jsonl", *pairs, pairs[0] | {"rejected": "1"}),
     }
 
 

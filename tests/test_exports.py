@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from nemo_like.config.policy import LoraConfig, ParallelConfig, PolicyConfig
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.naming import Naming
 from nemo_like.policy.state.export_check import check_export

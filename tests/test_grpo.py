@@ -172,8 +172,11 @@ def test_every_placement_and_transport_takes_the_same_steps(tmp_path, straight_s
     same_steps(run(tmp_path, "grpo.max_steps=2", "refit.bucket_mib=1", *overrides), straight_steps)
 
 
+EARLY_LOGPROBS = ["loss.kl_coef=0.1", "loss.kl_in=reward"]
+
+
 def test_a_logprob_pass_of_its_own_changes_nothing(tmp_path, straight_steps):
-    steps = run(tmp_path, "grpo.max_steps=2", "grpo.reuse_logprobs=false")
+    steps = run(tmp_path, "grpo.max_steps=2", "mismatch.action=mask", "mismatch.max_mean_abs=9")
     same_steps(steps, straight_steps)
     entropy = straight_steps[2]["policy/entropy"]
     assert steps[2]["policy/entropy"] == pytest.approx(entropy, abs=1e-5)
@@ -182,9 +185,8 @@ def test_a_logprob_pass_of_its_own_changes_nothing(tmp_path, straight_steps):
     assert "time/logprobs_s" not in straight_steps[1]
 
 
-@pytest.mark.parametrize("reuse", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_gap_above_the_limit_stops_the_run_before_the_step(tmp_path, reuse):
-    overrides = [f"grpo.reuse_logprobs={str(reuse).lower()}"]
+@pytest.mark.parametrize("overrides", [[], pytest.param(EARLY_LOGPROBS, marks=pytest.mark.full)])
+def test_a_gap_above_the_limit_stops_the_run_before_the_step(tmp_path, overrides):
     with pytest.raises(RunError, match=r"mismatch/mean_abs=.* limit 1e-12.*mismatch.action=stop"):
         run(tmp_path, *overrides, "mismatch.action=stop", "mismatch.max_mean_abs=1e-12")
     assert list(records(tmp_path)) == [0]

@@ -57,9 +57,7 @@ def test_what_hydra_would_take_for_something_else_is_refused(typed, sentence):
         assert sentence in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "key", ["generation.engine_kwargs.x", "environment.reward_model.template_switches.x"]
-)
+@pytest.mark.parametrize("key", ["generation.engine_kwargs.x"])
 def test_an_entry_of_a_dictionary_that_the_schema_lacks_is_refused(key):
     """SFT samples and grades nothing."""
     check_overrides([f"{key}=1"], GRPOConfig)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
-from nemo_like.config.policy import LoraConfig, ParallelConfig
+from nemo_like.config.policy import ParallelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from nemo_like.refit.adapters import expected_adapters, is_adapter, plan_refit

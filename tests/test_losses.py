@@ -476,7 +476,7 @@ def several_updates(**sections):
     [
         ({"clip_low": 1.5}, {}, "loss.clip_low=1.5 must be in [0, 1]"),
         ({"clip_high": -0.1}, {}, "loss.clip_high=-0.1 must be at least 0"),
-        ({"dual_clip": 1.0}, {}, "loss.dual_clip=1 must be a finite number above 1"),
+        ({"dual_clip": 1.0}, {}, "loss.dual_clip=1.0 must be above 1"),
         ({"entropy_coef": -1.0}, {}, "loss.entropy_coef=-1.0 must be at least 0"),
         ({"importance_floor": 3.0, "importance": MASK}, {}, "must be below loss.importance_cap=2"),
         (

@@ -23,7 +23,6 @@ from nemo_like.compose.load import compose_config
 from nemo_like.config.paths import check_scores
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.remote_code import set_trust
-from nemo_like.config.sampling import GradingModelConfig
 from nemo_like.data.end_tokens import end_token_ids
 from nemo_like.errors import UserError
 from nemo_like.generation.hf_model import build_model
@@ -265,7 +264,7 @@ def test_a_grading_model_computes_as_its_trainer_whatever_its_config_says(capped
     exact.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | says))
-    grader = RewardModel(GradingModelConfig(model=str(folder)))
+    grader = RewardModel(str(folder), {})
     row = grader.text.encode([{"role": "user", "content": "1 + 2 ="}], "3, which is odd")
     with torch.no_grad():
         score = exact(input_ids=row.ids[None]).logits.item()

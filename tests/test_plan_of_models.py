@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from nemo_like.cli import main
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
-from nemo_like.config.policy import LoraConfig, PolicyConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.planning.memory import GIB, Role, predict_memory
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
 from nemo_like.policy.trainer import EngineSetup, Trainer

@@ -181,7 +181,6 @@ def test_scores_that_agree_and_numbers_that_are_none_are_read(tmp_path):
         ({"prompt": "x", "completions": ["a", "b"], "ranks": [1, 1]}, r"is \[1, 1\]"),
         ({"prompt": "x", "completions": ["a", "b"], "ranks": [1]}, "two different numbers"),
         ({"prompt": "x", "completions": ["a", "b"], "ranks": ["1", "2"]}, "two different numbers"),
-        ({**PLAIN, "rejected": "good"}, r"both completions are the same.*data\.identical=drop"),
         ({**PLAIN, "images": ["x.png"]}, "'images' is not supported"),
         *(
             (
@@ -235,10 +234,10 @@ def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
         load(chat, path)
 
 
-def test_pairs_that_prefer_nothing_can_be_dropped_and_are_counted(tmp_path, caplog):
+def test_pairs_that_prefer_nothing_are_left_out_and_counted(tmp_path, caplog):
     chat = build_chat(tmp_path, QWEN)
     path = write_rows(tmp_path / "r.jsonl", {**PLAIN, "rejected": "good"}, PLAIN)
-    batch, _ = load(chat, path, identical="drop")
+    batch, _ = load(chat, path)
     assert len(batch) == 2
     assert "dropped 1 of 2 pairs as of two completions that are the same" in caplog.text
 

@@ -110,7 +110,7 @@ def test_code_of_a_model_is_refused_without_a_question(command, unknown, marker,
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("key", ["teacher.model", "critic.model", "environment.reward_model.model"])
+@pytest.mark.parametrize("key", ["teacher.model", "critic.model", "environment.reward_model"])
 def test_code_of_other_models_is_refused_under_their_own_keys(key, unknown, marker):
     with pytest.raises(UserError, match=rf"^{key}=.* has code of its own .*policy\.trust_remote"):
         resolve_model(str(unknown), key)

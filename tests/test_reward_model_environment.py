@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_like.compose.load import compose_config
 from nemo_like.config.paths import GRADER_KEY
-from nemo_like.config.sampling import EnvironmentConfig, GradingModelConfig
+from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.errors import UserError
 from nemo_like.rewards.graders import start_pool
 from nemo_like.rewards.reward_model import RewardModel
@@ -53,13 +53,12 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def scorer(trained):
     """The model in this process, one text at a time."""
-    model = RewardModel(environment(trained.final).reward_model)
+    model = RewardModel(str(trained.final), {})
     return lambda messages, text: model.scores([model.text.encode(messages, text)])[0]
 
 
 def environment(model):
-    config = GradingModelConfig(model=str(model))
-    return EnvironmentConfig(reward="reward_model", reward_model=config)
+    return EnvironmentConfig(reward="reward_model", reward_model=str(model))
 
 
 def graded(model, conversations):
@@ -94,7 +93,7 @@ def test_a_grade_is_the_score_that_the_trainer_gives_the_same_text(trained, scor
 
 
 def test_a_text_has_one_score_whatever_it_is_batched_with(trained):
-    model = RewardModel(environment(trained.final).reward_model)
+    model = RewardModel(str(trained.final), {})
 
     def rows(*texts):
         return [model.text.encode([{"role": "user", "content": "1 + 2 ="}], one) for one in texts]
@@ -125,7 +124,7 @@ def test_grpo_learns_what_a_reward_model_likes(trained, seed, tmp_path):
     steps = run(
         tmp_path,
         "environment.reward=reward_model",
-        f"environment.reward_model.model={trained.final}",
+        f"environment.reward_model={trained.final}",
         f"run.seed={seed}",
         "grpo.max_steps=10",
         "validation.every_steps=10",
@@ -187,7 +186,7 @@ def test_what_only_loading_shows_is_one_sentence_too(trained, tmp_path, monkeypa
         RewardModel(environment(folder).reward_model)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
     with pytest.raises(UserError, match="GiB in every grading process, and each may use 0"):
-        RewardModel(environment(trained.final).reward_model)
+        RewardModel(str(trained.final), {})
 
 
 def test_another_template_is_allowed_and_said(trained, tmp_path, caplog):

@@ -10,8 +10,9 @@ import pytest
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.compose.load import compose_config
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
-from nemo_like.config.policy import LoraConfig, PolicyConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import RunSection
 from nemo_like.errors import RunError, UserError
 from nemo_like.run.ending import end_on_error
@@ -36,7 +37,6 @@ def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
     [
         (PolicyConfig(model="other"), "policy.model=other"),
         (PolicyConfig(optimizer=OptimizerConfig(kind="sgd")), "policy.optimizer.kind"),
-        (PolicyConfig(optimizer=OptimizerConfig(decay="all")), "policy.optimizer.decay"),
         (PolicyConfig(lora=LoraConfig(rank=8)), "policy.lora.rank=8"),
         (PolicyConfig(lora=LoraConfig(alpha=64)), "policy.lora.alpha=64"),
     ],

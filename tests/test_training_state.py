@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
-from nemo_like.config.policy import LoraConfig, LossScaleConfig, ParallelConfig
+from nemo_like.config.policy import ParallelConfig
 from nemo_like.policy.state.loading import unused_tensors
 from tests.engine_cases import CASES, TOLERANCE, largest_gap, schedule
 from tests.layouts import LAYOUTS
@@ -154,7 +155,7 @@ def test_a_checkpoint_of_another_optimizer_or_adapter_is_refused(pool, four_laye
 
 
 def test_a_loss_scale_and_its_count_go_on(pool, four_layers, tmp_path):
-    config = {"dtype": "float16", "loss_scale": LossScaleConfig(initial=2.0**40)}
+    config = {"dtype": "float16", "loss_scale": 2.0**40}
     folder = str(tmp_path / "step_2")
     straight, resumed = pool.run(1, f"{CASES}:resumed_loss_scale", four_layers(), config, folder)[0]
     assert straight == resumed == [2.0**38, 3, LR]

@@ -115,7 +115,7 @@ def start_sampling(
         config, run, plan, engine_config(config, session.model_path, longest, plan)
     )
     with run.start_phase("workers"):
-        if (grading_model := setup.environment.reward_model.model) is not None:
+        if (grading_model := setup.environment.reward_model) is not None:
             session.ask_for(generation.group, grading_model)
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
@@ -147,7 +147,11 @@ def rollout_setup(
     return RolloutSetup(
         backend=absolute(config.generation.backend),
         engine=engine,
-        environment=graders.for_other_folders(config.environment, config.data.template_switches),
+        environment=graders.for_other_folders(config.environment),
+        template_switches=config.data.template_switches,
+        num_grading_threads=max(
+            1, int(config.cluster.cpus_per_worker) // config.environment.num_processes
+        ),
         engines_per_node=plan.engines_per_node,
         trajectories_path=str(run.dir / "trajectories.jsonl"),
         resumed_step=run.first_step,

@@ -157,7 +157,6 @@ def _loader(config: TextRunConfig, train: TensorBatch) -> EpochLoader:
         num_epochs=passes.num_epochs if passes.max_steps is None else None,
         seed=config.run.seed,
         shuffle=config.texts.shuffle,
-        drop_last=passes.drop_last,
         fingerprint=_fingerprint(train),
     )
 

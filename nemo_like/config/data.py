@@ -10,11 +10,7 @@ from nemo_like.config.section import Count, OnlyIf, Section
 REASONING_GYM = "reasoning_gym"
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
-"""Tokens of a conversation that train."""
 OverlongRows = Literal["refuse", "drop", "truncate"]
-"""What happens to a row with too many tokens."""
-IdenticalPairs = Literal["refuse", "drop"]
-"""What happens to a pair that prefers nothing."""
 
 
 def _switch(value: Any) -> Any:
@@ -84,7 +80,7 @@ class PromptsConfig(RowsConfig):
     train: str = REASONING_GYM
     """``reasoning_gym`` (tasks below), or a .jsonl file whose rows have ``prompt`` (text) or
     ``messages`` (chat); other fields reach the reward function."""
-    overlong_prompts: Literal["refuse", "drop"] = "refuse"
+    overlong: Literal["refuse", "drop"] = "refuse"
     """Prompts that do not fit the model's context with ``generation.max_new_tokens``: ``refuse`` to
     start, or ``drop`` them and say how many."""
 
@@ -125,13 +121,11 @@ class PairsConfig(TextsConfig):
     A .jsonl row has ``prompt``, ``chosen`` and ``rejected`` (text, or messages); or the latter two
     alone, as messages whose common beginning is the prompt; or ``prompt``, two ``completions`` and
     their ``ranks``, of which the lower is chosen. With ``prompt``, the two may also be full
-    conversations that begin with it.
+    conversations that begin with it. Pairs whose completions are the same are left out, and counted
+    in the log.
     """
 
     train: str = REASONING_GYM
     """A .jsonl file (rows have ``prompt``, ``chosen`` and ``rejected``; ``chosen`` and
     ``rejected``; or ``prompt``, ``completions`` and ``ranks``), or ``reasoning_gym``: the questions
     of ``tasks``, each with its right answer and one that is wrong, taken from another row."""
-    identical: IdenticalPairs = "refuse"
-    """Pairs whose completions are the same: ``refuse`` to start, or ``drop`` them and say how
-    many."""

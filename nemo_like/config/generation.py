@@ -14,7 +14,6 @@ from nemo_like.errors import UserError
 _KEY = "generation.backend"
 
 Transport = Literal["ipc", "broadcast"]
-"""How weights travel from the policy to generation."""
 
 
 @dataclass(frozen=True, kw_only=True)

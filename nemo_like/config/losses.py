@@ -3,28 +3,21 @@
 Published methods are choices of these keys; each key names the papers that it is from.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_like.config.section import Count, NonNegative, OnlyIf, Positive, Section
+from nemo_like.config.section import Count, Instead, NonNegative, OnlyIf, Positive, Section
 from nemo_like.doors import Door
 
 KLEstimator = Literal["k1", "k2", "k3"]
-"""Estimator of KL(policy || reference), http://joschu.net/blog/kl-approx.html."""
 
 RatioLevel = Literal["token", "sequence"]
-"""What one ratio of new to old policy belongs to."""
 Normalization = Literal["token", "sequence", "constant"]
-"""What the sum over tokens of a loss is divided by."""
 TeacherTail = Literal["bucket", "renormalize", "ignore"]
-"""What becomes of tokens outside the teacher's most likely ones."""
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "mixed"]
-"""Distance of the student's distribution from the teacher's."""
 PreferenceKind = Literal["sigmoid", "ipo", "hinge"]
-"""Loss of a pair as a function of its margin."""
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "mixed"]
 
 OBJECTIVES = Door(
     "nemo_like.objectives",
@@ -49,6 +42,9 @@ _HAS_KL = OnlyIf(
 _CORRECTS = OnlyIf(
     lambda here, _: here.importance != "none", "loss.importance=none corrects nothing"
 )
+_Smoothing = Annotated[
+    float, Field(ge=0, lt=0.5), Instead("if most labels are wrong, swap chosen and rejected")
+]
 
 
 class AdvantageConfig(Section):
@@ -119,7 +115,13 @@ class LossConfig(Section):
     ratio_level: Annotated[RatioLevel, _HAS_RATIO] = "token"
     """``token``: each token has its own r; ``sequence``: all tokens of a completion share the
     geometric mean of theirs (GSPO, arXiv:2507.18071 Eq. 5-7, with ``normalization=sequence``)."""
-    clip_low: Annotated[float | None, _HAS_RATIO, ONE_UPDATE] = 0.2
+    clip_low: Annotated[
+        float | None,
+        Field(ge=0, le=1),
+        Instead("ratios are above 0; null is no lower bound"),
+        _HAS_RATIO,
+        ONE_UPDATE,
+    ] = 0.2
     """clip(r) is at least 1 - clip_low, in [0, 1]. None: no lower bound. (In the first optimizer
     step on a batch r is 1, so bounds need several.)"""
     clip_high: Annotated[NonNegative | None, _HAS_RATIO, ONE_UPDATE] = 0.2
@@ -127,6 +129,8 @@ class LossConfig(Section):
     None: no upper bound."""
     dual_clip: Annotated[
         float | None,
+        Field(gt=1),
+        Instead("else tokens lose their gradient before the policy moves; null is no bound"),
         OnlyIf(lambda here, _: here.objective == "clip", "only loss.objective=clip has it"),
         ONE_UPDATE,
     ] = None
@@ -180,17 +184,6 @@ class LossConfig(Section):
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Bounds that leave something to train."""
-        low, dual = self.clip_low, self.dual_clip
-        if low is not None and not 0 <= low <= 1:
-            yield (
-                f"{here}.clip_low={low:g} must be in [0, 1], as ratios are above 0; set it to null "
-                "for no lower bound."
-            )
-        if dual is not None and not 1 < dual < math.inf:
-            yield (
-                f"{here}.dual_clip={dual:g} must be a finite number above 1, or tokens would lose "
-                "their gradient before the policy has moved; use null for no bound."
-            )
         floor, cap = self.importance_floor, self.importance_cap
         if floor >= cap:
             yield (
@@ -227,7 +220,7 @@ class DPOLossConfig(Section):
     ] = 0.0
     """Subtracted from beta * m (sigmoid, hinge). SimPO (arXiv:2405.14734) is ``sigmoid`` with
     ``reference_free``, ``length_normalized`` and this as its gamma."""
-    label_smoothing: float = 0.0
+    label_smoothing: _Smoothing = 0.0
     """Share of pairs taken to be labelled the wrong way round, in [0, 0.5). The loss is the
     expected one (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
     robust: Annotated[
@@ -243,10 +236,6 @@ class DPOLossConfig(Section):
     """Weight of the chosen completions' negative log-likelihood, a mean over pairs of the mean over
     tokens (RPO, arXiv:2404.19733)."""
 
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """A minority of labels is wrong."""
-        yield from _label_smoothing_rules(here, self.label_smoothing)
-
 
 class RewardModelLossConfig(Section):
     """The Bradley-Terry loss: -log sigmoid(score of the chosen - score of the rejected row)."""
@@ -256,12 +245,8 @@ class RewardModelLossConfig(Section):
     (arXiv:2312.09244)."""
     margin: NonNegative = 0.0
     """Difference of scores that is subtracted before the sigmoid (arXiv:2307.09288)."""
-    label_smoothing: float = 0.0
+    label_smoothing: _Smoothing = 0.0
     """Share of pairs taken to be labelled the wrong way round, in [0, 0.5)."""
-
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """A minority of labels is wrong."""
-        yield from _label_smoothing_rules(here, self.label_smoothing)
 
 
 class ValueLossConfig(Section):
@@ -281,6 +266,8 @@ class DistillationLossConfig(Section):
     (1 - alpha) * student (arXiv:2306.13649); ``mixed``: alpha * forward + (1 - alpha) * reverse."""
     alpha: Annotated[
         float,
+        Field(gt=0, lt=1),
+        Instead("for one side alone set loss.kind to forward_kl or reverse_kl"),
         OnlyIf(
             lambda here, _: here.kind in ("jsd", "mixed"),
             "forward_kl and reverse_kl have one side; set loss.kind to jsd or mixed",
@@ -299,20 +286,9 @@ class DistillationLossConfig(Section):
     to 1 over the K; ``ignore``: terms of the K only, which may add up to less than 0."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Two sides, and more than one outcome."""
-        if not 0 < self.alpha < 1:
-            yield (
-                f"{here}.alpha={self.alpha} must be in (0, 1); for one side alone set {here}.kind "
-                "to forward_kl or reverse_kl."
-            )
+        """More than one outcome."""
         if run.teacher.top_k == 1 and self.tail == "renormalize":
             yield (
                 f"{here}.tail=renormalize does not go with teacher.top_k=1: one outcome always has "
                 f"probability 1; raise teacher.top_k, or set {here}.tail=bucket."
             )
-
-
-def _label_smoothing_rules(here: str, share: float) -> Iterator[str]:
-    if not 0 <= share < 0.5:
-        swap = "; if most labels are wrong, swap chosen and rejected" if share >= 0.5 else ""
-        yield f"{here}.label_smoothing={share} must be in [0, 0.5){swap}."

@@ -9,7 +9,6 @@ from pydantic import Field
 from nemo_like.config.section import Count, NonNegative, OnlyIf, Positive, Section, Share
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
-"""Shape of the learning rate after warm-up."""
 
 _ADAM = ("adamw", "adamw8bit", "muon")
 _OF_ADAM = OnlyIf(
@@ -19,7 +18,6 @@ _OF_MOMENTUM = OnlyIf(
     lambda here, _: here.kind in ("sgd", "muon"),
     "only {here}.kind=sgd and muon have it; adamw has beta1",
 )
-_OF_DECAY = OnlyIf(lambda here, _: here.weight_decay > 0, "{here}.weight_decay is 0; set it too")
 _OF_SHAPE = OnlyIf(
     lambda here, _: here.kind != "constant",
     "a constant schedule has no minimum; set {here}.kind to linear, cosine or wsd",
@@ -46,9 +44,8 @@ class OptimizerConfig(Section):
     momentum: Annotated[Share, _OF_MOMENTUM] = 0.95
     """Decay of the momentum, in [0, 1) (sgd, muon)."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay; sgd adds it to the gradient."""
-    decay: Annotated[Literal["matrices", "all"], _OF_DECAY] = "matrices"
-    """``matrices``: biases and norms do not decay; ``all``: every parameter decays."""
+    """Decoupled weight decay of matrices (biases and norms have none); sgd adds it to the
+    gradient."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """adamw8bit comes from a package of its own."""
@@ -71,19 +68,3 @@ class SchedulerConfig(Section):
     """Last steps, over which ``wsd`` falls."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1), _OF_SHAPE] = 0.0
     """Learning rate at the last step as a share of the peak, in [0, 1]."""
-
-    def fits(self, here: str, num_updates: int, told: str) -> Iterator[str]:
-        """Sentences unless warm-up and decay fit into a model's ``num_updates`` optimizer steps.
-
-        ``told``: that number in the user's terms.
-        """
-        warmup, decay = self.warmup_steps, self.decay_steps
-        if warmup >= num_updates:
-            yield (
-                f"{here}.warmup_steps={warmup} must be below {told}, or the peak is never reached."
-            )
-        if self.kind == "wsd" and warmup + decay > num_updates:
-            yield (
-                f"{here}.decay_steps={decay} and warmup_steps={warmup} together must be at most "
-                f"{told}; lower them."
-            )

@@ -18,7 +18,7 @@ from nemo_like.errors import UserError
 from nemo_like.special_files import refuse_special
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
-GRADER_KEY = "environment.reward_model.model"
+GRADER_KEY = "environment.reward_model"
 _SCORES = "ForSequenceClassification"
 _PART_BYTES = 2**16
 # Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
@@ -45,7 +45,7 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
     if isinstance(config, SamplingRunConfig):
         _check_data(config.data.train, config.data.validation, config.environment.reward)
         if config.environment.reward == REWARD_MODEL:
-            _check_grading_model(config.environment.reward_model.model, has_tokenizer=runs)
+            _check_grading_model(config.environment.reward_model, has_tokenizer=runs)
     else:
         _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
     for key, door, spec in named_outside(config):

@@ -7,25 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
 from nemo_like.config.section import Count, OnlyIf, Positive, Section
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-"""Number format of the parameters in compute."""
 Batching = Literal["packed", "padded"]
-"""How the rows of a micro-batch share one forward pass."""
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
-"""Attention implementation of transformers, for padded rows."""
-Checkpointing = Literal["none", "full", "selective"]
-"""Activations that the backward pass computes again."""
-Offload = Literal["none", "optimizer", "all"]
-"""What of the policy lives in host memory."""
-DataParallel = Literal["fsdp", "ddp"]
-"""What data-parallel ranks hold of the model."""
-Compression = Literal["none", "bf16", "fp16", "powersgd"]
-"""How DDP's gradients travel."""
 PipelineSchedule = Literal["gpipe", "one_f_one_b", "interleaved"]
-"""Order of forward and backward passes over pipeline stages."""
 Output = Literal["logprobs", "values", "values_before"]
 """What a model gives for each token: ``logprobs`` of tokens that train; ``values``: a scalar head's
 number where the token has been read; ``values_before``: its number where the token was to be
@@ -33,10 +21,6 @@ sampled, of tokens that train."""
 
 _ON_GPU = OnlyIf(
     lambda _, run: run.cluster.gpus_per_node > 0, "the run uses no GPU; set cluster.gpus_per_node"
-)
-_FLOAT16 = OnlyIf(
-    lambda _, run: run.policy.dtype == "float16",
-    "only float16 gradients are scaled; set policy.dtype=float16",
 )
 _DDP = OnlyIf(
     lambda _, run: run.policy.parallel.data_parallel == "ddp",
@@ -55,53 +39,17 @@ _PIPELINE = OnlyIf(
     lambda here, _: here.pipeline_parallel_size > 1,
     "there is no pipeline; set policy.parallel.pipeline_parallel_size above 1",
 )
-_HAS_ADAPTERS = OnlyIf(
-    lambda here, _: here.rank > 0, "policy.lora.rank is 0, so there are no adapters; set it too"
-)
-
-
-class LossScaleConfig(Section):
-    """Dynamic loss scaling, which keeps small float16 gradients from vanishing.
-
-    A step whose gradient overflows is skipped and counted; the schedule does not advance.
-    """
-
-    initial: Annotated[Positive, _FLOAT16] = 65536.0
-    """First factor on the loss, a power of two."""
-    growth_steps: Annotated[Count, _FLOAT16] = 200
-    """Steps without overflow after which the factor doubles."""
-    min: Annotated[Positive, _FLOAT16] = 1.0
-    """An overflow at this factor ends the run."""
-
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Scaling must be exact, and have room to fall."""
-        if math.frexp(self.initial)[0] != 0.5:
-            yield (
-                f"{here}.initial={self.initial:g} must be a power of two, so that scaling is "
-                "exact; use 65536."
-            )
-        if self.min > self.initial:
-            yield (
-                f"{here}.min={self.min:g} must be at most {here}.initial={self.initial:g}; "
-                "lower it."
-            )
 
 
 class DDPConfig(Section):
     """Gradient synchronisation of replicated ranks (``policy.parallel.data_parallel=ddp``)."""
 
-    bucket_mib: Annotated[Positive, _OWN_GRADIENTS] = 25.0
-    """MiB of gradients that travel together."""
-    gradient_as_bucket_view: Annotated[bool, _OWN_GRADIENTS] = True
-    """Gradients live in the buckets, which saves one copy of them."""
-    compression: Compression = "none"
+    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """``bf16`` and ``fp16`` halve the bytes; ``powersgd``: low-rank (arXiv:1905.13727)."""
     powersgd_rank: Annotated[Count, _POWERSGD] = 2
     """Rank of PowerSGD's factors."""
     powersgd_start_step: Annotated[int, Field(ge=2), _POWERSGD] = 10
     """Optimizer steps with exact gradients before PowerSGD begins."""
-    find_unused_parameters: Annotated[bool, _OWN_GRADIENTS] = False
-    """Look for parameters without a gradient after each forward pass (slower)."""
     average_every_steps: Count = 1
     """Above 1: local SGD. Ranks step on their own gradients and average their parameters this
     often, and before weights leave the policy (refit, checkpoint, export)."""
@@ -132,7 +80,7 @@ class ParallelConfig(Section):
     Rank order is pipeline, replicate, shard, context, tensor: neighbours share tensors.
     """
 
-    data_parallel: DataParallel = "fsdp"
+    data_parallel: Literal["fsdp", "ddp"] = "fsdp"
     """``fsdp``: parameters, gradients and optimizer state are sharded (FSDP2); ``ddp``: every rank
     holds all of them."""
     replicate_size: Count = 1
@@ -207,17 +155,14 @@ class ParallelConfig(Section):
 class DebugConfig(Section):
     """Checks that cost time; each raises or logs by itself."""
 
-    check_replicas: Annotated[bool, _OWN_GRADIENTS] = False
-    """After each step, stop unless ranks that should hold equal parameters do, bit for bit."""
-    check_gradients: Annotated[bool, _OWN_GRADIENTS] = False
-    """Before each step, stop unless those ranks hold equal gradients."""
-    check_data: bool = False
-    """Stop if two data-parallel ranks get the same rows, or ranks that should share rows do not."""
-    memory: bool = False
-    """Log each rank's memory by phase; ``memory/…`` metrics come from the ranks that have the loss
-    (the last stage's)."""
-    collectives: bool = False
-    """Count and time the collectives of logprobs, backward and optimizer (``collective/…``)."""
+    checks: Annotated[bool, _OWN_GRADIENTS] = False
+    """Stop unless ranks that should hold equal parameters have equal gradients before each step and
+    equal parameters after it, bit for bit; if two data-parallel ranks get the same rows; or if
+    ranks that should share rows do not."""
+    metrics: bool = False
+    """Log each rank's memory by phase, and count and time the collectives of logprobs, backward and
+    optimizer: ``memory/…`` and ``collective/…``, of the ranks that have the loss (the last
+    stage's)."""
     hang_report_s: Positive | None = None
     """Seconds in one phase after which each rank writes where it stands to ``logs/hang-*.txt``."""
 
@@ -231,66 +176,6 @@ class DebugConfig(Section):
             )
 
 
-class LoraConfig(Section):
-    """Low-rank adapters (arXiv:2106.09685): the model is frozen, and small added matrices train."""
-
-    rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of the adapters. 0: none, the full model trains."""
-    alpha: Annotated[Positive, _HAS_ADAPTERS] = 16.0
-    """An adapter's output is multiplied by alpha / rank."""
-    targets: Annotated[list[str], _HAS_ADAPTERS] = Field(default_factory=list)
-    """Matrices that get an adapter, by the last part of their name: linear layers (``q_proj``),
-    experts, which transformers stacks (``gate_up_proj``, ``down_proj``), routers (``gate``). Empty:
-    all linear layers and experts. (The output head cannot have one.)"""
-    refit: Annotated[
-        Literal["merged", "adapters"],
-        _HAS_ADAPTERS,
-        OnlyIf(lambda _, run: run.samples, "this run has no engines to refit"),
-    ] = "merged"
-    """``merged``: each refit carries the full model, with adapters added and rounded to
-    ``policy.dtype``; ``adapters``: engines keep model and adapters apart, as the policy does, and
-    refits after the first carry adapters alone (vLLM samples more slowly). Engines that sleep drop
-    the model, and each refit brings it again: see ``generation.sleep``."""
-
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """What adapters do not go with."""
-        if self.rank == 0:
-            return
-        if importlib.util.find_spec("peft") is None:
-            yield (
-                f"{here}.rank={self.rank} needs the package peft, which is not installed; "
-                "pip install peft."
-            )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if (size := getattr(run.policy.parallel, name)) > 1:
-                yield (
-                    f"policy.parallel.{name}={size} does not go with {here}; set it to 1: frozen "
-                    "weights are sharded over all ranks anyway."
-                )
-        if run.policy.optimizer.kind == "muon":
-            yield (
-                "policy.optimizer.kind=muon orthogonalises whole matrices and does not go with "
-                f"{here}, which trains factors of them; use adamw."
-            )
-        if run.samples and self.refit == "adapters":
-            yield from self._in_engine(here, run)
-
-    def _in_engine(self, here: str, run: Any) -> Iterator[str]:
-        engine = f"generation.backend={run.generation.backend}"
-        if self.rank > (most := run.generation.kind.most_adapter_rank):
-            yield (
-                f"{here}.rank={self.rank} is more than {engine} computes with (at most {most}); "
-                f"set {here}.refit=merged."
-            )
-        exact = run.generation.kind.float32_adapters_on_gpus
-        if run.cluster.gpus_per_node and run.policy.dtype == "float32" and not exact:
-            yield (
-                f"{here}.refit=adapters does not go with policy.dtype=float32 on GPUs, where "
-                f"{engine} computes with adapters of 16 bits only; set {here}.refit=merged, which "
-                "is exact in float32."
-            )
-
-
 class PolicyConfig(Section):
     """The model that is trained."""
 
@@ -301,7 +186,7 @@ class PolicyConfig(Section):
     """Run code that a model's folder brings along (``auto_map`` in its JSON files), with all rights
     of this run: the policy's, and that of a teacher, critic or reward model. False: a model that
     needs it is refused, and nothing ever asks."""
-    dtype: Dtype = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Parameters in compute; master weights, reductions and logprobs are always float32.
     ``float16`` has dynamic loss scaling."""
     float32_head: Annotated[
@@ -322,7 +207,16 @@ class PolicyConfig(Section):
         ),
     ] = False
     """Let float32 matrix products round their factors to TF32 (GPU)."""
-    loss_scale: LossScaleConfig = LossScaleConfig()
+    loss_scale: Annotated[
+        Positive,
+        OnlyIf(
+            lambda here, _: here.dtype == "float16",
+            "only float16 gradients are scaled; set policy.dtype=float16",
+        ),
+    ] = 65536.0
+    """First factor on the loss, a power of two, which keeps small float16 gradients from
+    vanishing. It halves at each overflow, whose step is skipped, and doubles after 200 steps
+    without one."""
     parallel: ParallelConfig = ParallelConfig()
     attention: Annotated[
         Attention,
@@ -348,18 +242,23 @@ class PolicyConfig(Section):
     """Most tokens with logits in memory at one time."""
     compile: bool = False
     """Compile each layer (torch.compile): a slow first step, faster later ones."""
-    activation_checkpointing: Checkpointing = "none"
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """``full``: recompute each layer in the backward pass; ``selective``: keep the results of
     matrix products and attention, recompute the rest."""
     activation_offload: Annotated[bool, _ON_GPU] = False
     """Keep activations for the backward pass in host memory (GPU)."""
-    offload: Annotated[Offload, _ON_GPU] = "none"
+    offload: Annotated[Literal["none", "optimizer", "all"], _ON_GPU] = "none"
     """Keep ``optimizer`` state in host memory between steps, or ``all``: parameters, gradients and
     optimizer state, and the optimizer runs there too (GPU)."""
     debug: DebugConfig = DebugConfig()
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Attention that exists here, and rows that context-parallel ranks can share."""
+        """Attention that exists here, exact scaling, rows that context-parallel ranks share."""
+        if math.frexp(self.loss_scale)[0] != 0.5:
+            yield (
+                f"{here}.loss_scale={self.loss_scale:g} must be a power of two, so that scaling is "
+                "exact; use 65536."
+            )
         can_flash = self.dtype != "float32" and run.cluster.gpus_per_node > 0
         can_flash = can_flash and importlib.util.find_spec("flash_attn") is not None
         if self.attention == "flash_attention_2" and not can_flash:
@@ -374,14 +273,24 @@ class PolicyConfig(Section):
                 f"{here}.batching=padded, whose attention is transformers' own; set "
                 f"{here}.batching=packed."
             )
-        if run.max_updates is not None:
+        if run.max_updates is not None and run.max_updates > 0:
             yield from self.schedule_rules(here, run, run.max_updates)
 
     def schedule_rules(self, here: str, run: Any, num_updates: int) -> Iterator[str]:
         """What begins or ends at an optimizer step must do so within the run's ``num_updates``."""
         told = run.last_update(num_updates)
-        yield from self.scheduler.fits(f"{here}.scheduler", num_updates, told)
-        ddp = self.parallel.ddp
+        scheduler, ddp = self.scheduler, self.parallel.ddp
+        warmup, decay = scheduler.warmup_steps, scheduler.decay_steps
+        if warmup >= num_updates:
+            yield (
+                f"{here}.scheduler.warmup_steps={warmup} must be below {told}, or the peak is "
+                "never reached."
+            )
+        if scheduler.kind == "wsd" and warmup + decay > num_updates:
+            yield (
+                f"{here}.scheduler.decay_steps={decay} and warmup_steps={warmup} together must be "
+                f"at most {told}; lower them."
+            )
         if ddp.compression == "powersgd" and ddp.powersgd_start_step >= num_updates:
             yield (
                 f"{here}.parallel.ddp.powersgd_start_step={ddp.powersgd_start_step} must be below "

@@ -15,10 +15,8 @@ from nemo_like.config.slurm import SlurmConfig
 from nemo_like.doors import Door
 
 Console = Literal["auto", "live", "plain"]
-"""How progress is shown."""
 SINKS = Door("nemo_like.sinks")
 WandbMode = Literal["off", "offline", "online"]
-"""Where Weights & Biases records go."""
 
 
 class RunSection(Section):
@@ -88,16 +86,9 @@ class CheckpointConfig(Section):
             lambda here, _: here.keep_best, "checkpoint.keep_best=false keeps none for its metric"
         ),
     ] = None
-    """Metric that decides which checkpoint is best. None: ``validation/reward`` where completions
-    are sampled, else ``validation/loss``, of which the smallest is best."""
-    smaller_is_better: Annotated[
-        bool,
-        OnlyIf(
-            lambda here, _: here.metric is not None,
-            "checkpoint.metric is null, and the algorithm picks metric and direction",
-        ),
-    ] = False
-    """Whether the smallest value of ``metric`` is the best one."""
+    """Metric with the largest value in the best checkpoint (the smallest, if its name ends in
+    ``loss``). None: ``validation/reward`` where completions are sampled, else
+    ``validation/loss``."""
     export: bool = True
     """Write the final weights, in ``policy.dtype``, and the tokenizer as a Hugging Face folder,
     ``<run.dir>/final`` (adapters merged, and also by themselves in its ``adapter/``; PPO's critic

@@ -6,12 +6,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from nemo_like.config.data import REASONING_GYM, PromptsConfig, Switch
+from nemo_like.config.data import REASONING_GYM, PromptsConfig
 from nemo_like.config.generation import GenerationConfig, MismatchConfig, RefitConfig
 from nemo_like.config.losses import LossConfig
-from nemo_like.config.policy import Dtype
 from nemo_like.config.run import RunConfig
-from nemo_like.config.section import Count, Instead, OnlyIf, Positive, Section
+from nemo_like.config.section import Count, OnlyIf, Positive, Section
 from nemo_like.config.texts import NEEDS_VALIDATION_ROWS
 from nemo_like.doors import Door
 
@@ -26,30 +25,17 @@ REWARDS = Door(
 )
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ON = OnlyIf(
+    lambda here, _: here.every_steps > 0, "{here}.every_steps=0 turns validation off; raise it"
+)
+_HAS_ROWS = OnlyIf(
+    lambda _, run: run.data.has_validation_rows, "there are no validation rows; set data.validation"
+)
+_NOT_GREEDY = OnlyIf(lambda here, _: here.temperature > 0, "{here}.temperature=0 is greedy")
 _OWN_FUNCTION = OnlyIf(
     lambda here, _: here.reward not in REWARDS.ours,
     "environment.reward is not a function of your own",
 )
-
-
-class GradingModelConfig(Section):
-    """The reward model of ``environment.reward=reward_model``. It runs on the CPU, and every
-    grading process holds a copy of it: parameters x 4 bytes, or x 2 in 16 bits."""
-
-    model: str | None = None
-    """Folder ``final/`` of a run of ``run_rm.py``, or another of transformers' models for sequence
-    classification with one label; or a hub name. Its own tokenizer and chat template render prompt
-    and completion, and the score is read at the token that ends the completion, as in training it.
-    A completion that was cut off is scored as if it ended there."""
-    template_switches: dict[str, Switch] = Field(default_factory=dict)
-    """Variables of its chat template, ``{name: value}``. Empty: those of
-    ``data.template_switches`` that its template uses."""
-    dtype: Dtype | None = None
-    """Parameters in compute. None: the folder's own, which is that of training."""
-    num_threads: Count = 1
-    """CPU threads of each grading process."""
-    rows_at_once: Count = 8
-    """Most completions of one forward pass: as many as wait when a grading process is free."""
 
 
 class EnvironmentConfig(Section):
@@ -64,9 +50,16 @@ class EnvironmentConfig(Section):
     """Seconds that one completion may take to grade; after them its row is masked and counted."""
     num_processes: Count = 1
     """Grading processes of each generation worker."""
-    rows_at_once: Annotated[Count, _OWN_FUNCTION] = 32
-    """Completions that each grading process grades at once where the reward function is an ``async
-    def``: on one event loop that lives as long as the process. Others grade one after the other."""
+    rows_at_once: Annotated[
+        Count | None,
+        OnlyIf(
+            lambda here, _: here.reward not in (REASONING_GYM, "math"),
+            "this environment.reward grades one completion after the other",
+        ),
+    ] = None
+    """Completions that each grading process grades at once: of a reward function that is an ``async
+    def`` (others grade one after the other) on one event loop that lives as long as the process,
+    None: 32; of a reward model in one forward pass, None: 8."""
     process_memory_gib: Positive | None = None
     """GiB of data that each grading process may hold; a process that keeps half of them is
     replaced. None: half of the node's memory, shared by all of the run's on that node."""
@@ -75,12 +68,17 @@ class EnvironmentConfig(Section):
     ``[OPENAI_API_KEY]``. It gets those for programs, folders, languages, threads, caches and
     proxies (``nemo_like/rewards/variables.py``), and no others."""
     reward_model: Annotated[
-        GradingModelConfig,
+        str | None,
         OnlyIf(
             lambda here, _: here.reward == REWARD_MODEL,
             f"environment.reward is not {REWARD_MODEL}",
         ),
-    ] = GradingModelConfig()
+    ] = None
+    """Folder ``final/`` of a run of ``run_rm.py``, or another of transformers' models for sequence
+    classification with one label; or a hub name. It runs on the CPU, and every grading process
+    holds a copy of it. Its own tokenizer and chat template render prompt and completion (with those
+    of ``data.template_switches`` that it uses), and the score is read at the token that ends the
+    completion, as in training it. A completion that was cut off is scored as if it ended there."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Names of variables only: an entry may hold a secret, and is not shown."""
@@ -92,56 +90,30 @@ class EnvironmentConfig(Section):
                 )
 
 
-class SamplesConfig(Section):
-    """How completions are sampled that measure a model and do not train it."""
+class ValidationConfig(Section):
+    """Measuring on held-out prompts: training rows with the same prompt are left out."""
 
-    num_generations_per_prompt: Count = 1
+    every_steps: Annotated[int, Field(ge=0), NEEDS_VALIDATION_ROWS] = 5
+    """Steps between validations; one is made before the first and after the last step. 0: never."""
+    num_generations_per_prompt: Annotated[Count, _ON, _HAS_ROWS] = 1
     """Completions of each validation prompt; all of them count."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0), _ON, _HAS_ROWS] = 1.0
     """Sampling temperature; 0: greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), _ON, _HAS_ROWS, _NOT_GREEDY] = 1.0
     """Nucleus sampling, in (0, 1]."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0), _ON, _HAS_ROWS, _NOT_GREEDY] = 0
     """Most likely tokens to sample from. 0: all."""
-    max_new_tokens: Count | None = None
+    max_new_tokens: Annotated[Count | None, _ON, _HAS_ROWS] = None
     """Most tokens of one completion. None: ``generation.max_new_tokens``."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """A temperature that the engine samples at, and filters of sampling that is not greedy."""
+        """A temperature that the engine samples at."""
         least = run.generation.kind.lowest_temperature
         if 0 < self.temperature < least:
             yield (
                 f"{here}.temperature={self.temperature:g} must be at least {least:g}, or 0, which "
                 "is greedy."
             )
-        for name, off in (("top_p", 1.0), ("top_k", 0)):
-            if self.temperature == 0 and (value := getattr(self, name)) != off:
-                yield (
-                    f"{here}.{name}={value} would have no effect: {here}.temperature=0 is greedy."
-                )
-
-
-class ValidationConfig(SamplesConfig):
-    """Measuring on held-out prompts: training rows with the same prompt are left out."""
-
-    num_generations_per_prompt: Annotated[
-        Count, Instead("validation.every_steps=0 turns validation off")
-    ] = 1
-    """Completions of each validation prompt; all of them count."""
-    every_steps: Annotated[int, Field(ge=0), NEEDS_VALIDATION_ROWS] = 5
-    """Steps between validations; one is made before the first and after the last step. 0: never."""
-
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """How to sample means nothing where nothing is validated."""
-        yield from super().rules(here, run)
-        if run.validates:
-            return
-        why = "there are no validation rows; set data.validation"
-        if self.every_steps == 0:
-            why = f"{here}.every_steps=0 turns validation off; raise it"
-        for name, field in SamplesConfig.model_fields.items():
-            if (value := getattr(self, name)) != field.default:
-                yield f"{here}.{name}={value} would have no effect: {why}."
 
 
 class SamplingLoop(Section):
@@ -232,24 +204,6 @@ class UpdatesLoop(SamplingLoop):
     """Passes over a step's completions."""
     num_mini_batches: Count = 1
     """Optimizer steps of a pass; groups are dealt to them anew in each."""
-    reuse_logprobs: Annotated[
-        bool,
-        OnlyIf(
-            lambda here, _: here.num_updates == 1,
-            "a batch takes several optimizer steps, which need logprobs from before them",
-        ),
-        OnlyIf(
-            lambda _, run: not run.kl_in_reward,
-            "loss.kl_in=reward needs logprobs from before the step anyway",
-        ),
-        OnlyIf(
-            lambda _, run: not run.masks_mismatch,
-            "mismatch.action=mask needs logprobs from before the step anyway",
-        ),
-    ] = True
-    """With one optimizer step per batch, use the logprobs of its own forward pass as the policy's,
-    unless rewards (``loss.kl_in=reward``) or masks (``mismatch.action=mask``) need them earlier.
-    False: compute them in a pass of their own, and check that ratios are 1."""
 
     @property
     def num_updates(self) -> int:
@@ -295,9 +249,9 @@ class PolicyGradientRunConfig(SamplingRunConfig):
 
     @property
     def reuses_logprobs(self) -> bool:
-        """Whether a batch's only optimizer step gives the policy's logprobs."""
-        one_update = self.loop.reuse_logprobs and self.loop.num_updates == 1
-        return one_update and not self.kl_in_reward and not self.masks_mismatch
+        """Whether a batch's only optimizer step gives the policy's logprobs: rewards or masks
+        may need them before it."""
+        return self.loop.num_updates == 1 and not self.kl_in_reward and not self.masks_mismatch
 
     @property
     def keeps_reference(self) -> bool:

@@ -11,7 +11,6 @@ from pydantic import Field
 from nemo_like.config.section import Count, OnlyIf, Section
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d\d))?(?::(?P<third>\d\d))?")
-_MEMORY = re.compile(r"\d+[KMGT]?")
 _MOUNT = re.compile(r"/[^,:]*:/[^,:]*(:[^,:]+)?")
 _OPTION = re.compile(r"--(?P<long>[A-Za-z][\w-]*)|-(?P<short>[A-Za-z])")
 # Options that repeat a key, by the key.
@@ -22,16 +21,14 @@ _OPTIONS_OF_KEYS = {
     "the folder that you submit from": ("chdir", "D"),
     "cluster.slurm.partition": ("partition", "p"),
     "cluster.slurm.account": ("account", "A"),
-    "cluster.slurm.qos": ("qos", "q"),
     "cluster.slurm.time": ("time", "t"),
     "cluster.slurm.cpus_per_node": ("cpus-per-task", "c"),
-    "cluster.slurm.mem": ("mem",),
     "cluster.slurm.requeue": ("requeue", "no-requeue", "open-mode"),
     "cluster.slurm.signal_before_s": ("signal",),
     "cluster.slurm.log_dir": ("output", "o", "error", "e"),
 }
 _SUBMITS_OTHERWISE = ("wait", "W", "test-only", "wrap")
-_LINES = ("partition", "account", "qos", "time", "mem", "container", "log_dir")
+_LINES = ("partition", "account", "time", "container", "log_dir")
 _CONTAINER = OnlyIf(lambda here, _: here.container is not None, "{here}.container names no image")
 
 
@@ -42,18 +39,14 @@ class SlurmConfig(Section):
     """
 
     partition: str | None = None
-    """Partition to queue in. None: the cluster's default; likewise ``account`` and ``qos``."""
+    """Partition to queue in. None: the cluster's default; likewise ``account``."""
     account: str | None = None
     """Account that is charged."""
-    qos: str | None = None
-    """Quality of service."""
     time: str | None = None
     """Time limit of the job: minutes, ``hours:minutes:seconds`` or ``days-hours:minutes:seconds``
     (quoted in YAML). None: the partition's default."""
     cpus_per_node: Count | None = None
     """CPUs of each node. None: those of the run's bundles, ``cluster.cpus_per_worker`` each."""
-    mem: str | None = None
-    """Memory of each node, such as ``64G``; 0: all of it. None: the partition's default."""
     container: str | None = None
     """Image in which Ray and the run start. None: no container."""
     container_runtime: Annotated[Literal["pyxis", "apptainer"], _CONTAINER] = "pyxis"
@@ -77,7 +70,7 @@ class SlurmConfig(Section):
     """Folder, seen by all nodes, of each job's output (``JOB.out``), Ray's logs (``JOB/``) and
     script (``JOB.sbatch``)."""
     extra: list[str] = Field(default_factory=list)
-    """Further options of sbatch, one ``#SBATCH`` line each, such as ``--constraint=h100``."""
+    """Further options of sbatch, one ``#SBATCH`` line each: ``--qos=high``, ``--mem=64G``."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """A line break would end the comment that sbatch reads, and begin a command."""
@@ -85,8 +78,6 @@ class SlurmConfig(Section):
         for name, text in [*lines, *(("extra", option) for option in self.extra)]:
             if text is not None and (not text.strip() or not text.isprintable()):
                 yield f"{here}.{name}={text!r} must be one line of printable text."
-        if self.mem is not None and not _MEMORY.fullmatch(self.mem):
-            yield f"{here}.mem={self.mem!r} must be a number with K, M, G or T, such as 64G."
         for mount in self.mounts:
             if not _MOUNT.fullmatch(mount) or not mount.isprintable():
                 yield (

@@ -39,8 +39,6 @@ class PassesSection(Section):
     """Passes over the training rows."""
     max_steps: Count | None = None
     """Optimizer steps of the whole run, resumed parts included. None: those of ``num_epochs``."""
-    drop_last: bool = False
-    """Leave out a last step of a pass that has fewer rows than the others."""
 
     @property
     def units_per_step(self) -> int:

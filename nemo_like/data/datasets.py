@@ -158,7 +158,7 @@ def check_lengths(
     """Render every prompt once; the rows that fit with a completion, and the longest one's tokens.
 
     Raises UserError for a row whose template fails, and for one that is too long unless
-    ``data.overlong_prompts=drop``, by its number.
+    ``data.overlong=drop``, by its number.
     """
     most = min(context, micro_batch_tokens) - max_new_tokens
     limit = "policy.micro_batch_tokens" if micro_batch_tokens < context else "the model's context"
@@ -172,11 +172,11 @@ def check_lengths(
         if length <= most:
             kept.append(replace(row, prompt_ids=prompt_ids))
             longest = max(longest, length)
-        elif config.overlong_prompts == "refuse":
+        elif config.overlong == "refuse":
             raise UserError(
                 f"{key}: the prompt of row {row.index} has {length} tokens, and {limit} leaves "
                 f"{most} beside the completion; shorten it, lower generation.max_new_tokens, or "
-                "set data.overlong_prompts=drop."
+                "set data.overlong=drop."
             )
     if len(kept) < len(rows):
         dropped = len(rows) - len(kept)

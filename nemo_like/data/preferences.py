@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any, TypeGuard
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.data import IdenticalPairs, PairsConfig
+from nemo_like.config.data import PairsConfig
 from nemo_like.data import conversations, datasets
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation
@@ -68,7 +68,7 @@ def load(
     return datasets.load_both(
         config,
         partial(read, config),
-        lambda pairs, key: tokenize(pairs, chat, config.identical, limit, key),
+        lambda pairs, key: tokenize(pairs, chat, limit, key),
         seed=seed,
         with_validation=with_validation,
     )
@@ -84,9 +84,7 @@ def read(config: PairsConfig, source: str, num_rows: int, seed: int, key: str) -
     return [_pair(record, config.system_prompt, where) for where, record in records]
 
 
-def tokenize(
-    pairs: Sequence[Pair], chat: ChatTokenizer, identical: IdenticalPairs, limit: Limit, key: str
-) -> TensorBatch:
+def tokenize(pairs: Sequence[Pair], chat: ChatTokenizer, limit: Limit, key: str) -> TensorBatch:
     """Both rows of the pairs that fit ``limit``; pairs left out are in the log."""
     lengths = LengthFilter(limit=limit)
     kept: list[TokenRow] = []
@@ -99,13 +97,8 @@ def tokenize(
                 refuse_message_weights(one.messages, trains, "take the row out", where)
             unit = [conversations.encode(one, chat, "assistant") for one in both]
             kept += lengths.fit(unit, where)
-        elif identical == "drop":
-            lengths.dropped["of two completions that are the same"] += 1
         else:
-            raise UserError(
-                f"{where}: both completions are the same, so that none is preferred; take the row "
-                "out, or set data.identical=drop."
-            )
+            lengths.dropped["of two completions that are the same"] += 1
     lengths.report(key, len(pairs), "pairs")
     return collate(kept)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
-from nemo_like.config.policy import LoraConfig
+from nemo_like.config.lora import LoraConfig
 from nemo_like.refit.broadcast import BroadcastLink
 from nemo_like.refit.buckets import Bucket
 from nemo_like.refit.ipc import IpcLink

@@ -59,7 +59,7 @@ def _options(job: BatchJob) -> Iterator[str]:
     yield f"--cpus-per-task={slurm.cpus_per_node or cpus_per_node(job.config)}"
     if cluster.gpus_per_node:
         yield f"--gpus-per-node={cluster.gpus_per_node}"
-    for option in ("mem", "time", "partition", "account", "qos"):
+    for option in ("time", "partition", "account"):
         value = getattr(slurm, option)
         if value is not None:
             yield f"--{option}={_word(value)}"

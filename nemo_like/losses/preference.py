@@ -76,7 +76,8 @@ def pair_loss(margin: Tensor, config: DPOLossConfig) -> Tensor:
     """Loss of each pair for ``margin`` = log ratio of chosen - that of rejected, any shape.
 
     >>> margin = torch.tensor(2.0)
-    >>> losses = [pair_loss(margin, DPOLossConfig(kind=kind)) for kind in PreferenceKind]
+    >>> kinds = ("sigmoid", "ipo", "hinge")
+    >>> losses = [pair_loss(margin, DPOLossConfig(kind=kind)) for kind in kinds]
     >>> [round(loss.item(), 6) for loss in losses]
     [0.598139, 9.0, 0.8]
     """

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from nemo_like.config.policy import LoraConfig
+from nemo_like.config.lora import LoraConfig
 from nemo_like.errors import UserError
 from nemo_like.models.naming import Naming
 

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel
 
-from nemo_like.config.policy import LoraConfig
+from nemo_like.config.lora import LoraConfig
 from nemo_like.errors import UserError
 from nemo_like.models.adapter_places import peft_targets
 

@@ -45,13 +45,12 @@ class GradientMemory:
         """Float32 gradients of all parameters that train.
 
         Sharded like parameters; whole on each rank while they are not reduced. DDP has them in its
-        buckets, or beside them without ``gradient_as_bucket_view``.
+        buckets, local SGD beside them.
         """
         whole = FLOAT32 * self.trained.total
         if not self.ddp:
             return whole if self.unreduced else whole / self.shards
-        beside = self.buckets() == 0 or not self.parallel.ddp.gradient_as_bucket_view
-        return self.buckets() + whole * beside
+        return self.buckets() or whole
 
     def earlier(self) -> float:
         """Gradients that exist before a micro-batch's backward pass."""

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
-from nemo_like.config.policy import LoraConfig, ParallelConfig, PolicyConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.activations import BYTES, FLOAT32
 from nemo_like.planning.layout import layer_range, num_stages

@@ -76,16 +76,9 @@ def _rank_rules(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
             f"policy.parallel.ddp.{changed[0]}={getattr(ddp, changed[0])} would have no effect: "
             "the policy has one rank, so nothing is synchronised; use more workers."
         )
-    for name in ("check_replicas", "check_gradients"):
-        if getattr(policy.debug, name) and max(sizes.replicate, sizes.tp) == 1:
-            yield (
-                f"policy.debug.{name}=true would have no effect: no two ranks hold the same "
-                "parameters; set policy.parallel.replicate_size or tensor_parallel_size above 1, "
-                "or data_parallel=ddp on several ranks."
-            )
-    if policy.debug.check_data and sizes.num_ranks == 1:
+    if policy.debug.checks and sizes.num_ranks == 1:
         yield (
-            "policy.debug.check_data=true would have no effect: the policy has one rank; use more "
+            "policy.debug.checks=true would have no effect: the policy has one rank; use more "
             "workers."
         )
 

@@ -248,9 +248,8 @@ def _groups(named: _Named, config: OptimizerConfig) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[Parameter]] = {}
     for _, p in named:
-        decays = config.decay == "all" or p.ndim > 1
         mesh = p.device_mesh if isinstance(p, DTensor) else None
-        groups.setdefault((decays, mesh), []).append(p)
+        groups.setdefault((p.ndim > 1, mesh), []).append(p)
     return [
         {"params": params, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), params in groups.items()

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from nemo_like.config.policy import LoraConfig
+from nemo_like.config.lora import LoraConfig
 from nemo_like.errors import RunError
 from nemo_like.models.adapter_places import adapter_places
 from nemo_like.models.naming import is_adapter

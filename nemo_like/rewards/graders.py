@@ -18,6 +18,8 @@ from nemo_like.rewards.reward_text import RewardText
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 600.0
+_ROWS_OF_A_PASS = 8
+_ROWS_OF_A_LOOP = 32
 _GIB = 2**30
 
 
@@ -30,15 +32,15 @@ def check_reward_model(
     """
     if environment.reward != REWARD_MODEL:
         return
-    config = environment.reward_model
-    text = RewardText(config, chat.switches)
+    text = RewardText(str(environment.reward_model), chat.switches)
     for key, rows in rows_of.items():
         for row in rows[:1]:  # for all of them, each grade checks its own
             try:
                 text.encode(row.messages, "")
             except UserError as error:
                 raise UserError(
-                    f"{GRADER_KEY}={config.model} cannot read row {row.index} of {key}: {error}"
+                    f"{GRADER_KEY}={environment.reward_model} cannot read row {row.index} of "
+                    f"{key}: {error}"
                 ) from error
     if not text.chat.has_template_of(chat):
         logger.warning(
@@ -48,41 +50,49 @@ def check_reward_model(
     logger.info(
         "Reward model %s: %.3g GiB in each of %d grading process(es) beside every engine.",
         text.folder,
-        text.num_bytes(config.dtype) / _GIB,
+        text.num_bytes() / _GIB,
         environment.num_processes,
     )
 
 
-def for_other_folders(
-    environment: EnvironmentConfig, switches: Mapping[str, Any]
-) -> EnvironmentConfig:
-    """The same for a process that works in another folder and does not know the rest.
-
-    ``switches``: those of the policy's template.
-    """
+def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
+    """The same for a process that works in another folder."""
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
-        text = RewardText(model, switches)
-        model = model.replace(model=str(text.folder), template_switches=text.chat.switches)
+        model = str(RewardText(str(model), {}).folder)
     return environment.replace(reward=absolute(environment.reward), reward_model=model)
 
 
-def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> GradingPool:
+def start_pool(
+    environment: EnvironmentConfig,
+    engines_per_node: int = 1,
+    *,
+    switches: Mapping[str, Any] | None = None,
+    num_threads: int = 1,
+) -> GradingPool:
     """Grading processes that are ready; UserError says why they are not.
 
     ``engines_per_node``: engines that have such processes on one node, and share its memory.
+    ``switches`` of the policy's template; ``num_threads`` of each process that has a reward model.
     """
     gib = environment.process_memory_gib
     num_processes = environment.num_processes
     limit = memory_share(num_processes * engines_per_node) if gib is None else int(gib * _GIB)
     if environment.reward == REWARD_MODEL:
         return GradingPool(
-            json.dumps(environment.reward_model.model_dump() | {TRUSTED: trusts_code()}),
+            json.dumps(
+                {
+                    "model": environment.reward_model,
+                    "switches": dict(switches or {}),
+                    "num_threads": num_threads,
+                    TRUSTED: trusts_code(),
+                }
+            ),
             timeout_s=environment.timeout_s,
             num_processes=num_processes,
             memory_limit_bytes=limit,
             module="nemo_like.rewards.reward_model",
-            rows_at_once=environment.reward_model.rows_at_once,
+            rows_at_once=environment.rows_at_once or _ROWS_OF_A_PASS,
             most_rows=None,  # another would round the scores of known texts otherwise
             start_timeout_s=_LOAD_TIMEOUT_S,
         )
@@ -92,9 +102,9 @@ def start_pool(environment: EnvironmentConfig, engines_per_node: int = 1) -> Gra
         num_processes=num_processes,
         memory_limit_bytes=limit,
         pass_variables=environment.pass_variables,
-        concurrency=environment.rows_at_once,
+        concurrency=environment.rows_at_once or _ROWS_OF_A_LOOP,
     )
-    if not pool.is_concurrent and environment.rows_at_once != EnvironmentConfig().rows_at_once:
+    if not pool.is_concurrent and environment.rows_at_once is not None:
         pool.shutdown()
         raise UserError(
             f"environment.rows_at_once={environment.rows_at_once} would have no effect: "

@@ -6,17 +6,16 @@
 import json
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from nemo_like.config.paths import GRADER_KEY
-from nemo_like.config.policy import Dtype
 from nemo_like.config.remote_code import TRUSTED, set_trust, trusts_code
-from nemo_like.config.sampling import GradingModelConfig
 from nemo_like.data.token_rows import TokenRow, collate
 from nemo_like.errors import UserError
 from nemo_like.models.settings import model_settings
@@ -37,15 +36,15 @@ _NUM_KNOWN = 10_000
 class RewardModel:
     """A loaded reward model."""
 
-    def __init__(self, config: GradingModelConfig) -> None:
+    def __init__(self, model: str, switches: Mapping[str, Any]) -> None:
         """Raises UserError if it cannot be loaded, or not within this process's memory limit."""
-        self.text = RewardText(config)
-        _check_memory(self.text, config.dtype)
+        self.text = RewardText(model, switches)
+        _check_memory(self.text)
         settings = model_settings(self.text.folder)
         try:
-            model, info = AutoModelForSequenceClassification.from_pretrained(
+            loaded, info = AutoModelForSequenceClassification.from_pretrained(
                 self.text.folder,
-                dtype="auto" if config.dtype is None else getattr(torch, config.dtype),
+                dtype="auto",
                 config=settings,
                 attn_implementation=plain_attention(AutoModelForSequenceClassification, settings),
                 local_files_only=True,
@@ -62,7 +61,7 @@ class RewardModel:
                 f"{GRADER_KEY}={self.text.folder} is no whole reward model: its files lack "
                 f"{missing[0]}; give the folder final/ of a run of examples/run_rm.py."
             )
-        self._model = ValueModel(model, HeadSettings(chunk_tokens=_CHUNK_TOKENS))
+        self._model = ValueModel(loaded, HeadSettings(chunk_tokens=_CHUNK_TOKENS))
         self._known: dict[bytes, float] = {}
         """Scores of the latest texts."""
 
@@ -107,13 +106,12 @@ class RewardModel:
 
 
 def load(spec: str) -> BatchGrader:
-    """``spec``: a ``GradingModelConfig`` as JSON, and beside it whether its code is trusted."""
+    """``spec``: the model's name, switches and threads, and whether its code is trusted; JSON."""
     settings = json.loads(spec)
-    set_trust(settings.pop(TRUSTED))
-    config = GradingModelConfig(**settings)
-    torch.set_num_threads(config.num_threads)
+    set_trust(settings[TRUSTED])
+    torch.set_num_threads(settings["num_threads"])
     disable_progress_bar()
-    return RewardModel(config).grade
+    return RewardModel(settings["model"], settings["switches"]).grade
 
 
 def _verdict(score: float) -> Verdict:
@@ -123,15 +121,15 @@ def _verdict(score: float) -> Verdict:
         return failed(f"reward model: {error}")
 
 
-def _check_memory(text: RewardText, dtype: Dtype | None) -> None:
+def _check_memory(text: RewardText) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    needed = text.num_bytes(dtype)
+    needed = text.num_bytes()
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise UserError(
             f"{GRADER_KEY}={text.folder} takes {needed / _GIB:.3g} GiB in every grading process, "
             f"and each may use {limit / _GIB:.3g} GiB (half of the machine's memory, shared by the "
             "grading processes of all its engines, or environment.process_memory_gib); lower "
-            "environment.num_processes, or set environment.reward_model.dtype=bfloat16."
+            "environment.num_processes, or store the model in bfloat16."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.batch import keys
-from nemo_like.config.sampling import SamplesConfig, SamplingRunConfig
+from nemo_like.config.sampling import SamplingRunConfig, ValidationConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import PromptLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -108,7 +108,7 @@ class SyncRolloutSource:
         return _batch_metrics("validation", rows, results)
 
     def sample(
-        self, step: int, rows: Sequence[Row], first_prompt: int, config: SamplesConfig
+        self, step: int, rows: Sequence[Row], first_prompt: int, config: ValidationConfig
     ) -> tuple[list[Sample], Metrics]:
         """Graded completions of ``rows``, by prompt and index; seeds are those of a validation.
 
@@ -138,7 +138,7 @@ class SyncRolloutSource:
                 self._refit_metrics = self.sync.give_to_generation()
         return self._refit_metrics
 
-    def _sampling(self, config: SamplesConfig) -> SamplingParams:
+    def _sampling(self, config: ValidationConfig) -> SamplingParams:
         generation = self._config.generation
         return SamplingParams(
             temperature=config.temperature,

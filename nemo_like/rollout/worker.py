@@ -2,8 +2,10 @@
 
 import asyncio
 from collections import ChainMap, Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -28,6 +30,9 @@ class RolloutSetup:
     backend: str
     engine: EngineConfig
     environment: EnvironmentConfig
+    template_switches: Mapping[str, Any]
+    num_grading_threads: int
+    """Threads of each grading process that has a reward model."""
     engines_per_node: int
     """Replicas on one node: their grading processes share its memory."""
     trajectories_path: str
@@ -77,7 +82,13 @@ class RolloutWorker(GenerationWorker):
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine, the grading processes and the tokenizer, at the same time."""
         self._environment, self._chat, _ = await asyncio.gather(
-            asyncio.to_thread(graders.start_pool, setup.environment, setup.engines_per_node),
+            asyncio.to_thread(
+                graders.start_pool,
+                setup.environment,
+                setup.engines_per_node,
+                switches=setup.template_switches,
+                num_threads=setup.num_grading_threads,
+            ),
             asyncio.to_thread(ChatTokenizer, setup.engine.model_path),
             self.start_engine(setup.backend, setup.engine),
         )

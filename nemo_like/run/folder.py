@@ -19,13 +19,10 @@ logger = logging.getLogger(__name__)
 _FIXED = (
     "policy.model",
     "policy.optimizer.kind",
-    "policy.optimizer.decay",
     "policy.lora.rank",
     "policy.lora.alpha",
     "policy.lora.targets",
     "critic.model",
-    "critic.optimizer.kind",
-    "critic.optimizer.decay",
 )
 """What a checkpoint's tensors are those of."""
 _STARTS = "starts.json"
@@ -163,7 +160,7 @@ def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") ->
                     f"{name}={value} is not that of the run to continue, {old.get(key)}; use that "
                     "one, or a new run.dir."
                 )
-            kept = name.startswith(("policy.optimizer.", "critic.optimizer."))
+            kept = name.startswith("policy.optimizer.") or name == "critic.lr"
             if kept:
                 new[key] = old.get(key)
             logger.warning(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_like.config.run import RunConfig
-from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.run.checkpoint import Checkpoints, DriverState
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,9 @@ class Saves:
         """``began``: when, by the monotonic clock, there was nothing to lose as yet."""
         self.checkpoints = Checkpoints(run_dir, config.checkpoint)
         self._config = config.checkpoint
-        self._metric, self._smaller_is_better = _best_metric(config)
+        usual = "validation/reward" if config.samples else "validation/loss"
+        self._metric = config.checkpoint.metric or usual
+        self._smallest_is_best = self._metric.endswith("loss")
         self._saved_at = began
 
     def is_due(self, step: int) -> bool:
@@ -70,7 +71,7 @@ class Saves:
         if metric is None and unlogged is None and self._config.metric is not None:
             measured = ", ".join(sorted(numbers))
             logger.warning("checkpoint.metric=%s is not measured, only %s.", self._metric, measured)
-        if metric is not None and self._smaller_is_better:
+        if metric is not None and self._smallest_is_best:
             metric = -metric
         state = DriverState(
             step=step,
@@ -78,7 +79,7 @@ class Saves:
             metric=metric,
             totals=totals,
             weight_versions={name: model.weight_version for name, model in models.items()},
-            metric_name=f"{'-' if self._smaller_is_better else ''}{self._metric}",
+            metric_name=f"{'-' if self._smallest_is_best else ''}{self._metric}",
             unlogged=unlogged,
         )
 
@@ -89,12 +90,3 @@ class Saves:
         path = self.checkpoints.save(state, write)
         self._saved_at = time.monotonic()
         logger.info("Saved %s", path)
-
-
-def _best_metric(config: RunConfig) -> tuple[str, bool]:
-    """The metric that decides which checkpoint is best, and whether its smallest value does."""
-    if config.checkpoint.metric is not None:
-        return config.checkpoint.metric, config.checkpoint.smaller_is_better
-    if isinstance(config, SamplingRunConfig):
-        return "validation/reward", False
-    return "validation/loss", True

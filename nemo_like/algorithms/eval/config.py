@@ -8,8 +8,11 @@ from pydantic import Field
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.data import REASONING_GYM
 from nemo_like.config.paths import is_checkpoint
-from nemo_like.config.sampling import SamplesConfig, SamplingLoop, SamplingRunConfig
-from nemo_like.config.section import Count
+from nemo_like.config.sampling import SamplingLoop, SamplingRunConfig
+from nemo_like.config.section import Section
+
+PROMPTS_AT_ONCE = 64
+"""Prompts sampled at one time."""
 
 _TRAINING_KEYS = (
     *(
@@ -50,19 +53,17 @@ _NO_TRAINING_ROWS = (
 )
 
 
-class EvalSection(SamplesConfig):
-    """What an evaluation samples, and what it makes of it.
+class EvalSection(Section):
+    """What an evaluation makes of the completions that it samples as ``validation`` says.
 
     ``policy.model`` may also be a checkpoint of a run, ``<run.dir>/checkpoints/step_<n>``. Rows are
     those that a training run with the same ``data`` and ``run.seed`` validates on.
     """
 
-    num_prompts_per_step: Count = 64
-    """Prompts sampled at one time."""
     pass_at: list[int] = Field(default_factory=list)
     """Values of k for pass@k: the chance that at least one of k completions of a prompt passes,
-    without bias (arXiv:2107.03374 Eq. 1). At most ``num_generations_per_prompt``. (pass@1 is the
-    accuracy, which is always given.)"""
+    without bias (arXiv:2107.03374 Eq. 1). At most
+    ``validation.num_generations_per_prompt``. (pass@1 is the accuracy, which is always given.)"""
     pass_reward: float = 1.0
     """Least reward of a completion that passes."""
     majority_at: list[int] = Field(default_factory=list)
@@ -74,19 +75,20 @@ class EvalSection(SamplesConfig):
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Several completions differ, and are enough for each k."""
-        yield from super().rules(here, run)
-        count = self.num_generations_per_prompt
-        if self.temperature == 0 and count > 1:
+        count = run.validation.num_generations_per_prompt
+        if run.validation.temperature == 0 and count > 1:
             yield (
-                f"{here}.num_generations_per_prompt={count} with {here}.temperature=0 would sample "
-                f"the same completion again; set it to 1, or {here}.temperature above 0."
+                f"validation.num_generations_per_prompt={count} with validation.temperature=0 "
+                "would sample the same completion again; set it to 1, or validation.temperature "
+                "above 0."
             )
         for name in ("pass_at", "majority_at"):
             for k in getattr(self, name):
                 if not 1 <= k <= count:
                     yield (
                         f"{here}.{name}={getattr(self, name)}: {k} must be between 1 and "
-                        f"{here}.num_generations_per_prompt={count}; raise that, or leave {k} out."
+                        f"validation.num_generations_per_prompt={count}; raise that, or leave {k} "
+                        "out."
                     )
 
 
@@ -104,8 +106,8 @@ class EvalConfig(SamplingRunConfig):
         ("data.train", _NO_TRAINING_ROWS),
         ("data.num_train_rows", _NO_TRAINING_ROWS),
         ("data.shuffle", "an evaluation uses every row once, and its order changes nothing"),
-        ("generation.temperature", "an evaluation samples as the section eval says"),
-        ("validation", "an evaluation measures once, and samples as the section eval says"),
+        ("generation.temperature", "an evaluation samples as the section validation says"),
+        ("validation.every_steps", "an evaluation measures once"),
         ("logging.trajectories_per_step", "samples.jsonl has every completion"),
     )
 
@@ -116,8 +118,8 @@ class EvalConfig(SamplingRunConfig):
         """One step of sampling, which sizes the engines."""
         return SamplingLoop(
             max_steps=1,
-            num_prompts_per_step=self.eval.num_prompts_per_step,
-            num_generations_per_prompt=self.eval.num_generations_per_prompt,
+            num_prompts_per_step=PROMPTS_AT_ONCE,
+            num_generations_per_prompt=self.validation.num_generations_per_prompt,
         )
 
     @property
@@ -128,9 +130,9 @@ class EvalConfig(SamplingRunConfig):
     @property
     def longest_completion(self) -> tuple[str, int]:
         """The key that limits completions, and its value."""
-        if self.eval.max_new_tokens is None:
+        if self.validation.max_new_tokens is None:
             return super().longest_completion
-        return "eval.max_new_tokens", self.eval.max_new_tokens
+        return "validation.max_new_tokens", self.validation.max_new_tokens
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """What means something else, or nothing, without training."""
@@ -150,9 +152,9 @@ class EvalConfig(SamplingRunConfig):
             ),
             (
                 f"generation.max_new_tokens={self.generation.max_new_tokens} would have no effect: "
-                "eval.max_new_tokens is set too; leave one of them out.",
+                "validation.max_new_tokens is set too; leave one of them out.",
                 self.generation.max_new_tokens != default.generation.max_new_tokens
-                and self.eval.max_new_tokens is not None,
+                and self.validation.max_new_tokens is not None,
             ),
             (
                 f"data.tasks={self.data.tasks} would have no effect: data.validation is a file.",

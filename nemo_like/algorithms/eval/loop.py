@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.algorithms.eval.config import PROMPTS_AT_ONCE, EvalConfig
 from nemo_like.algorithms.eval.report import Measured, write_report
 from nemo_like.algorithms.sampling import start_sampling
 from nemo_like.algorithms.session import Session
@@ -32,14 +32,14 @@ def run(config: EvalConfig, session: Session) -> None:
     if is_checkpoint(name):
         with run.start_phase("checkpoint"):
             load_checkpoint(live.policy, Path(name).expanduser().resolve())
-    rows, size = live.validation_rows, config.eval.num_prompts_per_step
+    rows, size = live.validation_rows, PROMPTS_AT_ONCE
     measured = Measured(config, rows)
     file = JsonlFile(run.dir / "samples.jsonl")
     session.stack.callback(file.close)
     for step in run.rounds(math.ceil(len(rows) / size)):
         first = (step - 1) * size
         samples, metrics = live.rollouts.sample(
-            step, rows[first : first + size], first, config.eval
+            step, rows[first : first + size], first, config.validation
         )
         for record in measured.add(samples):
             file.append(record)

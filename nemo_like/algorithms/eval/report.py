@@ -83,6 +83,7 @@ class Measured:
                 "max": max(self._lengths),
             },
             "truncated_share": self._num_truncated / len(self._lengths),
+            "validation": config.validation.model_dump(exclude={"every_steps"}),
             "eval": config.eval.model_dump(),
         }
 

@@ -7,10 +7,9 @@ from pydantic import Field
 
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.losses import ValueLossConfig
-from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import PolicyGradientRunConfig, UpdatesLoop
-from nemo_like.config.section import OnlyIf, Section
+from nemo_like.config.section import OnlyIf, Positive, Section
 
 _CRITIC = OnlyIf(lambda _, run: run.critic.enabled, "critic.enabled=false leaves the critic out")
 
@@ -56,15 +55,8 @@ class CriticConfig(Section):
     num_workers: Annotated[int | None, _CRITIC] = None
     """Bundles set apart for the critic, which sizes of ``policy.parallel`` must fit too. None: it
     shares those of the policy. The two train in turns either way."""
-    optimizer: Annotated[OptimizerConfig, _CRITIC] = OptimizerConfig()
-    scheduler: Annotated[SchedulerConfig, _CRITIC] = SchedulerConfig()
-
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """The schedule must fit into the critic's own optimizer steps."""
-        if not self.enabled:
-            return
-        updates = run.max_critic_updates
-        yield from self.scheduler.fits(f"{here}.scheduler", updates, run.last_update(updates))
+    lr: Annotated[Positive, _CRITIC] = 1e-4
+    """Peak learning rate; the rest of optimizer and schedule is the policy's."""
 
 
 class PPOConfig(PolicyGradientRunConfig):
@@ -108,8 +100,7 @@ class PPOConfig(PolicyGradientRunConfig):
         critic = self.critic
         return self.policy.replace(
             model=critic.model or self.policy.model,
-            optimizer=critic.optimizer,
-            scheduler=critic.scheduler,
+            optimizer=self.policy.optimizer.replace(lr=critic.lr),
         )
 
     def other_models(self) -> Iterator[tuple[str, str]]:

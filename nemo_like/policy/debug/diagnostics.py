@@ -34,7 +34,7 @@ class Diagnostics:
         self._config = config
         self._mesh = mesh
         self._device = device
-        self._timer = CollectiveTimer(device) if config.collectives else None
+        self._timer = CollectiveTimer(device) if config.metrics else None
         self._hangs: HangReport | None = None
         if config.hang_report_s is not None:
             path = Path(log_dir) / f"hang-{mesh.rank}.txt"
@@ -50,7 +50,7 @@ class Diagnostics:
             if self._timer is not None:
                 stack.enter_context(self._timer)
             yield
-        if self._config.memory:
+        if self._config.metrics:
             memory = memory_metrics(name, self._device)
             logger.info("%s", values(memory))  # every rank has its own log
             self._measured.append(memory)
@@ -64,7 +64,7 @@ class Diagnostics:
 
     def check_rows(self, micro_batches: Sequence[TensorBatch | None]) -> None:
         """Stop unless every data-parallel rank has rows of its own; collective."""
-        if not self._config.check_data:
+        if not self._config.checks:
             return
         rows = [row for each in micro_batches if each is not None for row in fingerprint_rows(each)]
         same = [(axis, group) for axis in ("pp", "cp", "tp") if (group := self._mesh.group(axis))]
@@ -72,13 +72,13 @@ class Diagnostics:
 
     def check_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Stop unless copies of a parameter have equal gradients; collective."""
-        if self._config.check_gradients:
+        if self._config.checks:
             gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
             self._check_copies(gradients, "gradients")
 
     def check_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Stop unless copies of a parameter are equal; collective."""
-        if self._config.check_replicas:
+        if self._config.checks:
             self._check_copies(dict(parameters), "parameters")
 
     def _check_copies(self, tensors: Mapping[str, Tensor], what: str) -> None:

@@ -24,9 +24,7 @@ def wrap_ddp(model: nn.Module, mesh: PolicyMesh) -> DistributedDataParallel | No
     ddp = DistributedDataParallel(
         model,
         process_group=group,
-        bucket_cap_mb=config.bucket_mib,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        find_unused_parameters=config.find_unused_parameters,
+        gradient_as_bucket_view=True,  # saves one copy of them
     )
     if config.compression == "bf16":
         ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
