@@ -124,7 +124,7 @@ def test_what_gives_values_must_have_a_class_that_scores(model, name, key, capsy
 
 
 def test_a_grading_model_of_an_unknown_kind_is_refused_in_a_plan_too(model, capsys):
-    key, kind = "environment.reward_model.model", "LamaForSequenceClassification"
+    key, kind = "environment.reward_model", "LamaForSequenceClassification"
     path = model(model_type="lama", architectures=[kind], id2label={"0": "x"})
     with pytest.raises(SystemExit) as ended:
         main(["plan", "environment.reward=reward_model", f"{key}={path}"])

@@ -47,8 +47,8 @@ def refuse_other_models(config: RunConfig) -> None:
     """
     others = list(config.other_models())
     if isinstance(config, SamplingRunConfig) and config.environment.reward == REWARD_MODEL:
-        assert config.environment.reward_model.model is not None
-        others.append((GRADER_KEY, config.environment.reward_model.model))
+        assert config.environment.reward_model is not None
+        others.append((GRADER_KEY, config.environment.reward_model))
     classes = {"critic.model": GIVES_VALUES, GRADER_KEY: (CLASSIFIER,)}
     for key, name in others:
         if name not in BUILT_IN_MODELS:
