@@ -64,6 +64,10 @@ _DDP = f"{_RANKS} policy.parallel.data_parallel=ddp"
 _ENGINE = "tests/test_training_engine.py::test_"
 _HERE = "tests/test_every_key.py::test_"
 
+_OUTSIDE = (
+    "tests/test_doors.py::test_loss_advantage_engine_and_logger_come_from_one_file_of_the_user"
+)
+
 _SLURM = "cluster.slurm"
 ANY_RUN = [
     *seen(queued, f"{_SLURM}.partition=a", f"{_SLURM}.account=a"),
@@ -104,6 +108,7 @@ ANY_RUN = [
         "logging.console=live",
     ),
     *seen(loop, "logging.tensorboard=true"),
+    *proven(_OUTSIDE, "logging.sinks=[json:loads]"),
     *proven(
         "tests/test_observe.py::test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out",
         "logging.wandb=offline",
@@ -313,6 +318,7 @@ GRPO = [
     *PIPELINE,
     *seen(loop, "grpo.dynamic_sampling=true", "grpo.mask_truncated=true"),
     *seen(loop, "grpo.max_sampling_rounds=2", beside="grpo.dynamic_sampling=true"),
+    *proven(_OUTSIDE, "advantage.function=json:loads"),
     *seen(loop, "advantage.baseline=mean", "advantage.scale=none"),
     *seen(loop, "advantage.overlong_buffer_tokens=14"),
     *seen(loop, "advantage.count_untrained=true", beside="grpo.mask_truncated=true"),
