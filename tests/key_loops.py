@@ -237,25 +237,25 @@ class CalledHere(WorkerGroup[Any]):
         self, role: str, layout: RankLayout, log_dir: str, ranks: Ranks | None = None
     ) -> None:
         self.role, self.layout, self.ranks = role, layout, ranks or Ranks()
-        self.timeout_s, self.meter, self.watches = 1e9, DriverMeter(), {}
+        self.timeout_s, self.meter, self.calls, self.watches = 1e9, DriverMeter(), {}, {}
         size = layout.world_size
         place: Any = None
         bundle = Bundle(group=place, index=0, node_id="", address="", gpu_id=None)
         self.bundles = [[bundle]] * size
         self.contexts = worker_contexts(role, self.bundles, log_dir)
         self.actors = [None] * size
-        self.calls: list[Any] = []
+        self.asked: list[Any] = []
 
     def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> Pending[Any]:
         name, refs = method.__name__, {}
         for rank, (args, kwargs) in work.items():
-            self.calls.append((name, rank, shown(args), kwargs))
+            self.asked.append((name, rank, shown(args), kwargs))
             answer = getattr(self.ranks, name)(*args, **kwargs)
             refs[ray.put([answer])] = rank  # Ray takes no reference by itself
         return Pending(group=self, refs=refs, phase=name)
 
     def submit_missing(self, paths: list[str]) -> Pending[list[str]]:
-        self.calls.append(("missing", paths))
+        self.asked.append(("missing", paths))
         return Pending(group=self, refs={ray.put([[]]): 0}, phase="start-up")
 
     def result(self, ref: Any, rank: int, when: str) -> Any:
@@ -316,7 +316,7 @@ def looped(config: Any, folder: Path, of_policy: Ranks | None = None) -> str:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     report = folder / "eval.json"
     left = {
-        "calls": {role: group.calls for role, group in groups.items()},
+        "calls": {role: group.asked for role, group in groups.items()},
         "records": [(each["step"], sorted(each)) for each in records],
         "checkpoints": sorted(path.name for path in (folder / "checkpoints").glob("*")),
         "tensorboard": (folder / "tensorboard").is_dir(),

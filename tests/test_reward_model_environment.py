@@ -183,7 +183,7 @@ def test_what_only_loading_shows_is_one_sentence_too(trained, tmp_path, monkeypa
     del weights["score.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="no whole reward model: its files lack score"):
-        RewardModel(environment(folder).reward_model)
+        RewardModel(str(folder), {})
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
     with pytest.raises(UserError, match="GiB in every grading process, and each may use 0"):
         RewardModel(str(trained.final), {})
