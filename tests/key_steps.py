@@ -14,7 +14,7 @@ from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics, values
 from nemo_like.policy.trainer import EngineSetup, Trainer
 from tests.three_steps import LENGTHS, denominators, make_rows
@@ -36,13 +36,20 @@ def alone() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def sum_of_squares(
-    outputs: torch.Tensor, batch: TensorBatch, denominators: Denominators
-) -> tuple[torch.Tensor, Metrics]:
+class SumOfSquares:
     """A loss for logprobs and for values alike."""
-    at, _ = trained_tokens(batch)
-    loss = (outputs[at].float() - 1).square().sum() / denominators.tokens
-    return loss, as_metrics(sums={"train/loss": loss}, means={})
+
+    needs = Needs()
+
+    def __call__(
+        self, outputs: torch.Tensor, batch: TensorBatch, denominators: Denominators
+    ) -> tuple[torch.Tensor, Metrics]:
+        at, _ = trained_tokens(batch)
+        loss = (outputs[at].float() - 1).square().sum() / denominators.tokens
+        return loss, as_metrics(sums={"train/loss": loss}, means={})
+
+
+sum_of_squares = SumOfSquares()
 
 
 @cache
