@@ -18,7 +18,7 @@ from nemo_like.losses.protocol import Denominators, apply_loss
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel
-from nemo_like.policy.requests import Call, Calls
+from nemo_like.policy.requests import ForwardRequest
 
 trl = pytest.importorskip("trl", reason="the peer that is compared with is not installed")
 datasets = pytest.importorskip("datasets", reason="TRL's trainers need it")
@@ -91,13 +91,13 @@ class Sides:
         """Logprobs and entropies [2, N]."""
         model.set_attn_implementation(PACKED)
         inputs = model_inputs(self.batch, InputLayout(batching="packed"))
-        call = Call(
+        request = ForwardRequest(
             inputs=inputs,
             temperature=TEMPERATURE,
             with_entropy=with_entropy,
             entropy_trains=entropy_trains,
         )
-        return LogprobModel(model, HeadSettings(chunk_tokens=5))(None, Calls([call]))
+        return LogprobModel(model, HeadSettings(chunk_tokens=5))(None, request)
 
     def flat(self, of_completions):
         """A number a completion token -> [N], 0 at prompts."""
@@ -297,10 +297,10 @@ def test_without_its_correction_the_kl_of_trl_lacks_the_gradient_of_the_sampling
     """Equal values; our gradient has a term more, mean(k3 * grad log p): see ``kl_loss``."""
     ours = sides.ours(on_policy=True, **CLIP, **SEQUENCE, **WITH_KL)
     theirs = sides.theirs(on_policy=True, loss_type="grpo", beta=BETA, use_bias_correction_kl=False)
-    loss, gap = minus(ours, theirs)
+    loss, difference = minus(ours, theirs)
     assert loss == pytest.approx(0, abs=1e-5)
     score = sides.ours(objective="reinforce", token_advantages=-BETA * sides.k3(), **SEQUENCE)
-    assert_equal((0.0, gap), (0.0, score[1]))
+    assert_equal((0.0, difference), (0.0, score[1]))
 
 
 def test_the_kl_of_trl_has_the_ratio_of_the_sequence_where_the_objective_has_it(sides):
@@ -313,8 +313,8 @@ def test_the_kl_of_trl_has_the_ratio_of_the_sequence_where_the_objective_has_it(
         sides.flat(LOG_RATIOS)[(row == i) & sides.batch.tokens[keys.LOSS_MASK]].mean()
         for i in range(len(PROMPTS))
     ]
-    gap = sides.flat(LOG_RATIOS).exp() - torch.stack(of_row)[row].exp()
-    expected = BETA * sides.mean("sequence", gap * sides.k3())
+    difference = sides.flat(LOG_RATIOS).exp() - torch.stack(of_row)[row].exp()
+    expected = BETA * sides.mean("sequence", difference * sides.k3())
     assert abs(expected) > 1e-3
     assert ours[0] - theirs[0] == pytest.approx(expected, abs=1e-5)
 

@@ -23,8 +23,8 @@ from nemo_like.errors import RunError
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_resources
-from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.refit.ipc import IpcLink
 
@@ -47,7 +47,7 @@ def make_policy(
             optimizer=OptimizerConfig(lr=3e-4), max_grad_norm=0.5, **config
         )
         log_dir = str(tmp_path / "logs")
-        policy = Policy(
+        policy = RemoteModel(
             policy_config,
             cluster_config,
             policy_group(policy_config, cluster_config, cluster, log_dir=log_dir),
@@ -114,8 +114,8 @@ def assert_same(result, expected):
     expected_numbers, expected_batch, expected_parameters = expected
     assert numbers == pytest.approx(expected_numbers, abs=TOLERANCE)
     for name in (keys.POLICY_LOGPROBS, keys.REFERENCE_LOGPROBS):
-        gap = (batch.tokens[name] - expected_batch.tokens[name]).abs().max()
-        assert gap < TOLERANCE, name
+        difference = (batch.tokens[name] - expected_batch.tokens[name]).abs().max()
+        assert difference < TOLERANCE, name
     assert parameters.keys() == expected_parameters.keys()
     for name, tensor in parameters.items():
         assert (tensor - expected_parameters[name]).abs().max() < TOLERANCE, name
@@ -181,8 +181,10 @@ def test_loss_gradient_and_parameters_are_those_of_one_rank(
         few = make_batch().select([0, 1])  # fewer than three ranks
         policy.logprobs(few, kl="k1")
         found = few.fetch()
-    gap = found.tokens[keys.POLICY_LOGPROBS] - found.tokens[keys.REFERENCE_LOGPROBS]
-    by_row = [part[mask].sum().item() for part, mask in zip(*_by_row(found, gap), strict=True)]
+    difference = found.tokens[keys.POLICY_LOGPROBS] - found.tokens[keys.REFERENCE_LOGPROBS]
+    by_row = [
+        part[mask].sum().item() for part, mask in zip(*_by_row(found, difference), strict=True)
+    ]
     assert few.rows[keys.REFERENCE_KL].tolist() == pytest.approx(by_row, abs=TOLERANCE)
     assert min(map(abs, by_row)) > 1e-3
 

@@ -2,13 +2,14 @@
 
 Every micro-batch's loss is its share of one global mean (see losses/protocol.py), so gradients of
 micro-batches, data-parallel and context-parallel ranks add up. Tensor-parallel ranks and stages of
-a pipeline hold parts of one model; whole parameters that they share are kept equal.
+a pipeline hold parts of one model; full parameters that they share are kept equal.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,31 +37,37 @@ from nemo_like.policy.parallel.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.parallel.mesh import PolicyMesh
 from nemo_like.policy.parallel.pipeline import Pipeline
 from nemo_like.policy.parallel.shared_parameters import SharedParameters
-from nemo_like.policy.requests import Call, Calls, MicroBatches, calls_for_loss
+from nemo_like.policy.requests import ForwardRequest, MicroBatches, forward_requests
 from nemo_like.policy.state.loading import load_stages
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSetup:
-    """What every rank needs to start."""
+class TrainerSetup:
+    """What every rank needs to start; the driver fills it, and ranks take it as it is."""
 
     config: PolicyConfig
     model_path: str
     max_steps: int
+    """Of the learning rate's schedule."""
     with_reference: bool = False
     output: Output = "logprobs"
     trains: bool = True
-    """False: no gradient and no optimizer, for models that are only asked."""
+    """False: a frozen model, without gradient and optimizer."""
     log_dir: str = "."
     """Folder of hang reports."""
+    num_threads: int = 1
+    timeout_s: float = 600.0
+    """Of collectives."""
+    refit_timeout_s: float = 600.0
+    """Of each wait for an engine."""
 
 
 class Trainer:
     """One rank's share of model, optimizer and schedule; all methods are collective."""
 
-    def __init__(self, setup: EngineSetup, device: torch.device) -> None:
+    def __init__(self, setup: TrainerSetup, device: torch.device) -> None:
         config = setup.config
         self.setup = setup
         self.config = config
@@ -84,7 +91,7 @@ class Trainer:
             if parameter.requires_grad
         }
         """This rank's shards by their names in memory. Taken now: between a forward pass and a
-        reshard, FSDP2 shows whole parameters under the same names."""
+        reshard, FSDP2 shows full parameters under the same names."""
         self._shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
         self.reference: list[LogprobModel] = []
         if setup.with_reference and not config.lora.rank:  # else it is the model without adapters
@@ -117,7 +124,7 @@ class Trainer:
 
         ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
         is that of all ranks. ``check`` may refuse the metrics by a RunError. The returned ones are
-        this data-parallel rank's share; ranks that do not answer return what all know.
+        this data-parallel rank's share; others return what all ranks know.
 
         Raises RunError on all ranks before the optimizer step if ``check`` does, or if the gradient
         norm is not finite, as that of a loss that is not finite never is (in float16: skips the
@@ -135,7 +142,7 @@ class Trainer:
                 counted_elsewhere=self._shared.counted_elsewhere,
             )
         if not self._drifting:
-            self.diagnostics.check_gradients(parameters)
+            self.diagnostics.check_copies({n: p.grad for n, p in parameters.items()}, "gradients")
         scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
         true_norm = norm.item() / scale
         metrics = merge(parts)
@@ -155,7 +162,7 @@ class Trainer:
                 self._optimizer_step()
         forget_gradients(parameters)
         if not self._drifting:
-            self.diagnostics.check_parameters(parameters)
+            self.diagnostics.check_copies(parameters, "parameters")
         metrics |= self.diagnostics.pop()
         if self.loss_scale is not None:
             metrics["train/loss_scale"] = Metric(scale, reduce=Reduce.max)
@@ -194,8 +201,9 @@ class Trainer:
         sums: MismatchSums | None,
     ) -> list[Metrics]:
         """Accumulate the gradient, and ``sums``; the metrics of each real micro-batch."""
-        calls, shape = self.calls(micro_batches, temperature, with_entropy=sums is not None)
-        calls = calls_for_loss(loss, calls, micro_batches)
+        requests, shape = self.requests(
+            micro_batches, loss=loss, temperature=temperature, with_entropy=sums is not None
+        )
         parts: list[Metrics] = []
 
         def value_of(output: Tensor, i: int) -> Tensor:
@@ -203,30 +211,32 @@ class Trainer:
             if micro_batch is None:
                 return output.sum() * 0
             rows = output[:, : micro_batch.num_tokens]
-            if sums is not None and self.mesh.answers:
+            if sums is not None and self.mesh.is_output_rank:
                 sums.add(rows[0].detach(), rows[1], micro_batch)
             value, metrics = apply_loss(loss, rows, micro_batch, denominators)
             parts.append(metrics)
             return value * self._loss_factor()
 
         if self.mesh.sizes.pp > 1:
-            self._pipeline(self.stages).train(calls, value_of, self._hidden_shape(shape))
+            self._pipeline(self.stages).train(requests, value_of, self._hidden_shape(shape))
         else:
-            self._accumulate(calls, value_of)
+            self._accumulate(requests, value_of)
         return parts
 
-    def _accumulate(self, calls: Sequence[Call], value_of: Callable[[Tensor, int], Tensor]) -> None:
+    def _accumulate(
+        self, requests: Sequence[ForwardRequest], value_of: Callable[[Tensor, int], Tensor]
+    ) -> None:
         model = self.stages[0]
-        whole_step = isinstance(model, FSDPModule) and not self.mesh.parallel.reshard_after_forward
-        for i, call in enumerate(calls):
-            last = i == len(calls) - 1
-            if whole_step and isinstance(model, FSDPModule):
+        sync_once = isinstance(model, FSDPModule) and not self.mesh.parallel.reshard_after_forward
+        for i, request in enumerate(requests):
+            last = i == len(requests) - 1
+            if sync_once and isinstance(model, FSDPModule):
                 # Gradients add up unsharded and are reduced once.
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
             with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
                 with self.precision():
-                    output = (self._ddp or model)(None, Calls([call]))
+                    output = (self._ddp or model)(None, request)
                 value_of(output, i).backward()  # autocast would round inside the head's gradient
 
     def _optimizer_step(self) -> None:
@@ -243,13 +253,16 @@ class Trainer:
             self.synchronize()
 
     def score(
-        self, stages: list[LogprobModel], calls: Sequence[Call], shape: InputShape | None
+        self,
+        stages: list[LogprobModel],
+        requests: Sequence[ForwardRequest],
+        shape: InputShape | None,
     ) -> list[Tensor]:
         """Outputs of the passes, without gradient; none on ranks without a head."""
         if self.mesh.sizes.pp > 1:
-            outputs = self._pipeline(stages).score(calls, self._hidden_shape(shape))
+            outputs = self._pipeline(stages).score(requests, self._hidden_shape(shape))
         else:
-            outputs = [stages[0](None, Calls([call])) for call in calls]
+            outputs = [stages[0](None, request) for request in requests]
         for stage in stages:
             # Without a backward pass some units stay gathered; free them.
             for module in stage.modules():
@@ -262,22 +275,17 @@ class Trainer:
         assert group is not None
         return Pipeline(stages, self.mesh.parallel, group, self.device, self.dtype)
 
-    def calls(
-        self, micro_batches: MicroBatches, temperature: float, *, with_entropy: bool = False
-    ) -> tuple[list[Call], InputShape | None]:
-        """One forward pass for each micro-batch, and the shape that all have in a pipeline."""
+    def requests(
+        self, micro_batches: MicroBatches, **wanted: Any
+    ) -> tuple[list[ForwardRequest], InputShape | None]:
+        """A pass for each micro-batch, see ``forward_requests``; the shape of a pipeline."""
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
         every_token = self.setup.output == "values"
-        calls = [
-            Call(
-                inputs=model_inputs(batch, self._layout, shape, every_token=every_token),
-                temperature=temperature,
-                with_entropy=with_entropy,
-            )
-            for batch in batches
+        inputs = [
+            model_inputs(batch, self._layout, shape, every_token=every_token) for batch in batches
         ]
-        return calls, shape
+        return forward_requests(inputs, micro_batches, **wanted), shape
 
     def _common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
         """Stages of a pipeline exchange tensors of one shape; elsewhere each batch has its own."""

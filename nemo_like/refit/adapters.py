@@ -1,15 +1,16 @@
 """Adapters that travel apart from the matrices beside which they work: their names and buckets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.errors import RunError
 from nemo_like.models.adapter_places import adapter_places
+from nemo_like.models.build import empty_model
 from nemo_like.models.naming import is_adapter
 from nemo_like.refit.buckets import Bucket, announced_tensors, plan_buckets
-from nemo_like.refit.manifest import TensorSpec, check_tensors, empty_model, expected_tensors
+from nemo_like.refit.manifest import TensorSpec, check_tensors, expected_tensors
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two tensors, after the name of its layer."""
@@ -48,13 +49,23 @@ def check_buckets(
     check_tensors(announced_tensors(buckets), expected)
 
 
-def check_adapters(
-    version: int, current: int | None, lora: LoraConfig | None, *, adapters_only: bool
+def check_refit(
+    version: int, current: int | None, lora: LoraConfig | None, *, adapters_only: bool, running: int
 ) -> None:
-    """Raise RunError if adapters come alone to an engine that cannot use them.
+    """Raise RunError for a refit that an engine must refuse before it touches a weight.
 
-    ``current`` is the version that it holds (None: nothing), ``lora`` what it was started with.
+    ``current``: the version that it holds (None: nothing). ``lora``: what it was started with.
+    ``running``: completions that it is sampling.
     """
+    if running:
+        raise RunError(
+            f"Refit {version} came while {running} completions were being sampled; wait for them "
+            "first."
+        )
+    if current is not None and version <= current:
+        raise RunError(
+            f"Refit {version} is stale: the engine holds version {current}, and versions only grow."
+        )
     if adapters_only and lora is None:
         raise RunError(
             f"Refit {version} matches no adapter: it has adapters alone, and the engine was "
@@ -84,8 +95,3 @@ def numbered(buckets: Sequence[Bucket], *, adapters_only: bool) -> list[tuple[in
         for number, bucket in enumerate(buckets)
         if not adapters_only or is_adapter(bucket.slots[0].name)
     ]
-
-
-def largest(buckets: Iterable[tuple[int, Bucket]]) -> int:
-    """Bytes that a buffer for any of them needs."""
-    return max(bucket.num_bytes for _, bucket in buckets)

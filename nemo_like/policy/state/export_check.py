@@ -7,18 +7,17 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_like.batch import keys
-from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.errors import RunError, UserError
+from nemo_like.models.build import model_class
 from nemo_like.models.naming import is_adapter, plain_name
 from nemo_like.models.settings import one_line
-from nemo_like.policy.inputs import InputLayout, model_inputs
+from nemo_like.policy.inputs import InputLayout, made_up_rows, model_inputs
 from nemo_like.policy.lora import adapters_of, add_adapters, initialize_adapters
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
-from nemo_like.policy.requests import Call, Calls
+from nemo_like.policy.requests import ForwardRequest
 from nemo_like.policy.state.leaving import leaving_tensors
-from nemo_like.policy.state.loading import model_class, tied_names
+from nemo_like.policy.state.loading import tied_names
 from nemo_like.policy.state.twin import small_twin
 from nemo_like.refit.manifest import Architecture
 
@@ -77,13 +76,13 @@ def _problem(path: str, config: PolicyConfig, output: Output) -> str:
     with torch.no_grad():
         logits = plain(input_ids=ids[None], use_cache=False).logits[0]
     if values:
-        gap = (ours[-1] - logits.flatten()[-1]).abs()
+        diff = (ours[-1] - logits.flatten()[-1]).abs()
     else:
         logprobs = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        gap = (ours[1:] - logprobs).abs().max()
-    if not gap.item() <= _TOLERANCE:
+        diff = (ours[1:] - logprobs).abs().max()
+    if not diff.item() <= _TOLERANCE:
         return (
-            f"after one step its outputs differ by {gap.item():.3g} from those of its files in "
+            f"after one step its outputs differ by {diff.item():.3g} from those of its files in "
             "transformers"
         )
     return ""
@@ -118,13 +117,9 @@ def _train_one_step(model: LogprobModel, ids: Tensor, values: bool) -> None:
 
 
 def _outputs(model: LogprobModel, ids: Tensor, values: bool) -> Tensor:
-    mask = torch.ones(len(ids), dtype=torch.bool)
-    mask[0] = False
-    batch = TensorBatch(
-        lengths=torch.tensor([len(ids)]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
-    )
+    batch = made_up_rows([len(ids)], ids=ids)
     inputs = model_inputs(batch, InputLayout(batching="padded"), every_token=values)
-    return model(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
+    return model(None, ForwardRequest(inputs=inputs, temperature=1.0))[0]
 
 
 def _exported(model: LogprobModel, described: Architecture) -> Any:

@@ -14,9 +14,9 @@ from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.models.settings import model_settings, one_line
 from nemo_like.policy.attention import PACKED
-from nemo_like.policy.inputs import InputLayout, model_inputs
+from nemo_like.policy.inputs import InputLayout, made_up_rows, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel
-from nemo_like.policy.requests import Call, Calls
+from nemo_like.policy.requests import ForwardRequest
 from nemo_like.policy.state.twin import PROBE_SPREAD, VOCAB, random_model, shortened
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,11 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
         ) from error
     asked = _Layout(config.batching, config.attention)
     if problem := _problem(full, asked, rows, expected):
+        classes: Any = AutoModelForCausalLM._model_mapping
+        # The folder's own code is not in transformers' table.
+        name = (classes[type(full)] if type(full) in classes else type(full)).__name__
         raise UserError(
-            f"policy.model={config.model}: {_class_name(full)} cannot be trained with "
+            f"policy.model={config.model}: {name} cannot be trained with "
             f"{_keys(asked)}: {problem}; "
             f"{_remedy(full, asked, config, rows, expected)}."
         )
@@ -83,7 +86,7 @@ def _problem(
     """What is wrong with a layout; nothing if it gives the ``expected`` logprobs."""
     text = full.get_text_config()
     window = getattr(text, "sliding_window", None)
-    # Packed attention sees whole rows; refuse a window now, not when the first long row comes.
+    # Packed attention sees full rows; refuse a window now, not when the first long row comes.
     in_use = window is not None and getattr(text, "use_sliding_window", True)
     packed = layout.batching == "packed"
     if in_use and packed and window < text.max_position_embeddings:
@@ -91,14 +94,14 @@ def _problem(
     try:
         model = LogprobModel(_twin(full, layout.implementation), HeadSettings(chunk_tokens=5))
         inputs = model_inputs(rows, InputLayout(batching=layout.batching))
-        actual = model(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
+        actual = model(None, ForwardRequest(inputs=inputs, temperature=1.0))[0]
     except Exception as error:  # the boundary to a model's code, which may raise anything
         logger.debug("%s", layout, exc_info=True)
         return f"it fails ({one_line(error)})"
-    gap = (actual - expected).abs().max().item()
-    if gap <= _TOLERANCE:
+    diff = (actual - expected).abs().max().item()
+    if diff <= _TOLERANCE:
         return ""
-    return f"its logprobs differ by {gap:.3g} from those of the plain model"
+    return f"its logprobs differ by {diff:.3g} from those of the plain model"
 
 
 def _remedy(
@@ -125,22 +128,11 @@ def _keys(layout: _Layout) -> str:
     return f"{batching} and policy.attention={layout.attention}"
 
 
-def _class_name(full: PreTrainedConfig) -> str:
-    if type(full) not in AutoModelForCausalLM._model_mapping:  # the folder's own code
-        return type(full).__name__
-    named: Any = AutoModelForCausalLM._model_mapping[type(full)]
-    return named.__name__
-
-
 def _rows(full: PreTrainedConfig) -> TensorBatch:
     generator = torch.Generator().manual_seed(0)
     size = min(full.get_text_config().vocab_size, VOCAB)
     ids = torch.randint(0, size, (12,), generator=generator)
-    mask = torch.ones(12, dtype=torch.bool)
-    mask[[0, 7]] = False
-    return TensorBatch(
-        lengths=torch.tensor([7, 5]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
-    )
+    return made_up_rows([7, 5], ids=ids)
 
 
 def _load_config(path: str, config: PolicyConfig) -> PreTrainedConfig:
