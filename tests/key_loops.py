@@ -72,7 +72,7 @@ def local_rows() -> TensorBatch:
         rows={
             keys.ADVANTAGES: torch.randn(NUM_ROWS, generator=draw),
             keys.REWARDS: torch.randint(0, 5, (NUM_ROWS,), generator=draw).double(),
-            keys.PROMPT_IDS: torch.arange(NUM_ROWS) // 4,
+            keys.GROUP_IDS: torch.arange(NUM_ROWS) // 4,
             keys.SAMPLE_MASK: torch.ones(NUM_ROWS, dtype=torch.bool),
             keys.NUM_LOSS_TOKENS: TOKENS - 3 - torch.arange(NUM_ROWS) % 4,
         },

@@ -96,7 +96,7 @@ def mini_batches(
         yield batch
         return
     generator = torch.Generator().manual_seed(config.run.seed * 1_000_003 + step)
-    prompts = batch.rows[keys.PROMPT_IDS]
+    prompts = batch.rows[keys.GROUP_IDS]
     groups = prompts.unique()
     for _ in range(loop.num_epochs_per_batch):
         order = groups[torch.randperm(len(groups), generator=generator)]

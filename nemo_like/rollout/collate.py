@@ -47,7 +47,7 @@ def collate_rows(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
         keys.TRUNCATED: torch.tensor(
             [t.completion.finish_reason is FinishReason.length for t in trajectories]
         ),
-        keys.PROMPT_IDS: torch.tensor([t.task.prompt for t in trajectories]),
+        keys.GROUP_IDS: torch.tensor([t.task.prompt for t in trajectories]),
         keys.SEEDS: torch.tensor([t.task.seed for t in trajectories]),
         keys.WEIGHT_VERSIONS: torch.tensor([t.completion.weight_version for t in trajectories]),
     }

@@ -241,7 +241,7 @@ class _Round:
         )
         kept = keep(self.batch) if keep else torch.ones(len(self.batch), dtype=torch.bool)
         self.kept = kept.nonzero(as_tuple=True)[0]
-        self.num_kept = len(self.batch.rows[keys.PROMPT_IDS][self.kept].unique())
+        self.num_kept = len(self.batch.rows[keys.GROUP_IDS][self.kept].unique())
 
 
 def _join(
@@ -257,7 +257,7 @@ def _join(
     if len(rounds) == 1 and len(rounds[0].kept) == len(sampled):
         return sampled, metrics
     metrics["rollout/num_rounds"] = Metric(len(rounds))
-    num_sampled = len(sampled.rows[keys.PROMPT_IDS].unique())
+    num_sampled = len(sampled.rows[keys.GROUP_IDS].unique())
     num_kept = sum(one.num_kept for one in rounds)
     metrics["rollout/kept_share"] = Metric(num_kept / num_sampled, weight=num_sampled)
     if num_kept < num_prompts:
@@ -271,8 +271,8 @@ def _join(
     if num_kept == 0:
         return rounds[-1].batch, metrics
     batch = RemoteBatch.concatenate([one.batch.select(one.kept) for one in rounds])
-    chosen = batch.rows[keys.PROMPT_IDS].unique()[:num_prompts]
-    first = torch.isin(batch.rows[keys.PROMPT_IDS], chosen)
+    chosen = batch.rows[keys.GROUP_IDS].unique()[:num_prompts]
+    first = torch.isin(batch.rows[keys.GROUP_IDS], chosen)
     return batch.select(first.nonzero(as_tuple=True)[0]), metrics
 
 

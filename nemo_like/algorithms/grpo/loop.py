@@ -78,7 +78,7 @@ def counted(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
 def signal(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
     """Bool [B]: rows of groups that count raw rewards which differ."""
     rows = batch.rows
-    return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
+    return has_signal(rows[keys.REWARDS], rows[keys.GROUP_IDS], counted(batch, config))
 
 
 def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
@@ -110,11 +110,11 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     make = group_advantages
     if advantage.function is not None:
         make = ADVANTAGES.load("advantage.function", advantage.function)
-    rows[keys.ADVANTAGES] = make(rewards, rows[keys.PROMPT_IDS], counted(batch, config), advantage)
+    rows[keys.ADVANTAGES] = make(rewards, rows[keys.GROUP_IDS], counted(batch, config), advantage)
 
 
 def group_metrics(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
     """How many groups have no signal."""
     rows = batch.rows
-    share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
+    share = zero_variance_share(rows[keys.REWARDS], rows[keys.GROUP_IDS], counted(batch, config))
     return {"rollout/zero_variance_share": Metric(share)}
