@@ -37,7 +37,7 @@ from nemo_like.planning.resources import plan_run
 from nemo_like.policy.parallel.row_shards import TrainShard
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from nemo_like.policy.worker import SenderAddress, Started
-from nemo_like.rewards.protocol import Grade
+from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.rollout import RolloutTask, Sample
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult
 from nemo_like.run.run import Run
@@ -109,7 +109,7 @@ def derived(make: Any) -> tuple[dict[str, torch.Tensor], Any]:
 def shown(value: Any) -> Any:
     """What a worker is sent, as it would use it: of a section only what is computed from it."""
     match value:
-        case EnvironmentConfig():  # read as it is, by grading processes
+        case EnvironmentConfig():  # read as it is, by reward processes
             return value.model_dump()
         case Section():
             return type(value).__name__
@@ -224,7 +224,7 @@ def _sample(task: RolloutTask, reward: float) -> Sample:
         prompt=task.prompt,
         index=task.index,
         text="t",
-        grade=Grade(reward=reward / 4, answer=str(task.index)),
+        result=RewardResult(reward=reward / 4, answer=str(task.index)),
         num_tokens=3,
         truncated=False,
     )

@@ -120,7 +120,7 @@ def test_template_switches_reach_every_text_that_is_rendered(tmp_path):
         assert asks_with_block(found.tokens["input_ids"][: mask.index(True)].tolist())
 
 
-def test_a_grader_is_told_the_switches_that_its_own_template_knows(tmp_path):
+def test_a_reward_model_is_told_the_switches_that_its_own_template_knows(tmp_path):
     folder = tmp_path / "scores"
     shutil.copytree(resolve_model("embedded"), folder)
     settings = json.loads((folder / "config.json").read_text())

@@ -136,7 +136,7 @@ def test_without_masks_a_truncated_completion_trains_and_counts():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("", "all graded completions train; set grpo.mask_truncated=true or mismatch.action=mask"),
+        ("", "all scored completions train; set grpo.mask_truncated=true or mismatch.action=mask"),
         (
             "grpo.mask_truncated=true advantage.baseline=none advantage.scale=none",
             "advantage.baseline=none and advantage.scale=none count nothing",
@@ -209,7 +209,7 @@ def test_rows_with_too_large_a_gap_leave_the_step_and_their_groups_baseline():
     assert advantages(batch, *options) == [0, 0, 0, 0]  # row 1 has no sibling left
 
 
-def test_metrics_of_a_batch_count_what_trains_and_what_was_graded():
+def test_metrics_of_a_batch_count_what_trains_and_what_was_scored():
     batch = batch_of(
         [1, 0, math.nan],
         [0, 0, 0],

@@ -264,18 +264,18 @@ def test_a_grading_model_computes_as_its_trainer_whatever_its_config_says(capped
     exact.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | says))
-    grader = RewardModel(str(folder), {})
-    row = grader.text.encode([{"role": "user", "content": "1 + 2 ="}], "3, which is odd")
+    scorer = RewardModel(str(folder), {})
+    row = scorer.text.encode([{"role": "user", "content": "1 + 2 ="}], "3, which is odd")
     with torch.no_grad():
         score = exact(input_ids=row.ids[None]).logits.item()
-    assert grader.scores([row]) == [pytest.approx(score, abs=1e-5)]
+    assert scorer.scores([row]) == [pytest.approx(score, abs=1e-5)]
 
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [("llama", "sdpa"), ("qwen3", "sdpa"), ("gpt2", "sdpa"), ("gemma2", "eager")],
 )
-def test_only_models_that_sdpa_gets_wrong_are_graded_without_it(kind, attention, tiny_model):
+def test_only_models_that_sdpa_gets_wrong_are_scored_without_it(kind, attention, tiny_model):
     _, settings = model_class(tiny_model(kind), "values")
     assert plain_attention(AutoModelForSequenceClassification, settings) == attention
 

@@ -12,7 +12,7 @@ from nemo_like.batch import keys
 from nemo_like.data.loader import PromptLoader
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import values
-from nemo_like.rewards.protocol import Grade
+from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.collate import collate_rows, collate_tokens
 from nemo_like.rollout.rollout import RolloutTask, Trajectory
 from nemo_like.rollout.seeds import completion_seed
@@ -22,7 +22,7 @@ from tests.small_runs import records, small_config
 
 
 def rows_of(tasks):
-    """Columns of completions of eight tokens that were graded with 1 and 0 in turn."""
+    """Columns of completions of eight tokens that were scored with 1 and 0 in turn."""
     count = len(tasks)
     return {
         keys.REWARDS: torch.arange(count).double() % 2,
@@ -149,7 +149,7 @@ def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):
             weight_version=4,
         ),
         text="",
-        grade=Grade(reward=reward),
+        result=RewardResult(reward=reward),
     )
 
 

@@ -110,6 +110,6 @@ def batch_metrics(batch: RemoteBatch) -> Metrics:
     trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]
     metrics: Metrics = {"train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum)}
     if keys.REFERENCE_KL in rows:
-        graded = rows[keys.REFERENCE_KL][~rows[keys.REWARDS].isnan()]
-        metrics["rollout/reference_kl"] = Metric(graded.mean().item(), weight=len(graded))
+        scored = rows[keys.REFERENCE_KL][~rows[keys.REWARDS].isnan()]
+        metrics["rollout/reference_kl"] = Metric(scored.mean().item(), weight=len(scored))
     return metrics

@@ -14,7 +14,7 @@ class TrajectoryRow:
     prompt: str
     completion: str
     reward: float | None
-    """None where grading failed."""
+    """None where the reward failed."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What the reward function reported beside the reward."""
     finish_reason: str

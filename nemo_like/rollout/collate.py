@@ -37,12 +37,12 @@ def collate_tokens(trajectories: Sequence[Trajectory]) -> TensorBatch:
 def collate_rows(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """Row columns: what the driver needs to know of each trajectory."""
     nan = float("nan")
-    rewards = [nan if t.grade.reward is None else t.grade.reward for t in trajectories]
+    rewards = [nan if t.result.reward is None else t.result.reward for t in trajectories]
     num_tokens = [len(t.completion.token_ids) for t in trajectories]
-    graded = [t.grade.reward is not None for t in trajectories]
+    scored = [t.result.reward is not None for t in trajectories]
     return {
         keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
-        keys.SAMPLE_MASK: torch.tensor(graded, dtype=torch.bool),
+        keys.SAMPLE_MASK: torch.tensor(scored, dtype=torch.bool),
         keys.NUM_LOSS_TOKENS: torch.tensor(num_tokens, dtype=torch.int64),
         keys.TRUNCATED: torch.tensor(
             [t.completion.finish_reason is FinishReason.length for t in trajectories]

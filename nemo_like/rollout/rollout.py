@@ -1,4 +1,4 @@
-"""One trajectory: sample a completion, grade it."""
+"""One trajectory: sample a completion, score it."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
-from nemo_like.rewards.protocol import Environment, Grade
+from nemo_like.rewards.protocol import Environment, RewardResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class Trajectory:
     prompt_ids: list[int]
     completion: Completion
     text: str
-    """Completion without special tokens: what was graded."""
-    grade: Grade
+    """Completion without special tokens: what was scored."""
+    result: RewardResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Sample:
     index: int
     """Position in the group."""
     text: str
-    grade: Grade
+    result: RewardResult
     num_tokens: int
     """Sampled tokens, the stop token included."""
     truncated: bool
@@ -63,7 +63,7 @@ def as_sample(trajectory: Trajectory) -> Sample:
         prompt=trajectory.task.prompt,
         index=trajectory.task.index,
         text=trajectory.text,
-        grade=trajectory.grade,
+        result=trajectory.result,
         num_tokens=len(completion.token_ids),
         truncated=completion.finish_reason is FinishReason.length,
     )
@@ -76,7 +76,7 @@ async def run_task(
     chat: ChatTokenizer,
     sampling: SamplingParams,
 ) -> Trajectory:
-    """Sample and grade one completion; a failed grade is part of the result, not an exception."""
+    """Sample and score one completion; a failed reward is a result, not an exception."""
     prompt_ids = list(task.row.prompt_ids)
     completion = await engine.generate(
         GenerationRequest(
@@ -85,7 +85,7 @@ async def run_task(
     )
     text = chat.decode(completion.token_ids)
     fields = task.row.fields | {"messages": list(task.row.messages)}
-    grade = await environment.grade(task.row.prompt, text, fields)
+    result = await environment.score(task.row.prompt, text, fields)
     return Trajectory(
-        task=task, prompt_ids=prompt_ids, completion=completion, text=text, grade=grade
+        task=task, prompt_ids=prompt_ids, completion=completion, text=text, result=result
     )

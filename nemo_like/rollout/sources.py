@@ -56,10 +56,10 @@ class SyncRolloutSource:
         keep: Callable[[RemoteBatch], Tensor] | None = None,
         max_rounds: int = 1,
     ) -> tuple[RemoteBatch, Metrics]:
-        """Completions of the next prompts, graded. Refits first if generation is stale.
+        """Completions of the next prompts, scored. Refits first if generation is stale.
 
         ``keep`` gives bool [B], equal within a group: others are left out, and prompts are sampled
-        in their place until there are enough, or ``max_rounds`` times. Raises RunError if grading
+        in their place until there are enough, or ``max_rounds`` times. Raises RunError if rewards
         failed for every completion of a round.
         """
         self.refit()
@@ -81,7 +81,9 @@ class SyncRolloutSource:
                     "train", step, rows, loop.num_generations_per_prompt, sampling, num_prompts
                 )
                 rounds.append(_Round(results, keep))
-                self._check_grades(rounds[-1].batch.rows[keys.SAMPLE_MASK], results, f"step {step}")
+                self._check_rewards(
+                    rounds[-1].batch.rows[keys.SAMPLE_MASK], results, f"step {step}"
+                )
                 num_prompts += count
                 missing -= rounds[-1].num_kept
             self.sync.give_to_policy()
@@ -89,7 +91,7 @@ class SyncRolloutSource:
         return _join(rounds, loop.num_prompts_per_step, refit)
 
     def validate(self, step: int) -> Metrics:
-        """Grade completions of all validation prompts; every one of them counts.
+        """Score completions of all validation prompts; every one of them counts.
 
         Seeds do not depend on the step, so that validations differ by the weights alone.
         """
@@ -104,13 +106,13 @@ class SyncRolloutSource:
                 self._sampling(config),
             )
         rows = _rows_of(results)
-        self._check_grades(rows[keys.SAMPLE_MASK], results, f"validation at step {step}")
+        self._check_rewards(rows[keys.SAMPLE_MASK], results, f"validation at step {step}")
         return _batch_metrics("validation", rows, results)
 
     def sample(
         self, step: int, rows: Sequence[Row], first_prompt: int, config: ValidationConfig
     ) -> tuple[list[Sample], Metrics]:
-        """Graded completions of ``rows``, by prompt and index; seeds are those of a validation.
+        """Scored completions of ``rows``, by prompt and index; seeds are those of a validation.
 
         ``first_prompt``: number of the first row among all that are sampled.
         """
@@ -126,7 +128,7 @@ class SyncRolloutSource:
                 with_samples=True,
             )
         columns = _rows_of(results)
-        self._check_grades(columns[keys.SAMPLE_MASK], results, f"step {step}")
+        self._check_rewards(columns[keys.SAMPLE_MASK], results, f"step {step}")
         samples = [sample for result in results for sample in result.samples]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         return samples, _batch_metrics("rollout", columns, results)
@@ -196,16 +198,16 @@ class SyncRolloutSource:
         self._dropped_metrics.warn(results)
         return [result for result in results if len(result.lengths)]
 
-    def _check_grades(
-        self, graded: torch.Tensor, results: Sequence[RolloutResult], when: str
+    def _check_rewards(
+        self, scored: torch.Tensor, results: Sequence[RolloutResult], when: str
     ) -> None:
-        failed = int((~graded).sum())
+        failed = int((~scored).sum())
         if not failed:
             return
         reasons = sum((Counter(result.errors) for result in results), Counter[str]())
         ((message, count),) = reasons.most_common(1)
         reward = self._config.environment.reward
-        if failed == len(graded):
+        if failed == len(scored):
             raise RunError(
                 f"environment.reward={reward} failed on all {failed} completions of {when}; "
                 f"first: {message}"
@@ -214,7 +216,7 @@ class SyncRolloutSource:
             "environment.reward failed on %d of %d completions of %s, which are masked; most "
             "often (%d): %s",
             failed,
-            len(graded),
+            len(scored),
             when,
             count,
             message,
@@ -280,13 +282,13 @@ def _batch_metrics(
     area: str, rows: dict[str, torch.Tensor], results: Sequence[RolloutResult]
 ) -> Metrics:
     """Row means, each over the rows that it is defined for."""
-    graded = rows[keys.SAMPLE_MASK]
-    rewards = rows[keys.REWARDS][graded]
+    scored = rows[keys.SAMPLE_MASK]
+    rewards = rows[keys.REWARDS][scored]
     tokens = rows[keys.NUM_LOSS_TOKENS].double()
     metrics: Metrics = {
         f"{area}/completion_tokens": Metric(tokens.mean().item()),
         f"{area}/truncated_share": Metric(rows[keys.TRUNCATED].double().mean().item()),
-        f"{area}/num_failed": Metric(int((~graded).sum()), reduce=Reduce.sum),
+        f"{area}/num_failed": Metric(int((~scored).sum()), reduce=Reduce.sum),
         f"{area}/num_tokens": Metric(tokens.sum().item(), reduce=Reduce.sum),
     }
     if len(rewards):

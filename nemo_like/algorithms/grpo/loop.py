@@ -1,6 +1,6 @@
 """Group Relative Policy Optimization (arXiv:2402.03300) and its relatives, by their parameters.
 
-For each prompt a group of completions is sampled and graded; a completion's advantage is its reward
+For each prompt a group of completions is sampled and scored; a completion's advantage is its reward
 less a baseline; the policy-gradient loss moves the policy. ``configs/recipes`` has the settings of
 GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``losses/advantages.py`` and
 ``losses/policy_gradient.py`` name the equations). By default a batch takes one optimizer step,
@@ -58,7 +58,7 @@ def train(config: GRPOConfig, live: Sampling) -> None:
 
 
 def trainable(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
-    """Bool [B]: graded completions with tokens, unless ``grpo.mask_truncated`` leaves them out."""
+    """Bool [B]: scored completions with tokens, unless ``grpo.mask_truncated`` leaves them out."""
     rows = batch.rows
     trains = rows[keys.SAMPLE_MASK] & (rows[keys.NUM_LOSS_TOKENS] > 0)
     return trains & ~rows[keys.TRUNCATED] if config.grpo.mask_truncated else trains

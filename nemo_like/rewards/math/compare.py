@@ -21,7 +21,7 @@ from nemo_like.rewards.math.units import is_known_unit, is_words, plain_words, s
 MAX_CHARACTERS = 400
 """Longer texts are no answers, but accidents: they are compared as they are."""
 MOST_WORDS = 4
-"""Longest text that counts as an answer in words; longer prose cannot be graded."""
+"""Longest text that counts as an answer in words; longer prose cannot be scored."""
 
 
 def equal(gold: str, given: str) -> bool:

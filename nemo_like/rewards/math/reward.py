@@ -1,6 +1,6 @@
 r"""The reward for mathematics with a known answer: 1 if the response states that answer, else 0.
 
-What counts as stating it is in ``math_extract``, what counts as equal in ``math_compare``. Where
+What counts as stating it is in ``extract``, what counts as equal in ``compare``. Where
 mathematics leaves a choice, it is made as follows.
 
 - Only the last box counts, unless a final statement follows it ("Final answer: 42", "The correct
@@ -40,7 +40,7 @@ __all__ = ["extract", "reward", "verify"]
 
 
 def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[str, Any]:
-    """Grade one completion against the row's ``answer``, a text or a number.
+    """Score one completion against the row's ``answer``, a text or a number.
 
     ``answered`` says whether the completion stated any answer. A row whose own answer cannot be
     read gets a reward of None, unless the completion has the very same text: nothing can be right
