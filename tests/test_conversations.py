@@ -13,9 +13,9 @@ from nemo_like.config.data import ConversationsConfig
 from nemo_like.data import conversations, json_rows
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
-from nemo_like.data.empty_blocks import num_unwritten
-from nemo_like.data.end_tokens import padding_id
 from nemo_like.data.reasoning_gym import reward
+from nemo_like.data.thinking import num_unwritten
+from nemo_like.data.tokenizer import padding_id
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from tests.chat_templates import (

@@ -23,7 +23,7 @@ from nemo_like.data.messages import (
     with_system_prompt,
     without_nulls,
 )
-from nemo_like.data.own_weights import refuse_message_weights, refuse_row_weight
+from nemo_like.data.refusals import refuse_message_weights, refuse_row_weight
 from nemo_like.data.shapes import Purpose, how_to_load, refuse_bad_answer, refuse_unsupported
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
@@ -83,7 +83,7 @@ def read(
     """Rows of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
     records = datasets.records(source, config.tasks, num_rows, seed, key)
     if source == datasets.REASONING_GYM:
-        from nemo_like.data.generated import solved
+        from nemo_like.data.reasoning_gym import solved
 
         records = solved(records)
     return [_conversation(record, config.system_prompt, where) for where, record in records]
