@@ -17,7 +17,7 @@ from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps, values
-from nemo_like.rollout.sources import _join
+from nemo_like.rollout.rounds import join
 from tests.small_runs import run, small_config
 
 
@@ -239,7 +239,7 @@ def test_each_pass_deals_whole_groups_to_mini_batches_anew():
 
 
 class Sampled:
-    """A round of sampling, as ``_join`` sees it."""
+    """A round of sampling, as ``join`` sees it."""
 
     def __init__(self, first, kept):
         groups = [first, first, first + 1, first + 1]
@@ -252,7 +252,7 @@ class Sampled:
 def joined(rounds, num_prompts):
     for one in rounds:
         one.batch.rows[keys.NUM_LOSS_TOKENS] = torch.full((4,), 8)
-    batch, metrics = _join(rounds, num_prompts, {})
+    batch, metrics = join(rounds, num_prompts, {})
     return batch.rows[keys.GROUP_IDS].tolist(), metrics
 
 

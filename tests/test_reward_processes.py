@@ -34,7 +34,7 @@ from nemo_like.rewards.frames import (
 )
 from nemo_like.rewards.pool import RewardPool, memory_share
 from nemo_like.rewards.protocol import RewardResult, RewardRow
-from nemo_like.rollout.dropped_metrics import DroppedMetrics
+from nemo_like.rollout.rounds import warn_of_dropped
 from tests.small_runs import small_config
 
 REWARDS = '''
@@ -686,10 +686,9 @@ def test_a_metric_that_is_not_a_number_costs_itself_only(pool, caplog):
         "pair": mixed.dropped["pair"],
     }
     assert (mixed.answer, other.answer) == ("", "137")
-    warnings = DroppedMetrics("my.py:f")
-    result = SimpleNamespace(dropped_metrics=mixed.dropped)
+    result, known = SimpleNamespace(dropped_metrics=mixed.dropped), set()
     for _ in range(3):
-        warnings.warn([result, result])
+        warn_of_dropped("my.py:f", [result, result], known)
     assert sorted(re.findall(r"metric '(\w+)'", caplog.text)) == sorted(mixed.dropped)
 
 

@@ -13,9 +13,13 @@ from nemo_like.data.loader import PromptLoader
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import values
 from nemo_like.rewards.protocol import RewardResult
-from nemo_like.rollout.collate import collate_rows, collate_tokens
-from nemo_like.rollout.rollout import RolloutTask, Trajectory
-from nemo_like.rollout.seeds import completion_seed
+from nemo_like.rollout.rollout import (
+    RolloutTask,
+    Trajectory,
+    collate_rows,
+    collate_tokens,
+    completion_seed,
+)
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.worker import RolloutResult
 from tests.small_runs import records, small_config

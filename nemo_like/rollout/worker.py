@@ -15,12 +15,19 @@ from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.generation.protocol import EngineConfig, SamplingParams
 from nemo_like.generation.worker import GenerationWorker
+from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.observe.metrics import Metric, Metrics, merge
-from nemo_like.observe.trajectories import TrajectoryRow, TrajectoryWriter
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
-from nemo_like.rollout.collate import collate_rows, collate_tokens
-from nemo_like.rollout.rollout import RolloutTask, Sample, Trajectory, as_sample, run_task
+from nemo_like.rollout.rollout import (
+    RolloutTask,
+    Sample,
+    Trajectory,
+    as_sample,
+    collate_rows,
+    collate_tokens,
+    run_task,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +99,9 @@ class RolloutWorker(GenerationWorker):
             asyncio.to_thread(ChatTokenizer, setup.engine.model_path),
             self.start_engine(setup.backend, setup.engine),
         )
-        self._trajectories: TrajectoryWriter | None = None
+        self._trajectories: JsonlFile | None = None
         if self.context.rank == 0:
-            self._trajectories = TrajectoryWriter(Path(setup.trajectories_path))
+            self._trajectories = JsonlFile(Path(setup.trajectories_path))
             self._trajectories.truncate_after(setup.resumed_step)
 
     async def rollout(self, request: RolloutRequest) -> RolloutResult:
@@ -135,17 +142,17 @@ class RolloutWorker(GenerationWorker):
             return
         for t in trajectories:
             if t.task.record:
-                self._trajectories.write(
-                    TrajectoryRow(
-                        step=step,
-                        prompt=t.task.row.prompt,
-                        completion=t.text,
-                        reward=t.result.reward,
-                        metrics=t.result.metrics,
-                        finish_reason=t.completion.finish_reason.value,
-                        weight_version=t.completion.weight_version,
-                        num_tokens=len(t.completion.token_ids),
-                    )
+                self._trajectories.append(
+                    {
+                        "step": step,
+                        "prompt": t.task.row.prompt,
+                        "completion": t.text,
+                        "reward": t.result.reward,  # None where it failed
+                        "metrics": t.result.metrics,
+                        "finish_reason": t.completion.finish_reason.value,
+                        "weight_version": t.completion.weight_version,
+                        "num_tokens": len(t.completion.token_ids),  # with the stop token
+                    }
                 )
 
 
