@@ -534,8 +534,7 @@ def test_the_engines_of_a_node_share_its_memory(reward_file):
     assert plan.engines_per_node == 6
     environment = EnvironmentConfig(reward=f"{reward_file}:by_completion", num_processes=2)
     for engines, gib, limit in ((6, None, memory_share(12)), (6, 0.75, 3 << 28)):
-        environment.process_memory_gib = gib
-        pool = start_pool(environment, engines)
+        pool = start_pool(environment.replace(process_memory_gib=gib), engines)
         assert score(pool, "limit")[0].reward == limit
         pool.shutdown()
     assert memory_share(12) == pytest.approx(memory_share(1) / 12, abs=1)
