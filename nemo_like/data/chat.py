@@ -199,10 +199,7 @@ class ChatTokenizer:
     def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                add_generation_prompt=to_answer,
-                tokenize=False,
-                **self.switches,
+                list(messages), add_generation_prompt=to_answer, tokenize=False, **self.switches
             )
         except Exception as error:  # the boundary of a template, which is a program of the model's
             raise UserError(f"the chat template fails: {error}") from error

@@ -185,9 +185,7 @@ def _conversation(record: dict[str, Any], system_prompt: str | None, where: str)
         prompt = prompt_messages(record["prompt"], "prompt", system_prompt, where)
         completion = completion_messages(record["completion"], "completion", where)
         return Conversation(
-            where=where,
-            messages=(*prompt, *completion),
-            num_prompt_messages=len(prompt),
+            where=where, messages=(*prompt, *completion), num_prompt_messages=len(prompt)
         )
     messages = cleaned(record["messages"])
     if not is_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":

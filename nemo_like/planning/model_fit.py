@@ -5,11 +5,7 @@ from typing import Any
 
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.planning.layout import (
-    ParallelSizes,
-    num_stages,
-    parallel_sizes,
-)
+from nemo_like.planning.layout import ParallelSizes, num_stages, parallel_sizes
 from nemo_like.planning.model_shape import number, read_settings
 
 _TENSOR = "policy.parallel.tensor_parallel_size"

@@ -37,12 +37,7 @@ class RankParameters:
 
 
 def rank_parameters(
-    shape: ModelShape,
-    policy: PolicyConfig,
-    tp: int,
-    pipeline_rank: int,
-    *,
-    scalar_head: bool,
+    shape: ModelShape, policy: PolicyConfig, tp: int, pipeline_rank: int, *, scalar_head: bool
 ) -> RankParameters:
     """A stage has its layers; the first also the embedding, the last also norm and head.
 

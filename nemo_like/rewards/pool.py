@@ -24,12 +24,7 @@ from typing import Any
 
 from nemo_like.errors import UserError
 from nemo_like.rewards.frames import PlainDataError, write_row
-from nemo_like.rewards.pool_process import (
-    LostError,
-    ProcessSettings,
-    RewardProcess,
-    SentRow,
-)
+from nemo_like.rewards.pool_process import LostError, ProcessSettings, RewardProcess, SentRow
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 from nemo_like.rewards.variables import reward_variables, with_hint
 

@@ -23,9 +23,7 @@ class Round:
     """Completions of some prompts, and which of their groups are kept."""
 
     def __init__(
-        self,
-        results: list[RolloutResult],
-        keep: Callable[[RemoteBatch], Tensor] | None,
+        self, results: list[RolloutResult], keep: Callable[[RemoteBatch], Tensor] | None
     ) -> None:
         """``keep`` is ``SyncRolloutSource.next_batch``'s."""
         self.results = results

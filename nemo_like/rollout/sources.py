@@ -51,10 +51,7 @@ class SyncRolloutSource:
         """Metrics of the environment that were warned of."""
 
     def next_batch(
-        self,
-        step: int,
-        keep: Callable[[RemoteBatch], Tensor] | None = None,
-        max_rounds: int = 1,
+        self, step: int, keep: Callable[[RemoteBatch], Tensor] | None = None, max_rounds: int = 1
     ) -> tuple[RemoteBatch, Metrics]:
         """Completions of the next prompts, scored. Refits first if generation is stale.
 

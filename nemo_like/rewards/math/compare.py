@@ -8,12 +8,7 @@ if it reads them whole: a fragment of an answer never stands for the answer.
 import re
 
 from nemo_like.rewards.math.choices import letters_of, same_letters, with_answer
-from nemo_like.rewards.math.expression import (
-    expressions_equal,
-    number_of,
-    parse,
-    proportional,
-)
+from nemo_like.rewards.math.expression import expressions_equal, number_of, parse, proportional
 from nemo_like.rewards.math.items import RELATION, VARIABLE, Items, read_items
 from nemo_like.rewards.math.text import join_thousands, split_top_level, squash, tidy
 from nemo_like.rewards.math.units import is_known_unit, is_words, plain_words, strip_units
