@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nemo_like.config.paths import REWARD_MODEL, REWARD_MODEL_KEY
@@ -78,8 +79,14 @@ def start_pool(
     gib = environment.process_memory_gib
     num_processes = environment.num_processes
     limit = memory_share(num_processes * engines_per_node) if gib is None else int(gib * _GIB)
+    pool_of = partial(
+        RewardPool,
+        timeout_s=environment.timeout_s,
+        num_processes=num_processes,
+        memory_limit_bytes=limit,
+    )
     if environment.reward == REWARD_MODEL:
-        return RewardPool(
+        return pool_of(
             json.dumps(
                 {
                     "model": environment.reward_model,
@@ -88,19 +95,13 @@ def start_pool(
                     TRUSTED: trusts_code(),
                 }
             ),
-            timeout_s=environment.timeout_s,
-            num_processes=num_processes,
-            memory_limit_bytes=limit,
             module="nemo_like.rewards.reward_model",
             rows_at_once=environment.rows_at_once or _ROWS_OF_A_PASS,
             most_rows=None,  # another would round the scores of known texts otherwise
             start_timeout_s=_LOAD_TIMEOUT_S,
         )
-    pool = RewardPool(
+    pool = pool_of(
         environment.reward,
-        timeout_s=environment.timeout_s,
-        num_processes=num_processes,
-        memory_limit_bytes=limit,
         pass_variables=environment.pass_variables,
         concurrency=environment.rows_at_once or _ROWS_OF_A_LOOP,
     )

@@ -8,7 +8,7 @@ schema, and never run.
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any, NoReturn
 
 from nemo_like.rewards.protocol import MOST, RewardResult, RewardRow, failed
@@ -113,29 +113,22 @@ def read_result(payload: bytes) -> tuple[str, RewardResult]:
     return _text(said["id"]), result
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstWord:
-    """What a reward process says once it has tried to load its reward."""
+def first_word_frame(refused: str | None, *, is_concurrent: bool = False) -> bytes:
+    """Goes out before any result: why a process cannot use its reward, if it can't.
 
-    refused: str | None
-    """Why it cannot be used; None: it can."""
-    is_concurrent: bool
-    """Whether rows are scored while others still are: an ``async def``."""
+    ``is_concurrent``: rows are scored while others still are, by an ``async def``.
+    """
+    return frame(json.dumps({"refused": refused, "is_concurrent": is_concurrent}).encode())
 
 
-def first_word_frame(word: FirstWord) -> bytes:
-    """Goes out before any result."""
-    return frame(json.dumps(asdict(word)).encode())
-
-
-def read_first_word(payload: bytes) -> FirstWord:
+def read_first_word(payload: bytes) -> tuple[str | None, bool]:
     """Inverse of ``first_word_frame``; FrameError for everything else."""
     said = _parse(payload)
-    if said.keys() != {one.name for one in fields(FirstWord)}:
+    if said.keys() != {"refused", "is_concurrent"}:
         raise FrameError("a frame that is not a first word")
     if not isinstance(said["is_concurrent"], bool):
         raise FrameError("a first word of another type")
-    return FirstWord(refused=_optional_text(said["refused"]), is_concurrent=said["is_concurrent"])
+    return _optional_text(said["refused"]), said["is_concurrent"]
 
 
 def _parse(payload: bytes) -> Mapping[str, Any]:

@@ -17,14 +17,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nemo_like.errors import UserError
 from nemo_like.rewards.frames import PlainDataError, write_row
-from nemo_like.rewards.pool_process import LostError, ProcessSettings, RewardProcess, SentRow
+from nemo_like.rewards.pool_process import LostError, ProcessSettings, RewardProcess, WaitingRow
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 from nemo_like.rewards.variables import reward_variables, with_hint
 
@@ -82,7 +81,7 @@ class RewardPool:
         )
         self._concurrency = concurrency
         self._rows_at_once = rows_at_once
-        self._waiting: deque[_WaitingRow] = deque()
+        self._waiting: deque[WaitingRow] = deque()
         self._is_shut_down = False
         self._lock = threading.Lock()
         self._loop = asyncio.SelectorEventLoop()  # not uvloop, which Ray makes the default
@@ -110,7 +109,7 @@ class RewardPool:
             message = write_row(RewardRow(row_id, prompt, completion, dict(fields)))
         except PlainDataError as error:
             return failed(str(error))
-        row = _WaitingRow(SentRow(row_id, message))
+        row = WaitingRow(row_id, message)
         with self._lock:
             if self._is_shut_down:
                 return failed(_SHUT_DOWN)
@@ -140,7 +139,7 @@ class RewardPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._loop.shutdown_default_executor()
 
-    def _add(self, row: "_WaitingRow") -> None:
+    def _add(self, row: WaitingRow) -> None:
         self._waiting.append(row)
         self._deal()
 
@@ -150,7 +149,7 @@ class RewardPool:
             lane = max(self._lanes, key=self._room)
             if self._room(lane) <= 0:
                 return
-            rows: list[_WaitingRow] = []
+            rows: list[WaitingRow] = []
             while self._waiting and len(rows) < self._rows_at_once:
                 row = self._waiting.popleft()
                 if row.result.set_running_or_notify_cancel():
@@ -164,9 +163,9 @@ class RewardPool:
     def _room(self, lane: "_Lane") -> int:
         return (self._concurrency if lane.is_concurrent else 1) - lane.num_calls
 
-    async def _score(self, lane: "_Lane", rows: "Sequence[_WaitingRow]") -> None:
+    async def _score(self, lane: "_Lane", rows: Sequence[WaitingRow]) -> None:
         try:
-            results = await lane.score([row.sent for row in rows], max(row.since for row in rows))
+            results = await lane.score(rows)
         except BaseException as error:  # whoever waits for a row is to see it
             for row in rows:
                 row.result.set_exception(error)
@@ -203,10 +202,10 @@ class _Lane:
         await self._start()
         await self._processes[-1].wait_until_ready()
 
-    async def score(self, rows: Sequence[SentRow], since: float) -> list[RewardResult]:
-        """A result on each row, whatever happens; ``since`` when they have waited."""
+    async def score(self, rows: Sequence[WaitingRow]) -> list[RewardResult]:
+        """A result on each row, whatever happens."""
         try:
-            process = await self._usable(since)
+            process = await self._usable(max(row.since for row in rows))
             results = await process.score(rows)
             return [_explained(result, self._settings.withheld) for result in results]
         except (LostError, UserError) as error:  # UserError: a replacement could not be loaded
@@ -246,13 +245,6 @@ class _Lane:
         self._processes = [one for one in self._processes if not one.is_gone] + [process]
         if self._is_ended:  # meanwhile
             process.lose(_SHUT_DOWN)
-
-
-@dataclass(frozen=True)
-class _WaitingRow:
-    sent: SentRow
-    result: Future[RewardResult] = field(default_factory=Future)
-    since: float = field(default_factory=time.monotonic)
 
 
 def _explained(result: RewardResult, withheld: frozenset[str]) -> RewardResult:

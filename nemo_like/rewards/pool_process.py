@@ -9,14 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, cast
 
 from nemo_like.errors import UserError
 from nemo_like.rewards.frames import (
     MOST_RESULT_BYTES,
-    FirstWord,
     FrameError,
     Frames,
     read_first_word,
@@ -59,11 +59,13 @@ class ProcessSettings:
 
 
 @dataclass(frozen=True)
-class SentRow:
-    """A row as JSON, and the id that its result has to repeat."""
+class WaitingRow:
+    """A row as JSON, the id that its result has to repeat, and what its caller waits for."""
 
     id: str
     message: bytes
+    result: Future[RewardResult] = field(default_factory=Future)
+    since: float = field(default_factory=time.monotonic)
 
 
 class RewardProcess(asyncio.Protocol):
@@ -81,7 +83,9 @@ class RewardProcess(asyncio.Protocol):
         self._settings = settings
         self._frames = Frames(MOST_RESULT_BYTES)
         self._in_flight: dict[str, asyncio.Future[RewardResult]] = {}
-        self._first_word: asyncio.Future[FirstWord] = asyncio.get_running_loop().create_future()
+        self._first_word: asyncio.Future[tuple[str | None, bool]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._ready_by = time.monotonic() + settings.start_timeout_s
         self._transport: asyncio.Transport | None = None
         self._lost: str | None = None
@@ -118,9 +122,7 @@ class RewardProcess(asyncio.Protocol):
         what = f"environment.reward={self._settings.reward}"
         try:
             async with asyncio.timeout(self._ready_by - time.monotonic()):
-                word = await asyncio.shield(self._first_word)
-            complaint = word.refused
-            self.is_concurrent = word.is_concurrent
+                complaint, self.is_concurrent = await asyncio.shield(self._first_word)
         except TimeoutError:
             complaint = f"{what} was not loaded within {self._settings.start_timeout_s:.0f} s."
         except LostError as error:
@@ -142,7 +144,7 @@ class RewardProcess(asyncio.Protocol):
         """Whether nothing is left of it."""
         return self._is_killed
 
-    async def score(self, rows: Sequence[SentRow]) -> list[RewardResult]:
+    async def score(self, rows: Sequence[WaitingRow]) -> list[RewardResult]:
         """Results on rows, within their time limits; LostError if there will be none."""
         assert self._transport is not None
         for row in rows:

@@ -22,7 +22,6 @@ from typing import Any
 from nemo_like.errors import UserError
 from nemo_like.rewards.frames import (
     MOST_BYTES,
-    FirstWord,
     Frames,
     first_word_frame,
     read_rows,
@@ -79,10 +78,10 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
     try:
         scorer = load(spec)
     except UserError as error:
-        pool.sendall(first_word_frame(FirstWord(refused=str(error), is_concurrent=False)))
+        pool.sendall(first_word_frame(str(error)))
         return
     is_concurrent = isinstance(scorer, RewardFunction)
-    pool.sendall(first_word_frame(FirstWord(refused=None, is_concurrent=is_concurrent)))
+    pool.sendall(first_word_frame(None, is_concurrent=is_concurrent))
     if isinstance(scorer, RewardFunction):
         _serve_concurrently(pool, scorer, float(timeout_s))
     else:

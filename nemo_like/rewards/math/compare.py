@@ -1,7 +1,7 @@
 r"""Decide whether two mathematical answers are equal.
 
 Lists, sets, tuples, intervals, equations, units and percentages are taken apart here, as text.
-Only single expressions reach math-verify's LaTeX parser (``math_expression``), and they count only
+Only single expressions reach math-verify's LaTeX parser (``expression``), and they count only
 if it reads them whole: a fragment of an answer never stands for the answer.
 """
 
@@ -64,21 +64,21 @@ def _choices_equal(gold: str, given: str) -> bool:
     return _equal(gold_rest, given_rest) or (given_rest != given and _equal(gold, given))
 
 
-def gradable(gold: str) -> bool:
+def comparable(gold: str) -> bool:
     """Whether an answer can be told from other answers: every part is read whole, or is a word."""
     text = join_thousands(tidy(gold)) if len(gold) <= MAX_CHARACTERS else ""
-    return bool(text) and _gradable(text)
+    return bool(text) and _comparable(text)
 
 
-def _gradable(text: str) -> bool:
+def _comparable(text: str) -> bool:
     items = read_items(text)
     if items is not None:
-        return all(_gradable(item) for item in items.items)
+        return all(_comparable(item) for item in items.items)
     if text == r"\ldots" or re.fullmatch(r"[\d:]+", text):
         return True
     sides = split_top_level(text, rf"(?<!\\)=|{RELATION}")
     if len(sides) > 1:
-        return all(side and _gradable(side) for side in sides)
+        return all(side and _comparable(side) for side in sides)
     core, _, _ = strip_units(text)
     if is_words(core):
         return len(core.split()) <= MOST_WORDS and not re.search(r"[\\{}^_]", core)

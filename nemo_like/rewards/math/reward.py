@@ -33,7 +33,7 @@ mathematics leaves a choice, it is made as follows.
 import math
 from typing import Any
 
-from nemo_like.rewards.math.compare import equal, gradable, spelling
+from nemo_like.rewards.math.compare import comparable, equal, spelling
 from nemo_like.rewards.math.extract import extract, gold_answer
 
 __all__ = ["extract", "reward", "verify"]
@@ -52,7 +52,7 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
     gold = gold_answer(str(answer)) if is_readable else ""
     given = extract(completion, gold)
     is_right = given is not None and equal(gold, given)
-    if not is_right and not gradable(gold):
+    if not is_right and not comparable(gold):
         error = f"the row's answer cannot be read as a text or number: {str(answer)[:100]!r}"
         return {"reward": None, "error": error}
     right = float(is_right)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from nemo_like.rewards.math.choices import letters_of, with_answer
-from nemo_like.rewards.math.compare import gradable
+from nemo_like.rewards.math.compare import comparable
 from nemo_like.rewards.math.text import join_thousands, tidy
 from nemo_like.rewards.math.units import is_words, plain_words, strip_units
 
@@ -129,8 +129,10 @@ def is_answer(value: str, *, words: bool) -> bool:
     if states_choice(value) or plain_words(text) in PLAIN_WORDS:
         return True
     if is_words(strip_units(text)[0]):
-        return words and gradable(text) and not re.search(r"\d", text) and not POINTERS.search(text)
-    return gradable(text) and not re.match(r"[a-zA-Z]{3,} |\d+[.)] [a-zA-Z]", text)
+        return (
+            words and comparable(text) and not re.search(r"\d", text) and not POINTERS.search(text)
+        )
+    return comparable(text) and not re.match(r"[a-zA-Z]{3,} |\d+[.)] [a-zA-Z]", text)
 
 
 def states_choice(value: str) -> bool:
