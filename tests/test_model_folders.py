@@ -123,7 +123,7 @@ def test_what_gives_values_must_have_a_class_that_scores(model, name, key, capsy
         assert "(AutoModelForSequenceClassification); use another model." in said
 
 
-def test_a_grading_model_of_an_unknown_kind_is_refused_in_a_plan_too(model, capsys):
+def test_a_reward_model_of_an_unknown_kind_is_refused_in_a_plan_too(model, capsys):
     key, kind = "environment.reward_model", "LamaForSequenceClassification"
     path = model(model_type="lama", architectures=[kind], id2label={"0": "x"})
     with pytest.raises(SystemExit) as ended:
@@ -255,7 +255,7 @@ def test_the_hf_engine_computes_with_the_policys_attention(capped, tmp_path, loc
 
 
 @pytest.mark.parametrize("says", [{}, {"attn_implementation": "somebody/some-kernels"}])
-def test_a_grading_model_computes_as_its_trainer_whatever_its_config_says(capped, tmp_path, says):
+def test_a_reward_model_computes_as_its_trainer_whatever_its_config_says(capped, tmp_path, says):
     torch.manual_seed(0)
     exact = AutoModelForSequenceClassification.from_pretrained(
         capped, num_labels=1, dtype=torch.float32, attn_implementation="eager"
