@@ -1,6 +1,6 @@
 """What the contenders of ``grpo.py`` work on: one model folder, one file of prompts, one reward.
 
-A grading process imports this file for its reward function alone, so that everything heavy is
+A reward process imports this file for its reward function alone, so that everything heavy is
 imported where it is used.
 """
 

@@ -36,7 +36,7 @@ from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from nemo_like.policy.worker import SenderAddress, Started
-from nemo_like.rewards.protocol import Grade
+from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.rollout import RolloutTask, Sample
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult
 from nemo_like.run.run import Run
@@ -71,7 +71,7 @@ def local_rows() -> TensorBatch:
         rows={
             keys.ADVANTAGES: torch.randn(NUM_ROWS, generator=draw),
             keys.REWARDS: torch.randint(0, 5, (NUM_ROWS,), generator=draw).double(),
-            keys.PROMPT_IDS: torch.arange(NUM_ROWS) // 4,
+            keys.GROUP_IDS: torch.arange(NUM_ROWS) // 4,
             keys.SAMPLE_MASK: torch.ones(NUM_ROWS, dtype=torch.bool),
             keys.NUM_LOSS_TOKENS: TOKENS - 3 - torch.arange(NUM_ROWS) % 4,
         },
@@ -108,7 +108,7 @@ def derived(make: Any) -> tuple[dict[str, torch.Tensor], Any]:
 def shown(value: Any) -> Any:
     """What a worker is sent, as it would use it: of a section only what is computed from it."""
     match value:
-        case EnvironmentConfig():  # read as it is, by grading processes
+        case EnvironmentConfig():  # read as it is, by reward processes
             return value.model_dump()
         case Section():
             return type(value).__name__
@@ -222,7 +222,7 @@ def _sample(task: RolloutTask, reward: float) -> Sample:
         prompt=task.prompt,
         index=task.index,
         text="t",
-        grade=Grade(reward=reward / 4, answer=str(task.index)),
+        result=RewardResult(reward=reward / 4, answer=str(task.index)),
         num_tokens=3,
         truncated=False,
     )

@@ -165,7 +165,7 @@ def test_a_penalty_for_length_makes_no_signal_where_every_answer_is_wrong():
     assert has_signal(torch.tensor([1.0, 0, 0, 0]), groups, valid).all()
 
 
-def test_only_graded_rows_make_a_signal_and_it_is_that_of_the_whole_group():
+def test_only_scored_rows_make_a_signal_and_it_is_that_of_the_whole_group():
     nan = float("nan")
     rewards = torch.tensor([1.0, nan, 0.0, 1.0, nan, 1.0, nan])
     groups = torch.tensor([7, 7, 7, 3, 3, 3, 5])

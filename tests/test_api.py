@@ -122,7 +122,7 @@ def test_a_typed_configuration_runs(local_ray, tmp_path):
     [
         ({"overrides": {"grpo.max_step": 3}}, "did you mean grpo.max_steps"),
         ({"overrides": {"grpo.max_steps": 0}}, "grpo.max_steps=0 must be at least 1"),
-        ({"train": [{"prompt": "a"}]}, "environment.reward=reasoning_gym grades"),
+        ({"train": [{"prompt": "a"}]}, "environment.reward=reasoning_gym scores"),
         ({"train": ["text"]}, "row 0 is a str, not a dictionary"),
         ({"train": [{"prompt": {1, 2}}]}, "row 0 cannot be written as JSON"),
         ({"train": ROWS, "reward": threading.Lock().__enter__}, "reward cannot be pickled"),

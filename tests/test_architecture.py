@@ -45,7 +45,7 @@ MAY_READ_ENVIRONMENT = {
     "distributed/sweeper.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
-    "rewards/grading_pool.py",
+    "rewards/pool.py",
     "generation/vllm/engine.py",
     "generation/vllm/processes.py",
     "generation/vllm/environment.py",

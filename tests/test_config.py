@@ -412,7 +412,7 @@ def test_keys_without_effect_for_the_hf_backend_and_file_data(tmp_path):
     assert refusal(*off).endswith("validation.every_steps=0 turns validation off; raise it.")
     own = "environment.pass_variables=[JUDGE_KEY]"
     assert "environment.reward is not a function of your own" in refusal(own)
-    assert "grades one completion after the other" in refusal("environment.rows_at_once=8")
+    assert "scores one completion after the other" in refusal("environment.rows_at_once=8")
     compose_config(CONFIGS, "grpo", file)
     assert "set environment.reward" in refusal(f"data.train={rows}")
 

@@ -13,9 +13,9 @@ from nemo_like.config.data import ConversationsConfig
 from nemo_like.data import conversations, json_rows
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
-from nemo_like.data.empty_blocks import num_unwritten
-from nemo_like.data.end_tokens import padding_id
 from nemo_like.data.reasoning_gym import reward
+from nemo_like.data.thinking import num_unwritten
+from nemo_like.data.tokenizer import padding_id
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from tests.chat_templates import (
@@ -901,8 +901,8 @@ def test_the_default_is_questions_with_answers_that_earn_full_marks():
     question, answer = (message["content"] for message in rows[0].messages)
     digits = question.split(":")[1].rstrip("= ")
     assert answer == f"<answer>{eval(digits)}</answer>"  # sums of five one-digit numbers
-    graded = reward(question, answer, task="chain_sum", answer=str(eval(digits)), metadata={})
-    assert (graded["reward"], graded["accuracy"]) == (1.0, 1.0)
+    scored = reward(question, answer, task="chain_sum", answer=str(eval(digits)), metadata={})
+    assert (scored["reward"], scored["accuracy"]) == (1.0, 1.0)
     train, validation = load(
         chat, "reasoning_gym", with_validation=True, num_train_rows=20, num_validation_rows=5
     )

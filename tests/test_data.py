@@ -16,8 +16,8 @@ from nemo_like.config.data import PromptsConfig
 from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
-from nemo_like.data.end_tokens import end_token_ids, load_tokenizer
 from nemo_like.data.loader import EpochLoader, PromptLoader
+from nemo_like.data.tokenizer import end_token_ids, load_tokenizer
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
 from nemo_like.models.resolve import resolve_model
@@ -120,7 +120,7 @@ def test_template_switches_reach_every_text_that_is_rendered(tmp_path):
         assert asks_with_block(found.tokens["input_ids"][: mask.index(True)].tolist())
 
 
-def test_a_grader_is_told_the_switches_that_its_own_template_knows(tmp_path):
+def test_a_reward_model_is_told_the_switches_that_its_own_template_knows(tmp_path):
     folder = tmp_path / "scores"
     shutil.copytree(resolve_model("embedded"), folder)
     settings = json.loads((folder / "config.json").read_text())

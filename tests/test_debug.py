@@ -270,7 +270,7 @@ def test_a_fingerprint_is_of_the_row_and_not_only_of_its_text():
             rows={name: torch.tensor(column) for name, column in rows.items()},
         )
 
-    whole = batch([2, 2, 1], [5, 6, 5, 6, 5], prompt_ids=[0, 0, 1], seeds=[2**62, 2**62 + 1, 8])
+    whole = batch([2, 2, 1], [5, 6, 5, 6, 5], group_ids=[0, 0, 1], seeds=[2**62, 2**62 + 1, 8])
     rows = fingerprint_rows(whole)
     assert len(set(rows)) == 3
     assert all(0 <= row < 2**63 for row in rows)

@@ -141,8 +141,8 @@ import time
 from pathlib import Path
 
 def counts(prompt, completion, **_):
-    with (Path(__file__).parent / "graded").open("a") as graded:
-        graded.write("x")
+    with (Path(__file__).parent / "scored").open("a") as scored:
+        scored.write("x")
     time.sleep(0.2)
     return float(len(completion) % 2)
 """
@@ -150,16 +150,16 @@ ROWS = 16
 """Of a step; see SMALL."""
 
 
-def graded(run):
-    path = run.folder.parent / "graded"
+def scored(run):
+    path = run.folder.parent / "scored"
     return path.stat().st_size if path.exists() else 0
 
 
 def while_sampling(run, rows=3):
     """In the second step, when so many of its rows, and those of its validation, have arrived."""
     at_step(1)(run)
-    before = graded(run)
-    run.wait_until(lambda: graded(run) >= before + rows)
+    before = scored(run)
+    run.wait_until(lambda: scored(run) >= before + rows)
 
 
 def while_training(run):
@@ -321,7 +321,7 @@ def test_a_step_longer_than_the_grace_is_abandoned(tmp_path):
 
 @pytest.mark.full
 def test_a_worker_that_dies_idle_is_named_in_the_phase_that_others_are_in(tmp_path):
-    """A policy rank while completions are sampled and graded, then an engine in the train step."""
+    """A policy rank while completions are sampled and scored, then an engine in the train step."""
     (tmp_path / "reward.py").write_text(
         "import time\ndef slow(prompt, completion, **_):\n    time.sleep(5)\n    return 1.0\n"
     )

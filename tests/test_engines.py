@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from nemo_like.data.end_tokens import end_token_ids
+from nemo_like.data.tokenizer import end_token_ids
 from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine

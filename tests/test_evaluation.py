@@ -20,7 +20,7 @@ from nemo_like.compose.load import compose_config
 from nemo_like.config.sampling import ValidationConfig
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
-from nemo_like.rewards.protocol import Grade
+from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.rollout import Sample
 from tests.small_runs import ROOT, run_config
 
@@ -109,12 +109,12 @@ def test_the_interval_of_a_share_is_wilsons_and_has_a_width_where_all_or_none_pa
 
 
 def sample(prompt, index, reward, answer="", num_tokens=3, truncated=False):
-    grade = Grade(reward=reward, answer=answer, error=None if reward is not None else "no")
+    score = RewardResult(reward=reward, answer=answer, error=None if reward is not None else "no")
     return Sample(
         prompt=prompt,
         index=index,
         text="t",
-        grade=grade,
+        result=score,
         num_tokens=num_tokens,
         truncated=truncated,
     )
@@ -131,7 +131,7 @@ def measured(**changes):
     return Measured(config, rows)
 
 
-def test_a_failed_grade_is_left_out_and_counted():
+def test_a_failed_reward_is_left_out_and_counted():
     """Prompt 0: 1, 0; prompt 1: 0.5 and a failure; prompt 2: two failures."""
     found = measured(pass_at=[1, 2], category_field="kind")
     records = list(
@@ -154,13 +154,13 @@ def test_a_failed_grade_is_left_out_and_counted():
     assert report["accuracy"]["mean"] == 0.25
     assert report["pass_at"]["1"] == report["accuracy"]
     assert report["pass_at"]["2"]["mean"] == 1.0
-    assert report["pass_at"]["2"]["num_prompts"] == 1, "the other has one graded completion"
+    assert report["pass_at"]["2"]["num_prompts"] == 1, "the other has one scored completion"
     assert list(report["categories"]) == ["a"], "all of b failed"
     assert report["categories"]["a"]["reward"]["mean"] == 0.5
     assert report["completion_tokens"] == {"mean": 4.0, "median": 3.0, "min": 3, "max": 9}
     assert report["truncated_share"] == 1 / 6
     assert "all pass@2" in table(report)
-    assert "grading failed on 3" in table(report)
+    assert "the reward failed on 3" in table(report)
 
 
 def test_a_majority_needs_answers():
@@ -262,7 +262,7 @@ def test_a_checkpoint_out_of_place_or_damaged_says_so(straight, tmp_path, local_
         compose_config(ROOT / "configs", "grpo", [f"policy.model={alone}"])
 
 
-def test_rows_of_a_file_are_graded_by_their_reward_function(tmp_path, local_ray):
+def test_rows_of_a_file_are_scored_by_their_reward_function(tmp_path, local_ray):
     rows = [{"prompt": "1+1=", "answer": "2", "kind": k} for k in ("a", "b", "b")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text(

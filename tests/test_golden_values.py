@@ -225,13 +225,13 @@ ADVANTAGES = [
          {"rewards": [1.0, 1.0, 0.0, 1.0], "groups": [0, 1, 0, 1], "baseline": "mean",
           "scale": "std"},
          [ROOT_HALF, 0, -ROOT_HALF, 0]),
-    # E23: the row that was not graded is in no statistic: others of row 0 are 0, 0.5.
-    Case("E23 not graded", advantage,
+    # E23: the row that was not scored is in no statistic: others of row 0 are 0, 0.5.
+    Case("E23 not scored", advantage,
          {"rewards": [1.0, NAN, 0.0, 0.5], "valid": [True, False, True, True],
           "baseline": "leave_one_out", "scale": "none"},
          [0.75, 0.0, -0.75, 0.0]),
     *(
-        Case(f"nothing graded, {len(valid)}", advantage,
+        Case(f"nothing scored, {len(valid)}", advantage,
              {"rewards": [NAN] * len(valid), "valid": valid, "baseline": "leave_one_out",
               "scale": "batch"},
              [0.0] * len(valid))

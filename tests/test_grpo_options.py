@@ -17,7 +17,7 @@ from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps, values
-from nemo_like.rollout.sources import _join
+from nemo_like.rollout.rounds import join
 from tests.small_runs import run, small_config
 
 
@@ -25,7 +25,7 @@ def batch_of(rewards, groups, **columns):
     count = len(rewards)
     rows = {
         keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
-        keys.PROMPT_IDS: torch.tensor(groups),
+        keys.GROUP_IDS: torch.tensor(groups),
         keys.SAMPLE_MASK: torch.ones(count, dtype=torch.bool),
         keys.NUM_LOSS_TOKENS: torch.full((count,), 8),
         keys.TRUNCATED: torch.zeros(count, dtype=torch.bool),
@@ -136,7 +136,7 @@ def test_without_masks_a_truncated_completion_trains_and_counts():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("", "all graded completions train; set grpo.mask_truncated=true or mismatch.action=mask"),
+        ("", "all scored completions train; set grpo.mask_truncated=true or mismatch.action=mask"),
         (
             "grpo.mask_truncated=true advantage.baseline=none advantage.scale=none",
             "advantage.baseline=none and advantage.scale=none count nothing",
@@ -209,7 +209,7 @@ def test_rows_with_too_large_a_gap_leave_the_step_and_their_groups_baseline():
     assert advantages(batch, *options) == [0, 0, 0, 0]  # row 1 has no sibling left
 
 
-def test_metrics_of_a_batch_count_what_trains_and_what_was_graded():
+def test_metrics_of_a_batch_count_what_trains_and_what_was_scored():
     batch = batch_of(
         [1, 0, math.nan],
         [0, 0, 0],
@@ -227,19 +227,19 @@ def test_metrics_of_a_batch_count_what_trains_and_what_was_graded():
 def test_each_pass_deals_whole_groups_to_mini_batches_anew():
     batch = batch_of([0.0] * 12, [i // 2 for i in range(12)])
     config = config_of("grpo.num_mini_batches=3", "grpo.num_epochs_per_batch=2")
-    parts = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 1)]
+    parts = [one.rows[keys.GROUP_IDS].tolist() for one in mini_batches(batch, config, 1)]
     assert [len(part) for part in parts] == [4] * 6
     for first in (0, 3):
         assert sorted(chain(*parts[first : first + 3])) == [i // 2 for i in range(12)]
     assert parts[:3] != parts[3:]
-    again = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 1)]
+    again = [one.rows[keys.GROUP_IDS].tolist() for one in mini_batches(batch, config, 1)]
     assert again == parts
-    next_step = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 2)]
+    next_step = [one.rows[keys.GROUP_IDS].tolist() for one in mini_batches(batch, config, 2)]
     assert next_step[:3] != parts[:3]
 
 
 class Sampled:
-    """A round of sampling, as ``_join`` sees it."""
+    """A round of sampling, as ``join`` sees it."""
 
     def __init__(self, first, kept):
         groups = [first, first, first + 1, first + 1]
@@ -252,8 +252,8 @@ class Sampled:
 def joined(rounds, num_prompts):
     for one in rounds:
         one.batch.rows[keys.NUM_LOSS_TOKENS] = torch.full((4,), 8)
-    batch, metrics = _join(rounds, num_prompts, {})
-    return batch.rows[keys.PROMPT_IDS].tolist(), metrics
+    batch, metrics = join(rounds, num_prompts, {})
+    return batch.rows[keys.GROUP_IDS].tolist(), metrics
 
 
 def test_groups_without_a_signal_are_replaced_by_those_of_later_rounds(caplog):

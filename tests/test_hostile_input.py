@@ -59,7 +59,7 @@ def test_what_hydra_would_take_for_something_else_is_refused(typed, sentence):
 
 @pytest.mark.parametrize("key", ["generation.engine_kwargs.x"])
 def test_an_entry_of_a_dictionary_that_the_schema_lacks_is_refused(key):
-    """SFT samples and grades nothing."""
+    """SFT samples and scores nothing."""
     check_overrides([f"{key}=1"], GRPOConfig)
     for each in ([f"{key}=1"], accept_free_keys([f"{key}=1"], SFTConfig)):
         with pytest.raises(UserError, match=rf"^{key} is not a key of the configuration"):

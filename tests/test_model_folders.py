@@ -23,7 +23,7 @@ from nemo_like.compose.load import compose_config
 from nemo_like.config.paths import check_scores
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.remote_code import set_trust
-from nemo_like.data.end_tokens import end_token_ids
+from nemo_like.data.tokenizer import end_token_ids
 from nemo_like.errors import UserError
 from nemo_like.generation.hf_model import build_model
 from nemo_like.generation.protocol import EngineConfig
@@ -123,7 +123,7 @@ def test_what_gives_values_must_have_a_class_that_scores(model, name, key, capsy
         assert "(AutoModelForSequenceClassification); use another model." in said
 
 
-def test_a_grading_model_of_an_unknown_kind_is_refused_in_a_plan_too(model, capsys):
+def test_a_reward_model_of_an_unknown_kind_is_refused_in_a_plan_too(model, capsys):
     key, kind = "environment.reward_model", "LamaForSequenceClassification"
     path = model(model_type="lama", architectures=[kind], id2label={"0": "x"})
     with pytest.raises(SystemExit) as ended:
@@ -255,7 +255,7 @@ def test_the_hf_engine_computes_with_the_policys_attention(capped, tmp_path, loc
 
 
 @pytest.mark.parametrize("says", [{}, {"attn_implementation": "somebody/some-kernels"}])
-def test_a_grading_model_computes_as_its_trainer_whatever_its_config_says(capped, tmp_path, says):
+def test_a_reward_model_computes_as_its_trainer_whatever_its_config_says(capped, tmp_path, says):
     torch.manual_seed(0)
     exact = AutoModelForSequenceClassification.from_pretrained(
         capped, num_labels=1, dtype=torch.float32, attn_implementation="eager"
@@ -264,18 +264,18 @@ def test_a_grading_model_computes_as_its_trainer_whatever_its_config_says(capped
     exact.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | says))
-    grader = RewardModel(str(folder), {})
-    row = grader.text.encode([{"role": "user", "content": "1 + 2 ="}], "3, which is odd")
+    scorer = RewardModel(str(folder), {})
+    row = scorer.text.encode([{"role": "user", "content": "1 + 2 ="}], "3, which is odd")
     with torch.no_grad():
         score = exact(input_ids=row.ids[None]).logits.item()
-    assert grader.scores([row]) == [pytest.approx(score, abs=1e-5)]
+    assert scorer.scores([row]) == [pytest.approx(score, abs=1e-5)]
 
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [("llama", "sdpa"), ("qwen3", "sdpa"), ("gpt2", "sdpa"), ("gemma2", "eager")],
 )
-def test_only_models_that_sdpa_gets_wrong_are_graded_without_it(kind, attention, tiny_model):
+def test_only_models_that_sdpa_gets_wrong_are_scored_without_it(kind, attention, tiny_model):
     _, settings = model_class(tiny_model(kind), "values")
     assert plain_attention(AutoModelForSequenceClassification, settings) == attention
 

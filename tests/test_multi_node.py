@@ -12,7 +12,7 @@ from tests.small_runs import SMALL, records, run
 
 START_S = 120.0
 TIMES = ("time", "train/tokens_per_s", "driver/")
-WORKERS = ("ray::PolicyWorker", "ray::GenerationWorker", "grading_process")
+WORKERS = ("ray::PolicyWorker", "ray::GenerationWorker", "nemo_like.rewards.process")
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,8 @@ from nemo_like.errors import RunError
 from nemo_like.observe.console import Column, Progress, live_terminal
 from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.observe.log import setup_logging
-from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge, values
+from nemo_like.observe.metrics import Metric, Metrics, Reduce, Spans, merge, values
 from nemo_like.observe.sinks import JsonlSink, Sinks, TensorBoardSink
-from nemo_like.observe.spans import Spans
-from nemo_like.observe.trajectories import TrajectoryRow, TrajectoryWriter
 
 DEV_FULL = Path("/dev/full")  # every write to it fails with "No space left on device"
 needs_dev_full = pytest.mark.skipif(not DEV_FULL.exists(), reason="Linux only")
@@ -285,25 +283,15 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(tmp_path: Path) -> No
 
 def test_trajectories_are_readable_text_and_resume_like_metrics(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
-    writer = TrajectoryWriter(path)
+    writer = JsonlFile(path)
     for step in (1, 2):
-        writer.write(
-            TrajectoryRow(
-                step=step,
-                prompt="1 + 1 = ?",
-                completion="z\u00e9ro\u2028\n\udc9f",  # a line separator and half a character
-                reward=None,
-                metrics={"format": 1.0},
-                finish_reason="length",
-                weight_version=step - 1,
-                num_tokens=5,
-            )
-        )
+        # A line separator and half a character.
+        writer.append({"step": step, "completion": "z\u00e9ro\u2028\n\udc9f", "reward": None})
     writer.truncate_after(1)
     writer.close()
     (row,) = records_of(path)
     assert row["completion"] == "z\u00e9ro\u2028\n\udc9f"
-    assert (row["step"], row["reward"], row["weight_version"]) == (1, None, 0)
+    assert (row["step"], row["reward"]) == (1, None)
     assert "z\u00e9ro" in path.read_text(encoding="utf-8")
 
 

@@ -462,7 +462,7 @@ def test_activations_are_what_autograd_saves_for_a_layer_of_transformers(
     )
     changes = {"dtype": dtype, "compile": compiled, "activation_checkpointing": checkpointing}
     config = PolicyConfig(**changes)
-    predicted = layer_activations(shape, config, config.parallel, parallel_sizes(config, 1))
+    predicted = layer_activations(shape, config, parallel_sizes(config, 1))
     assert predicted.saved * num_tokens == pytest.approx(measured)
 
 

@@ -40,7 +40,7 @@ TRAINS = [True, True, True, False, True]
 
 
 def make_batch(**columns):
-    """Rows with random tokens and logprobs; the fourth could not be graded."""
+    """Rows with random tokens and logprobs; the fourth could not be scored."""
     generator = torch.Generator().manual_seed(3)
     num_tokens = sum(LENGTHS)
     mask = [t in row for length, row in zip(LENGTHS, SAMPLED, strict=True) for t in range(length)]

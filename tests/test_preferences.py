@@ -295,11 +295,11 @@ def test_the_default_pairs_have_a_right_and_a_wrong_answer():
     assert pairs != preferences.read(config, "reasoning_gym", 24, 4, "data.train")
     for pair, record in zip(pairs, rows(tasks, 24, 3), strict=True):
         assert pair.chosen.messages[:-1] == pair.rejected.messages[:-1]
-        graded = [
+        scored = [
             reward(completion=one.messages[-1]["content"], **record)["accuracy"]
             for one in (pair.chosen, pair.rejected)
         ]
-        assert graded == [1.0, 0.0]
+        assert scored == [1.0, 0.0]
     train, validation = load(
         ChatTokenizer(str(resolve_model("embedded"))),
         "reasoning_gym",

@@ -249,7 +249,7 @@ def test_a_stopped_job_leaves_its_checkpoints_and_nothing_else(jobs, tmp_path):
     log = "/api/jobs/stopped/logs"
     wait_for("second step in the log", lambda: "step   2/500" in jobs.ask(log)["logs"])
     started = processes_of(folder)
-    assert len(started) >= 4, "a shell, the driver, the worker of each role, and graders"
+    assert len(started) >= 4, "a shell, the driver, the worker of each role, and reward processes"
     result = jobs.ray_job("stop", "stopped")
     assert result.returncode == 0, result.stdout
     assert not psutil.wait_procs(started, timeout=10)[1]
@@ -263,7 +263,7 @@ def test_a_stopped_job_leaves_its_checkpoints_and_nothing_else(jobs, tmp_path):
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Driver, workers and graders of the run in ``folder``; what they start logs there too."""
+    """Driver, workers and reward processes of a run; what they start logs in ``folder`` too."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

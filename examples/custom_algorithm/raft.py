@@ -48,7 +48,7 @@ def run(config: RaftConfig, session: Any) -> None:
     for _, batch, metrics in live.batches():
         rows = batch.rows
         rows[keys.SAMPLE_MASK] = rows[keys.SAMPLE_MASK] & best_of_each(
-            rows[keys.REWARDS], rows[keys.PROMPT_IDS], config.raft.num_kept
+            rows[keys.REWARDS], rows[keys.GROUP_IDS], config.raft.num_kept
         )
         with session.run.span("train"):
             trained = live.policy.train(batch, loss, check=live.mismatch_check())

@@ -96,7 +96,7 @@ def mini_batches(
         yield batch
         return
     generator = torch.Generator().manual_seed(config.run.seed * 1_000_003 + step)
-    prompts = batch.rows[keys.PROMPT_IDS]
+    prompts = batch.rows[keys.GROUP_IDS]
     groups = prompts.unique()
     for _ in range(loop.num_epochs_per_batch):
         order = groups[torch.randperm(len(groups), generator=generator)]
@@ -110,6 +110,6 @@ def batch_metrics(batch: RemoteBatch) -> Metrics:
     trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]
     metrics: Metrics = {"train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum)}
     if keys.REFERENCE_KL in rows:
-        graded = rows[keys.REFERENCE_KL][~rows[keys.REWARDS].isnan()]
-        metrics["rollout/reference_kl"] = Metric(graded.mean().item(), weight=len(graded))
+        scored = rows[keys.REFERENCE_KL][~rows[keys.REWARDS].isnan()]
+        metrics["rollout/reference_kl"] = Metric(scored.mean().item(), weight=len(scored))
     return metrics

@@ -6,7 +6,7 @@ from nemo_like.config.paths import REASONING_GYM, REWARD_MODEL
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.errors import UserError
-from nemo_like.rewards.resolve import resolve_reward
+from nemo_like.rewards.function import resolve_reward
 
 
 def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:

@@ -33,7 +33,7 @@ from nemo_like.models.context import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.rewards import graders
+from nemo_like.rewards.environment import check_reward_model, for_other_folders
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
@@ -115,8 +115,8 @@ def start_sampling(
         config, run, plan, engine_config(config, session.model_path, longest, plan)
     )
     with run.start_phase("workers"):
-        if (grading_model := setup.environment.reward_model) is not None:
-            session.ask_for(generation.group, grading_model)
+        if (reward_model := setup.environment.reward_model) is not None:
+            session.ask_for(generation.group, reward_model)
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
     run.restore(models, loader)
@@ -147,9 +147,9 @@ def rollout_setup(
     return RolloutSetup(
         backend=absolute(config.generation.backend),
         engine=engine,
-        environment=graders.for_other_folders(config.environment),
+        environment=for_other_folders(config.environment),
         template_switches=config.data.template_switches,
-        num_grading_threads=max(
+        num_reward_threads=max(
             1, int(config.cluster.cpus_per_worker) // config.environment.num_processes
         ),
         engines_per_node=plan.engines_per_node,
@@ -190,7 +190,7 @@ def read_prompts(
     _check_stop_ids(config, chat)
     key, most_new = config.longest_completion
     context = context_for(model_path, key, most_new)
-    graders.check_reward_model(config.environment, rows_of, chat)
+    check_reward_model(config.environment, rows_of, chat)
     longest = 0
     checked: dict[str, list[Row]] = {}
     for name, rows in rows_of.items():

@@ -68,7 +68,7 @@ class AdvantageConfig(Section):
         bool,
         OnlyIf(
             lambda _, run: run.grpo.mask_truncated or run.masks_mismatch,
-            "all graded completions train; set grpo.mask_truncated=true or mismatch.action=mask "
+            "all scored completions train; set grpo.mask_truncated=true or mismatch.action=mask "
             "too",
         ),
         OnlyIf(

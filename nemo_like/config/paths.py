@@ -18,7 +18,7 @@ from nemo_like.errors import UserError
 from nemo_like.special_files import refuse_special
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
-GRADER_KEY = "environment.reward_model"
+REWARD_MODEL_KEY = "environment.reward_model"
 _SCORES = "ForSequenceClassification"
 _PART_BYTES = 2**16
 # Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
@@ -45,7 +45,7 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
     if isinstance(config, SamplingRunConfig):
         _check_data(config.data.train, config.data.validation, config.environment.reward)
         if config.environment.reward == REWARD_MODEL:
-            _check_grading_model(config.environment.reward_model, has_tokenizer=runs)
+            _check_reward_model(config.environment.reward_model, has_tokenizer=runs)
     else:
         _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
     for key, door, spec in named_outside(config):
@@ -139,7 +139,7 @@ def _could_be_hub_name(model: str) -> bool:
 
 
 def _check_data(train: str, validation: str | None, reward: str | None = None) -> None:
-    """``reward``: what grades the rows, if anything does."""
+    """``reward``: what scores the rows, if anything does."""
     for key, source in (("data.train", train), ("data.validation", validation)):
         if source is None or source == REASONING_GYM:
             continue
@@ -152,7 +152,7 @@ def _check_data(train: str, validation: str | None, reward: str | None = None) -
             raise UserError(f"{key}={source} is empty; give a file with at least one row.")
         if reward == REASONING_GYM:
             raise UserError(
-                f"environment.reward={REASONING_GYM} grades reasoning_gym's own rows, and {key} is "
+                f"environment.reward={REASONING_GYM} scores reasoning_gym's own rows, and {key} is "
                 "a file; set environment.reward to math or to your file.py:function."
             )
 
@@ -163,11 +163,11 @@ def _has_text(path: Path) -> bool:
         return any(part.strip() for part in iter(lambda: file.read(_PART_BYTES), b""))
 
 
-def _check_grading_model(model: str | None, *, has_tokenizer: bool) -> None:
-    key = GRADER_KEY
+def _check_reward_model(model: str | None, *, has_tokenizer: bool) -> None:
+    key = REWARD_MODEL_KEY
     if model is None:
         raise UserError(
-            f"{key} is not set, and environment.reward={REWARD_MODEL} grades by it; give the "
+            f"{key} is not set, and environment.reward={REWARD_MODEL} scores by it; give the "
             "folder final/ of a run of examples/run_rm.py."
         )
     if is_checkpoint(model):
@@ -178,8 +178,8 @@ def _check_grading_model(model: str | None, *, has_tokenizer: bool) -> None:
 
 
 def check_scores(folder: Path) -> None:
-    """Refuse a grading model without a scalar head, by its config.json."""
-    key = GRADER_KEY
+    """Refuse a reward model without a scalar head, by its config.json."""
+    key = REWARD_MODEL_KEY
     settings = read_object(folder / CONFIG)
     listed = settings.get("architectures")
     first = listed[0] if isinstance(listed, list) and listed else None

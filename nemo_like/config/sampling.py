@@ -1,4 +1,4 @@
-"""Runs that sample completions: how they are graded and validated, and how much is sampled."""
+"""Runs that sample completions: how they are scored and validated, and how much is sampled."""
 
 import re
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ _OWN_FUNCTION = OnlyIf(
 
 
 class EnvironmentConfig(Section):
-    """What grades a completion."""
+    """What scores a completion."""
 
     reward: Annotated[str, REWARDS] = REASONING_GYM
     """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``reward_model`` (the score of
@@ -47,21 +47,21 @@ class EnvironmentConfig(Section):
     reward(prompt, completion, **fields) -> float | dict``, where fields are the row's, and
     ``messages``, all of the prompt."""
     timeout_s: Positive = 10.0
-    """Seconds that one completion may take to grade; after them its row is masked and counted."""
+    """Seconds that one completion may take to score; after them its row is masked and counted."""
     num_processes: Count = 1
-    """Grading processes of each generation worker."""
+    """Reward processes of each generation worker."""
     rows_at_once: Annotated[
         Count | None,
         OnlyIf(
             lambda here, _: here.reward not in (REASONING_GYM, "math"),
-            "this environment.reward grades one completion after the other",
+            "this environment.reward scores one completion after the other",
         ),
     ] = None
-    """Completions that each grading process grades at once: of a reward function that is an ``async
-    def`` (others grade one after the other) on one event loop that lives as long as the process,
+    """Completions that each reward process scores at once: of a reward function that is an ``async
+    def`` (others score one after the other) on one event loop that lives as long as the process,
     None: 32; of a reward model in one forward pass, None: 8."""
     process_memory_gib: Positive | None = None
-    """GiB of data that each grading process may hold; a process that keeps half of them is
+    """GiB of data that each reward process may hold; a process that keeps half of them is
     replaced. None: half of the node's memory, shared by all of the run's on that node."""
     pass_variables: Annotated[list[str], _OWN_FUNCTION] = Field(default_factory=list)
     """Names of environment variables that the reward function needs, such as
@@ -75,7 +75,7 @@ class EnvironmentConfig(Section):
         ),
     ] = None
     """Folder ``final/`` of a run of ``run_rm.py``, or another of transformers' models for sequence
-    classification with one label; or a hub name. It runs on the CPU, and every grading process
+    classification with one label; or a hub name. It runs on the CPU, and every reward process
     holds a copy of it. Its own tokenizer and chat template render prompt and completion (with those
     of ``data.template_switches`` that it uses), and the score is read at the token that ends the
     completion, as in training it. A completion that was cut off is scored as if it ended there."""

@@ -23,7 +23,7 @@ from nemo_like.data.messages import (
     with_system_prompt,
     without_nulls,
 )
-from nemo_like.data.own_weights import refuse_message_weights, refuse_row_weight
+from nemo_like.data.refusals import refuse_message_weights, refuse_row_weight
 from nemo_like.data.shapes import Purpose, how_to_load, refuse_bad_answer, refuse_unsupported
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
@@ -83,7 +83,7 @@ def read(
     """Rows of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
     records = datasets.records(source, config.tasks, num_rows, seed, key)
     if source == datasets.REASONING_GYM:
-        from nemo_like.data.generated import solved
+        from nemo_like.data.reasoning_gym import solved
 
         records = solved(records)
     return [_conversation(record, config.system_prompt, where) for where, record in records]
@@ -185,9 +185,7 @@ def _conversation(record: dict[str, Any], system_prompt: str | None, where: str)
         prompt = prompt_messages(record["prompt"], "prompt", system_prompt, where)
         completion = completion_messages(record["completion"], "completion", where)
         return Conversation(
-            where=where,
-            messages=(*prompt, *completion),
-            num_prompt_messages=len(prompt),
+            where=where, messages=(*prompt, *completion), num_prompt_messages=len(prompt)
         )
     messages = cleaned(record["messages"])
     if not is_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":

@@ -20,8 +20,7 @@ from nemo_like.data.messages import (
     prompt_messages,
     without_nulls,
 )
-from nemo_like.data.own_weights import refuse_message_weights
-from nemo_like.data.scores import refuse_contrary_scores
+from nemo_like.data.refusals import refuse_contrary_scores, refuse_message_weights
 from nemo_like.data.shapes import Purpose, how_to_load
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
@@ -78,7 +77,7 @@ def read(config: PairsConfig, source: str, num_rows: int, seed: int, key: str) -
     """Pairs of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
     records = datasets.records(source, config.tasks, num_rows, seed, key)
     if source == datasets.REASONING_GYM:
-        from nemo_like.data.generated import with_wrong_answers
+        from nemo_like.data.reasoning_gym import with_wrong_answers
 
         records = with_wrong_answers(list(records))
     return [_pair(record, config.system_prompt, where) for where, record in records]

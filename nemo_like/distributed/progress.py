@@ -9,7 +9,7 @@ IMPORTING = (
 )
 IMPORTING_ENGINE = f"{IMPORTING}; vLLM takes as long once more"
 STARTING_ENGINE = (
-    "it starts its engine, and what grades; vLLM takes 10 to 60 s, with "
+    "it starts its engine, and what scores; vLLM takes 10 to 60 s, with "
     "engine_kwargs.enforce_eager=false and empty caches a few minutes"
 )
 

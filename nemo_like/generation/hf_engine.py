@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_like.data.end_tokens import load_tokenizer
+from nemo_like.data.tokenizer import load_tokenizer
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_model import build_model, copy_weights
 from nemo_like.generation.protocol import (

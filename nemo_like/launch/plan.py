@@ -11,8 +11,16 @@ from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.launch.command import ConfigParser
-from nemo_like.launch.plan_memory import longest_row, memory_lines, micro_batches, predict_models
-from nemo_like.launch.tables import LAST_ROWS, MOST_ROWS, abbreviated, table
+from nemo_like.launch.plan_memory import (
+    LAST_ROWS,
+    MOST_ROWS,
+    abbreviated,
+    longest_row,
+    memory_lines,
+    micro_batches,
+    predict_models,
+    table,
+)
 from nemo_like.models.resolve import refuse_other_models, resolve_policy
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
 from nemo_like.planning.model_fit import check_model_fits

@@ -15,13 +15,15 @@ from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.section import value_of
 from nemo_like.config.texts import TextRunConfig
-from nemo_like.launch.tables import abbreviated, gib, table
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
 from nemo_like.planning.memory import PhaseMemory, Role, predict_memory
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
 from nemo_like.planning.resources import ResourcePlan
 
+# Rows of a table at most, and how many of its end are among them.
+MOST_ROWS = 24
+LAST_ROWS = 4
 # Columns of the memory table, from what lasts to what comes and goes.
 _PARTS = (
     "parameters",
@@ -199,3 +201,30 @@ def longest_row(config: RunConfig) -> int:
     assert isinstance(config, TextRunConfig)
     longest: int | None = value_of(config, "data.max_length")
     return longest or config.policy.micro_batch_tokens // config.passes.rows_per_unit
+
+
+def abbreviated(count: int) -> list[int]:
+    """Indices to show of ``count``: all, or the first ones and the last few."""
+    if count <= MOST_ROWS:
+        return list(range(count))
+    return [*range(MOST_ROWS - LAST_ROWS), *range(count - LAST_ROWS, count)]
+
+
+def gib(size: float) -> str:
+    """Three digits where there are that many.
+
+    >>> [gib(size) for size in (0.0, 0.00012, 0.0456, 23.04, 1234.5)]
+    ['-', '<0.001', '0.0456', '23.0', '1234']
+    """
+    if size == 0:
+        return "-"
+    if size < 0.001:
+        return "<0.001"
+    return f"{size:#.3g}" if size < 100 else f"{size:.0f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines with columns flush right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

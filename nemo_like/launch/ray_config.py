@@ -180,7 +180,7 @@ def _cluster(options: argparse.Namespace, plan: ResourcePlan) -> dict[str, Any]:
     """A head without CPUs for Ray, and one pod a node of the plan."""
     size = _node_size(plan)
     resources = {
-        # No limit of CPUs: engines and graders may use more than Ray reserves.
+        # No limit of CPUs: engines and reward processes may use more than Ray reserves.
         "requests": {"cpu": str(size["num-cpus"]), "memory": options.memory},
         "limits": {"memory": options.memory},
     }

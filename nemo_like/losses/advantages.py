@@ -71,17 +71,17 @@ def has_signal(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     """Whether the valid rewards of a row's group differ: bool [B], one answer for all its rows.
 
     Dynamic sampling keeps these groups (DAPO, arXiv:2503.14476 Eq. 11). To be asked of rewards as
-    they were graded: a penalty for length makes even a group differ whose answers are all wrong.
+    they were scored: a penalty for length makes even a group differ whose answers are all wrong.
 
     >>> groups, valid = torch.tensor([0, 1, 0, 1]), torch.ones(4, dtype=torch.bool)
     >>> has_signal(torch.tensor([1.0, 0, 0, 0]), groups, valid).tolist()
     [True, False, True, False]
     """
     unique, line = groups.unique(return_inverse=True)
-    at, graded = line[valid], rewards[valid].double()
+    at, scored = line[valid], rewards[valid].double()
     none = torch.full((len(unique),), torch.inf, dtype=torch.float64, device=rewards.device)
-    lowest = none.scatter_reduce(0, at, graded, "amin")
-    highest = (-none).scatter_reduce(0, at, graded, "amax")
+    lowest = none.scatter_reduce(0, at, scored, "amin")
+    highest = (-none).scatter_reduce(0, at, scored, "amax")
     size = torch.maximum(lowest.abs(), highest.abs())
     return (highest - lowest > _RELATIVE_SPREAD * size)[line]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from nemo_like.config.paths import (
     BUILT_IN_MODELS,
-    GRADER_KEY,
     REWARD_MODEL,
+    REWARD_MODEL_KEY,
     is_checkpoint,
     model_of_checkpoint,
 )
@@ -48,8 +48,8 @@ def refuse_other_models(config: RunConfig) -> None:
     others = list(config.other_models())
     if isinstance(config, SamplingRunConfig) and config.environment.reward == REWARD_MODEL:
         assert config.environment.reward_model is not None
-        others.append((GRADER_KEY, config.environment.reward_model))
-    classes = {"critic.model": GIVES_VALUES, GRADER_KEY: (CLASSIFIER,)}
+        others.append((REWARD_MODEL_KEY, config.environment.reward_model))
+    classes = {"critic.model": GIVES_VALUES, REWARD_MODEL_KEY: (CLASSIFIER,)}
     for key, name in others:
         if name not in BUILT_IN_MODELS:
             resolve_model(name, key, only_config=True, classes=classes.get(key, GIVES_LOGPROBS))

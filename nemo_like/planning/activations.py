@@ -32,7 +32,7 @@ class LayerActivations:
 
 
 def layer_activations(
-    shape: ModelShape, policy: PolicyConfig, parallel: ParallelConfig, sizes: ParallelSizes
+    shape: ModelShape, policy: PolicyConfig, sizes: ParallelSizes
 ) -> LayerActivations:
     """What checkpointing keeps, and what one layer needs on top while it is computed.
 
@@ -41,13 +41,13 @@ def layer_activations(
     up exist and the product itself has gone: 2 s i / tp, beside two gradients of width h. A forward
     pass alone holds silu(gate), up and their product beside two tensors of width h.
     """
-    whole = _whole_layer(shape, policy, parallel, sizes)
+    whole = _whole_layer(shape, policy, sizes)
     s, inner = BYTES[policy.dtype], shape.intermediate / sizes.tp
     saved, recomputed = whole, 0.0
     if policy.activation_checkpointing == "full":
-        saved, recomputed = s * shape.hidden / _sp(parallel, sizes), whole
+        saved, recomputed = s * shape.hidden / _sp(policy, sizes), whole
     elif policy.activation_checkpointing == "selective":
-        saved = _selective_layer(shape, policy, parallel, sizes)
+        saved = _selective_layer(shape, policy, sizes)
         recomputed = max(whole - saved, 0.0)
     return LayerActivations(
         saved=saved,
@@ -56,9 +56,7 @@ def layer_activations(
     )
 
 
-def _whole_layer(
-    shape: ModelShape, policy: PolicyConfig, parallel: ParallelConfig, sizes: ParallelSizes
-) -> float:
+def _whole_layer(shape: ModelShape, policy: PolicyConfig, sizes: ParallelSizes) -> float:
     """Everything that one layer saves; exact for transformers' Llama and Qwen2 (by test).
 
     * Each of two norms: its input in float32, the normalised numbers (for the gradient of its
@@ -73,16 +71,14 @@ def _whole_layer(
     of a norm its input and result stay, 2 s h; of the MLP gate, up and the product, 3 s i.
     (torch's min-cut partitioner, which bans recomputing what a backward matrix product reads.)
     """
-    s, h, sp = BYTES[policy.dtype], shape.hidden, _sp(parallel, sizes)
+    s, h, sp = BYTES[policy.dtype], shape.hidden, _sp(policy, sizes)
     norm = s * h / sp + s * h if policy.compile else (FLOAT32 + s) * h / sp + s * h
     norm += FLOAT32 / sp
     mlp = (3 if policy.compile else 4) * s * shape.intermediate / sizes.tp
     return 2 * norm + _attention(shape, s, sizes) + mlp
 
 
-def _selective_layer(
-    shape: ModelShape, policy: PolicyConfig, parallel: ParallelConfig, sizes: ParallelSizes
-) -> float:
+def _selective_layer(shape: ModelShape, policy: PolicyConfig, sizes: ParallelSizes) -> float:
     """Results of matrix products and of attention, and the layer's input.
 
     s h / sp for the input; s (q + 2 k) / tp for three projections; attention's result and
@@ -95,7 +91,7 @@ def _selective_layer(
     attended = (s * shape.query_width + FLOAT32 * shape.heads) / sizes.tp
     back = (1 if policy.compile else 2) * s * h
     mlp = 2 * s * shape.intermediate / sizes.tp
-    return s * h / _sp(parallel, sizes) + projections + attended + back + mlp
+    return s * h / _sp(policy, sizes) + projections + attended + back + mlp
 
 
 def _attention(shape: ModelShape, s: int, sizes: ParallelSizes) -> float:
@@ -186,5 +182,5 @@ def layers_in_flight(
             return min(passes * max(mine), num_micro_batches * sum(mine))
 
 
-def _sp(parallel: ParallelConfig, sizes: ParallelSizes) -> int:
-    return sizes.tp if parallel.sequence_parallel else 1
+def _sp(policy: PolicyConfig, sizes: ParallelSizes) -> int:
+    return sizes.tp if policy.parallel.sequence_parallel else 1

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_like.config.policy import ParallelConfig, PolicyConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.planning.activations import BYTES, FLOAT32, head_bytes
 from nemo_like.planning.layout import ParallelSizes
 from nemo_like.planning.parameters import RankParameters
@@ -14,14 +14,13 @@ class GradientMemory:
 
     trained: RankParameters
     policy: PolicyConfig
-    parallel: ParallelConfig
     sizes: ParallelSizes
     num_micro_batches: int
 
     @property
     def ddp(self) -> bool:
         """Whether ranks are copies."""
-        return self.parallel.data_parallel == "ddp"
+        return self.policy.parallel.data_parallel == "ddp"
 
     @property
     def whole_step(self) -> bool:
@@ -29,7 +28,8 @@ class GradientMemory:
 
         A pipeline's stages do so too: torch reduces on the last micro-batch only.
         """
-        return not self.ddp and (not self.parallel.reshard_after_forward or self.sizes.pp > 1)
+        stays = not self.policy.parallel.reshard_after_forward or self.sizes.pp > 1
+        return stays and not self.ddp
 
     @property
     def unreduced(self) -> bool:
@@ -69,7 +69,7 @@ class GradientMemory:
         PowerSGD also keeps the errors that it feeds back, which are as large. Local SGD and a
         single copy have no buckets.
         """
-        ddp = self.parallel.ddp
+        ddp = self.policy.parallel.ddp
         if not self.ddp or self.sizes.replicate == 1 or ddp.average_every_steps > 1:
             return 0.0
         errors = ddp.compression == "powersgd"

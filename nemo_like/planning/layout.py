@@ -64,11 +64,10 @@ def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
     product = math.prod(fixed.values())
     if num_ranks % product:
         named = [f"policy.parallel.{name}={size}" for name, size in fixed.items() if size > 1]
-        divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
         it = "it" if len(named) == 1 else "their product"
         raise UserError(
             f"{' x '.join(named)} does not divide the policy's {num_ranks} ranks; {it} must be one "
-            f"of {', '.join(map(str, divisors))} (or change cluster sizes)."
+            f"of {', '.join(map(str, common_divisors(num_ranks)))} (or change cluster sizes)."
         )
     left = num_ranks // product
     ddp = parallel.data_parallel == "ddp"
@@ -79,6 +78,12 @@ def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
         cp=parallel.context_parallel_size,
         tp=parallel.tensor_parallel_size,
     )
+
+
+def common_divisors(*counts: int) -> list[int]:
+    """What divides all of them: valid sizes, for messages."""
+    common = math.gcd(*counts)
+    return [size for size in range(1, common + 1) if common % size == 0]
 
 
 def num_stages(parallel: ParallelConfig) -> int:

@@ -9,7 +9,7 @@ come on top.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_like.config.policy import ParallelConfig, PolicyConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.planning.activations import (
     BYTES,
     FLOAT32,
@@ -86,7 +86,6 @@ def predict_memory(
     rank = _Rank(
         shape=shape,
         policy=policy,
-        parallel=policy.parallel,
         sizes=parallel_sizes(policy, num_ranks),
         pipeline_rank=pipeline_rank,
         num_micro_batches=num_micro_batches,
@@ -102,7 +101,6 @@ class _Rank:
 
     shape: ModelShape
     policy: PolicyConfig
-    parallel: ParallelConfig
     sizes: ParallelSizes
     pipeline_rank: int
     num_micro_batches: int
@@ -119,8 +117,8 @@ class _Rank:
         that predict. The reference model's pass is alike: the policy's units are freed before it.
         (Before the first step there is no optimizer state.)
         """
-        layer = layer_activations(self.shape, self.policy, self.parallel, self.sizes)
-        whole = not self.parallel.reshard_after_forward
+        layer = layer_activations(self.shape, self.policy, self.sizes)
+        whole = not self.policy.parallel.reshard_after_forward
         hidden = (BYTES[self.policy.dtype] + self._row_bytes) * self.shape.hidden * self._has_head
         in_layer = _NOTHING | {
             "gradients": self._gradients.buckets(),
@@ -137,9 +135,9 @@ class _Rank:
 
     def train(self) -> PhaseMemory:
         """The largest of the moments of one micro-batch: at the head, in layers, at the end."""
-        layer = layer_activations(self.shape, self.policy, self.parallel, self.sizes)
+        layer = layer_activations(self.shape, self.policy, self.sizes)
         in_flight = layers_in_flight(
-            self.shape, self.parallel, self.pipeline_rank, self.num_micro_batches
+            self.shape, self.policy.parallel, self.pipeline_rank, self.num_micro_batches
         )
         one_layer = self._tokens * layer.saved
         saved = one_layer * in_flight
@@ -237,7 +235,6 @@ class _Rank:
         return GradientMemory(
             trained=self._trained,
             policy=self.policy,
-            parallel=self.parallel,
             sizes=self.sizes,
             num_micro_batches=self.num_micro_batches,
         )
@@ -246,8 +243,7 @@ class _Rank:
     def _parameters(self) -> RankParameters:
         return rank_parameters(
             self.shape,
-            self.policy.lora,
-            self.parallel,
+            self.policy,
             self.sizes.tp,
             self.pipeline_rank,
             scalar_head=self.role.scalar_head,

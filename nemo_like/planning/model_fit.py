@@ -1,15 +1,12 @@
 """Rules between the policy's layout and the model's config.json, checked before Ray starts."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.planning.layout import (
-    ParallelSizes,
-    num_stages,
-    parallel_sizes,
-)
+from nemo_like.planning.layout import ParallelSizes, common_divisors, num_stages, parallel_sizes
 from nemo_like.planning.model_shape import number, read_settings
 
 _TENSOR = "policy.parallel.tensor_parallel_size"
@@ -57,7 +54,7 @@ def _check_heads(settings: dict[str, Any], sizes: ParallelSizes) -> None:
     kv_heads = number(settings, "num_key_value_heads") or heads
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if count % sizes.tp:
-            valid = _common_divisors(heads, kv_heads)
+            valid = _either(common_divisors(heads, kv_heads))
             raise UserError(
                 f"{_TENSOR}={sizes.tp} does not divide the model's {name}={count}; use {valid}."
             )
@@ -66,7 +63,7 @@ def _check_heads(settings: dict[str, Any], sizes: ParallelSizes) -> None:
         by_tensor = f" / {_TENSOR}={sizes.tp}" if sizes.tp > 1 else ""
         raise UserError(
             f"{_CONTEXT}={sizes.cp} does not divide the model's num_attention_heads={heads}"
-            f"{by_tensor}; use {_common_divisors(left)}."
+            f"{by_tensor}; use {_either(common_divisors(left))}."
         )
 
 
@@ -114,6 +111,5 @@ def _split_rows(settings: dict[str, Any], tp: int) -> dict[str, int]:
     return rows
 
 
-def _common_divisors(*counts: int) -> str:
-    valid = [d for d in range(1, min(counts) + 1) if all(count % d == 0 for count in counts)]
+def _either(valid: Sequence[int]) -> str:
     return ", ".join(map(str, valid[:-1])) + f" or {valid[-1]}" if len(valid) > 1 else "1"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
-from nemo_like.config.policy import ParallelConfig, PolicyConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.activations import BYTES, FLOAT32
 from nemo_like.planning.layout import layer_range, num_stages
@@ -37,13 +37,7 @@ class RankParameters:
 
 
 def rank_parameters(
-    shape: ModelShape,
-    lora: LoraConfig,
-    parallel: ParallelConfig,
-    tp: int,
-    pipeline_rank: int,
-    *,
-    scalar_head: bool,
+    shape: ModelShape, policy: PolicyConfig, tp: int, pipeline_rank: int, *, scalar_head: bool
 ) -> RankParameters:
     """A stage has its layers; the first also the embedding, the last also norm and head.
 
@@ -51,7 +45,7 @@ def rank_parameters(
     norms are whole. A tied matrix exists on the first and on the last stage. A scalar head is one
     row in place of the output head. Raises UserError for adapters of matrices of other names.
     """
-    size, stages = parallel.pipeline_parallel_size, num_stages(parallel)
+    size, stages = policy.parallel.pipeline_parallel_size, num_stages(policy.parallel)
     layers = sum(
         len(layer_range(shape.layers, stages, stage))
         for stage in range(pipeline_rank, stages, size)
@@ -59,7 +53,7 @@ def rank_parameters(
     table = shape.vocab * shape.hidden / (tp if shape.vocab % tp == 0 else 1)
     first, last = pipeline_rank == 0, pipeline_rank == size - 1
     tables = int(first) + int(last and not (shape.tied and first) and not scalar_head)
-    adapters = layer_adapters(shape, lora)
+    adapters = layer_adapters(shape, policy.lora)
     return RankParameters(
         matrices=layers * shape.layer_matrices / tp,
         norms=layers * shape.layer_norms,

@@ -1,12 +1,12 @@
 """Rules between a configuration and the ranks and bundles that it asks for; arithmetic only."""
 
-import math
+from collections import Counter
 from collections.abc import Iterator
 
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
-from nemo_like.planning.layout import ParallelSizes, parallel_sizes
+from nemo_like.planning.layout import ParallelSizes, common_divisors, parallel_sizes
 from nemo_like.planning.resources import ResourcePlan, plan_run, refit_transport
 
 
@@ -48,19 +48,16 @@ def _tensor_parallel_rules(
     config: RunConfig, sizes: ParallelSizes, plan: ResourcePlan
 ) -> Iterator[str]:
     """Tensor-parallel groups stay within a node."""
-    by_node: dict[int, int] = {}
-    for bundle in plan.policy:
-        by_node[plan.node_of(bundle)] = by_node.get(plan.node_of(bundle), 0) + 1
-    common = math.gcd(*by_node.values())
-    if common % sizes.tp == 0:
+    per_node = set(Counter(map(plan.node_of, plan.policy)).values())
+    valid = common_divisors(*per_node)
+    if sizes.tp in valid:
         return
-    valid = [str(size) for size in range(1, common + 1) if common % size == 0]
     key = "gpus_per_node" if plan.uses_gpus else "cpu_workers_per_node"
-    counts = " or ".join(str(count) for count in sorted(set(by_node.values()), reverse=True))
+    counts = " or ".join(map(str, sorted(per_node, reverse=True)))
     yield (
         f"policy.parallel.tensor_parallel_size={sizes.tp} does not divide the {counts} policy "
         f"ranks of a node (cluster.{key}={plan.bundles_per_node[0]}), and a group must not cross "
-        f"nodes; use {' or '.join(valid)}."
+        f"nodes; use {' or '.join(map(str, valid))}."
     )
 
 

@@ -8,6 +8,7 @@ from nemo_like.config.generation import RefitConfig, Transport
 from nemo_like.config.run import ClusterConfig, RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
+from nemo_like.planning.layout import common_divisors
 
 _ROUNDING = 1e-6
 """0.3 CPUs hold three workers of 0.1."""
@@ -190,12 +191,10 @@ def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:
 
 def _check_replicas(engines: Sequence[int], per_node: int, size: int) -> None:
     """Replicas must come out even and stay inside a node, where tensor parallelism is fast."""
-    by_node: dict[int, int] = {}
-    for bundle in engines:
-        by_node[bundle // per_node] = by_node.get(bundle // per_node, 0) + 1
-    for count in by_node.values():
+    counts = Counter(bundle // per_node for bundle in engines).values()
+    for count in counts:
         if count % size:
-            valid = [d for d in range(1, count + 1) if all(c % d == 0 for c in by_node.values())]
+            valid = common_divisors(*counts)
             raise UserError(
                 f"generation.tensor_parallel_size={size} does not divide the {count} generation "
                 f"workers of a node; use {' or '.join(map(str, valid))}."

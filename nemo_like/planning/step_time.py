@@ -2,7 +2,7 @@
 
 Rates are those that ``benchmarks/results/grpo-h200.jsonl`` and ``training-h100.jsonl`` measured for
 models of 1.5 B parameters and more; smaller ones keep a GPU less busy and train slower than this.
-Every completion is taken to be as long as it may be; prompts, grading and a critic are left out.
+Every completion is taken to be as long as it may be; prompts, scoring and a critic are left out.
 """
 
 import math

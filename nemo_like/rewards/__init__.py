@@ -1,1 +1,1 @@
-"""What grades completions, in processes of its own."""
+"""Rewards of completions, computed in processes of their own."""

@@ -1,4 +1,4 @@
-"""What a pool and its grading processes write to each other: plain data, checked before it is used.
+"""What a pool and its reward processes write to each other: plain data, checked before it is used.
 
 A frame is four bytes of length and that many bytes of JSON. Reward functions run in the process at
 one end, so whatever arrives at the other may be theirs: it is parsed as JSON, compared with a fixed
@@ -8,18 +8,18 @@ schema, and never run.
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any, NoReturn
 
-from nemo_like.rewards.protocol import MOST, GradingRow, Verdict, failed
+from nemo_like.rewards.protocol import MOST, RewardResult, RewardRow, failed
 
 MOST_BYTES = (1 << 32) - 1
 """Of any frame, by its length."""
 MOST_ROW_BYTES = 1 << 28
-MOST_VERDICT_BYTES = 1 << 20
+MOST_RESULT_BYTES = 1 << 20
 
 _LENGTH = struct.Struct(">I")
-_VERDICT_KEYS = {"id", *(one.name for one in fields(Verdict))}
+_RESULT_KEYS = {"id", *(one.name for one in fields(RewardResult))}
 
 
 class FrameError(Exception):
@@ -62,7 +62,7 @@ def frame(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-def write_row(row: GradingRow) -> bytes:
+def write_row(row: RewardRow) -> bytes:
     """One row as JSON; PlainDataError if JSON would not give it back as it is."""
     try:
         for name, value in row.fields.items():
@@ -80,29 +80,29 @@ def rows_frame(rows: Sequence[bytes]) -> bytes:
     return frame(b"[" + b",".join(rows) + b"]")
 
 
-def read_rows(payload: bytes) -> list[GradingRow]:
-    """Inverse of ``rows_frame``, in the grading process."""
-    return [GradingRow(**row) for row in json.loads(payload)]
+def read_rows(payload: bytes) -> list[RewardRow]:
+    """Inverse of ``rows_frame``, in the reward process."""
+    return [RewardRow(**row) for row in json.loads(payload)]
 
 
-def verdict_frame(row_id: str, verdict: Verdict) -> bytes:
-    """One row's verdict; a verdict too large for a frame becomes a failed one."""
-    payload = json.dumps({"id": row_id, **asdict(verdict)}, allow_nan=False).encode()
-    if len(payload) > MOST_VERDICT_BYTES:
-        why = f"returned {len(payload)} bytes, and {MOST_VERDICT_BYTES} is the most"
-        return verdict_frame(row_id, failed(why, spent=verdict.spent))
+def result_frame(row_id: str, result: RewardResult) -> bytes:
+    """One row's result; a result too large for a frame becomes a failed one."""
+    payload = json.dumps({"id": row_id, **asdict(result)}, allow_nan=False).encode()
+    if len(payload) > MOST_RESULT_BYTES:
+        why = f"returned {len(payload)} bytes, and {MOST_RESULT_BYTES} is the most"
+        return result_frame(row_id, failed(why, spent=result.spent))
     return frame(payload)
 
 
-def read_verdict(payload: bytes) -> tuple[str, Verdict]:
-    """The row's id and its verdict; FrameError for everything else."""
+def read_result(payload: bytes) -> tuple[str, RewardResult]:
+    """The row's id and its result; FrameError for everything else."""
     said = _parse(payload)
-    if said.keys() != _VERDICT_KEYS:
-        raise FrameError("a frame that is not a verdict")
+    if said.keys() != _RESULT_KEYS:
+        raise FrameError("a frame that is not a result")
     reward, error = _optional_number(said["reward"]), _optional_text(said["error"])
     if (reward is None) == (error is None):
-        raise FrameError("a verdict with both reward and error, or with neither")
-    verdict = Verdict(
+        raise FrameError("a result with both reward and error, or with neither")
+    result = RewardResult(
         reward=reward,
         metrics={_text(name): _number(value) for name, value in _dict(said["metrics"]).items()},
         error=error,
@@ -110,32 +110,25 @@ def read_verdict(payload: bytes) -> tuple[str, Verdict]:
         dropped={_text(name): _text(why) for name, why in _dict(said["dropped"]).items()},
         spent=_optional_text(said["spent"]),
     )
-    return _text(said["id"]), verdict
+    return _text(said["id"]), result
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstWord:
-    """What a grading process says once it has tried to load its reward."""
+def first_word_frame(refused: str | None, *, is_concurrent: bool = False) -> bytes:
+    """Goes out before any result: why a process cannot use its reward, if it can't.
 
-    refused: str | None
-    """Why it cannot be used; None: it can."""
-    is_concurrent: bool
-    """Whether rows are graded while others still are: an ``async def``."""
+    ``is_concurrent``: rows are scored while others still are, by an ``async def``.
+    """
+    return frame(json.dumps({"refused": refused, "is_concurrent": is_concurrent}).encode())
 
 
-def first_word_frame(word: FirstWord) -> bytes:
-    """Goes out before any verdict."""
-    return frame(json.dumps(asdict(word)).encode())
-
-
-def read_first_word(payload: bytes) -> FirstWord:
+def read_first_word(payload: bytes) -> tuple[str | None, bool]:
     """Inverse of ``first_word_frame``; FrameError for everything else."""
     said = _parse(payload)
-    if said.keys() != {one.name for one in fields(FirstWord)}:
+    if said.keys() != {"refused", "is_concurrent"}:
         raise FrameError("a frame that is not a first word")
     if not isinstance(said["is_concurrent"], bool):
         raise FrameError("a first word of another type")
-    return FirstWord(refused=_optional_text(said["refused"]), is_concurrent=said["is_concurrent"])
+    return _optional_text(said["refused"]), said["is_concurrent"]
 
 
 def _parse(payload: bytes) -> Mapping[str, Any]:

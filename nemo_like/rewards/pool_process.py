@@ -1,4 +1,4 @@
-"""The pool's end of one grading process, from its start to its end."""
+"""The pool's end of one reward process, from its start to its end."""
 
 import asyncio
 import os
@@ -9,22 +9,22 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, cast
 
 from nemo_like.errors import UserError
 from nemo_like.rewards.frames import (
-    MOST_VERDICT_BYTES,
-    FirstWord,
+    MOST_RESULT_BYTES,
     FrameError,
     Frames,
     read_first_word,
-    read_verdict,
+    read_result,
     rows_frame,
 )
 from nemo_like.rewards.process_tree import kill_tree
-from nemo_like.rewards.protocol import Verdict
+from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rewards.variables import with_hint
 
 CONCURRENT_GRACE_S = 3.0
@@ -33,13 +33,13 @@ EXIT_GRACE_S = 1.0
 GROWTH_SHARE = 0.5
 """Of the memory that was free after the first row: a process that keeps more is replaced."""
 GROWTH_SHARE_BUSY = 0.8
-"""The same while the process grades other rows, since their memory counts too."""
+"""The same while the process scores other rows, since their memory counts too."""
 
 _GIB = 2**30
 
 
 class LostError(Exception):
-    """There will be no verdict on these rows; the message says why."""
+    """There will be no result on these rows; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,35 +59,39 @@ class ProcessSettings:
 
 
 @dataclass(frozen=True)
-class SentRow:
-    """A row as JSON, and the id that its verdict has to repeat."""
+class WaitingRow:
+    """A row as JSON, the id that its result has to repeat, and what its caller waits for."""
 
     id: str
     message: bytes
+    result: Future[RewardResult] = field(default_factory=Future)
+    since: float = field(default_factory=time.monotonic)
 
 
-class GradingProcess(asyncio.Protocol):
+class RewardProcess(asyncio.Protocol):
     """One process and its socket, on the pool's event loop; ``kill`` may come from other threads.
 
-    Whatever it writes is read at once and checked. Anything but a verdict on a row that it holds
+    Whatever it writes is read at once and checked. Anything but a result on a row that it holds
     ends it, and costs the rows that it holds.
     """
 
     def __init__(self, settings: ProcessSettings) -> None:
         """Start the process; ``start`` connects to it as well."""
         self.spent: str | None = None
-        """Why it should be replaced once its rows are graded."""
+        """Why it should be replaced once its rows are scored."""
         self.is_concurrent = False
         self._settings = settings
-        self._frames = Frames(MOST_VERDICT_BYTES)
-        self._in_flight: dict[str, asyncio.Future[Verdict]] = {}
-        self._first_word: asyncio.Future[FirstWord] = asyncio.get_running_loop().create_future()
+        self._frames = Frames(MOST_RESULT_BYTES)
+        self._in_flight: dict[str, asyncio.Future[RewardResult]] = {}
+        self._first_word: asyncio.Future[tuple[str | None, bool]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._ready_by = time.monotonic() + settings.start_timeout_s
         self._transport: asyncio.Transport | None = None
         self._lost: str | None = None
         self._is_ready = False
         self._is_retired = False
-        self._num_graded = 0
+        self._num_scored = 0
         self._first_bytes: int | None = None
         """Memory that it had after its first row."""
         self._killing = threading.Lock()
@@ -118,9 +122,7 @@ class GradingProcess(asyncio.Protocol):
         what = f"environment.reward={self._settings.reward}"
         try:
             async with asyncio.timeout(self._ready_by - time.monotonic()):
-                word = await asyncio.shield(self._first_word)
-            complaint = word.refused
-            self.is_concurrent = word.is_concurrent
+                complaint, self.is_concurrent = await asyncio.shield(self._first_word)
         except TimeoutError:
             complaint = f"{what} was not loaded within {self._settings.start_timeout_s:.0f} s."
         except LostError as error:
@@ -142,32 +144,32 @@ class GradingProcess(asyncio.Protocol):
         """Whether nothing is left of it."""
         return self._is_killed
 
-    async def grade(self, rows: Sequence[SentRow]) -> list[Verdict]:
-        """Verdicts on rows, within their time limits; LostError if there will be none."""
+    async def score(self, rows: Sequence[WaitingRow]) -> list[RewardResult]:
+        """Results on rows, within their time limits; LostError if there will be none."""
         assert self._transport is not None
         for row in rows:
             self._in_flight[row.id] = asyncio.get_running_loop().create_future()
-        verdicts = asyncio.gather(*(self._in_flight[row.id] for row in rows))
+        results = asyncio.gather(*(self._in_flight[row.id] for row in rows))
         self._transport.write(rows_frame([row.message for row in rows]))
         limit_s = self._settings.timeout_s
         grace_s = CONCURRENT_GRACE_S if self.is_concurrent else 0.0
         try:
             async with asyncio.timeout(limit_s * len(rows) + grace_s):
-                found = await verdicts
+                found = await results
         except TimeoutError as error:
             late = f"took longer than {limit_s:g} s"
-            self.lose(f"the grading process was ended with another row, which {late}")
+            self.lose(f"the reward process was ended with another row, which {late}")
             raise LostError(f"{late} each" if len(rows) > 1 else late) from error
         self._wear(found)
         if self._is_retired and not self._in_flight:
-            self.lose("the grading process was replaced")
+            self.lose("the reward process was replaced")
         return found
 
     def retire(self) -> None:
-        """No more rows come; end the process when it has graded those that it holds."""
+        """No more rows come; end the process when it has scored those that it holds."""
         self._is_retired = True
         if not self._in_flight:
-            self.lose("the grading process was replaced")
+            self.lose("the reward process was replaced")
 
     def lose(self, why: str) -> None:
         """End the process; rows that it holds fail."""
@@ -202,7 +204,7 @@ class GradingProcess(asyncio.Protocol):
             for payload in self._frames.feed(data):
                 self._receive(payload)
         except FrameError as error:
-            self.lose(f"the grading process wrote something else to its socket: {error}")
+            self.lose(f"the reward process wrote something else to its socket: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""
@@ -215,28 +217,28 @@ class GradingProcess(asyncio.Protocol):
         if not self._first_word.done():
             self._first_word.set_result(read_first_word(payload))
             return
-        row_id, verdict = read_verdict(payload)
+        row_id, result = read_result(payload)
         if row_id not in self._in_flight:
-            raise FrameError("a verdict on a row that it does not hold")
+            raise FrameError("a result on a row that it does not hold")
         waiting = self._in_flight.pop(row_id)
         if not waiting.done():  # its time may just be over
-            waiting.set_result(verdict)
+            waiting.set_result(result)
 
     async def _lose_ended(self) -> None:
         deadline = time.monotonic() + EXIT_GRACE_S
         while (code := self._process.poll()) is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        self.lose(f"the grading process {_how_it_ended(code)}")
+        self.lose(f"the reward process {_how_it_ended(code)}")
 
-    def _wear(self, verdicts: Sequence[Verdict]) -> None:
+    def _wear(self, results: Sequence[RewardResult]) -> None:
         """Notice what later rows would suffer from."""
-        self._num_graded += len(verdicts)
-        self.spent = self.spent or next((v.spent for v in verdicts if v.spent), None)
+        self._num_scored += len(results)
+        self.spent = self.spent or next((v.spent for v in results if v.spent), None)
         most_rows = self._settings.most_rows
         if most_rows is None or self.spent:
             return
-        if self._num_graded >= most_rows:
-            self.spent = f"it has graded {self._num_graded} rows"
+        if self._num_scored >= most_rows:
+            self.spent = f"it has scored {self._num_scored} rows"
         held, limit = _data_bytes(self._process.pid), self._settings.memory_limit_bytes
         if held is None:
             return

@@ -1,4 +1,4 @@
-"""Ends a grading process with all that its reward function has started."""
+"""Ends a reward process with all that its reward function has started."""
 
 import contextlib
 import ctypes

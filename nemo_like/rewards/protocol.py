@@ -1,4 +1,4 @@
-"""A grader turns a prompt, a completion and the row's fields into a reward."""
+"""An environment turns a prompt, a completion and the row's fields into a reward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ MOST = 3e38
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grade:
+class RewardResult:
     """The reward of one completion, or the reason why there is none.
 
-    ``reward`` is None when grading failed (``error`` says how): such a row is masked and counted,
-    never taken for a wrong answer.
+    ``reward`` is None when it failed (``error`` says how): such a row is masked and counted, never
+    taken for a wrong answer.
     """
 
     reward: float | None
@@ -24,46 +24,35 @@ class Grade:
     if the environment does not say."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Metrics that are left out, and why."""
+    spent: str | None = None
+    """Why the reward process should be replaced, though it still works; the pool reads it."""
 
 
-class GradingRow(NamedTuple):
-    """A row as it reaches a grading process."""
+class RewardRow(NamedTuple):
+    """A row as it reaches a reward process."""
 
     id: str
-    """Random, and new for every row: only a verdict that repeats it is taken for this row's."""
+    """Random, and new for every row: only a result that repeats it is taken for this row's."""
     prompt: str
     completion: str
     fields: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A ``Grade`` as it leaves a grading process, and what only the pool has to know."""
-
-    reward: float | None
-    metrics: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-    answer: str | None = None
-    dropped: dict[str, str] = field(default_factory=dict)
-    spent: str | None = None
-    """Why the process should be replaced, though it still answers."""
-
-
-def failed(why: str, spent: str | None = None) -> Verdict:
-    """The verdict of a row that could not be graded."""
-    return Verdict(reward=None, error=why, spent=spent)
+def failed(why: str, spent: str | None = None) -> RewardResult:
+    """The result of a row that could not be scored."""
+    return RewardResult(reward=None, error=why, spent=spent)
 
 
 class Environment(Protocol):
-    """Grades completions; safe for many concurrent calls from one event loop."""
+    """Scores completions; safe for many concurrent calls from one event loop."""
 
-    async def grade(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Grade:
-        """Grade one completion within the environment's time limit; never raises for one row.
+    async def score(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> RewardResult:
+        """Score one completion within the environment's time limit; never raises for one row.
 
         ``fields``: the row's own, and ``messages``, all of the prompt.
         """
         ...
 
     def shutdown(self) -> None:
-        """End the grading processes."""
+        """End the reward processes."""
         ...

@@ -1,6 +1,6 @@
 """Rewards by a reward model: its score of prompt and completion, as its trainer would give it.
 
-``python -m nemo_like.rewards.reward_model FD SPEC …`` is a grading process that holds the model.
+``python -m nemo_like.rewards.reward_model FD SPEC …`` is a reward process that holds the model.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_like.config.paths import GRADER_KEY
+from nemo_like.config.paths import REWARD_MODEL_KEY
 from nemo_like.config.remote_code import TRUSTED, set_trust, trusts_code
 from nemo_like.data.token_rows import TokenRow, collate
 from nemo_like.errors import UserError
@@ -23,10 +23,10 @@ from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, ValueModel
 from nemo_like.policy.requests import ForwardRequest
 from nemo_like.policy.state.twin import plain_attention
-from nemo_like.rewards.grading_process import BatchGrader, serve
-from nemo_like.rewards.protocol import GradingRow, Verdict, failed
+from nemo_like.rewards.function import to_result
+from nemo_like.rewards.process import BatchReward, serve
+from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 from nemo_like.rewards.reward_text import RewardText
-from nemo_like.rewards.verdicts import to_verdict
 
 _GIB = 2**30
 _CHUNK_TOKENS = 1  # of logits, which a value model does not make
@@ -54,11 +54,11 @@ class RewardModel:
         except (OSError, ValueError, RuntimeError) as error:
             first_line = str(error).strip().splitlines()[0]
             raise UserError(
-                f"{GRADER_KEY}={self.text.folder} cannot be loaded: {first_line}"
+                f"{REWARD_MODEL_KEY}={self.text.folder} cannot be loaded: {first_line}"
             ) from error
         if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
             raise UserError(
-                f"{GRADER_KEY}={self.text.folder} is no whole reward model: its files lack "
+                f"{REWARD_MODEL_KEY}={self.text.folder} is no whole reward model: its files lack "
                 f"{missing[0]}; give the folder final/ of a run of examples/run_rm.py."
             )
         self._model = ValueModel(loaded, HeadSettings(chunk_tokens=_CHUNK_TOKENS))
@@ -89,35 +89,35 @@ class RewardModel:
         values = self._model(None, request)[0]
         return values[batch.starts + batch.lengths - 1].tolist()
 
-    def grade(self, rows: Sequence[GradingRow]) -> list[Verdict]:
-        """See ``BatchGrader``: one pass over the rows that can be read."""
-        verdicts: list[Verdict | None] = []
+    def score(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
+        """See ``BatchReward``: one pass over the rows that can be read."""
+        results: list[RewardResult | None] = []
         readable: list[TokenRow] = []
         for row in rows:
             try:
                 readable.append(self.text.encode(row.fields["messages"], row.completion))
-                verdicts.append(None)
+                results.append(None)
             except UserError as error:
-                verdicts.append(failed(str(error)))
+                results.append(failed(str(error)))
         try:
-            scored = map(_verdict, self.scores(readable) if readable else [])
+            scored = map(_result, self.scores(readable) if readable else [])
         except (RuntimeError, MemoryError) as error:  # no memory for a batch this large
             scored = iter([failed(f"reward model: {error}")] * len(readable))
-        return [verdict or next(scored) for verdict in verdicts]
+        return [result or next(scored) for result in results]
 
 
-def load(spec: str) -> BatchGrader:
+def load(spec: str) -> BatchReward:
     """``spec``: the model's name, switches and threads, and whether its code is trusted; JSON."""
     settings = json.loads(spec)
     set_trust(settings[TRUSTED])
     torch.set_num_threads(settings["num_threads"])
     disable_progress_bar()
-    return RewardModel(settings["model"], settings["switches"]).grade
+    return RewardModel(settings["model"], settings["switches"]).score
 
 
-def _verdict(score: float) -> Verdict:
+def _result(score: float) -> RewardResult:
     try:
-        return to_verdict(score)
+        return to_result(score)
     except UserError as error:  # not finite
         return failed(f"reward model: {error}")
 
@@ -127,9 +127,10 @@ def _check_memory(text: RewardText) -> None:
     needed = text.num_bytes()
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise UserError(
-            f"{GRADER_KEY}={text.folder} takes {needed / _GIB:.3g} GiB in every grading process, "
-            f"and each may use {limit / _GIB:.3g} GiB (half of the machine's memory, shared by the "
-            "grading processes of all its engines, or environment.process_memory_gib); lower "
+            f"{REWARD_MODEL_KEY}={text.folder} takes {needed / _GIB:.3g} GiB in every reward "
+            f"process, and each may use {limit / _GIB:.3g} GiB (half of the machine's memory, "
+            "shared by the reward processes of all its engines, or "
+            "environment.process_memory_gib); lower "
             "environment.num_processes, or store the model in bfloat16."
         )
 

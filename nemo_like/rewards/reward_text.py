@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_like.config.paths import GRADER_KEY, check_scores
+from nemo_like.config.paths import REWARD_MODEL_KEY, check_scores
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation, encode
 from nemo_like.data.messages import Message
@@ -22,7 +22,7 @@ class RewardText:
 
         Raises UserError if there is no such model, or if it has no scalar head.
         """
-        self.folder = resolve_model(model, GRADER_KEY, classes=(CLASSIFIER,))
+        self.folder = resolve_model(model, REWARD_MODEL_KEY, classes=(CLASSIFIER,))
         check_scores(self.folder)
         self.chat = ChatTokenizer(str(self.folder), otherwise=switches)
         self._context = context_length(str(self.folder))

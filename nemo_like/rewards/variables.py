@@ -1,4 +1,4 @@
-"""Environment variables of grading processes: a list of what they get, instead of everything.
+"""Environment variables of reward processes: a list of what they get, instead of everything.
 
 A run's environment holds keys of trackers, hubs and clouds, and a reward function often runs code
 that a model wrote.
@@ -41,7 +41,7 @@ _NAME = re.compile(r"\b[A-Z][A-Z0-9_]{3,}\b")
 
 
 def reward_variables(variables: Mapping[str, str], passed: Iterable[str]) -> dict[str, str]:
-    """What a grading process gets of ``variables``; ``passed``: names that the user adds.
+    """What a reward process gets of ``variables``; ``passed``: names that the user adds.
 
     Raises UserError for such a name without a value.
     """

@@ -46,10 +46,7 @@ class WeightSync:
         self._adapters_apart = engine.lora is not None
         transport = refit_transport(config, plan)
         opened = policy.group.submit_each(
-            PolicyWorker.open_sender,
-            receivers(transport, plan),
-            transport,
-            config.bucket_mib << 20,
+            PolicyWorker.open_sender, receivers(transport, plan), transport, config.bucket_mib << 20
         )
         senders = wait_together(opened)[0]
         links = links_to(transport, plan, senders, policy.group.contexts[0].meeting_address)

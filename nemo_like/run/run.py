@@ -20,9 +20,8 @@ from nemo_like.observe.console import (
     live_terminal,
 )
 from nemo_like.observe.log import setup_logging
-from nemo_like.observe.metrics import Metrics, values
+from nemo_like.observe.metrics import Metrics, Spans, values
 from nemo_like.observe.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink
-from nemo_like.observe.spans import Spans
 from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
 from nemo_like.run.saves import Loader, Model, Saves
 from nemo_like.run.stop_request import SIGNALS, LeftError, StopRequest, listen

@@ -1,4 +1,4 @@
-"""From graded samples to the numbers of ``eval.json`` and a table to read."""
+"""From scored samples to the numbers of ``eval.json`` and a table to read."""
 
 import json
 import logging
@@ -23,37 +23,37 @@ from nemo_like.rollout.rollout import Sample
 
 logger = logging.getLogger(__name__)
 
-Graded = list[tuple[float, str | None]]
-"""Reward and answer of each completion of one prompt whose grading did not fail."""
+Scored = list[tuple[float, str | None]]
+"""Reward and answer of each completion of one prompt whose reward did not fail."""
 
 
 class Measured:
-    """All samples of an evaluation so far. Completions whose grading failed are only counted."""
+    """All samples of an evaluation so far. Completions whose reward failed are only counted."""
 
     def __init__(self, config: EvalConfig, rows: Sequence[Row]) -> None:
         self._config, self._rows = config, rows
-        self._graded: list[Graded] = [[] for _ in rows]
+        self._scored: list[Scored] = [[] for _ in rows]
         self._lengths: list[int] = []
         self._num_truncated = 0
 
     def add(self, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
         """Take samples in; yields the record of each for ``samples.jsonl``."""
         for sample in samples:
-            row, grade = self._rows[sample.prompt], sample.grade
+            row, result = self._rows[sample.prompt], sample.result
             self._lengths.append(sample.num_tokens)
             self._num_truncated += sample.truncated
-            if grade.reward is not None:
-                self._graded[sample.prompt].append((grade.reward, grade.answer))
+            if result.reward is not None:
+                self._scored[sample.prompt].append((result.reward, result.answer))
             yield {
                 "row": row.index,
                 "index": sample.index,
                 "category": self._category(row),
                 "prompt": row.prompt,
                 "completion": sample.text,
-                "reward": grade.reward,
-                "answer": grade.answer,
-                "metrics": grade.metrics,
-                "error": grade.error,
+                "reward": result.reward,
+                "answer": result.answer,
+                "metrics": result.metrics,
+                "error": result.error,
                 "num_tokens": sample.num_tokens,
                 "truncated": sample.truncated,
             }
@@ -62,18 +62,18 @@ class Measured:
         """All numbers. Raises UserError for maj@k without answers."""
         config = self._config
         self._check_answers()
-        everything = [group for group in self._graded if group]
-        categories: dict[str, list[Graded]] = {}
-        for row, group in zip(self._rows, self._graded, strict=True):
+        everything = [group for group in self._scored if group]
+        categories: dict[str, list[Scored]] = {}
+        for row, group in zip(self._rows, self._scored, strict=True):
             if config.eval.category_field is not None and group:
                 categories.setdefault(str(self._category(row)), []).append(group)
-        num_graded = sum(map(len, everything))
+        num_scored = sum(map(len, everything))
         return {
             "model": config.policy.model,
             "seed": config.run.seed,
             "num_prompts": len(self._rows),
             "num_completions": len(self._lengths),
-            "num_failed": len(self._lengths) - num_graded,
+            "num_failed": len(self._lengths) - num_scored,
             **self._numbers(everything),
             "categories": {name: self._numbers(categories[name]) for name in sorted(categories)},
             "completion_tokens": {
@@ -87,13 +87,13 @@ class Measured:
             "eval": config.eval.model_dump(),
         }
 
-    def _numbers(self, groups: Sequence[Graded]) -> dict[str, Any]:
+    def _numbers(self, groups: Sequence[Scored]) -> dict[str, Any]:
         passes = self._config.eval.pass_reward
         votes = [[(answer or "", reward >= passes) for reward, answer in group] for group in groups]
         right = [[float(passed) for _, passed in group] for group in votes]
 
         def mean_at(k: int, of_group: Callable[[list[tuple[str, bool]]], Fraction]) -> Any:
-            """Over prompts with k graded completions; None if there is none."""
+            """Over prompts with k scored completions; None if there is none."""
             found = [[float(of_group(group))] for group in votes if len(group) >= k]
             return asdict(share_of_prompts(found)) if found else None
 
@@ -118,7 +118,7 @@ class Measured:
 
     def _check_answers(self) -> None:
         asked = self._config.eval.majority_at
-        if asked and all(answer is None for group in self._graded for _, answer in group):
+        if asked and all(answer is None for group in self._scored for _, answer in group):
             raise UserError(
                 f"eval.majority_at={asked} needs answers to vote on, and environment.reward="
                 f"{self._config.environment.reward} reports none; let it return a dict with "
@@ -144,14 +144,14 @@ def table(report: dict[str, Any]) -> str:
     tokens = report["completion_tokens"]
     lines.append(
         f"tokens: mean {tokens['mean']:.1f}, median {tokens['median']:g}, max {tokens['max']}; "
-        f"truncated {report['truncated_share']:.1%}; grading failed on {report['num_failed']}"
+        f"truncated {report['truncated_share']:.1%}; the reward failed on {report['num_failed']}"
     )
     return "\n".join(lines)
 
 
 def _line(name: str, estimate: dict[str, Any] | None) -> str:
     if estimate is None:
-        return f"{name:<40}{'-':>8}  (no prompt has as many graded completions)"
+        return f"{name:<40}{'-':>8}  (no prompt has as many scored completions)"
     interval = ""
     if estimate["low"] is not None:
         interval = f"  95 % in [{estimate['low']:.4f}, {estimate['high']:.4f}]"

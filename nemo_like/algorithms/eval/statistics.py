@@ -89,7 +89,7 @@ def majority_at(votes: Sequence[tuple[str, bool]], k: int) -> Fraction:
 
     ``votes``: answer and whether it passed, of each completion; an empty answer has no vote, and k
     completions without a vote do not pass. Exact over all subsets of k; of answers that are equally
-    frequent each wins with the same chance. Where equal answers were graded differently, theirs
+    frequent each wins with the same chance. Where equal answers were scored differently, theirs
     passes with the share that did.
 
     >>> majority_at([("4", True), ("4", True), ("5", False)], 3)

@@ -1,6 +1,6 @@
 """Group Relative Policy Optimization (arXiv:2402.03300) and its relatives, by their parameters.
 
-For each prompt a group of completions is sampled and graded; a completion's advantage is its reward
+For each prompt a group of completions is sampled and scored; a completion's advantage is its reward
 less a baseline; the policy-gradient loss moves the policy. ``configs/recipes`` has the settings of
 GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``losses/advantages.py`` and
 ``losses/policy_gradient.py`` name the equations). By default a batch takes one optimizer step,
@@ -58,7 +58,7 @@ def train(config: GRPOConfig, live: Sampling) -> None:
 
 
 def trainable(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
-    """Bool [B]: graded completions with tokens, unless ``grpo.mask_truncated`` leaves them out."""
+    """Bool [B]: scored completions with tokens, unless ``grpo.mask_truncated`` leaves them out."""
     rows = batch.rows
     trains = rows[keys.SAMPLE_MASK] & (rows[keys.NUM_LOSS_TOKENS] > 0)
     return trains & ~rows[keys.TRUNCATED] if config.grpo.mask_truncated else trains
@@ -78,7 +78,7 @@ def counted(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
 def signal(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
     """Bool [B]: rows of groups that count raw rewards which differ."""
     rows = batch.rows
-    return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
+    return has_signal(rows[keys.REWARDS], rows[keys.GROUP_IDS], counted(batch, config))
 
 
 def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
@@ -110,11 +110,11 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     make = group_advantages
     if advantage.function is not None:
         make = ADVANTAGES.load("advantage.function", advantage.function)
-    rows[keys.ADVANTAGES] = make(rewards, rows[keys.PROMPT_IDS], counted(batch, config), advantage)
+    rows[keys.ADVANTAGES] = make(rewards, rows[keys.GROUP_IDS], counted(batch, config), advantage)
 
 
 def group_metrics(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
     """How many groups have no signal."""
     rows = batch.rows
-    share = zero_variance_share(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
+    share = zero_variance_share(rows[keys.REWARDS], rows[keys.GROUP_IDS], counted(batch, config))
     return {"rollout/zero_variance_share": Metric(share)}

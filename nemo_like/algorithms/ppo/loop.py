@@ -1,4 +1,4 @@
-"""Proximal policy optimization with a critic (arXiv:1707.06347), on graded completions.
+"""Proximal policy optimization with a critic (arXiv:1707.06347), on scored completions.
 
 A critic, a model of its own with a scalar head, predicts at each token what the completion will
 still earn; generalized advantage estimation (arXiv:1506.02438) turns rewards and values into one

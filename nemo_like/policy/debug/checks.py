@@ -92,12 +92,12 @@ def check_data(
 def fingerprint_rows(batch: TensorBatch) -> list[int]:
     """One number of 63 bits for each row: a hash of its identity and of its token ids.
 
-    Identity is the columns ``prompt_ids`` and ``seeds``, as far as the batch has them. Without
+    Identity is the columns ``group_ids`` and ``seeds``, as far as the batch has them. Without
     them rows of equal text have equal fingerprints, and a data set that repeats a row looks like
     one row on two ranks.
     """
     # Text does not identify a row: two completions of one prompt may well be equal.
-    known = [batch.rows[key].tolist() for key in (keys.PROMPT_IDS, keys.SEEDS) if key in batch.rows]
+    known = [batch.rows[key].tolist() for key in (keys.GROUP_IDS, keys.SEEDS) if key in batch.rows]
     ids = batch.tokens[keys.INPUT_IDS].cpu().split(batch.lengths.tolist())
     return [
         _digest(repr([column[row] for column in known]).encode() + row_ids.numpy().tobytes())

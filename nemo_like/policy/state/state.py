@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from nemo_like.config.model_files import CONFIG, read_object
-from nemo_like.data.end_tokens import padding_id
+from nemo_like.data.tokenizer import padding_id
 from nemo_like.distributed.progress import writing_folder
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.build import model_class

@@ -1,1 +1,1 @@
-"""Grading of mathematics: the answer that a completion states, compared with the right one."""
+"""Rewards for mathematics: the answer that a completion states, compared with the right one."""

@@ -5,10 +5,7 @@ import re
 from nemo_like.rewards.math.text import split_top_level
 
 _NOUN = r"(?:(?:option|choice|answer|letter) ?)?"
-LETTER = re.compile(
-    rf"{_NOUN}(?:([A-J])[.:)]?|[(\[{{] ?([A-J]) ?[)\]}}][.:]?)",
-    re.IGNORECASE,
-)
+LETTER = re.compile(rf"{_NOUN}(?:([A-J])[.:)]?|[(\[{{] ?([A-J]) ?[)\]}}][.:]?)", re.IGNORECASE)
 # A letter and what it stands for. In lower case the letter needs a bracket and a space, since
 # (a)(b) is a product; a bare one needs a full stop or a colon.
 WITH_ANSWER = re.compile(

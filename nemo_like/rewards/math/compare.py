@@ -1,19 +1,14 @@
 r"""Decide whether two mathematical answers are equal.
 
 Lists, sets, tuples, intervals, equations, units and percentages are taken apart here, as text.
-Only single expressions reach math-verify's LaTeX parser (``math_expression``), and they count only
+Only single expressions reach math-verify's LaTeX parser (``expression``), and they count only
 if it reads them whole: a fragment of an answer never stands for the answer.
 """
 
 import re
 
 from nemo_like.rewards.math.choices import letters_of, same_letters, with_answer
-from nemo_like.rewards.math.expression import (
-    expressions_equal,
-    number_of,
-    parse,
-    proportional,
-)
+from nemo_like.rewards.math.expression import expressions_equal, number_of, parse, proportional
 from nemo_like.rewards.math.items import RELATION, VARIABLE, Items, read_items
 from nemo_like.rewards.math.text import join_thousands, split_top_level, squash, tidy
 from nemo_like.rewards.math.units import is_known_unit, is_words, plain_words, strip_units
@@ -21,7 +16,7 @@ from nemo_like.rewards.math.units import is_known_unit, is_words, plain_words, s
 MAX_CHARACTERS = 400
 """Longer texts are no answers, but accidents: they are compared as they are."""
 MOST_WORDS = 4
-"""Longest text that counts as an answer in words; longer prose cannot be graded."""
+"""Longest text that counts as an answer in words; longer prose cannot be scored."""
 
 
 def equal(gold: str, given: str) -> bool:
@@ -69,21 +64,21 @@ def _choices_equal(gold: str, given: str) -> bool:
     return _equal(gold_rest, given_rest) or (given_rest != given and _equal(gold, given))
 
 
-def gradable(gold: str) -> bool:
+def comparable(gold: str) -> bool:
     """Whether an answer can be told from other answers: every part is read whole, or is a word."""
     text = join_thousands(tidy(gold)) if len(gold) <= MAX_CHARACTERS else ""
-    return bool(text) and _gradable(text)
+    return bool(text) and _comparable(text)
 
 
-def _gradable(text: str) -> bool:
+def _comparable(text: str) -> bool:
     items = read_items(text)
     if items is not None:
-        return all(_gradable(item) for item in items.items)
+        return all(_comparable(item) for item in items.items)
     if text == r"\ldots" or re.fullmatch(r"[\d:]+", text):
         return True
     sides = split_top_level(text, rf"(?<!\\)=|{RELATION}")
     if len(sides) > 1:
-        return all(side and _gradable(side) for side in sides)
+        return all(side and _comparable(side) for side in sides)
     core, _, _ = strip_units(text)
     if is_words(core):
         return len(core.split()) <= MOST_WORDS and not re.search(r"[\\{}^_]", core)

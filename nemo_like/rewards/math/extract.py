@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001 (the signs that look alike are the subject)
 r"""Find the final answer in a worked solution.
 
-In order: a final statement after the last box (``math_verdict``); the last box; the last ``####``
+In order: a final statement after the last box (``statements``); the last box; the last ``####``
 line, ``<answer>`` tag or phrase such as "the answer is", whichever comes last; the whole response
 if it is nothing but one expression. A number that is merely mentioned is no answer, and neither is
 a box or a tag that the response did not close.
@@ -15,9 +15,7 @@ from itertools import chain
 from nemo_like.data.thinking import after_thinking
 from nemo_like.rewards.math.choices import letters_of, with_answer
 from nemo_like.rewards.math.sentence import AFTERTHOUGHT, chosen
-from nemo_like.rewards.math.text import tidy
-from nemo_like.rewards.math.units import VALUE_WORD, is_words
-from nemo_like.rewards.math.verdict import (
+from nemo_like.rewards.math.statements import (
     HEADING,
     is_answer,
     is_meant,
@@ -26,6 +24,8 @@ from nemo_like.rewards.math.verdict import (
     statements,
     states_choice,
 )
+from nemo_like.rewards.math.text import tidy
+from nemo_like.rewards.math.units import VALUE_WORD, is_words
 
 LONG_SPACE = re.compile(r"\s{8,}|(?:\n[ \t#*_]*){8,}(?=\n)")
 """What a model that never stops may write: patterns would look at it from each of its places."""
@@ -85,7 +85,7 @@ def extract(response: str, gold: str = "") -> str | None:
     visible = after_thinking(LONG_SPACE.sub(lambda m: "\n\n" if "\n" in m[0] else " ", response))
     if visible is None:
         return None
-    read = _verdict_or_box if BOX.search(visible) else _last_statement
+    read = _statement_or_box if BOX.search(visible) else _last_statement
     return (read(visible, _kind_of(gold)) or "").strip() or None
 
 
@@ -116,7 +116,7 @@ def _kind_of(gold: str) -> Kind:
     return Kind.choice if letters else Kind.quantity
 
 
-def _verdict_or_box(text: str, kind: Kind) -> str | None:
+def _statement_or_box(text: str, kind: Kind) -> str | None:
     """The last final statement after the last box, or else the box."""
     box, rest = _box_and_rest(text)
     if box is not None:

@@ -1,6 +1,6 @@
 r"""The reward for mathematics with a known answer: 1 if the response states that answer, else 0.
 
-What counts as stating it is in ``math_extract``, what counts as equal in ``math_compare``. Where
+What counts as stating it is in ``extract``, what counts as equal in ``compare``. Where
 mathematics leaves a choice, it is made as follows.
 
 - Only the last box counts, unless a final statement follows it ("Final answer: 42", "The correct
@@ -33,14 +33,14 @@ mathematics leaves a choice, it is made as follows.
 import math
 from typing import Any
 
-from nemo_like.rewards.math.compare import equal, gradable, spelling
+from nemo_like.rewards.math.compare import comparable, equal, spelling
 from nemo_like.rewards.math.extract import extract, gold_answer
 
 __all__ = ["extract", "reward", "verify"]
 
 
 def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[str, Any]:
-    """Grade one completion against the row's ``answer``, a text or a number.
+    """Score one completion against the row's ``answer``, a text or a number.
 
     ``answered`` says whether the completion stated any answer. A row whose own answer cannot be
     read gets a reward of None, unless the completion has the very same text: nothing can be right
@@ -52,7 +52,7 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
     gold = gold_answer(str(answer)) if is_readable else ""
     given = extract(completion, gold)
     is_right = given is not None and equal(gold, given)
-    if not is_right and not gradable(gold):
+    if not is_right and not comparable(gold):
         error = f"the row's answer cannot be read as a text or number: {str(answer)[:100]!r}"
         return {"reward": None, "error": error}
     right = float(is_right)

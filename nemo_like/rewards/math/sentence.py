@@ -8,7 +8,7 @@ a letter before its answer, or an answer before its letter.
 import re
 
 from nemo_like.rewards.math.choices import letters_of
-from nemo_like.rewards.math.compare import MAX_CHARACTERS, gradable
+from nemo_like.rewards.math.compare import MAX_CHARACTERS, comparable
 from nemo_like.rewards.math.text import join_thousands, tidy
 
 AFTERTHOUGHT = re.compile(
@@ -89,4 +89,4 @@ def chosen(sentence: str) -> str:
 def _is_value(text: str) -> bool:
     plain = join_thousands(tidy(text))
     is_more = re.search(r"\d|[a-zA-Z]{3}", plain) and not letters_of(plain)[0]
-    return bool(is_more and gradable(plain) and not RELATIVE.search(text))
+    return bool(is_more and comparable(plain) and not RELATIVE.search(text))

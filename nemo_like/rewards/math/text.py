@@ -1,13 +1,13 @@
 # ruff: noqa: RUF001 (the signs that look alike are the subject)
 r"""One spelling for mathematical text: LaTeX, plain text and Unicode become one kind of LaTeX.
 
-Only spelling changes here. What is equal is decided in ``math_compare``.
+Only spelling changes here. What is equal is decided in ``compare``.
 """
 
 import re
 import unicodedata
 
-from nemo_like.rewards.math.amounts import plain_amount
+from nemo_like.rewards.math.units import plain_amount
 
 SYMBOLS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",

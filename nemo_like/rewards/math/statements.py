@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from nemo_like.rewards.math.choices import letters_of, with_answer
-from nemo_like.rewards.math.compare import gradable
+from nemo_like.rewards.math.compare import comparable
 from nemo_like.rewards.math.text import join_thousands, tidy
 from nemo_like.rewards.math.units import is_words, plain_words, strip_units
 
@@ -95,7 +95,7 @@ AT_END = re.compile(
     r"|(?<=[A-J])!|(?<=[A-J][)\]])!)$"
 )
 ROUNDED = re.compile(r"\s*(?:\$\s*)?(?:approximately|about|around|roughly|nearly|≈|\\approx)")
-VERDICT_WORDS = {"yes", "no", "true", "false", "none", "impossible"}
+PLAIN_WORDS = {"yes", "no", "true", "false", "none", "impossible"}
 POINTERS = re.compile(r"\b(?:above|below|box\w*|shown|see|given|same|this|that)\b", re.IGNORECASE)
 
 Read = Callable[[str], str | None]
@@ -119,18 +119,20 @@ def statements(text: str, after_label: Read) -> Iterator[tuple[int, str]]:
 
 
 def is_answer(value: str, *, words: bool) -> bool:
-    """Whether a stated value is a choice, a whole mathematical answer, or a plain verdict.
+    """Whether a stated value is a choice, a whole mathematical answer, or a plain yes or no.
 
     ``words``: whether other answers in words will do too.
     """
     if len(value) > MOST_CHARACTERS:
         return False
     text = tidy(value)
-    if states_choice(value) or plain_words(text) in VERDICT_WORDS:
+    if states_choice(value) or plain_words(text) in PLAIN_WORDS:
         return True
     if is_words(strip_units(text)[0]):
-        return words and gradable(text) and not re.search(r"\d", text) and not POINTERS.search(text)
-    return gradable(text) and not re.match(r"[a-zA-Z]{3,} |\d+[.)] [a-zA-Z]", text)
+        return (
+            words and comparable(text) and not re.search(r"\d", text) and not POINTERS.search(text)
+        )
+    return comparable(text) and not re.match(r"[a-zA-Z]{3,} |\d+[.)] [a-zA-Z]", text)
 
 
 def states_choice(value: str) -> bool:

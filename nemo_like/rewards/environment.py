@@ -1,18 +1,19 @@
-"""From ``environment`` to what grades: a reward function, or a reward model."""
+"""From ``environment`` to what scores: a reward function, or a reward model."""
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from nemo_like.config.paths import GRADER_KEY, REWARD_MODEL
+from nemo_like.config.paths import REWARD_MODEL, REWARD_MODEL_KEY
 from nemo_like.config.remote_code import TRUSTED, trusts_code
 from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute
 from nemo_like.errors import UserError
-from nemo_like.rewards.grading_pool import GradingPool, memory_share
+from nemo_like.rewards.pool import RewardPool, memory_share
 from nemo_like.rewards.reward_text import RewardText
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ _GIB = 2**30
 def check_reward_model(
     environment: EnvironmentConfig, rows_of: Mapping[str, Sequence[Row]], chat: ChatTokenizer
 ) -> None:
-    """Refuse, before models load, a reward model that cannot grade; others are not looked at.
+    """Refuse, before models load, a reward model that cannot score; others are not looked at.
 
     ``rows_of``: by the key that they are from; ``chat`` is the policy's. Raises UserError.
     """
@@ -34,12 +35,12 @@ def check_reward_model(
         return
     text = RewardText(str(environment.reward_model), chat.switches)
     for key, rows in rows_of.items():
-        for row in rows[:1]:  # for all of them, each grade checks its own
+        for row in rows[:1]:  # for all of them, each score checks its own
             try:
                 text.encode(row.messages, "")
             except UserError as error:
                 raise UserError(
-                    f"{GRADER_KEY}={environment.reward_model} cannot read row {row.index} of "
+                    f"{REWARD_MODEL_KEY}={environment.reward_model} cannot read row {row.index} of "
                     f"{key}: {error}"
                 ) from error
     if not text.chat.has_template_of(chat):
@@ -48,7 +49,7 @@ def check_reward_model(
             "scored as its own template renders them."
         )
     logger.info(
-        "Reward model %s: %.3g GiB in each of %d grading process(es) beside every engine.",
+        "Reward model %s: %.3g GiB in each of %d reward process(es) beside every engine.",
         text.folder,
         text.num_bytes() / _GIB,
         environment.num_processes,
@@ -69,8 +70,8 @@ def start_pool(
     *,
     switches: Mapping[str, Any] | None = None,
     num_threads: int = 1,
-) -> GradingPool:
-    """Grading processes that are ready; UserError says why they are not.
+) -> RewardPool:
+    """Reward processes that are ready; UserError says why they are not.
 
     ``engines_per_node``: engines that have such processes on one node, and share its memory.
     ``switches`` of the policy's template; ``num_threads`` of each process that has a reward model.
@@ -78,8 +79,14 @@ def start_pool(
     gib = environment.process_memory_gib
     num_processes = environment.num_processes
     limit = memory_share(num_processes * engines_per_node) if gib is None else int(gib * _GIB)
+    pool_of = partial(
+        RewardPool,
+        timeout_s=environment.timeout_s,
+        num_processes=num_processes,
+        memory_limit_bytes=limit,
+    )
     if environment.reward == REWARD_MODEL:
-        return GradingPool(
+        return pool_of(
             json.dumps(
                 {
                     "model": environment.reward_model,
@@ -88,19 +95,13 @@ def start_pool(
                     TRUSTED: trusts_code(),
                 }
             ),
-            timeout_s=environment.timeout_s,
-            num_processes=num_processes,
-            memory_limit_bytes=limit,
             module="nemo_like.rewards.reward_model",
             rows_at_once=environment.rows_at_once or _ROWS_OF_A_PASS,
             most_rows=None,  # another would round the scores of known texts otherwise
             start_timeout_s=_LOAD_TIMEOUT_S,
         )
-    pool = GradingPool(
+    pool = pool_of(
         environment.reward,
-        timeout_s=environment.timeout_s,
-        num_processes=num_processes,
-        memory_limit_bytes=limit,
         pass_variables=environment.pass_variables,
         concurrency=environment.rows_at_once or _ROWS_OF_A_LOOP,
     )
@@ -108,7 +109,7 @@ def start_pool(
         pool.shutdown()
         raise UserError(
             f"environment.rows_at_once={environment.rows_at_once} would have no effect: "
-            f"{environment.reward} is not an async def, and grades one completion after the other; "
+            f"{environment.reward} is not an async def, and scores one completion after the other; "
             "leave it out, or set environment.num_processes."
         )
     return pool

@@ -1,42 +1,102 @@
-"""From what a reward function does to a verdict: whatever happens costs one row, or one metric."""
+"""A reward function: found and checked, called on one row, and what it returned as a result.
+
+Whatever happens to a row costs that row, or one of its metrics.
+"""
 
 import contextlib
 import errno
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Complex, Real
 from pathlib import Path
 from typing import Any
 
+from nemo_like.config.sampling import REWARDS
 from nemo_like.doors import error_place, error_text
 from nemo_like.errors import UserError
-from nemo_like.rewards.protocol import MOST, GradingRow, Verdict, failed
-from nemo_like.rewards.resolve import RewardFunction
+from nemo_like.rewards.protocol import MOST, RewardResult, RewardRow, failed
 
+_KEY = "environment.reward"
+_OWN = {"prompt", "completion"}
 _SPENT_ERRNOS = (errno.ENOMEM, errno.EMFILE)
 _MOST_CAUSES = 20
 
 
-def grade_row(
-    function: RewardFunction, row: GradingRow, finish: Callable[[Awaitable[Any]], Any]
-) -> Verdict:
-    """Grade one row outside of an event loop; ``finish`` gives what an awaitable gives."""
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function and the names of the row fields that it takes."""
+
+    spec: str
+    function: Callable[..., Any]
+    accepted_fields: frozenset[str] | None
+    """None: every field (the function has ``**fields``)."""
+    required_fields: frozenset[str]
+    """Fields without a default: a row that lacks one cannot be scored."""
+    is_async: bool = False
+    """An ``async def``, or an object with one as its ``__call__``."""
+
+    def __call__(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Any:
+        """Call the function with those fields that it names; its result is not checked here."""
+        missing = sorted(self.required_fields - fields.keys())
+        if missing:
+            raise UserError(f"the row lacks {', '.join(missing)}, which {self.spec} needs.")
+        passed = {
+            name: value
+            for name, value in fields.items()
+            if self.accepted_fields is None or name in self.accepted_fields
+        }
+        return self.function(**(passed | {"prompt": prompt, "completion": completion}))
+
+
+def resolve_reward(spec: str) -> RewardFunction:
+    """Import the function that ``spec`` names; UserError says why it cannot be used.
+
+    ``prompt`` and ``completion`` are passed by name, so their order is free.
+    """
+    function = REWARDS.load(_KEY, spec)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{_KEY}={spec} has no readable signature.") from error
+    parameters = signature.parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    needed = {p for p in parameters if p.default is p.empty}
+    if any(p.kind is p.POSITIONAL_ONLY for p in needed) or not (takes_all or named >= _OWN):
+        raise UserError(
+            f"{_KEY}={spec} takes {signature}, but is called with prompt=…, completion=… and the "
+            "row's fields; write def reward(prompt, completion, **fields)."
+        )
+    return RewardFunction(
+        spec,
+        function,
+        accepted_fields=None if takes_all else frozenset(named - _OWN),
+        required_fields=frozenset({p.name for p in needed} & named - _OWN - {"messages"}),
+        is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
+    )
+
+
+def score_row(
+    function: RewardFunction, row: RewardRow, finish: Callable[[Awaitable[Any]], Any]
+) -> RewardResult:
+    """Score one row outside of an event loop; ``finish`` gives what an awaitable gives."""
     with _one_process():
         try:
             result = function(row.prompt, row.completion, row.fields)
-            return to_verdict(finish(result) if inspect.isawaitable(result) else result)
-        except BaseException as error:  # sys.exit() in a row's grading must not end the process
-            return _verdict_of(error, function)
+            return to_result(finish(result) if inspect.isawaitable(result) else result)
+        except BaseException as error:  # sys.exit() in a row's scoring must not end the process
+            return _failed_by(error, function)
 
 
-async def grade_async(function: RewardFunction, row: GradingRow) -> Verdict:
-    """Grade one row by an ``async def``."""
+async def score_async(function: RewardFunction, row: RewardRow) -> RewardResult:
+    """Score one row by an ``async def``."""
     with _one_process():
         try:
-            return to_verdict(await function(row.prompt, row.completion, row.fields))
+            return to_result(await function(row.prompt, row.completion, row.fields))
         except BaseException as error:  # as above; and a row may cancel itself
-            return _verdict_of(error, function)
+            return _failed_by(error, function)
 
 
 @contextlib.contextmanager
@@ -48,7 +108,7 @@ def _one_process() -> Iterator[None]:
         os._exit(0)
 
 
-def _verdict_of(error: BaseException, function: RewardFunction) -> Verdict:
+def _failed_by(error: BaseException, function: RewardFunction) -> RewardResult:
     return failed(_failure(function, error), spent=_exhausted(error))
 
 
@@ -79,18 +139,18 @@ def _exhausted(error: BaseException | None) -> str | None:
     return None
 
 
-def to_verdict(result: Any) -> Verdict:
+def to_result(result: Any) -> RewardResult:
     """Read what a reward function returned: a number, None, or a dict with ``reward`` and metrics.
 
     Next to ``reward`` a dict holds numbers, which become metrics, and perhaps ``answer``: what the
     completion answered, or None if it stated none. Metrics that are not finite numbers are
-    dropped; the reward still counts. A ``reward`` of None means that the row cannot be graded; then
+    dropped; the reward still counts. A ``reward`` of None means that the row cannot be scored; then
     ``error`` may be a text that says why. Raises UserError for a reward that is not a number.
     """
     if result is None:
         return failed("returned None")
     if not isinstance(result, Mapping):
-        return Verdict(reward=_number("the reward", result))
+        return RewardResult(reward=_number("the reward", result))
     if "reward" not in result:
         raise UserError(f"returned a dict without 'reward' (it has {sorted(map(str, result))}).")
     rest = {str(key): value for key, value in result.items() if key != "reward"}
@@ -107,7 +167,7 @@ def to_verdict(result: Any) -> Verdict:
             metrics[key] = _number("it", value)
         except UserError as error:
             dropped[key] = str(error)
-    return Verdict(reward=reward, metrics=metrics, answer=answer, dropped=dropped)
+    return RewardResult(reward=reward, metrics=metrics, answer=answer, dropped=dropped)
 
 
 def _number(what: str, value: Any) -> float:

@@ -1,4 +1,4 @@
-"""Grades rows in processes of their own, so that a reward function can fail in any way it likes.
+"""Scores rows in processes of their own, so that a reward function can fail in any way it likes.
 
 Every process has its own socket and a hard limit per row: a process that is late, dead, worn out or
 that writes what it should not is replaced, and only rows that it held are lost. (A pool whose
@@ -17,20 +17,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nemo_like.errors import UserError
 from nemo_like.rewards.frames import PlainDataError, write_row
-from nemo_like.rewards.pool_process import (
-    GradingProcess,
-    LostError,
-    ProcessSettings,
-    SentRow,
-)
-from nemo_like.rewards.protocol import Grade, GradingRow, Verdict, failed
+from nemo_like.rewards.pool_process import LostError, ProcessSettings, RewardProcess, WaitingRow
+from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 from nemo_like.rewards.variables import reward_variables, with_hint
 
 logger = logging.getLogger(__name__)
@@ -41,18 +35,18 @@ MOST_ROWS = 10_000
 MEMORY_SHARE = 0.5
 TRIES = 2
 """Processes in a row that cannot load the reward, after which all rows that wait fail."""
-_SHUT_DOWN = "the grading process was shut down"
+_SHUT_DOWN = "the reward process was shut down"
 
 
-class GradingPool:
+class RewardPool:
     """An ``Environment`` of ``num_processes`` processes that call one reward function.
 
-    ``reward`` is read as ``rewards.resolve_reward`` says, in the grading processes only; UserError
-    if it cannot be used. A row that takes longer than ``timeout_s`` to grade (waiting for a free
+    ``reward`` is read as ``resolve_reward`` says, in the reward processes only; UserError
+    if it cannot be used. A row that takes longer than ``timeout_s`` to score (waiting for a free
     process does not count) or more than ``memory_limit_bytes`` fails. The processes get variables
     as ``variables`` says, and those of ``pass_variables``.
 
-    A process grades one row after the other, or ``concurrency`` at once by an ``async def``. It is
+    A process scores one row after the other, or ``concurrency`` at once by an ``async def``. It is
     replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``;
     None: it is kept while it works.
 
@@ -70,7 +64,7 @@ class GradingPool:
         pass_variables: Sequence[str] = (),
         concurrency: int = 32,
         most_rows: int | None = MOST_ROWS,
-        module: str = "nemo_like.rewards.grading_process",
+        module: str = "nemo_like.rewards.process",
         rows_at_once: int = 1,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
@@ -87,12 +81,12 @@ class GradingPool:
         )
         self._concurrency = concurrency
         self._rows_at_once = rows_at_once
-        self._waiting: deque[_WaitingRow] = deque()
+        self._waiting: deque[WaitingRow] = deque()
         self._is_shut_down = False
         self._lock = threading.Lock()
         self._loop = asyncio.SelectorEventLoop()  # not uvloop, which Ray makes the default
         self._thread = threading.Thread(
-            target=self._loop.run_forever, daemon=True, name="grading-pool"
+            target=self._loop.run_forever, daemon=True, name="reward-pool"
         )
         self._thread.start()
         self._lanes = [_Lane(settings) for _ in range(num_processes)]
@@ -108,19 +102,19 @@ class GradingPool:
         """Whether the reward function is an ``async def``."""
         return all(lane.is_concurrent for lane in self._lanes)
 
-    async def grade(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Grade:
-        """Grade one completion; whatever goes wrong is in ``Grade.error``."""
+    async def score(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> RewardResult:
+        """Score one completion; whatever goes wrong is in ``RewardResult.error``."""
         row_id = secrets.token_hex(16)
         try:
-            message = write_row(GradingRow(row_id, prompt, completion, dict(fields)))
+            message = write_row(RewardRow(row_id, prompt, completion, dict(fields)))
         except PlainDataError as error:
-            return Grade(reward=None, error=str(error))
-        row = _WaitingRow(SentRow(row_id, message))
+            return failed(str(error))
+        row = WaitingRow(row_id, message)
         with self._lock:
             if self._is_shut_down:
-                return Grade(reward=None, error=_SHUT_DOWN)
+                return failed(_SHUT_DOWN)
             self._loop.call_soon_threadsafe(self._add, row)
-        return _grade_of(await asyncio.wrap_future(row.verdict))
+        return await asyncio.wrap_future(row.result)
 
     def shutdown(self) -> None:
         """Kill the processes, and what they started; rows that wait come back as failed."""
@@ -138,14 +132,14 @@ class GradingPool:
 
     async def _end(self) -> None:
         for row in self._waiting:
-            if row.verdict.set_running_or_notify_cancel():
-                row.verdict.set_result(failed(_SHUT_DOWN))
+            if row.result.set_running_or_notify_cancel():
+                row.result.set_result(failed(_SHUT_DOWN))
         self._waiting.clear()
         await asyncio.gather(*(lane.end() for lane in self._lanes))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._loop.shutdown_default_executor()
 
-    def _add(self, row: "_WaitingRow") -> None:
+    def _add(self, row: WaitingRow) -> None:
         self._waiting.append(row)
         self._deal()
 
@@ -155,32 +149,32 @@ class GradingPool:
             lane = max(self._lanes, key=self._room)
             if self._room(lane) <= 0:
                 return
-            rows: list[_WaitingRow] = []
+            rows: list[WaitingRow] = []
             while self._waiting and len(rows) < self._rows_at_once:
                 row = self._waiting.popleft()
-                if row.verdict.set_running_or_notify_cancel():
+                if row.result.set_running_or_notify_cancel():
                     rows.append(row)
             if rows:
                 lane.num_calls += 1
-                task = asyncio.create_task(self._grade(lane, rows))
+                task = asyncio.create_task(self._score(lane, rows))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
     def _room(self, lane: "_Lane") -> int:
         return (self._concurrency if lane.is_concurrent else 1) - lane.num_calls
 
-    async def _grade(self, lane: "_Lane", rows: "Sequence[_WaitingRow]") -> None:
+    async def _score(self, lane: "_Lane", rows: Sequence[WaitingRow]) -> None:
         try:
-            verdicts = await lane.grade([row.sent for row in rows], max(row.since for row in rows))
+            results = await lane.score(rows)
         except BaseException as error:  # whoever waits for a row is to see it
             for row in rows:
-                row.verdict.set_exception(error)
+                row.result.set_exception(error)
             raise
         finally:
             lane.num_calls -= 1
             self._deal()
-        for row, verdict in zip(rows, verdicts, strict=True):
-            row.verdict.set_result(verdict)
+        for row, result in zip(rows, results, strict=True):
+            row.result.set_result(result)
 
 
 class _Lane:
@@ -188,10 +182,10 @@ class _Lane:
 
     def __init__(self, settings: ProcessSettings) -> None:
         self.num_calls = 0
-        """Of ``grade``, that have not returned; the pool counts them."""
+        """Of ``score``, that have not returned; the pool counts them."""
         self._settings = settings
-        self._processes: list[GradingProcess] = []
-        """The last one is in use; those before it end when their rows are graded."""
+        self._processes: list[RewardProcess] = []
+        """The last one is in use; those before it end when their rows are scored."""
         self._replacing = asyncio.Lock()
         self._refused: tuple[float, UserError] | None = None
         """When processes could not load the reward, and why."""
@@ -208,12 +202,12 @@ class _Lane:
         await self._start()
         await self._processes[-1].wait_until_ready()
 
-    async def grade(self, rows: Sequence[SentRow], since: float) -> list[Verdict]:
-        """A verdict on each row, whatever happens; ``since`` when they have waited."""
+    async def score(self, rows: Sequence[WaitingRow]) -> list[RewardResult]:
+        """A result on each row, whatever happens."""
         try:
-            process = await self._usable(since)
-            verdicts = await process.grade(rows)
-            return [_explained(verdict, self._settings.withheld) for verdict in verdicts]
+            process = await self._usable(max(row.since for row in rows))
+            results = await process.score(rows)
+            return [_explained(result, self._settings.withheld) for result in results]
         except (LostError, UserError) as error:  # UserError: a replacement could not be loaded
             return [failed(str(error)) for _ in rows]
 
@@ -224,7 +218,7 @@ class _Lane:
             process.lose(_SHUT_DOWN)
         await asyncio.gather(*(asyncio.to_thread(process.kill) for process in self._processes))
 
-    async def _usable(self, since: float) -> GradingProcess:
+    async def _usable(self, since: float) -> RewardProcess:
         async with self._replacing:
             if self._is_ended:
                 raise LostError(_SHUT_DOWN)
@@ -233,7 +227,7 @@ class _Lane:
             last = self._processes[-1]
             if not last.is_usable:
                 why = f": {last.spent}" if last.spent else ""
-                logger.warning("Starting another grading process in place of the last%s.", why)
+                logger.warning("Starting another reward process in place of the last%s.", why)
                 last.retire()
                 await self._start()
             try:
@@ -247,37 +241,20 @@ class _Lane:
             return self._processes[-1]
 
     async def _start(self) -> None:
-        process = await GradingProcess.start(self._settings)
+        process = await RewardProcess.start(self._settings)
         self._processes = [one for one in self._processes if not one.is_gone] + [process]
         if self._is_ended:  # meanwhile
             process.lose(_SHUT_DOWN)
 
 
-@dataclass(frozen=True)
-class _WaitingRow:
-    sent: SentRow
-    verdict: Future[Verdict] = field(default_factory=Future)
-    since: float = field(default_factory=time.monotonic)
-
-
-def _explained(verdict: Verdict, withheld: frozenset[str]) -> Verdict:
-    if verdict.error is None:
-        return verdict
-    return replace(verdict, error=with_hint(verdict.error, withheld))
-
-
-def _grade_of(verdict: Verdict) -> Grade:
-    return Grade(
-        reward=verdict.reward,
-        metrics=verdict.metrics,
-        error=verdict.error,
-        answer=verdict.answer,
-        dropped=verdict.dropped,
-    )
+def _explained(result: RewardResult, withheld: frozenset[str]) -> RewardResult:
+    if result.error is None:
+        return result
+    return replace(result, error=with_hint(result.error, withheld))
 
 
 def memory_share(num_processes: int) -> int:
-    """Bytes that each of a machine's grading processes may use."""
+    """Bytes that each of a machine's reward processes may use."""
     return int(machine_memory_bytes() * MEMORY_SHARE / num_processes)
 
 
