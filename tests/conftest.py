@@ -18,6 +18,7 @@ import pytest
 from nemo_like.distributed.compiler_cache import keep_compiler_cache
 from tests.forked_workers import ForkServer
 from tests.layouts import FOUR_LAYERS
+from tests.not_here import say_loudly
 from tests.process_pool import ProcessPool
 
 keep_compiler_cache()  # as a command does, and before torch is imported
@@ -41,12 +42,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also more seeds, recipes and invariances")
 
 
+LONGEST_FIRST = (
+    "command_line", "every_key", "grpo", "multi_node", "slurm", "distillation", "engines", "ppo",
+)  # fmt: skip
+"""Files that begin, so that two workers end at the same time."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    say_loudly(terminalreporter)
 
 
 @pytest.fixture(autouse=True)
