@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,7 +20,9 @@ from nemo_like.distributed.compiler_cache import keep_compiler_cache
 from tests.forked_workers import ForkServer
 from tests.layouts import FOUR_LAYERS
 from tests.not_here import say_loudly
-from tests.process_pool import ProcessPool
+
+if TYPE_CHECKING:
+    from tests.process_pool import ProcessPool
 
 keep_compiler_cache()  # as a command does, and before torch is imported
 
@@ -203,8 +206,10 @@ def straight(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[ProcessPool]:
+def pool() -> "Iterator[ProcessPool]":
     """Eight processes that stay, for tests of the training engine."""
+    from tests.process_pool import ProcessPool
+
     models = [f"transformers.models.{name}.modeling_{name}" for name in ARCHITECTURES]
     pool = ProcessPool(8, preload=("tests.engine_cases", "tests.three_steps", *models))
     yield pool

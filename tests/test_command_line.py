@@ -407,10 +407,11 @@ LATE_ERRORS = [
         "broken_model could not be loaded",
         marks=pytest.mark.full,
     ),
-    (
+    pytest.param(
         ["cluster.gpus_per_node=8", "grpo.num_prompts_per_step=8"],
         2,
         "wants 1 node(s) with 8 CPUs and 8 GPUs each",
+        marks=pytest.mark.full,  # the refusal itself is in test_cluster.py
     ),
     (["generation.engine_kwargs.enforce_eagr=true"], 2, "enforce_eagr"),
     (
@@ -607,7 +608,7 @@ def test_ctrl_c_while_a_command_imports_ends_it_without_a_word(tmp_path, start, 
 
 
 def test_an_interrupt_ends_in_order_however_often_it_comes(warm, tmp_path):
-    driver = start_run(warm, tmp_path)
+    driver = start_run(warm, tmp_path, **warm.workers)
     wait_for_step(tmp_path, 2)
     for number in [signal.SIGINT, *[signal.SIGTERM, signal.SIGINT] * 4]:
         os.kill(driver, number)
