@@ -46,7 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LONGEST_FIRST = (
-    "command_line", "every_key", "grpo", "multi_node", "slurm", "distillation", "engines", "ppo",
+    "command_line", "multi_node", "slurm", "every_key", "grpo", "engines", "distillation",
+    "exports", "text_algorithms", "ppo", "api", "ray_jobs", "ends", "ports", "policy",
+    "evaluation", "lora", "invariance", "cluster", "wheel", "reward_processes", "doors",
+    "adapter_refits", "recipes", "vllm_scheduler", "remote_code", "training_engine",
 )  # fmt: skip
 """Files that begin, so that two workers end at the same time."""
 
