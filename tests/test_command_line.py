@@ -593,7 +593,7 @@ exec(sys.argv[1])
 SHELL = "from nemo_like.cli import main; main(['plan'])"
 
 
-@pytest.mark.parametrize("module", ["hydra", "nemo_like.config.load"])
+@pytest.mark.parametrize("module", ["hydra", "nemo_like.compose.load"])
 @pytest.mark.parametrize("start", [f"runpy.run_path({SCRIPT!r}, run_name='__main__')", SHELL])
 def test_ctrl_c_while_a_command_imports_ends_it_without_a_word(tmp_path, start, module):
     done = subprocess.run(
