@@ -276,7 +276,7 @@ def inputs(tmp_path, tiny_model):
 WRONG_INPUTS = [
     ("polcy.lr=1", "polcy.lr is not a key of the configuration; did you mean policy.optimizer.lr?"),
     ("+grpo.steps=1", "grpo.steps is not a key of the configuration"),
-    ("policy.optimizer.lr=fast", "policy.optimizer.lr=fast must be a value of type float"),
+    ("policy.optimizer.lr=fast", "policy.optimizer.lr=fast must be a number"),
     ("policy.dtype=fp8", "policy.dtype=fp8 must be one of float32, bfloat16"),
     ("model=llama", "model=llama is not a choice; use one of embedded, smollm2"),
     ("grpo.max_steps=1,2", "needs --multirun"),
