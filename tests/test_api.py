@@ -242,9 +242,10 @@ def notebook_python(tmp_path_factory):
     if importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel"):
         return sys.executable
     folder = tmp_path_factory.mktemp("notebook")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin/python"
-    install = [python, "-m", "pip", "install", "--quiet", "nbclient", "ipykernel"]
+    pip = [sys.executable, "-m", "pip", "--quiet", "--python", python]
+    install = [*pip, "install", "nbclient", "ipykernel"]
     if subprocess.run(install, check=False, timeout=200).returncode != 0:
         pytest.skip("nbclient and ipykernel can be neither found nor installed")
     site = next(folder.glob("lib/*/site-packages"))

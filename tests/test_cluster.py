@@ -370,8 +370,7 @@ WRONG_ADDRESSES = """
     import threading
     from nemo_like.run.ending import end_on_error
     from nemo_like.distributed.connection import connect
-    from nemo_like.generation.generation import Generation
-from nemo_like.errors import RunError, UserError
+    from nemo_like.errors import RunError, UserError
 
     def greet(listener):
         connection, _ = listener.accept()

@@ -1,6 +1,5 @@
 """Runs over several nodes: the numbers of one node, and cut links that are survived or named."""
 
-import os
 import subprocess
 import sys
 import time
@@ -8,6 +7,7 @@ import time
 import pytest
 
 from tests.network_nodes import QUICK_HEALTH_CHECKS, Network, listening, why_impossible
+from tests.not_here import cannot_test
 from tests.small_runs import SMALL, records, run
 
 START_S = 120.0
@@ -19,8 +19,7 @@ WORKERS = ("ray::PolicyWorker", "ray::GenerationWorker", "nemo_like.rewards.proc
 def network(tmp_path_factory):
     """A head without CPUs, and three nodes with one each."""
     if missing := why_impossible():
-        required = os.environ.get("NEMO_LIKE_REQUIRE_NETNS") == "1"
-        (pytest.fail if required else pytest.skip)(f"A test of several nodes {missing}.")
+        cannot_test(f"a test of several nodes {missing}", "NEMO_LIKE_REQUIRE_NETNS")
     with Network(tmp_path_factory.mktemp("net"), (0, 1, 1, 1), **QUICK_HEALTH_CHECKS) as network:
         yield network
 

@@ -417,10 +417,13 @@ def test_setting_up_logging_twice_writes_each_line_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("first", "second"):
-        setup_logging(tmp_path / name)
+        undo = setup_logging(tmp_path / name)
         logging.getLogger("nemo_like.x").info("in %s", name)
         logging.getLogger("httpx").info("noise")
-    logging.getLogger("nemo_like.x").error("bad")
+        if name == "second":
+            logging.getLogger("nemo_like.x").error("bad")
+        undo()
+    logging.getLogger("nemo_like.x").error("after it")
     console = capsys.readouterr().err.splitlines()
     assert [line[9:] for line in console] == ["in first", "in second", "ERROR bad"]
     log = (tmp_path / "second" / "run.log").read_text().splitlines()

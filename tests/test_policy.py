@@ -27,14 +27,11 @@ from nemo_like.policy.process import policy_group
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.refit.ipc import IpcLink
+from tests.three_steps import LENGTHS, TEMPERATURE, make_rows
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 TOLERANCE = 1e-5
-TEMPERATURE = 0.7
-# Unequal on purpose: any mean of means shows.
-LENGTHS = [9, 30, 4, 17, 23, 6, 12]
-PROMPTS = [3, 10, 2, 5, 20, 3, 11]
 
 
 @contextmanager
@@ -64,32 +61,8 @@ def make_policy(
 
 
 def make_batch():
-    """Random rows in two chunks of the object store, as replicas would leave them."""
-    generator = torch.Generator().manual_seed(3)
-    n = sum(LENGTHS)
-    mask = torch.cat(
-        [torch.arange(length) >= prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
-    )
-    whole = TensorBatch(
-        lengths=torch.tensor(LENGTHS),
-        tokens={
-            keys.INPUT_IDS: torch.randint(3, 256, (n,), generator=generator),
-            keys.LOSS_MASK: mask,
-            keys.GENERATION_LOGPROBS: -5.5 + 0.5 * torch.randn(n, generator=generator),
-        },
-    )
-    rows = {
-        keys.ADVANTAGES: torch.tensor([1.0, -0.5, 2.0, 0.3, -1.0, 0.7, 1.5]),
-        keys.SAMPLE_MASK: torch.tensor([True, True, True, False, True, True, True]),
-        keys.NUM_LOSS_TOKENS: torch.tensor(LENGTHS) - torch.tensor(PROMPTS),
-    }
-    cuts = [list(range(i, len(LENGTHS), 2)) for i in range(2)]
-    chunks = [whole.select(cut) for cut in cuts]
-    return RemoteBatch.from_chunks(
-        [ray.put(chunk) for chunk in chunks],
-        [chunk.lengths for chunk in chunks],
-        [{name: column[cut] for name, column in rows.items()} for cut in cuts],
-    )
+    """In two chunks of the object store, as replicas would leave them."""
+    return RemoteBatch.put(make_rows(preference=False), rows_per_chunk=4)
 
 
 def three_steps(policy, tmp_path, kl_coef=0.1, normalization="token"):
@@ -172,7 +145,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("packed_small_budget", marks=pytest.mark.full),  # three ranks pack, too
+        *list(LAYOUTS)[1:],
+    ],
+)
 def test_loss_gradient_and_parameters_are_those_of_one_rank(
     layout, four_layers, baseline, tmp_path
 ):
