@@ -59,7 +59,10 @@ def load(spec: str) -> "BatchReward | RewardFunction":
 
         return loop.run(awaited())
 
-    return lambda rows: [score_row(function, row, finish) for row in rows]
+    def score_each(rows: Sequence[RewardRow]) -> list[RewardResult]:
+        return [score_row(function, row, finish) for row in rows]
+
+    return score_each
 
 
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
