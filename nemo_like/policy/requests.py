@@ -17,7 +17,7 @@ MicroBatches = Sequence[TensorBatch | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ForwardRequest:
     """One forward pass; opaque to the wrappers (FSDP, pipeline stages) that it travels through."""
 
     inputs: ModelInputs
@@ -34,35 +34,37 @@ class Call:
     were -infinity. None: none."""
 
 
-class Calls:
+class RequestQueue:
     """What each stage's forward passes work on, in order: schedules keep that order per stage.
 
     It travels as an opaque keyword argument. (The schedules themselves can only split tensors into
     equal parts, and our micro-batches are not.)
     """
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls
+    def __init__(self, requests: Sequence[ForwardRequest]) -> None:
+        self._requests = requests
         self._next: dict[int, int] = {}
 
-    def next_for(self, module: nn.Module) -> Call:
-        """The call of this module's next forward pass."""
+    def next_for(self, module: nn.Module) -> ForwardRequest:
+        """The request of this module's next forward pass."""
         i = self._next.get(id(module), 0)
         self._next[id(module)] = i + 1
-        return self._calls[i]
+        return self._requests[i]
 
 
-def calls_for_loss(loss: Loss, calls: Sequence[Call], micro_batches: MicroBatches) -> list[Call]:
-    """``calls`` with what ``loss`` asks for beside logprobs; see ``Loss``."""
+def requests_for_loss(
+    loss: Loss, requests: Sequence[ForwardRequest], micro_batches: MicroBatches
+) -> list[ForwardRequest]:
+    """``requests`` with what ``loss`` asks for beside logprobs; see ``Loss``."""
     needs = loss.needs
     if needs.entropy:
-        calls = [replace(call, entropy_trains=True) for call in calls]
+        requests = [replace(request, entropy_trains=True) for request in requests]
     if column := needs.ids_column:
         return [
-            replace(call, ids=_ids(call.inputs, batch, column), vocabulary=needs.vocabulary)
-            for call, batch in zip(calls, micro_batches, strict=True)
+            replace(request, ids=_ids(request.inputs, batch, column), vocabulary=needs.vocabulary)
+            for request, batch in zip(requests, micro_batches, strict=True)
         ]
-    return list(calls)
+    return list(requests)
 
 
 def _ids(inputs: ModelInputs, batch: TensorBatch | None, column: str) -> Tensor:

@@ -16,7 +16,7 @@ from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.observe.metrics import Metrics, merge
 from nemo_like.policy.lora import adapters_off
 from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.requests import Call, MicroBatches, calls_for_loss
+from nemo_like.policy.requests import ForwardRequest, MicroBatches, requests_for_loss
 from nemo_like.policy.trainer import Trainer
 
 
@@ -55,8 +55,8 @@ def evaluate(
 ) -> Metrics:
     """The metrics of ``loss`` on this rank's micro-batches; none on ranks that do not answer."""
 
-    def ask(calls: Sequence[Call]) -> list[Call]:
-        return calls_for_loss(loss, calls, micro_batches)
+    def ask(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
+        return requests_for_loss(loss, requests, micro_batches)
 
     with engine.diagnostics.phase("evaluate"):
         outputs = _outputs(engine, micro_batches, temperature, ask)
@@ -79,7 +79,7 @@ def top_logprobs(
     """Ids int64 [N, K] and logprobs [N, K] of each micro-batch; none on ranks that do not answer.
 
     Of the ``k`` most likely tokens, in falling order; all tokens in order of id if there are fewer.
-    Zeros where no token trains. ``vocabulary``: see ``Call``. Raises RunError for a row with an id
+    Zeros where no token trains. ``vocabulary``: see ``ForwardRequest``. RunError for a row with an id
     that this model has no embedding of.
     """
     known = engine.stages[0].causal_lm.config.get_text_config().vocab_size
@@ -92,8 +92,8 @@ def top_logprobs(
                 "vocabulary; give the teacher's embedding as many rows."
             )
 
-    def ask(calls: Sequence[Call]) -> list[Call]:
-        return [replace(call, top_k=k, vocabulary=vocabulary) for call in calls]
+    def ask(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
+        return [replace(request, top_k=k, vocabulary=vocabulary) for request in requests]
 
     with engine.diagnostics.phase("top_logprobs"):
         outputs = _outputs(engine, micro_batches, temperature, ask)
@@ -101,22 +101,22 @@ def top_logprobs(
     return [(ids.to(torch.int64), logprobs) for logprobs, ids in halves]
 
 
-def _with_entropy(calls: Sequence[Call]) -> list[Call]:
-    return [replace(call, with_entropy=True) for call in calls]
+def _with_entropy(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
+    return [replace(request, with_entropy=True) for request in requests]
 
 
 def _outputs(
     engine: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
-    ask: Callable[[Sequence[Call]], list[Call]] = list,
+    ask: Callable[[Sequence[ForwardRequest]], list[ForwardRequest]] = list,
     *,
     stages: list[LogprobModel] | None = None,
 ) -> list[tuple[Tensor, TensorBatch]]:
     """What the model gives, [R, N], for each real micro-batch; ``ask`` says what is wanted."""
-    calls, shape = engine.calls(micro_batches, temperature)
+    requests, shape = engine.requests(micro_batches, temperature)
     with torch.no_grad(), engine.precision():
-        outputs = engine.score(stages or engine.stages, ask(calls), shape)
+        outputs = engine.score(stages or engine.stages, ask(requests), shape)
     return [
         (output[:, : batch.num_tokens], batch)
         for output, batch in zip(outputs, micro_batches, strict=bool(outputs))

@@ -36,7 +36,7 @@ from nemo_like.policy.parallel.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.parallel.mesh import PolicyMesh
 from nemo_like.policy.parallel.pipeline import Pipeline
 from nemo_like.policy.parallel.shared_parameters import SharedParameters
-from nemo_like.policy.requests import Call, Calls, MicroBatches, calls_for_loss
+from nemo_like.policy.requests import ForwardRequest, MicroBatches, RequestQueue, requests_for_loss
 from nemo_like.policy.state.loading import load_stages
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
@@ -194,8 +194,8 @@ class Trainer:
         sums: MismatchSums | None,
     ) -> list[Metrics]:
         """Accumulate the gradient, and ``sums``; the metrics of each real micro-batch."""
-        calls, shape = self.calls(micro_batches, temperature, with_entropy=sums is not None)
-        calls = calls_for_loss(loss, calls, micro_batches)
+        requests, shape = self.requests(micro_batches, temperature, with_entropy=sums is not None)
+        requests = requests_for_loss(loss, requests, micro_batches)
         parts: list[Metrics] = []
 
         def value_of(output: Tensor, i: int) -> Tensor:
@@ -210,23 +210,25 @@ class Trainer:
             return value * self._loss_factor()
 
         if self.mesh.sizes.pp > 1:
-            self._pipeline(self.stages).train(calls, value_of, self._hidden_shape(shape))
+            self._pipeline(self.stages).train(requests, value_of, self._hidden_shape(shape))
         else:
-            self._accumulate(calls, value_of)
+            self._accumulate(requests, value_of)
         return parts
 
-    def _accumulate(self, calls: Sequence[Call], value_of: Callable[[Tensor, int], Tensor]) -> None:
+    def _accumulate(
+        self, requests: Sequence[ForwardRequest], value_of: Callable[[Tensor, int], Tensor]
+    ) -> None:
         model = self.stages[0]
         whole_step = isinstance(model, FSDPModule) and not self.mesh.parallel.reshard_after_forward
-        for i, call in enumerate(calls):
-            last = i == len(calls) - 1
+        for i, request in enumerate(requests):
+            last = i == len(requests) - 1
             if whole_step and isinstance(model, FSDPModule):
                 # Gradients add up unsharded and are reduced once.
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
             with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
                 with self.precision():
-                    output = (self._ddp or model)(None, Calls([call]))
+                    output = (self._ddp or model)(None, RequestQueue([request]))
                 value_of(output, i).backward()  # autocast would round inside the head's gradient
 
     def _optimizer_step(self) -> None:
@@ -243,13 +245,16 @@ class Trainer:
             self.synchronize()
 
     def score(
-        self, stages: list[LogprobModel], calls: Sequence[Call], shape: InputShape | None
+        self,
+        stages: list[LogprobModel],
+        requests: Sequence[ForwardRequest],
+        shape: InputShape | None,
     ) -> list[Tensor]:
         """Outputs of the passes, without gradient; none on ranks without a head."""
         if self.mesh.sizes.pp > 1:
-            outputs = self._pipeline(stages).score(calls, self._hidden_shape(shape))
+            outputs = self._pipeline(stages).score(requests, self._hidden_shape(shape))
         else:
-            outputs = [stages[0](None, Calls([call])) for call in calls]
+            outputs = [stages[0](None, RequestQueue([request])) for request in requests]
         for stage in stages:
             # Without a backward pass some units stay gathered; free them.
             for module in stage.modules():
@@ -262,22 +267,22 @@ class Trainer:
         assert group is not None
         return Pipeline(stages, self.mesh.parallel, group, self.device, self.dtype)
 
-    def calls(
+    def requests(
         self, micro_batches: MicroBatches, temperature: float, *, with_entropy: bool = False
-    ) -> tuple[list[Call], InputShape | None]:
+    ) -> tuple[list[ForwardRequest], InputShape | None]:
         """One forward pass for each micro-batch, and the shape that all have in a pipeline."""
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
         every_token = self.setup.output == "values"
-        calls = [
-            Call(
+        requests = [
+            ForwardRequest(
                 inputs=model_inputs(batch, self._layout, shape, every_token=every_token),
                 temperature=temperature,
                 with_entropy=with_entropy,
             )
             for batch in batches
         ]
-        return calls, shape
+        return requests, shape
 
     def _common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
         """Stages of a pipeline exchange tensors of one shape; elsewhere each batch has its own."""

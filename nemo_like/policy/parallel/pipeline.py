@@ -14,7 +14,7 @@ from nemo_like.config.policy import ParallelConfig, PipelineSchedule
 from nemo_like.planning.layout import num_stages
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.parallel.stages import stages_of_rank
-from nemo_like.policy.requests import Call, Calls
+from nemo_like.policy.requests import ForwardRequest, RequestQueue
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
     "gpipe": ScheduleGPipe,
@@ -44,14 +44,17 @@ class Pipeline:
         self._width = stages[0].causal_lm.config.get_text_config().hidden_size
 
     def train(
-        self, calls: Sequence[Call], loss: Callable[[Tensor, int], Tensor], hidden_shape: list[int]
+        self,
+        requests: Sequence[ForwardRequest],
+        loss: Callable[[Tensor, int], Tensor],
+        hidden_shape: list[int],
     ) -> None:
-        """Forward and backward of all calls; ``loss(output, i)`` is called on the last stage.
+        """Forward and backward of all requests; ``loss(output, i)`` is called on the last stage.
 
-        ``hidden_shape``: leading dimensions of all stages' hidden states, equal for all calls.
+        ``hidden_shape``: leading dimensions of all stages' hidden states, equal for all requests.
         """
-        count = len(calls)
-        stages = self._make_stages(hidden_shape, calls[0].inputs.num_outputs)
+        count = len(requests)
+        stages = self._make_stages(hidden_shape, requests[0].inputs.num_outputs)
         done = iter(range(count))
 
         def next_loss(output: Tensor, _: Tensor) -> Tensor:
@@ -72,24 +75,24 @@ class Pipeline:
         optional = {"return_outputs": False}
         known = inspect.signature(schedule.step).parameters
         options = {name: value for name, value in optional.items() if name in known}
-        schedule.step(*arguments, target=target, calls=Calls(calls), **options)
+        schedule.step(*arguments, target=target, requests=RequestQueue(requests), **options)
 
     @torch.no_grad()
-    def score(self, calls: Sequence[Call], hidden_shape: list[int]) -> list[Tensor]:
-        """Outputs of the last stage for all calls there; nothing elsewhere.
+    def score(self, requests: Sequence[ForwardRequest], hidden_shape: list[int]) -> list[Tensor]:
+        """Outputs of the last stage for all requests there; nothing elsewhere.
 
-        Stages of one rank take turns for each call, in the order of the pipeline: with sends and
+        Stages of one rank take turns for each request, in the order of the pipeline: with sends and
         receives in one global order no backend can deadlock.
         """
         outputs: list[Tensor] = []
         sends: list[Any] = []
-        for call in calls:
+        for request in requests:
             for index, module in zip(self._indices, self._modules, strict=True):
                 hidden = None
                 if index > 0:
                     hidden = self._empty_hidden(hidden_shape)
                     dist.recv(hidden, self._neighbour(-1), group=self._group)
-                out = module(hidden, Calls([call]))
+                out = module(hidden, RequestQueue([request]))
                 if index == num_stages(self._parallel) - 1:
                     outputs.append(out)
                 else:
