@@ -40,7 +40,7 @@ from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.planning.step_time import PEAK_FLOPS
 from nemo_like.policy import scoring
-from nemo_like.policy.trainer import EngineSetup, Trainer
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 
 _WORDS = ("dtype", "activation_checkpointing", "offload", "batching", "data_parallel")
 """Keys with values that are text."""
@@ -128,12 +128,12 @@ def measure(
     """Seconds and memory of logprob passes and training steps after two to warm up."""
     policy = parse(text)
     start = time.perf_counter()
-    engine = Trainer(
-        EngineSetup(config=policy, model_path=folder, max_steps=100, with_reference=False), device
+    trainer = Trainer(
+        TrainerSetup(config=policy, model_path=folder, max_steps=100, with_reference=False), device
     )
     record: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 2)}
-    vocab = engine.stages[0].causal_lm.config.vocab_size
-    sizes = engine.mesh.sizes
+    vocab = trainer.stages[0].causal_lm.config.vocab_size
+    sizes = trainer.mesh.sizes
     # Rows belong to a data-parallel rank: with model parallelism several GPUs share them.
     rows = args.rows * args.gpus // sizes.dp
     lengths = draw_lengths(args, rows)
@@ -149,7 +149,7 @@ def measure(
     seconds: dict[str, list[float]] = {"logprobs": [], "train": []}
     for step in range(args.steps + 2):
         begin = clock(device)
-        columns = scoring.logprobs(engine, batches, 1.0)
+        columns = scoring.logprobs(trainer, batches, 1.0)
         seconds["logprobs"].append(clock(device) - begin)
         record.setdefault("logprobs_peak_gib", peak(device))  # before there is optimizer state
         if step == 0:
@@ -158,7 +158,7 @@ def measure(
                 batch.tokens[keys.GENERATION_LOGPROBS] = logprobs
         reset_peak(device)
         begin = clock(device)
-        metrics = values(engine.train(batches, loss, denominators, 1.0))
+        metrics = values(trainer.train(batches, loss, denominators, 1.0))
         seconds["train"].append(clock(device) - begin)
         record["train_peak_gib"] = peak(device)
     record["loss"], record["grad_norm"] = metrics.get("train/loss"), metrics["train/grad_norm"]

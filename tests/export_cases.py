@@ -21,7 +21,7 @@ from nemo_like.policy.state.files import read_tensors, stored_files
 from nemo_like.policy.state.state import export_folder, refit_tensors
 from nemo_like.policy.trainer import Trainer
 from nemo_like.refit.manifest import architecture
-from tests.engine_cases import make_engine, step
+from tests.engine_cases import make_trainer, step
 from tests.exported_models import EAGER
 from tests.three_steps import LENGTHS, PROMPTS, make_rows
 
@@ -52,31 +52,31 @@ def train_and_export(path: str, config: dict[str, Any], folder: str) -> Any:
     Leaves the export in ``folder``, the tensors of a refit after each step next to it, and the
     trainer's logprobs of all tokens but each first one.
     """
-    engine = make_engine(path, config)
+    trainer = make_trainer(path, config)
     target = Path(folder)
     for i in range(NUM_STEPS):
-        step(engine)
+        step(trainer)
         tensors = {
             name: each.clone()
-            for name, each in refit_tensors(engine, torch.float32, adapters_only=False)
+            for name, each in refit_tensors(trainer, torch.float32, adapters_only=False)
         }
         save_file(tensors, target.with_name(f"refit-{i}.safetensors"))
-    export_folder(engine, target, write=True)
-    ours = policy_logprobs(engine)
+    export_folder(trainer, target, write=True)
+    ours = policy_logprobs(trainer)
     torch.save(ours, target.with_name("logprobs.pt"))
     plain = load(target)
     found = [largest_gap(ours, logprobs_in(plain))]
-    if engine.config.lora.rank:
+    if trainer.config.lora.rank:
         found.append(largest_gap(ours, logprobs_in(with_adapter(path, target / "adapter"))))
     return found
 
 
-def policy_logprobs(engine: Trainer) -> list[Tensor]:
+def policy_logprobs(trainer: Trainer) -> list[Tensor]:
     """Of every token but each row's first."""
     shares = rows()
     for share in shares:
         share.tokens[keys.LOSS_MASK] = torch.arange(share.num_tokens) > 0
-    return [each[1:].float() for each in scoring.logprobs(engine, shares, 1.0)["policy"]]
+    return [each[1:].float() for each in scoring.logprobs(trainer, shares, 1.0)["policy"]]
 
 
 @torch.no_grad()
@@ -111,22 +111,22 @@ def largest_gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 def experts_learn(path: str, config: dict[str, Any]) -> Any:
     """Losses before each of six steps; the gradients of both factors at the first two; number of
     trainable parameters; what moved."""
-    engine = make_engine(path, config)
-    names = list(engine.parameters)
-    before = {n: t.clone() for n, t in refit_tensors(engine, torch.float32, adapters_only=False)}
+    trainer = make_trainer(path, config)
+    names = list(trainer.parameters)
+    before = {n: t.clone() for n, t in refit_tensors(trainer, torch.float32, adapters_only=False)}
     losses, moved = [], []
     for _ in range(6):
-        old = {name: p.detach().clone() for name, p in engine.parameters.items()}
-        losses.append(step(engine)["loss"])
-        moved.append({n for n, p in engine.parameters.items() if not torch.equal(p, old[n])})
-    after = refit_tensors(engine, torch.float32, adapters_only=False)
+        old = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+        losses.append(step(trainer)["loss"])
+        moved.append({n for n, p in trainer.parameters.items() if not torch.equal(p, old[n])})
+    after = refit_tensors(trainer, torch.float32, adapters_only=False)
     changed = {name for name, each in after if not torch.equal(each, before[name])}
-    return losses, names, moved, changed, engine.num_parameters()
+    return losses, names, moved, changed, trainer.num_parameters()
 
 
 def refused(path: str, config: dict[str, Any]) -> str:
     try:
-        make_engine(path, config)
+        make_trainer(path, config)
     except UserError as error:
         return str(error)
     return ""
@@ -134,8 +134,8 @@ def refused(path: str, config: dict[str, Any]) -> str:
 
 def reads_own_experts(path: str) -> list[str]:
     """Names of experts that this rank reads again, where the others' files are gone."""
-    engine = make_engine(path, {})
-    (stage,) = engine.stages
+    trainer = make_trainer(path, {})
+    (stage,) = trainer.stages
     wanted = {plain_name(name): tensor for name, tensor in stage.state_dict().items()}
     stacked = {name: tensor for name, tensor in wanted.items() if "experts" in name}
     expected = {name: local_part(tensor).clone() for name, tensor in stacked.items()}

@@ -16,7 +16,7 @@ from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics, values
-from nemo_like.policy.trainer import EngineSetup, Trainer
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 from tests.three_steps import LENGTHS, denominators, make_rows
 
 TEMPERATURE = 1.0
@@ -59,7 +59,7 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
     ``shown``: the configuration as text, by which equal ones are made once.
     """
     config = _CONFIGS[shown]
-    setup = EngineSetup(
+    setup = TrainerSetup(
         config=config,
         model_path=model_path,
         max_steps=max_steps,
@@ -67,21 +67,21 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
         log_dir=_LOGS.name,
     )
     torch.manual_seed(0)
-    engine = Trainer(setup, torch.device("cpu"))
+    trainer = Trainer(setup, torch.device("cpu"))
     seen: dict[str, Any] = {
-        "modules": [type(each).__name__ for stage in engine.stages for each in stage.modules()],
+        "modules": [type(each).__name__ for stage in trainer.stages for each in stage.modules()],
         "compiled": sum(
             each._compiled_call_impl is not None
-            for stage in engine.stages
+            for stage in trainer.stages
             for each in stage.modules()
         ),
-        "head": str(engine.stages[0].settings) if output == "logprobs" else "",
+        "head": str(trainer.stages[0].settings) if output == "logprobs" else "",
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "hangs": engine.diagnostics._hangs is not None,
+        "hangs": trainer.diagnostics._hangs is not None,
     }
     if not (seen["compiled"] or "OffloadWrapper" in seen["modules"]):  # a minute; a GPU's
-        seen["steps"] = [_step(engine) for _ in range(2)]
-        seen["parameters"] = {n: _digest(p) for n, p in engine.parameters.items()}
+        seen["steps"] = [_step(trainer) for _ in range(2)]
+        seen["parameters"] = {n: _digest(p) for n, p in trainer.parameters.items()}
     return seen
 
 
@@ -97,8 +97,8 @@ _CONFIGS: dict[str, PolicyConfig] = {}
 _LOGS = TemporaryDirectory()
 
 
-def _step(engine: Trainer) -> dict[str, Any]:
-    rows, config = make_rows(preference=False), engine.config
+def _step(trainer: Trainer) -> dict[str, Any]:
+    rows, config = make_rows(preference=False), trainer.config
     plan = plan_micro_batches(
         LENGTHS,
         num_ranks=1,
@@ -115,7 +115,7 @@ def _step(engine: Trainer) -> dict[str, Any]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        metrics = values(engine.train(shares, sum_of_squares, denominators(rows), TEMPERATURE))
+        metrics = values(trainer.train(shares, sum_of_squares, denominators(rows), TEMPERATURE))
     numbers = {n: None if n.endswith(_TIMED) else value for n, value in metrics.items()}
     return {"bins": len(shares), "kept": kept, **numbers}
 

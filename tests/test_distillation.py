@@ -20,7 +20,7 @@ from nemo_like.losses.distillation import divergence
 from nemo_like.models.resolve import resolve_model
 from nemo_like.policy.distributions import logprobs_at, top_logprobs
 from nemo_like.policy.head import Head
-from tests.distillation_cases import CASES, answer, make_engine
+from tests.distillation_cases import CASES, answer, make_trainer
 from tests.key_steps import alone
 from tests.layouts import LAYOUTS
 from tests.small_runs import ROOT, SEEDS, records, run_config
@@ -395,7 +395,7 @@ def test_an_embedding_with_more_rows_is_padding_if_the_tokens_are_the_same(tmp_p
 
 def test_a_completion_with_padding_in_it_stops_a_teacher_without_that_row(pair):
     with alone():
-        frozen = make_engine(pair[1], {}, False)
+        frozen = make_trainer(pair[1], {}, False)
         rows = make_rows(preference=False)
         rows.tokens[keys.INPUT_IDS][3] = VOCAB
         with pytest.raises(RunError, match=f"token id {VOCAB}, which no token .* ends at {VOCAB}"):

@@ -12,7 +12,7 @@ from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.planning.memory import GIB, Role, predict_memory
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
-from nemo_like.policy.trainer import EngineSetup, Trainer
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 from tests.key_steps import TEMPERATURE, alone, sum_of_squares
 from tests.three_steps import denominators, make_rows
 
@@ -31,7 +31,7 @@ class Watched:
     """An engine's real bytes: what stays, and gradients just before they are used."""
 
     def __init__(self, folder, config, role):
-        setup = EngineSetup(
+        setup = TrainerSetup(
             config=config,
             model_path=folder,
             max_steps=4,
@@ -39,8 +39,8 @@ class Watched:
             trains=role.trains,
             with_reference=role.with_reference,
         )
-        self.engine = Trainer(setup, torch.device("cpu"))
-        models = [*self.engine.stages, *self.engine.reference]
+        self.trainer = Trainer(setup, torch.device("cpu"))
+        models = [*self.trainer.stages, *self.trainer.reference]
         self.parameters = num_bytes(p for one in models for p in one.parameters())
         self.gradients = 0
 
@@ -49,15 +49,15 @@ class Watched:
 
         def check(_):
             self.gradients = num_bytes(
-                p.grad for one in self.engine.stages for p in one.parameters()
+                p.grad for one in self.trainer.stages for p in one.parameters()
             )
 
         known = denominators(rows)
-        self.engine.train([rows], sum_of_squares, known, TEMPERATURE, check=check)
+        self.trainer.train([rows], sum_of_squares, known, TEMPERATURE, check=check)
 
     @property
     def optimizer(self):
-        states = [s for one in chain(*self.engine.optimizers) for s in one.state.values()]
+        states = [s for one in chain(*self.trainer.optimizers) for s in one.state.values()]
         return num_bytes(v for s in states for v in s.values() if v.dim() > 0)
 
 

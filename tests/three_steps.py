@@ -20,7 +20,7 @@ from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
 from nemo_like.policy.parallel.stages import bins_for_pipeline
 from nemo_like.policy.state.state import full_tensors
-from nemo_like.policy.trainer import EngineSetup, Trainer
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 
 TEMPERATURE = 0.7
 # Unequal on purpose: any mean of means shows. Two rows make a preference pair.
@@ -81,8 +81,8 @@ def three_steps(
     optimizer = OptimizerConfig(lr=3e-4, eps=1e-6)
     config = {"optimizer": optimizer, "max_grad_norm": 0.5} | config
     policy = PolicyConfig(**config)
-    engine = Trainer(
-        EngineSetup(config=policy, model_path=model_path, max_steps=10, with_reference=True),
+    trainer = Trainer(
+        TrainerSetup(config=policy, model_path=model_path, max_steps=10, with_reference=True),
         torch.device(device),
     )
     batch = make_rows(loss_kind == "preference")
@@ -92,20 +92,20 @@ def three_steps(
     for step in range(NUM_STEPS):
         plan = plan_micro_batches(
             LENGTHS,
-            num_ranks=engine.mesh.sizes.dp,
+            num_ranks=trainer.mesh.sizes.dp,
             max_tokens=policy.micro_batch_tokens,
             max_rows=policy.micro_batch_size,
             padded=policy.batching == "padded",
             rows_per_unit=2 if loss_kind == "preference" else 1,
-            **bins_for_pipeline(engine.mesh.parallel),
+            **bins_for_pipeline(trainer.mesh.parallel),
         )
-        bins = plan.bins[engine.mesh.coordinate("dp")]
+        bins = plan.bins[trainer.mesh.coordinate("dp")]
         shares = [batch.select(one).to(device) if one else None for one in bins]
-        with_logprobs(shares, bins, engine, first if step == 0 else {})
-        metrics = values(engine.train(shares, loss, denominators(batch), TEMPERATURE))
-        numbers["loss"].append(total_loss(metrics.get("train/loss", 0.0), engine))
+        with_logprobs(shares, bins, trainer, first if step == 0 else {})
+        metrics = values(trainer.train(shares, loss, denominators(batch), TEMPERATURE))
+        numbers["loss"].append(total_loss(metrics.get("train/loss", 0.0), trainer))
         numbers["grad_norm"].append(metrics["train/grad_norm"])
-    parameters = {name: each.cpu().clone() for name, each in full_tensors(engine, torch.float32)}
+    parameters = {name: each.cpu().clone() for name, each in full_tensors(trainer, torch.float32)}
     return Outcome(numbers=numbers, logprobs=first, parameters=parameters)
 
 
@@ -120,13 +120,13 @@ def denominators(batch: TensorBatch) -> Denominators:
 def with_logprobs(
     shares: list[TensorBatch | None],
     bins: tuple[tuple[int, ...], ...],
-    engine: Trainer,
+    trainer: Trainer,
     kept: dict[int, torch.Tensor],
 ) -> None:
     """Add the columns that a rollout's training starts with; the driver would bring them round."""
-    columns = scoring.logprobs(engine, shares, TEMPERATURE)
+    columns = scoring.logprobs(trainer, shares, TEMPERATURE)
     source = [columns["policy"], columns["reference"]]
-    pp = engine.mesh.group("pp")
+    pp = trainer.mesh.group("pp")
     if pp is not None:
         holder: list[Any] = [source]
         last = dist.get_global_rank(pp, dist.get_world_size(pp) - 1)
@@ -140,9 +140,9 @@ def with_logprobs(
             kept[row] = of_row.cpu()
 
 
-def total_loss(mine: float, engine: Trainer) -> float:
+def total_loss(mine: float, trainer: Trainer) -> float:
     """The driver adds what each data-parallel rank's last stage reports."""
-    mesh = engine.mesh
+    mesh = trainer.mesh
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine if mesh.answers else 0.0)
     return sum(everyone)

@@ -23,8 +23,8 @@ from nemo_like.observe.metrics import Metrics, merge
 from nemo_like.planning.model_shape import attention_tokens
 from nemo_like.policy.parallel.row_shards import Shard, TrainShard
 from nemo_like.policy.parallel.stages import bins_for_pipeline
-from nemo_like.policy.trainer import EngineSetup
-from nemo_like.policy.worker import PolicySetup, PolicyWorker
+from nemo_like.policy.trainer import TrainerSetup
+from nemo_like.policy.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +58,14 @@ class Policy:
         self._parallel = config.parallel
         self._output = output
         self.group = group
-        self._setup = PolicySetup(
-            engine=EngineSetup(
-                config=config,
-                model_path=model_path,
-                max_steps=max_steps,
-                with_reference=with_reference,
-                output=output,
-                trains=trains,
-                log_dir=group.contexts[0].log_dir,
-            ),
+        self._setup = TrainerSetup(
+            config=config,
+            model_path=model_path,
+            max_steps=max_steps,
+            with_reference=with_reference,
+            output=output,
+            trains=trains,
+            log_dir=group.contexts[0].log_dir,
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
             # Ranks wait for each other in a save, too; it is the driver's limit that counts.
             timeout_s=max(cluster_config.call_timeout_s, cluster_config.save_timeout_s),
@@ -80,20 +78,20 @@ class Policy:
         def waiting(doing: str) -> WorkerGroup[PolicyWorker]:
             return self.group.waiting(self._start_timeout_s, "start_timeout_s", doing)
 
-        model_path = self._setup.engine.model_path
+        model_path = self._setup.model_path
         port = waiting(IMPORTING).call_rank(0, PolicyWorker.open_store)
         address = self.group.contexts[0].meeting_address
         started, *_ = waiting(
             f"it loads a model, whose files have {gb(num_bytes(Path(model_path)))}, and checks a "
             "small one of its kind; from a shared disk that may take minutes"
         ).call(PolicyWorker.start, self._setup, address, port)
-        if self._setup.engine.trains:
+        if self._setup.trains:
             logger.info("%s: %s parameters train.", model_path, f"{started.num_trained:,}")
         if unused := started.unused:
             logger.warning(
                 "%s: %d tensors of its files are not used, as its config.json has no place for "
                 "them: %s; see that the two belong together.",
-                self._setup.engine.model_path,
+                self._setup.model_path,
                 len(unused),
                 ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else ""),
             )
@@ -213,7 +211,7 @@ class Policy:
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder."""
-        expected = num_bytes(Path(self._setup.engine.model_path))
+        expected = num_bytes(Path(self._setup.model_path))
         aside = writing_folder(Path(folder))
         self._saving(written(aside, expected)).call(PolicyWorker.export, folder)
 

@@ -21,7 +21,7 @@ from nemo_like.policy.trainer import Trainer
 
 
 def logprobs(
-    engine: Trainer,
+    trainer: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
     *,
@@ -33,21 +33,21 @@ def logprobs(
     (``mesh.answers``) have them; the lists are empty elsewhere.
     """
     columns: dict[str, list[Tensor]] = {}
-    with engine.diagnostics.phase("logprobs"):
+    with trainer.diagnostics.phase("logprobs"):
         if with_policy:
-            outputs = _outputs(engine, micro_batches, temperature, _with_entropy)
+            outputs = _outputs(trainer, micro_batches, temperature, _with_entropy)
             columns["policy"] = [output[0] for output, _ in outputs]
             columns["entropy"] = [output[1] for output, _ in outputs]
-        if engine.setup.with_reference:
-            stages = engine.reference or engine.stages
-            with adapters_off(engine.stages):
-                outputs = _outputs(engine, micro_batches, temperature, stages=stages)
+        if trainer.setup.with_reference:
+            stages = trainer.reference or trainer.stages
+            with adapters_off(trainer.stages):
+                outputs = _outputs(trainer, micro_batches, temperature, stages=stages)
             columns["reference"] = [output[0] for output, _ in outputs]
     return columns
 
 
 def evaluate(
-    engine: Trainer,
+    trainer: Trainer,
     micro_batches: MicroBatches,
     loss: Loss,
     denominators: Denominators,
@@ -58,19 +58,19 @@ def evaluate(
     def ask(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
         return requests_for_loss(loss, requests, micro_batches)
 
-    with engine.diagnostics.phase("evaluate"):
-        outputs = _outputs(engine, micro_batches, temperature, ask)
+    with trainer.diagnostics.phase("evaluate"):
+        outputs = _outputs(trainer, micro_batches, temperature, ask)
     return merge([apply_loss(loss, output, batch, denominators)[1] for output, batch in outputs])
 
 
-def scores(engine: Trainer, micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
+def scores(trainer: Trainer, micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
     """Logprobs or values, [N], of each micro-batch's tokens; none on ranks that do not answer."""
-    with engine.diagnostics.phase("score"):
-        return [output[0] for output, _ in _outputs(engine, micro_batches, temperature)]
+    with trainer.diagnostics.phase("score"):
+        return [output[0] for output, _ in _outputs(trainer, micro_batches, temperature)]
 
 
 def top_logprobs(
-    engine: Trainer,
+    trainer: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
     k: int,
@@ -79,10 +79,10 @@ def top_logprobs(
     """Ids int64 [N, K] and logprobs [N, K] of each micro-batch; none on ranks that do not answer.
 
     Of the ``k`` most likely tokens, in falling order; all tokens in order of id if there are fewer.
-    Zeros where no token trains. ``vocabulary``: see ``ForwardRequest``. RunError for a row with an id
-    that this model has no embedding of.
+    Zeros where no token trains. ``vocabulary``: see ``ForwardRequest``. Raises RunError for a row
+    with an id that this model has no embedding of.
     """
-    known = engine.stages[0].causal_lm.config.get_text_config().vocab_size
+    known = trainer.stages[0].causal_lm.config.get_text_config().vocab_size
     for batch in micro_batches:
         highest = 0 if batch is None else int(batch.tokens[keys.INPUT_IDS].max())
         if highest >= known:
@@ -95,8 +95,8 @@ def top_logprobs(
     def ask(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
         return [replace(request, top_k=k, vocabulary=vocabulary) for request in requests]
 
-    with engine.diagnostics.phase("top_logprobs"):
-        outputs = _outputs(engine, micro_batches, temperature, ask)
+    with trainer.diagnostics.phase("top_logprobs"):
+        outputs = _outputs(trainer, micro_batches, temperature, ask)
     halves = [output.t().chunk(2, dim=1) for output, _ in outputs]
     return [(ids.to(torch.int64), logprobs) for logprobs, ids in halves]
 
@@ -106,7 +106,7 @@ def _with_entropy(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
 
 
 def _outputs(
-    engine: Trainer,
+    trainer: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
     ask: Callable[[Sequence[ForwardRequest]], list[ForwardRequest]] = list,
@@ -114,9 +114,9 @@ def _outputs(
     stages: list[LogprobModel] | None = None,
 ) -> list[tuple[Tensor, TensorBatch]]:
     """What the model gives, [R, N], for each real micro-batch; ``ask`` says what is wanted."""
-    requests, shape = engine.requests(micro_batches, temperature)
-    with torch.no_grad(), engine.precision():
-        outputs = engine.score(stages or engine.stages, ask(requests), shape)
+    requests, shape = trainer.requests(micro_batches, temperature)
+    with torch.no_grad(), trainer.precision():
+        outputs = trainer.score(stages or trainer.stages, ask(requests), shape)
     return [
         (output[:, : batch.num_tokens], batch)
         for output, batch in zip(outputs, micro_batches, strict=bool(outputs))

@@ -43,24 +43,30 @@ _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSetup:
-    """What every rank needs to start."""
+class TrainerSetup:
+    """What every rank needs to start; the driver fills it, and ranks take it as it is."""
 
     config: PolicyConfig
     model_path: str
     max_steps: int
+    """Of the learning rate's schedule."""
     with_reference: bool = False
     output: Output = "logprobs"
     trains: bool = True
-    """False: no gradient and no optimizer, for models that are only asked."""
+    """False: a frozen model, without gradient and optimizer."""
     log_dir: str = "."
     """Folder of hang reports."""
+    num_threads: int = 1
+    timeout_s: float = 600.0
+    """Of collectives."""
+    refit_timeout_s: float = 600.0
+    """Of each wait for an engine."""
 
 
 class Trainer:
     """One rank's share of model, optimizer and schedule; all methods are collective."""
 
-    def __init__(self, setup: EngineSetup, device: torch.device) -> None:
+    def __init__(self, setup: TrainerSetup, device: torch.device) -> None:
         config = setup.config
         self.setup = setup
         self.config = config

@@ -14,13 +14,13 @@ from nemo_like.policy.trainer import Trainer
 _ROWS = ((60, 64), (90, 96, 94), (16, 80), (24, 120, 20))
 
 
-def warm_up(engine: Trainer) -> None:
+def warm_up(trainer: Trainer) -> None:
     """Forward and backward on small rows, whose gradient is zero and forgotten; collective."""
-    if engine.mesh.sizes.pp > 1:
+    if trainer.mesh.sizes.pp > 1:
         return  # All passes through a pipeline have one shape, which is the step's own.
-    rows = [made_up_rows(lengths, engine.device) for lengths in _ROWS]
-    engine.backward(rows, _NoLoss(), Denominators(tokens=1.0, sequences=1.0), 1.0, None)
-    forget_gradients(engine.parameters)
+    rows = [made_up_rows(lengths, trainer.device) for lengths in _ROWS]
+    trainer.backward(rows, _NoLoss(), Denominators(tokens=1.0, sequences=1.0), 1.0, None)
+    forget_gradients(trainer.parameters)
 
 
 class _NoLoss:

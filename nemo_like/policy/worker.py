@@ -38,7 +38,7 @@ from nemo_like.policy.state.state import (
     save_checkpoint,
     state_bytes,
 )
-from nemo_like.policy.trainer import EngineSetup, Trainer
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 from nemo_like.policy.warm_up import warm_up
 from nemo_like.refit.adapters import plan_refit, travels_apart
 from nemo_like.refit.broadcast import BroadcastSender
@@ -48,18 +48,6 @@ from nemo_like.refit.ipc import IpcAddress, IpcSender
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicySetup:
-    """What every rank needs to start."""
-
-    engine: EngineSetup
-    num_threads: int
-    timeout_s: float
-    """Of collectives."""
-    refit_timeout_s: float
-    """Of each wait for an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +83,16 @@ class PolicyWorker(Worker):
         self._store = listening_store(self.context.listens_on, self.context.world_size)
         return self._store.port
 
-    def start(self, setup: PolicySetup, address: str, port: int) -> Started:
+    def start(self, setup: TrainerSetup, address: str, port: int) -> Started:
         """Join the process group, load the model, shard it; collective."""
-        path, output = setup.engine.model_path, setup.engine.output
+        path, output = setup.model_path, setup.output
         self._refit_timeout_s = setup.refit_timeout_s
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
         if self.context.rank == 0:
-            check_architecture(path, setup.engine.config)
-            if setup.engine.trains:
-                check_export(path, setup.engine.config, output)
+            check_architecture(path, setup.config)
+            if setup.trains:
+                check_export(path, setup.config, output)
         else:
             world_size = self.context.world_size
             self._store = TCPStore(address, port, world_size, False, timeout)
@@ -118,14 +106,14 @@ class PolicyWorker(Worker):
             world_size=self.context.world_size,
             timeout=timeout,
         )
-        self._engine = Trainer(setup.engine, self._device)
+        self._trainer = Trainer(setup, self._device)
         unused = [] if self.context.rank else unused_tensors(path, output)
-        return Started(num_trained=self._engine.num_parameters(), unused=unused)
+        return Started(num_trained=self._trainer.num_parameters(), unused=unused)
 
     def warm_up(self) -> None:
         """Compile before the first step, if anything is compiled; collective."""
-        if self._engine.config.compile and self._engine.setup.trains:
-            warm_up(self._engine)
+        if self._trainer.config.compile and self._trainer.setup.trains:
+            warm_up(self._trainer)
 
     def logprobs(
         self, shard: Shard, with_policy: bool, kl: KLEstimator | None
@@ -138,20 +126,20 @@ class PolicyWorker(Worker):
         """
         micro_batches = shard.micro_batches(self._device)
         columns = scoring.logprobs(
-            self._engine, micro_batches, shard.temperature, with_policy=with_policy
+            self._trainer, micro_batches, shard.temperature, with_policy=with_policy
         )
-        metrics = self._engine.diagnostics.pop()
+        metrics = self._trainer.diagnostics.pop()
         real = [each for each in micro_batches if each is not None]
         if with_policy:
             sums = MismatchSums(self._device)
-            if self._engine.mesh.answers:
+            if self._trainer.mesh.answers:
                 for batch, logprobs, entropy in zip(
                     real, columns["policy"], columns["entropy"], strict=True
                 ):
                     sums.add(logprobs, entropy, batch)
             sums.all_reduce()
             metrics |= sums.metrics()
-        if not self._engine.mesh.answers:
+        if not self._trainer.mesh.answers:
             return None, {}, {}
         names = {"policy": keys.POLICY_LOGPROBS, "reference": keys.REFERENCE_LOGPROBS}
         tokens = {
@@ -174,7 +162,7 @@ class PolicyWorker(Worker):
     def train(self, work: TrainShard) -> Metrics:
         """One optimizer step over all ranks' shards; collective."""
         shard = work.shard
-        return self._engine.train(
+        return self._trainer.train(
             shard.micro_batches(self._device),
             work.loss,
             work.denominators,
@@ -187,7 +175,7 @@ class PolicyWorker(Worker):
         """The loss's metrics of a shard; collective."""
         shard = work.shard
         return scoring.evaluate(
-            self._engine,
+            self._trainer,
             shard.micro_batches(self._device),
             work.loss,
             work.denominators,
@@ -199,8 +187,8 @@ class PolicyWorker(Worker):
 
         None from ranks that do not answer; collective.
         """
-        parts = scoring.scores(self._engine, shard.micro_batches(self._device), shard.temperature)
-        if not self._engine.mesh.answers:
+        parts = scoring.scores(self._trainer, shard.micro_batches(self._device), shard.temperature)
+        if not self._trainer.mesh.answers:
             return None
         tokens = {column: torch.cat(parts).cpu() if parts else torch.zeros(0)}
         return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
@@ -209,8 +197,8 @@ class PolicyWorker(Worker):
         """A reference to token columns ``teacher_ids`` and ``teacher_logprobs``; see ``score``."""
         micro_batches = shard.micro_batches(self._device)
         temperature = shard.temperature
-        parts = scoring.top_logprobs(self._engine, micro_batches, temperature, k, vocabulary)
-        if not self._engine.mesh.answers:
+        parts = scoring.top_logprobs(self._trainer, micro_batches, temperature, k, vocabulary)
+        if not self._trainer.mesh.answers:
             return None
         none = (torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k))
         ids, logprobs = zip(*(parts or [none]), strict=True)
@@ -236,9 +224,9 @@ class PolicyWorker(Worker):
         self, num_receivers: int, transport: Transport, bucket_bytes: int
     ) -> SenderAddress:
         """Plan the buckets and listen for ``num_receivers`` engine ranks; tells them where."""
-        engine, timeout_s = self._engine, self._refit_timeout_s
-        lora = engine.config.lora if travels_apart(engine.config.lora) else None
-        buckets = plan_refit(engine.setup.model_path, engine.dtype, lora, bucket_bytes)
+        trainer, timeout_s = self._trainer, self._refit_timeout_s
+        lora = trainer.config.lora if travels_apart(trainer.config.lora) else None
+        buckets = plan_refit(trainer.setup.model_path, trainer.dtype, lora, bucket_bytes)
         told = buckets if self.context.rank == 0 else ()
         if not num_receivers:  # This rank only takes part in gathering.
             return SenderAddress(buckets=told)
@@ -259,7 +247,7 @@ class PolicyWorker(Worker):
     def send_weights(self, version: int, adapters_only: bool) -> float:
         """Hand weights to the engines; returns the seconds that it took; collective."""
         start = time.monotonic()
-        tensors = refit_tensors(self._engine, self._engine.dtype, adapters_only=adapters_only)
+        tensors = refit_tensors(self._trainer, self._trainer.dtype, adapters_only=adapters_only)
         if self._sender is not None:
             self._sender.send(tensors, version, adapters_only=adapters_only)
         else:
@@ -275,20 +263,20 @@ class PolicyWorker(Worker):
 
     def state_bytes(self) -> int:
         """About what ``save`` writes of this rank's pipeline stages."""
-        return state_bytes(self._engine)
+        return state_bytes(self._trainer)
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule; collective."""
-        save_checkpoint(Path(folder), self._engine)
+        save_checkpoint(Path(folder), self._trainer)
 
     def load(self, folder: str) -> None:
         """Restore what ``save`` wrote; collective."""
-        load_checkpoint(Path(folder), self._engine)
+        load_checkpoint(Path(folder), self._trainer)
 
     def load_weights(self, folder: str) -> None:
         """Restore the model alone of what ``save`` wrote; collective."""
-        load_weights(Path(folder), self._engine)
+        load_weights(Path(folder), self._trainer)
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder; collective."""
-        export_folder(self._engine, Path(folder), write=self.context.rank == 0)
+        export_folder(self._trainer, Path(folder), write=self.context.rank == 0)

@@ -39,37 +39,37 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.j
 
 
 def refit_tensors(
-    engine: Trainer, dtype: torch.dtype, *, adapters_only: bool
+    trainer: Trainer, dtype: torch.dtype, *, adapters_only: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """What a refit carries, in the order of ``plan_refit``; collective."""
-    if not travels_apart(engine.config.lora):
-        yield from full_tensors(engine, dtype)
+    if not travels_apart(trainer.config.lora):
+        yield from full_tensors(trainer, dtype)
         return
     if not adapters_only:
-        yield from full_tensors(engine, dtype, merged=False)
-    engine.synchronize()
-    yield from adapter_tensors(engine.stages, dtype, engine.device)
+        yield from full_tensors(trainer, dtype, merged=False)
+    trainer.synchronize()
+    yield from adapter_tensors(trainer.stages, dtype, trainer.device)
 
 
 def full_tensors(
-    engine: Trainer, dtype: torch.dtype, *, merged: bool = True
+    trainer: Trainer, dtype: torch.dtype, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the architecture once, by its name on disk, whole, in ``dtype``; collective.
 
     A value model has ``score`` in place of an output head.
     """
-    engine.synchronize()
-    described = model_architecture(engine.setup.model_path, engine.setup.output, dtype)
+    trainer.synchronize()
+    described = model_architecture(trainer.setup.model_path, trainer.setup.output, dtype)
     yield from leaving_tensors(
-        engine.stages, described, engine.device, merged=merged, pp=engine.mesh.group("pp")
+        trainer.stages, described, trainer.device, merged=merged, pp=trainer.mesh.group("pp")
     )
 
 
-def state_bytes(engine: Trainer) -> int:
+def state_bytes(trainer: Trainer) -> int:
     """About what a checkpoint of the stages on this rank has, whoever else holds parts of them."""
     total = 0
-    for stage, optimizers in zip(engine.stages, engine.optimizers, strict=True):
-        adapts = engine.config.lora.rank > 0
+    for stage, optimizers in zip(trainer.stages, trainer.optimizers, strict=True):
+        adapts = trainer.config.lora.rank > 0
         tensors = [one for one in stage.parameters() if one.requires_grad or not adapts]
         for optimizer in optimizers:
             for state in optimizer.state.values():
@@ -78,20 +78,20 @@ def state_bytes(engine: Trainer) -> int:
     return total
 
 
-def save_checkpoint(folder: Path, engine: Trainer) -> None:
+def save_checkpoint(folder: Path, trainer: Trainer) -> None:
     """Each rank writes its own shards of model and optimizer; collective."""
-    engine.synchronize()
+    trainer.synchronize()
     with told_as(RunError, str(folder)):
-        write_sections(folder, _joined(engine, _stage_states(engine)))
+        write_sections(folder, _joined(trainer, _stage_states(trainer)))
 
 
-def load_checkpoint(folder: Path, engine: Trainer) -> None:
+def load_checkpoint(folder: Path, trainer: Trainer) -> None:
     """Restore in place, from any number of ranks in any layout, hyperparameters included.
 
     Raises UserError for a checkpoint of another model, optimizer or adapter.
     """
-    states = _stage_states(engine)
-    loaded = _joined(engine, states)
+    states = _stage_states(trainer)
+    loaded = _joined(trainer, states)
     with told_as(UserError, _OTHER.format(folder)):
         read_sections(folder, loaded)
     for state in states:
@@ -100,12 +100,12 @@ def load_checkpoint(folder: Path, engine: Trainer) -> None:
             state.optimizers,
             model_state_dict={k: loaded["model"][state.stored(k)] for k in state.model},
             optim_state_dict={k: loaded["optimizer"][state.stored(k)] for k in state.optimizer},
-            options=_strict_if_whole(engine),
+            options=_strict_if_whole(trainer),
         )
-    engine.num_steps = loaded["num_steps"]
-    if engine.loss_scale is not None:
-        engine.loss_scale.load_state_dict(loaded["loss_scale"])
-    for scheduler in engine.schedulers:
+    trainer.num_steps = loaded["num_steps"]
+    if trainer.loss_scale is not None:
+        trainer.loss_scale.load_state_dict(loaded["loss_scale"])
+    for scheduler in trainer.schedulers:
         # A run that is extended follows the new schedule from its first step on; its peak, like all
         # that the optimizer was told, is the checkpoint's.
         groups = scheduler.optimizer.param_groups
@@ -120,43 +120,43 @@ def load_checkpoint(folder: Path, engine: Trainer) -> None:
         scheduler._last_lr = lrs
 
 
-def load_weights(folder: Path, engine: Trainer) -> None:
+def load_weights(folder: Path, trainer: Trainer) -> None:
     """The model of a checkpoint without its optimizer, whatever that was; see above."""
     parts = [
-        (stage, get_model_state_dict(stage, options=_options(engine))) for stage in engine.stages
+        (stage, get_model_state_dict(stage, options=_options(trainer))) for stage in trainer.stages
     ]
     model = {_stored_name(stage, name): part[name] for stage, part in parts for name in part}
     with told_as(UserError, _OTHER.format(folder)):
         read_sections(folder, {"model": model})
     for stage, part in parts:
         weights = {name: model[_stored_name(stage, name)] for name in part}
-        set_model_state_dict(stage, weights, options=_strict_if_whole(engine))
+        set_model_state_dict(stage, weights, options=_strict_if_whole(trainer))
 
 
-def export_folder(engine: Trainer, target: Path, write: bool) -> None:
+def export_folder(trainer: Trainer, target: Path, write: bool) -> None:
     """Write a Hugging Face folder: new weights, and all else as in the model's own; collective.
 
     Tokenizer, chat template and generation settings are copied as they are.
     """
     state: dict[str, Tensor] = {}
-    for name, tensor in full_tensors(engine, engine.dtype):
+    for name, tensor in full_tensors(trainer, trainer.dtype):
         if write:
             # A gathered tensor may be a view of a padded buffer, which safetensors would refuse.
             state[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
     adapters = {
         name: tensor.cpu().contiguous()
-        for name, tensor in adapter_tensors(engine.stages, torch.float32, engine.device)
+        for name, tensor in adapter_tensors(trainer.stages, torch.float32, trainer.device)
     }
     if write:
         with told_as(RunError, f"{target} could not be written"):
-            _write_folder(engine, state, adapters, target)
+            _write_folder(trainer, state, adapters, target)
 
 
 def _write_folder(
-    engine: Trainer, state: dict[str, Tensor], adapters: dict[str, Tensor], target: Path
+    trainer: Trainer, state: dict[str, Tensor], adapters: dict[str, Tensor], target: Path
 ) -> None:
     """Aside first, so that what stands at ``target`` is whole."""
-    source = Path(engine.setup.model_path)
+    source = Path(trainer.setup.model_path)
     aside = writing_folder(target)
     shutil.rmtree(aside, ignore_errors=True)
     # Contents alone: files of a model that others may only read must be writable here. The model
@@ -165,13 +165,13 @@ def _write_folder(
     shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
     aside.chmod(aside.stat().st_mode | stat.S_IRWXU)
     if adapters:
-        plain = model_architecture(str(source), engine.setup.output, torch.float32).model
-        write_adapter(aside / "adapter", adapters, engine.config.lora, engine.config.model, plain)
+        plain = model_architecture(str(source), trainer.setup.output, torch.float32).model
+        write_adapter(aside / "adapter", adapters, trainer.config.lora, trainer.config.model, plain)
     dtype = next(t.dtype for t in state.values() if t.is_floating_point())
     config = read_object(aside / CONFIG)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if engine.setup.output != "logprobs":
+    if trainer.setup.output != "logprobs":
         _, settings = model_class(str(source), "values")
         config["architectures"] = settings.architectures
         config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
@@ -202,37 +202,37 @@ def _stored_name(stage: LogprobModel, name: str) -> str:
     return name
 
 
-def _options(engine: Trainer) -> StateDictOptions:
+def _options(trainer: Trainer) -> StateDictOptions:
     """Optimizer state by parameter name, whatever groups the optimizer keeps it in; of a model with
     adapters, these alone."""
     return StateDictOptions(
-        flatten_optimizer_state_dict=True, ignore_frozen_params=engine.config.lora.rank > 0
+        flatten_optimizer_state_dict=True, ignore_frozen_params=trainer.config.lora.rank > 0
     )
 
 
-def _strict_if_whole(engine: Trainer) -> StateDictOptions:
-    return replace(_options(engine), strict=engine.config.lora.rank == 0)
+def _strict_if_whole(trainer: Trainer) -> StateDictOptions:
+    return replace(_options(trainer), strict=trainer.config.lora.rank == 0)
 
 
-def _stage_states(engine: Trainer) -> list[_StageState]:
+def _stage_states(trainer: Trainer) -> list[_StageState]:
     states = []
-    for stage, optimizers in zip(engine.stages, engine.optimizers, strict=True):
-        model, optimizer = get_state_dict(stage, optimizers, options=_options(engine))
+    for stage, optimizers in zip(trainer.stages, trainer.optimizers, strict=True):
+        model, optimizer = get_state_dict(stage, optimizers, options=_options(trainer))
         states.append(
             _StageState(stage=stage, optimizers=optimizers, model=model, optimizer=optimizer)
         )
     return states
 
 
-def _joined(engine: Trainer, states: list[_StageState]) -> dict[str, Any]:
+def _joined(trainer: Trainer, states: list[_StageState]) -> dict[str, Any]:
     """What a checkpoint holds, by names that do not depend on the layout."""
     joined: dict[str, Any] = {
         "model": {s.stored(name): value for s in states for name, value in s.model.items()},
         "optimizer": {s.stored(name): value for s in states for name, value in s.optimizer.items()},
-        "schedule_step": engine.schedulers[0].last_epoch,
-        "num_steps": engine.num_steps,
+        "schedule_step": trainer.schedulers[0].last_epoch,
+        "num_steps": trainer.num_steps,
     }
     # Saved in every precision, so that a run can go on in float16.
-    scale = engine.loss_scale or LossScale(engine.config.loss_scale)
+    scale = trainer.loss_scale or LossScale(trainer.config.loss_scale)
     joined["loss_scale"] = scale.state_dict()
     return joined
