@@ -83,7 +83,7 @@ def step(trainer: Trainer, advantage: float = 0.0) -> dict[str, float]:
     loss = make_loss("policy_gradient" if advantage else "sft")
     metrics = values(trainer.train(shares, loss, denominators(rows), TEMPERATURE))
     everyone: list[Any] = [None] * dist.get_world_size()
-    mine = metrics.get("train/loss", 0.0) if trainer.mesh.answers else 0.0
+    mine = metrics.get("train/loss", 0.0) if trainer.mesh.is_output_rank else 0.0
     dist.all_gather_object(everyone, mine)
     return metrics | {"loss": sum(everyone)}
 
@@ -220,7 +220,7 @@ def logprobs(model_path: str, config: dict[str, Any], temperature: float) -> tor
     rows = make_rows(preference=False)
     share = range(trainer.mesh.coordinate("dp"), len(LENGTHS), trainer.mesh.sizes.dp)
     columns = scoring.logprobs(trainer, [rows.select(list(share))], temperature)
-    return torch.cat(columns["policy"]) if trainer.mesh.answers else torch.zeros(0)
+    return torch.cat(columns["policy"]) if trainer.mesh.is_output_rank else torch.zeros(0)
 
 
 def averaged_after_one_step(model_path: str, config: dict[str, Any]) -> Any:

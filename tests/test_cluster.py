@@ -276,8 +276,8 @@ def test_rank_order_is_physical_order_however_ray_numbers_bundles(places):
 def test_rank_layout_names_neighbours():
     layout = RankLayout({"dp": 2, "cp": 1, "tp": 4})
     assert [layout.coordinate(rank, "tp") for rank in range(8)] == [0, 1, 2, 3] * 2
-    assert layout.leaders("dp") == (0, 4)
-    assert layout.leaders("tp") == (0, 1, 2, 3)
+    assert layout.output_ranks("dp") == (0, 4)
+    assert layout.output_ranks("tp") == (0, 1, 2, 3)
 
 
 def test_the_meter_counts_values_and_not_what_references_point_to(local_ray):

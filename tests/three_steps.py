@@ -34,7 +34,7 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is compared; empty on ranks that do not answer."""
+    """What is compared; empty on ranks without output."""
 
     numbers: dict[str, list[float]]
     logprobs: dict[int, torch.Tensor]
@@ -144,7 +144,7 @@ def total_loss(mine: float, trainer: Trainer) -> float:
     """The driver adds what each data-parallel rank's last stage reports."""
     mesh = trainer.mesh
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine if mesh.answers else 0.0)
+    dist.all_gather_object(everyone, mine if mesh.is_output_rank else 0.0)
     return sum(everyone)
 
 

@@ -152,7 +152,7 @@ class WorkerGroup(Generic[W]):
         axis: str = "dp",
         last: str | None = None,
     ) -> list[R]:
-        """Shard i to all ranks at position i of ``axis``; results of its leaders, in order.
+        """Shard i to all ranks at position i of ``axis``; results of its output ranks, in order.
 
         Leaders are first along every other axis, and last along ``last``. ``args`` go to all.
         """
@@ -162,7 +162,7 @@ class WorkerGroup(Generic[W]):
             for rank in range(self.world_size)
         }
         results = self._call_all(work, method)
-        return [results[rank] for rank in self.layout.leaders(axis, last)]
+        return [results[rank] for rank in self.layout.output_ranks(axis, last)]
 
     def call_rank(
         self,

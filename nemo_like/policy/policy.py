@@ -195,7 +195,7 @@ class Policy:
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule into ``folder``."""
-        stages = self.group.layout.leaders("pp") if "pp" in self.group.layout.sizes else (0,)
+        stages = self.group.layout.output_ranks("pp") if "pp" in self.group.layout.sizes else (0,)
         expected = sum(self.group.call_rank(rank, PolicyWorker.state_bytes) for rank in stages)
         self._saving(written(Path(folder), expected)).call(PolicyWorker.save, folder)
 
@@ -284,5 +284,5 @@ def _reading(folder: str) -> Callable[[], str]:
 def _add(batch: RemoteBatch, plan: MicroBatchPlan, found: Sequence[ObjectRef | None]) -> None:
     """Add the columns that each data-parallel rank has put into the store for its rows."""
     refs = [ref for ref in found if ref is not None]
-    assert len(refs) == len(found), "ranks that answer must be the group's leaders"
+    assert len(refs) == len(found), "the mesh's output ranks must be the layout's"
     batch.add_columns(refs, [plan.rows(rank) for rank in range(len(refs))])

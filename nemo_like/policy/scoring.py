@@ -29,8 +29,8 @@ def logprobs(
 ) -> dict[str, list[Tensor]]:
     """Logprobs [N] of each micro-batch by ``policy`` and, if there is one, ``reference``.
 
-    Also ``entropy`` [N] of the policy's distributions. Only ranks that answer for the driver
-    (``mesh.answers``) have them; the lists are empty elsewhere.
+    Also ``entropy`` [N] of the policy's distributions. Only output ranks (``mesh.is_output_rank``)
+    have them; the lists are empty elsewhere.
     """
     columns: dict[str, list[Tensor]] = {}
     with trainer.diagnostics.phase("logprobs"):
@@ -53,7 +53,7 @@ def evaluate(
     denominators: Denominators,
     temperature: float,
 ) -> Metrics:
-    """The metrics of ``loss`` on this rank's micro-batches; none on ranks that do not answer."""
+    """The metrics of ``loss`` on this rank's micro-batches; none on ranks without output."""
 
     def ask(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
         return requests_for_loss(loss, requests, micro_batches)
@@ -64,7 +64,7 @@ def evaluate(
 
 
 def scores(trainer: Trainer, micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
-    """Logprobs or values, [N], of each micro-batch's tokens; none on ranks that do not answer."""
+    """Logprobs or values, [N], of each micro-batch's tokens; none on ranks without output."""
     with trainer.diagnostics.phase("score"):
         return [output[0] for output, _ in _outputs(trainer, micro_batches, temperature)]
 
@@ -76,7 +76,7 @@ def top_logprobs(
     k: int,
     vocabulary: int | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Ids int64 [N, K] and logprobs [N, K] of each micro-batch; none on ranks that do not answer.
+    """Ids int64 [N, K] and logprobs [N, K] of each micro-batch; none on ranks without output.
 
     Of the ``k`` most likely tokens, in falling order; all tokens in order of id if there are fewer.
     Zeros where no token trains. ``vocabulary``: see ``ForwardRequest``. Raises RunError for a row

@@ -123,7 +123,7 @@ class Trainer:
 
         ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
         is that of all ranks. ``check`` may refuse the metrics by a RunError. The returned ones are
-        this data-parallel rank's share; ranks that do not answer return what all know.
+        this data-parallel rank's share; others return what all ranks know.
 
         Raises RunError on all ranks before the optimizer step if ``check`` does, or if the gradient
         norm is not finite, as that of a loss that is not finite never is (in float16: skips the
@@ -209,7 +209,7 @@ class Trainer:
             if micro_batch is None:
                 return output.sum() * 0
             rows = output[:, : micro_batch.num_tokens]
-            if sums is not None and self.mesh.answers:
+            if sums is not None and self.mesh.is_output_rank:
                 sums.add(rows[0].detach(), rows[1], micro_batch)
             value, metrics = apply_loss(loss, rows, micro_batch, denominators)
             parts.append(metrics)

@@ -120,7 +120,7 @@ class PolicyWorker(Worker):
     ) -> tuple[ObjectRef | None, Metrics, dict[str, Tensor]]:
         """Logprobs of the policy (``with_policy``) and of the reference, if there is one.
 
-        Returns a reference to their columns (from ranks that answer; None from others); metrics
+        Returns a reference to their columns (from output ranks; None from others); metrics
         that compare the policy's with the generation logprobs; and row columns: how far these are
         apart, and the estimate ``kl`` of the KL to the reference, if it is asked for; collective.
         """
@@ -132,14 +132,14 @@ class PolicyWorker(Worker):
         real = [each for each in micro_batches if each is not None]
         if with_policy:
             sums = MismatchSums(self._device)
-            if self._trainer.mesh.answers:
+            if self._trainer.mesh.is_output_rank:
                 for batch, logprobs, entropy in zip(
                     real, columns["policy"], columns["entropy"], strict=True
                 ):
                     sums.add(logprobs, entropy, batch)
             sums.all_reduce()
             metrics |= sums.metrics()
-        if not self._trainer.mesh.answers:
+        if not self._trainer.mesh.is_output_rank:
             return None, {}, {}
         names = {"policy": keys.POLICY_LOGPROBS, "reference": keys.REFERENCE_LOGPROBS}
         tokens = {
@@ -185,10 +185,10 @@ class PolicyWorker(Worker):
     def score(self, shard: Shard, column: str) -> ObjectRef | None:
         """A reference to what the model gives for each token, as token column ``column``.
 
-        None from ranks that do not answer; collective.
+        None from ranks without output; collective.
         """
         parts = scoring.scores(self._trainer, shard.micro_batches(self._device), shard.temperature)
-        if not self._trainer.mesh.answers:
+        if not self._trainer.mesh.is_output_rank:
             return None
         tokens = {column: torch.cat(parts).cpu() if parts else torch.zeros(0)}
         return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
@@ -198,7 +198,7 @@ class PolicyWorker(Worker):
         micro_batches = shard.micro_batches(self._device)
         temperature = shard.temperature
         parts = scoring.top_logprobs(self._trainer, micro_batches, temperature, k, vocabulary)
-        if not self._trainer.mesh.answers:
+        if not self._trainer.mesh.is_output_rank:
             return None
         none = (torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k))
         ids, logprobs = zip(*(parts or [none]), strict=True)

@@ -79,7 +79,7 @@ class PolicyMesh:
         return mine
 
     @property
-    def answers(self) -> bool:
-        """Whether the driver takes this rank's results: the last stage has the loss."""
+    def is_output_rank(self) -> bool:
+        """Whether the driver reads this rank's results: the last stage has the loss."""
         last_stage = self.coordinate("pp") == self.sizes.pp - 1
         return last_stage and self.coordinate("cp") == 0 and self.coordinate("tp") == 0
