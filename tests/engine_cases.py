@@ -20,9 +20,9 @@ from nemo_like.policy import scoring
 from nemo_like.policy.parallel.shards import local_part
 from nemo_like.policy.parallel.stages import bins_for_pipeline
 from nemo_like.policy.state.state import (
-    full_tensors,
     load_checkpoint,
     load_weights,
+    model_tensors,
     refit_tensors,
     save_checkpoint,
 )
@@ -89,7 +89,7 @@ def step(trainer: Trainer, advantage: float = 0.0) -> dict[str, float]:
 
 
 def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: each.clone() for name, each in full_tensors(trainer, torch.float32)}
+    return {name: each.clone() for name, each in model_tensors(trainer, torch.float32)}
 
 
 def train(model_path: str, config: dict[str, Any], num_steps: int) -> Any:

@@ -117,7 +117,7 @@ def test_other_optimizers_go_on_in_other_layouts(kind, name, pool, four_layers, 
     expected = pool.run(2, f"{CASES}:save_then_go_on", four_layers(), config, folder)
     config["parallel"] = parallel
     actual = pool.run(ranks, f"{CASES}:load_and_go_on", four_layers(), config, folder)
-    # Muon's bfloat16 products amplify the rounding of gradients (see WholeMatrixMuon).
+    # Muon's bfloat16 products amplify the rounding of gradients (see FullMatrixMuon).
     assert_same(actual[-1], expected[-1], 4e-5 if kind == "muon" else TOLERANCE)
 
 

@@ -19,7 +19,7 @@ from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
 from nemo_like.policy.parallel.stages import bins_for_pipeline
-from nemo_like.policy.state.state import full_tensors
+from nemo_like.policy.state.state import model_tensors
 from nemo_like.policy.trainer import Trainer, TrainerSetup
 
 TEMPERATURE = 0.7
@@ -105,7 +105,7 @@ def three_steps(
         metrics = values(trainer.train(shares, loss, denominators(batch), TEMPERATURE))
         numbers["loss"].append(total_loss(metrics.get("train/loss", 0.0), trainer))
         numbers["grad_norm"].append(metrics["train/grad_norm"])
-    parameters = {name: each.cpu().clone() for name, each in full_tensors(trainer, torch.float32)}
+    parameters = {name: each.cpu().clone() for name, each in model_tensors(trainer, torch.float32)}
     return Outcome(numbers=numbers, logprobs=first, parameters=parameters)
 
 

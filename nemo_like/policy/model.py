@@ -63,7 +63,7 @@ class LogprobModel(nn.Module):
     def forward(self, hidden: Tensor | None, requests: RequestQueue) -> Tensor:
         """Hidden states [.., H] of the last layer here; from the last stage, float32 [R, N]:
 
-        logprobs and entropies (zeros unless requested), then the logprobs of any ``request.ids``; or,
+        logprobs and entropies (zeros unless requested), then logprobs of any ``request.ids``; or,
         with ``request.top_k``, K logprobs and K ids (exact in float32 below 2^24). 0 where none
         is wanted. ``hidden`` comes from the previous stage; the first ignores it.
         """

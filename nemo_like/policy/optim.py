@@ -1,7 +1,7 @@
 """Optimizers, and the learning rate in optimizer steps.
 
 Parameters are plain tensors or DTensors under any mesh. AdamW and SGD work element by element, so
-each rank updates its shard; Muon and Adafactor look at whole matrices and have subclasses here.
+each rank updates its shard; Muon and Adafactor look at full matrices and have subclasses here.
 """
 
 import math
@@ -41,7 +41,7 @@ def make_optimizers(
         case "sgd":
             return [SGD(_groups(named, config), lr=config.lr, momentum=config.momentum)]
         case "adafactor":
-            return [WholeMatrixAdafactor(_groups(named, config), lr=config.lr)]
+            return [FullMatrixAdafactor(_groups(named, config), lr=config.lr)]
         case "adamw8bit":
             return [_adamw8bit(named, config)]
         case "muon":
@@ -108,7 +108,7 @@ class ShardwiseAdamW(AdamW):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """What ``step`` works on; moments are kept as shards of a whole, as checkpoints need."""
+        """What ``step`` works on; moments are kept as DTensors, as checkpoints need."""
         ours = (params_with_grad, grads, exp_avgs, exp_avg_sqs)
         has_complex = super()._init_group(group, *ours, max_exp_avg_sqs, state_steps)
         for tensors in ours:
@@ -116,12 +116,12 @@ class ShardwiseAdamW(AdamW):
         return has_complex
 
 
-class WholeMatrixMuon(Muon):
+class FullMatrixMuon(Muon):
     """torch.optim.Muon (https://kellerjordan.github.io/posts/muon) for sharded matrices.
 
     torch's own orthogonalises DTensors by distributed products in bfloat16, whose rounding depends
     on the number of shards (4e-4 after three steps at lr 0.01). Here momentum stays sharded, while
-    every rank gathers and orthogonalises one whole matrix at a time: a step costs one all-gather of
+    every rank gathers and orthogonalises one full matrix at a time: a step costs one all-gather of
     all matrices, and no rank spares another the products. The bfloat16 products still amplify what
     gradients themselves differ by: a relative 1e-7 becomes 4e-5 after three steps at lr 0.001.
     """
@@ -145,7 +145,7 @@ class WholeMatrixMuon(Muon):
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         # Without momentum and decay, a step from zero is the orthogonalised update itself.
         change = Parameter(torch.zeros(parameter.shape, device=parameter.device))
-        change.grad = _whole(update)
+        change.grad = _full(update)
         options = {
             key: group[key] for key in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
         }
@@ -156,7 +156,7 @@ class WholeMatrixMuon(Muon):
         local_part(parameter).add_(_shard_like(parameter, change.detach()))
 
 
-class WholeMatrixAdafactor(Adafactor):
+class FullMatrixAdafactor(Adafactor):
     """torch.optim.Adafactor (arXiv:1804.04235) for sharded parameters, which torch's own refuses.
 
     ``lr`` is relative to a parameter's root mean square. Parameter and gradient are gathered, one
@@ -172,12 +172,12 @@ class WholeMatrixAdafactor(Adafactor):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                whole = Parameter(_whole(parameter))
-                whole.grad = _whole(parameter.grad)
-                optimizer = Adafactor([whole], **options)
-                optimizer.state[whole] = self.state[parameter]
+                full = Parameter(_full(parameter))
+                full.grad = _full(parameter.grad)
+                optimizer = Adafactor([full], **options)
+                optimizer.state[full] = self.state[parameter]
                 optimizer.step()
-                local_part(parameter).copy_(_shard_like(parameter, whole.detach()))
+                local_part(parameter).copy_(_shard_like(parameter, full.detach()))
 
 
 def _adamw(named: _Named, config: OptimizerConfig) -> AdamW:
@@ -217,7 +217,7 @@ def _muon_and_adamw(named: _Named, config: OptimizerConfig) -> list[Optimizer]:
             "policy.optimizer.kind=adamw."
         )
     optimizers: list[Optimizer] = [
-        WholeMatrixMuon(
+        FullMatrixMuon(
             _groups(matrices, config),
             lr=config.lr,
             momentum=config.momentum,
@@ -256,14 +256,14 @@ def _groups(named: _Named, config: OptimizerConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of ``whole``, cut as ``parameter`` is; moves no data between ranks."""
+def _shard_like(parameter: Tensor, full: Tensor) -> Tensor:
+    """This rank's part of ``full``, cut as ``parameter`` is; moves no data between ranks."""
     if not isinstance(parameter, DTensor):
-        return whole
+        return full
     mesh = parameter.device_mesh
-    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    copies = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return copies.redistribute(placements=parameter.placements).to_local()

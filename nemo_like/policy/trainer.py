@@ -2,7 +2,7 @@
 
 Every micro-batch's loss is its share of one global mean (see losses/protocol.py), so gradients of
 micro-batches, data-parallel and context-parallel ranks add up. Tensor-parallel ranks and stages of
-a pipeline hold parts of one model; whole parameters that they share are kept equal.
+a pipeline hold parts of one model; full parameters that they share are kept equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ class Trainer:
             if parameter.requires_grad
         }
         """This rank's shards by their names in memory. Taken now: between a forward pass and a
-        reshard, FSDP2 shows whole parameters under the same names."""
+        reshard, FSDP2 shows full parameters under the same names."""
         self._shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
         self.reference: list[LogprobModel] = []
         if setup.with_reference and not config.lora.rank:  # else it is the model without adapters
@@ -225,10 +225,10 @@ class Trainer:
         self, requests: Sequence[ForwardRequest], value_of: Callable[[Tensor, int], Tensor]
     ) -> None:
         model = self.stages[0]
-        whole_step = isinstance(model, FSDPModule) and not self.mesh.parallel.reshard_after_forward
+        sync_once = isinstance(model, FSDPModule) and not self.mesh.parallel.reshard_after_forward
         for i, request in enumerate(requests):
             last = i == len(requests) - 1
-            if whole_step and isinstance(model, FSDPModule):
+            if sync_once and isinstance(model, FSDPModule):
                 # Gradients add up unsharded and are reduced once.
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)

@@ -65,7 +65,7 @@ class Started:
     """What a rank found when it loaded its model."""
 
     num_trained: int
-    """Parameters that the whole model trains, all ranks' shards together."""
+    """Trained parameters of the full model, not of this rank's shard."""
     unused: Sequence[str] = ()
     """Rank 0: tensors that the model's files hold and that it has no use for."""
 

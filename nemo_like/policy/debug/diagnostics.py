@@ -88,8 +88,8 @@ class Diagnostics:
         check_equal_over(tensors, groups, mesh.rank, what)
         tp = mesh.group("tp")
         if tp is not None:
-            whole = {name: each for name, each in tensors.items() if not _split_over_tp(each)}
-            check_equal_over(whole, [("tp", tp)], mesh.rank, what)
+            full = {name: each for name, each in tensors.items() if not _split_over_tp(each)}
+            check_equal_over(full, [("tp", tp)], mesh.rank, what)
 
 
 def _split_over_tp(tensor: Tensor) -> bool:

@@ -14,9 +14,9 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def join_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of parts that do not overlap; every rank goes on with the whole *in the same way*.
+    """Sum of parts that do not overlap; every rank goes on with it *in the same way*.
 
-    Each rank then has the gradient of the whole, of which its part is its own: no collective.
+    Each rank then has the gradient of the sum, hence of its part: no collective.
     """
     return _JoinParts.apply(x, group)  # pyright: ignore[reportReturnType]
 
@@ -27,7 +27,7 @@ def split_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Slices of dimension 1 made whole, for ranks that go on in the same way; see join_parts."""
+    """Slices of dimension 1 joined, for ranks that go on in the same way; see join_parts."""
     return _GatherPositions.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
@@ -66,14 +66,14 @@ class _SplitPositions(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _whole(gradients[0], ctx.group), None
+        return _full(gradients[0], ctx.group), None
 
 
 class _GatherPositions(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _whole(x, group)
+        return _full(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -85,7 +85,7 @@ def _own_slice(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(size, dim=1)[rank].contiguous()
 
 
-def _whole(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _full(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim=1)

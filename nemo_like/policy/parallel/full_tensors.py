@@ -1,4 +1,4 @@
-"""Sharded tensors made whole, many to a collective: one by one, the host limits a refit."""
+"""Sharded tensors gathered, many to a collective: one by one, the host limits a refit."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -12,12 +12,12 @@ _BATCH_BYTES = 128 * 2**20
 """Most of one collective, which holds them twice; a larger tensor is gathered by itself, once."""
 
 
-def whole(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def full_tensor(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One parameter or buffer as every rank is to see it, in ``dtype``; collective."""
-    return next(whole_tensors([(tensor, dtype)], device))
+    return next(full_tensors([(tensor, dtype)], device))
 
 
-def whole_tensors(
+def full_tensors(
     tensors: Iterable[tuple[Tensor, torch.dtype]], device: torch.device
 ) -> Iterator[Tensor]:
     """Parameters and buffers as every rank is to see them, each in its dtype.
@@ -73,7 +73,7 @@ def _shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
 def _gathered(
     tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> Iterator[Tensor]:
-    """Each tensor whole, from one collective of every rank's rows."""
+    """Each full tensor, from one collective of every rank's rows."""
     num_ranks = dist.get_world_size(group)
     # All ranks but the last that have any have as many rows, ``torch.chunk``'s; these are padded.
     widths = [-(-each.shape[0] // num_ranks) * prod(each.shape[1:]) for each in tensors]

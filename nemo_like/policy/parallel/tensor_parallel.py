@@ -29,7 +29,7 @@ def apply_tensor_parallel(
 ) -> set[str]:
     """Split ``model`` over ``mesh`` in place.
 
-    Returns the Hugging Face names of whole parameters that see only a share of the heads or
+    Returns the Hugging Face names of full parameters that see only a share of the heads or
     positions, and whose gradients therefore must be summed over ``mesh``. Raises UserError for a
     plan with styles that this file does not have.
     """
@@ -49,7 +49,7 @@ def apply_tensor_parallel(
         elif style == _PARTIAL:
             partial |= {f"{name}.{each}" for each, _ in module.named_parameters()}
     for name in parents:
-        _enter_whole(causal_lm.get_submodule(name), mesh, positions)
+        _enter_full(causal_lm.get_submodule(name), mesh, positions)
     _split_vocabulary(model, mesh)
     if sequence_parallel:
         partial |= _split_between_layers(model, mesh.get_group())
@@ -68,27 +68,27 @@ def _plan(causal_lm: nn.Module) -> dict[str, str]:
     return plan
 
 
-def _enter_whole(module: nn.Module, mesh: DeviceMesh, positions: Placement) -> None:
+def _enter_full(module: nn.Module, mesh: DeviceMesh, positions: Placement) -> None:
     """Give attention and MLP all positions as one DTensor: one collective for all their matrices.
 
     Its backward sums what the ranks' matrices contribute (and splits it by position again).
     """
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def whole(x: Tensor) -> Tensor:
+        def full(x: Tensor) -> Tensor:
             return DTensor.from_local(x, mesh, (positions,), run_check=False).redistribute(
                 mesh, (Replicate(),)
             )
 
         if args:
-            return (whole(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": whole(kwargs["hidden_states"])}
+            return (full(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": full(kwargs["hidden_states"])}
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def _split_vocabulary(model: LogprobModel, mesh: DeviceMesh) -> None:
-    """Embedding and head by rows, where the vocabulary divides; whole on every rank otherwise."""
+    """Embedding and head by rows, where the vocabulary divides; full on every rank otherwise."""
     embedding = model.causal_lm.get_input_embeddings()
     head = model.causal_lm.get_output_embeddings()
     if model.causal_lm.config.get_text_config().vocab_size % mesh.size():

@@ -50,7 +50,7 @@ def read_tensors(
     """Fill ``wanted``, by names in memory, each from its source; collective.
 
     A rank reads its own slices; of stacked experts, those that it has. What is converted in
-    another way is read whole, one tensor at a time.
+    another way is read in full, one tensor at a time.
     """
     renamed = {name: one for name, one in sources.items() if one.converter is None}
     with told_as(UserError, _UNREADABLE.format(path)):
@@ -91,14 +91,14 @@ def _read_converted(
             part = source.rows(offset[0], offset[0] + shape[0])
             local.copy_(naming.convert(part, get)[name])
         return
-    whole = naming.convert(source, get)[name]
+    full = naming.convert(source, get)[name]
     if isinstance(tensor, DTensor):
-        whole = whole.to(local.device)
+        full = full.to(local.device)
         # Every rank has read the same: nothing needs to travel.
-        whole = distribute_tensor(
-            whole, tensor.device_mesh, tensor.placements, src_data_rank=None
+        full = distribute_tensor(
+            full, tensor.device_mesh, tensor.placements, src_data_rank=None
         ).to_local()
-    local.copy_(whole)
+    local.copy_(full)
 
 
 def _is_rows(tensor: DTensor) -> bool:

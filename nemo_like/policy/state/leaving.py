@@ -1,4 +1,4 @@
-"""Tensors as they leave the policy: whole, adapters merged, by their names on disk."""
+"""Tensors as they leave the policy: full, adapters merged, by their names on disk."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_like.models.naming import is_adapter, plain_name
 from nemo_like.policy.lora import Adapter, adapters_of
 from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.parallel.full_tensors import whole, whole_tensors
+from nemo_like.policy.parallel.full_tensors import full_tensor, full_tensors
 from nemo_like.policy.state.loading import tied_names
 from nemo_like.refit.manifest import Architecture
 
@@ -25,7 +25,7 @@ def leaving_tensors(
     merged: bool = True,
     pp: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of ``architecture`` once, by its name on disk, whole, in its dtype.
+    """Every tensor of ``architecture`` once, by its name on disk, full, in its dtype.
 
     ``merged``: adapters are added to their matrices, in float32. Collective: all ranks must draw
     from it at the same pace. With a pipeline, each tensor is sent from the stage that has it.
@@ -33,19 +33,19 @@ def leaving_tensors(
     parts = _Parts.of(stages, merged=merged)
     naming, translations = architecture.naming, architecture.translations
     names = [name for each in translations for name in each.names]
-    wholes = _wholes(parts, names, architecture, device, pp)
+    full = _full(parts, names, architecture, device, pp)
     for each in translations:
         if each.converter is None:
-            yield each.targets[0], next(wholes)
+            yield each.targets[0], next(full)
         else:
-            own = {name: next(wholes) for name in each.names}
+            own = {name: next(full) for name in each.names}
             yield from naming.convert(each, own.pop).items()
 
 
 def adapter_tensors(
     stages: Sequence[LogprobModel], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of an adapter by the name that it travels by, whole; collective."""
+    """Each tensor of an adapter by the name that it travels by, full; collective."""
     adapters = {
         plain_name(name): tensor
         for stage in stages
@@ -53,7 +53,7 @@ def adapter_tensors(
         if is_adapter(name)
     }
     parts = ((tensor.detach(), dtype) for tensor in adapters.values())
-    yield from zip(adapters, whole_tensors(parts, device), strict=True)
+    yield from zip(adapters, full_tensors(parts, device), strict=True)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Parts:
         return cls(state, adapters)
 
 
-def _wholes(
+def _full(
     parts: _Parts,
     names: Sequence[str],
     architecture: Architecture,
@@ -87,8 +87,8 @@ def _wholes(
     state, adapters = parts.state, parts.adapters
     stored = {name: architecture.tensors[name].dtype for name in names}
     owners = _owners(list(state), pp)
-    gather = partial(whole, dtype=torch.float32, device=device)
-    plain = whole_tensors(
+    gather = partial(full_tensor, dtype=torch.float32, device=device)
+    plain = full_tensors(
         ((state[name], stored[name]) for name in names if name in state and name not in adapters),
         device,
     )

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to sharded stages on the device, without a whole model anywhere.
+"""From a Hugging Face folder to sharded stages on the device, without a full model anywhere.
 
 Parameters begin on the meta device; each rank reads its own slices from the safetensors files.
 """
@@ -171,18 +171,18 @@ def _load_weights(model: LogprobModel, path: str, output: Output) -> None:
         read_tensors(path, stored, state, sources, naming)
     else:
         logger.info(
-            "%s lacks safetensors of %s; every rank reads the whole model once",
+            "%s lacks safetensors of %s; every rank reads the full model once",
             path,
             sorted(state.keys() - sources.keys())[:3],
         )
-        _load_whole(model, path, wanted)
+        _load_full(model, path, wanted)
 
 
-def _load_whole(model: LogprobModel, path: str, wanted: Collection[str]) -> None:
-    """From other formats (.bin), which are read whole; collective."""
+def _load_full(model: LogprobModel, path: str, wanted: Collection[str]) -> None:
+    """From other formats (.bin), which are read in full; collective."""
     auto_class: Any = AutoModelForCausalLM  # whose types know nothing of output_loading_info
     with told_as(UserError, f"The weights of the model {path} cannot be loaded"):
-        whole, found = auto_class.from_pretrained(
+        loaded, found = auto_class.from_pretrained(
             path,
             config=model_settings(path),
             dtype=torch.float32,
@@ -196,7 +196,7 @@ def _load_whole(model: LogprobModel, path: str, wanted: Collection[str]) -> None
             f"The files of the model {path} lack {lost[0]}, which its config.json asks for; give a "
             "complete folder."
         )
-    full: dict[str, Any] = whole.state_dict()
+    full: dict[str, Any] = loaded.state_dict()
     own = [name for name, _ in model.causal_lm.named_parameters()]
     own += [name for name, _ in model.causal_lm.named_buffers()]
     set_model_state_dict(

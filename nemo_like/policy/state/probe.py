@@ -83,7 +83,7 @@ def _problem(
     """What is wrong with a layout; nothing if it gives the ``expected`` logprobs."""
     text = full.get_text_config()
     window = getattr(text, "sliding_window", None)
-    # Packed attention sees whole rows; refuse a window now, not when the first long row comes.
+    # Packed attention sees full rows; refuse a window now, not when the first long row comes.
     in_use = window is not None and getattr(text, "use_sliding_window", True)
     packed = layout.batching == "packed"
     if in_use and packed and window < text.max_position_embeddings:

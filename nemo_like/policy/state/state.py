@@ -43,18 +43,18 @@ def refit_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """What a refit carries, in the order of ``plan_refit``; collective."""
     if not travels_apart(trainer.config.lora):
-        yield from full_tensors(trainer, dtype)
+        yield from model_tensors(trainer, dtype)
         return
     if not adapters_only:
-        yield from full_tensors(trainer, dtype, merged=False)
+        yield from model_tensors(trainer, dtype, merged=False)
     trainer.synchronize()
     yield from adapter_tensors(trainer.stages, dtype, trainer.device)
 
 
-def full_tensors(
+def model_tensors(
     trainer: Trainer, dtype: torch.dtype, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the architecture once, by its name on disk, whole, in ``dtype``; collective.
+    """Every tensor of the architecture once, by its name on disk, full, in ``dtype``; collective.
 
     A value model has ``score`` in place of an output head.
     """
@@ -100,7 +100,7 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> None:
             state.optimizers,
             model_state_dict={k: loaded["model"][state.stored(k)] for k in state.model},
             optim_state_dict={k: loaded["optimizer"][state.stored(k)] for k in state.optimizer},
-            options=_strict_if_whole(trainer),
+            options=_strict_if_full(trainer),
         )
     trainer.num_steps = loaded["num_steps"]
     if trainer.loss_scale is not None:
@@ -130,7 +130,7 @@ def load_weights(folder: Path, trainer: Trainer) -> None:
         read_sections(folder, {"model": model})
     for stage, part in parts:
         weights = {name: model[_stored_name(stage, name)] for name in part}
-        set_model_state_dict(stage, weights, options=_strict_if_whole(trainer))
+        set_model_state_dict(stage, weights, options=_strict_if_full(trainer))
 
 
 def export_folder(trainer: Trainer, target: Path, write: bool) -> None:
@@ -139,7 +139,7 @@ def export_folder(trainer: Trainer, target: Path, write: bool) -> None:
     Tokenizer, chat template and generation settings are copied as they are.
     """
     state: dict[str, Tensor] = {}
-    for name, tensor in full_tensors(trainer, trainer.dtype):
+    for name, tensor in model_tensors(trainer, trainer.dtype):
         if write:
             # A gathered tensor may be a view of a padded buffer, which safetensors would refuse.
             state[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
@@ -155,7 +155,7 @@ def export_folder(trainer: Trainer, target: Path, write: bool) -> None:
 def _write_folder(
     trainer: Trainer, state: dict[str, Tensor], adapters: dict[str, Tensor], target: Path
 ) -> None:
-    """Aside first, so that what stands at ``target`` is whole."""
+    """Aside first, so that what stands at ``target`` is complete."""
     source = Path(trainer.setup.model_path)
     aside = writing_folder(target)
     shutil.rmtree(aside, ignore_errors=True)
@@ -210,7 +210,7 @@ def _options(trainer: Trainer) -> StateDictOptions:
     )
 
 
-def _strict_if_whole(trainer: Trainer) -> StateDictOptions:
+def _strict_if_full(trainer: Trainer) -> StateDictOptions:
     return replace(_options(trainer), strict=trainer.config.lora.rank == 0)
 
 

@@ -1,4 +1,4 @@
-"""Sharded tensors made whole, several to a collective."""
+"""Sharded tensors gathered, several to a collective."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from nemo_like.policy.parallel import full_tensors as whole
+from nemo_like.policy.parallel import full_tensors as full
 
 CASES = __name__
 ROWS = (7, 1, 4, 5, 2, 8, 3)
@@ -20,7 +20,7 @@ PLACEMENTS = {
 
 def gather(placed: str, batch_bytes: int) -> tuple[float, int]:
     """Largest gap to what was divided, and the collectives that it took."""
-    whole._BATCH_BYTES, in_general = batch_bytes, whole._BATCH_BYTES
+    full._BATCH_BYTES, in_general = batch_bytes, full._BATCH_BYTES
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2))
     originals = [torch.randn(rows, *rest) for rows in ROWS for rest in ((), (3,), (2, 3))]
@@ -30,8 +30,8 @@ def gather(placed: str, batch_bytes: int) -> tuple[float, int]:
     plain = torch.tensor(1.5)
     wanted = [(each, torch.float64) for each in [*tensors, plain]]
     with _Count() as count:
-        results = list(whole.whole_tensors(wanted, torch.device("cpu")))
-    whole._BATCH_BYTES = in_general
+        results = list(full.full_tensors(wanted, torch.device("cpu")))
+    full._BATCH_BYTES = in_general
     expected = [*originals, plain]
     assert [each.shape for each in results] == [each.shape for each in expected]
     assert all(each.dtype == torch.float64 for each in results)
