@@ -174,7 +174,7 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def straight(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of six small steps without interruption; read only.
 
-    Every step warns of its gap, which must change no number: other runs have the usual limit.
+    Every step warns of its mismatch, which must change no number: other runs have the usual limit.
     """
     from tests import small_runs
 

@@ -50,7 +50,7 @@ def schedule(kind: Schedule) -> dict[str, Any]:
     return {"scheduler": SchedulerConfig(kind=kind, warmup_steps=1)}
 
 
-def largest_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
 

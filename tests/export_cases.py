@@ -46,8 +46,9 @@ def rows() -> list[TensorBatch]:
 
 
 def train_and_export(path: str, config: dict[str, Any], folder: str) -> Any:
-    """Largest gap between the trainer's logprobs and those of its export in transformers; with
-    adapters, also that of ``final/adapter`` in peft.
+    """Largest difference between the trainer's logprobs and those of its export in transformers.
+
+    With adapters, also that of ``final/adapter`` in peft.
 
     Leaves the export in ``folder``, the tensors of a refit after each step next to it, and the
     trainer's logprobs of all tokens but each first one.
@@ -65,9 +66,9 @@ def train_and_export(path: str, config: dict[str, Any], folder: str) -> Any:
     ours = policy_logprobs(trainer)
     torch.save(ours, target.with_name("logprobs.pt"))
     plain = load(target)
-    found = [largest_gap(ours, logprobs_in(plain))]
+    found = [largest_difference(ours, logprobs_in(plain))]
     if trainer.config.lora.rank:
-        found.append(largest_gap(ours, logprobs_in(with_adapter(path, target / "adapter"))))
+        found.append(largest_difference(ours, logprobs_in(with_adapter(path, target / "adapter"))))
     return found
 
 
@@ -104,7 +105,7 @@ def with_adapter(base: str, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(load(base), folder).eval()
 
 
-def largest_gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 
@@ -156,8 +157,8 @@ def reads_own_experts(path: str) -> list[str]:
 
 
 def vllm_gaps(folder: str) -> tuple[float, float]:
-    """After three refits: largest gaps of prompts' and of completions' logprobs to the trainer's
-    and to transformers'."""
+    """After three refits: how far prompts' logprobs are from the trainer's, completions' from
+    transformers', at most."""
     from safetensors.torch import load_file
 
     from tests.exported_engines import RefittedEngine
@@ -172,14 +173,17 @@ def vllm_gaps(folder: str) -> tuple[float, float]:
         prefilled = engine.prompt_logprobs(ids)
         completed = engine.complete(prompts, 8)
     ours = torch.load(target.with_name("logprobs.pt"))
-    gap = largest_gap(ours, [each.float() for each in prefilled])
-    return gap, max(
-        _completion_gap(plain, prompt, *one) for prompt, one in zip(prompts, completed, strict=True)
+    difference = largest_difference(ours, [each.float() for each in prefilled])
+    return difference, max(
+        _completion_difference(plain, prompt, *one)
+        for prompt, one in zip(prompts, completed, strict=True)
     )
 
 
 @torch.no_grad()
-def _completion_gap(model: Any, prompt: list[int], ids: list[int], logprobs: Tensor) -> float:
+def _completion_difference(
+    model: Any, prompt: list[int], ids: list[int], logprobs: Tensor
+) -> float:
     every = torch.tensor([prompt + ids])
     expected = model(input_ids=every, use_cache=False).logits[0, len(prompt) - 1 : -1]
     expected = expected.log_softmax(-1).gather(-1, every[0, len(prompt) :, None])[:, 0]

@@ -138,7 +138,7 @@ def test_adapters_alone_are_refused_by_an_engine_that_holds_no_model(case):
 def test_logprobs_are_those_of_a_peft_model_after_refits_of_adapters_alone(case):
     for seed in range(5):
         case.refit(seed, whole=seed in (0, 3))
-        assert case.gap(case.requests(4)) < case.tolerance
+        assert case.mismatch(case.requests(4)) < case.tolerance
 
 
 def test_a_refit_of_adapters_leaves_no_trace_of_the_old_ones_in_caches(case):
@@ -146,7 +146,7 @@ def test_a_refit_of_adapters_leaves_no_trace_of_the_old_ones_in_caches(case):
     before = case.generate(requests)
     case.refit(9)
     assert [one.token_ids for one in case.generate(requests)] != [one.token_ids for one in before]
-    assert case.gap(case.requests(2, max_new_tokens=60)) < case.tolerance
+    assert case.mismatch(case.requests(2, max_new_tokens=60)) < case.tolerance
 
 
 def forget(specs):
@@ -178,7 +178,7 @@ def test_a_sender_of_other_adapters_is_refused_and_the_weights_stay(case, change
     change(specs)
     with pytest.raises(RunError, match=message):
         case.run(case.engine.connect(NOWHERE, plan_buckets(specs, BUCKET_BYTES), TIMEOUT_S))
-    assert case.gap(case.requests(2)) < case.tolerance
+    assert case.mismatch(case.requests(2)) < case.tolerance
 
 
 def test_an_engine_that_was_started_without_adapters_refuses_them(tmp_path, run):  # noqa: F811

@@ -297,10 +297,10 @@ def test_without_its_correction_the_kl_of_trl_lacks_the_gradient_of_the_sampling
     """Equal values; our gradient has a term more, mean(k3 * grad log p): see ``kl_loss``."""
     ours = sides.ours(on_policy=True, **CLIP, **SEQUENCE, **WITH_KL)
     theirs = sides.theirs(on_policy=True, loss_type="grpo", beta=BETA, use_bias_correction_kl=False)
-    loss, gap = minus(ours, theirs)
+    loss, difference = minus(ours, theirs)
     assert loss == pytest.approx(0, abs=1e-5)
     score = sides.ours(objective="reinforce", token_advantages=-BETA * sides.k3(), **SEQUENCE)
-    assert_equal((0.0, gap), (0.0, score[1]))
+    assert_equal((0.0, difference), (0.0, score[1]))
 
 
 def test_the_kl_of_trl_has_the_ratio_of_the_sequence_where_the_objective_has_it(sides):
@@ -313,8 +313,8 @@ def test_the_kl_of_trl_has_the_ratio_of_the_sequence_where_the_objective_has_it(
         sides.flat(LOG_RATIOS)[(row == i) & sides.batch.tokens[keys.LOSS_MASK]].mean()
         for i in range(len(PROMPTS))
     ]
-    gap = sides.flat(LOG_RATIOS).exp() - torch.stack(of_row)[row].exp()
-    expected = BETA * sides.mean("sequence", gap * sides.k3())
+    difference = sides.flat(LOG_RATIOS).exp() - torch.stack(of_row)[row].exp()
+    expected = BETA * sides.mean("sequence", difference * sides.k3())
     assert abs(expected) > 1e-3
     assert ours[0] - theirs[0] == pytest.approx(expected, abs=1e-5)
 

@@ -149,7 +149,7 @@ def test_experts_are_read_trained_and_leave_alike_in_every_layout(
     metrics, parameters = pool.run(ranks, *case, config | changes, 2)[0]
     assert metrics[-1]["loss"] == pytest.approx(expected[0][-1]["loss"], abs=TOLERANCE)
     assert list(parameters) == list(expected_tensors(model_of(family), torch.float32))
-    assert engine_cases.largest_gap(parameters, expected[1]) < 1e-4
+    assert engine_cases.largest_difference(parameters, expected[1]) < 1e-4
 
 
 def test_a_checkpoint_of_experts_goes_on_on_one_and_on_four_ranks(pool, model_of, tmp_path):
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_experts_goes_on_on_one_and_on_four_ranks(pool, model_of
         case = f"{engine_cases.CASES}:load_and_go_on", path, config, str(tmp_path)
         again, parameters = pool.run(ranks, *case)[0]
         assert again["loss"] == pytest.approx(metrics["loss"], abs=TOLERANCE)
-        assert engine_cases.largest_gap(parameters, expected) < 1e-4
+        assert engine_cases.largest_difference(parameters, expected) < 1e-4
 
 
 def test_a_rank_reads_its_own_experts_alone(pool, model_of):
@@ -341,7 +341,7 @@ def test_folders_with_other_names_are_read_like_the_usual_ones(family, pool, mod
     (_, expected), (_, found) = (
         pool.run(2, case, folder, settings(family, 0), 0)[0] for folder in (path, str(tmp_path))
     )
-    assert engine_cases.largest_gap(found, expected) == 0
+    assert engine_cases.largest_difference(found, expected) == 0
 
 
 def test_experts_are_put_together_from_buffers_that_are_used_again(model_of):
@@ -356,7 +356,7 @@ def test_experts_are_put_together_from_buffers_that_are_used_again(model_of):
             yield name, view.copy_(each)
 
     found = {name: each.clone() for name, each in Naming(model).in_memory(one_after_the_other())}
-    assert engine_cases.largest_gap(found, model.state_dict()) == 0
+    assert engine_cases.largest_difference(found, model.state_dict()) == 0
 
 
 @pytest.mark.parametrize("family", EXPERTS)

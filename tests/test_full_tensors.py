@@ -19,7 +19,7 @@ PLACEMENTS = {
 
 
 def gather(placed: str, batch_bytes: int) -> tuple[float, int]:
-    """Largest gap to what was divided, and the collectives that it took."""
+    """Largest difference to what was divided, and the collectives that it took."""
     full._BATCH_BYTES, in_general = batch_bytes, full._BATCH_BYTES
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2))
@@ -35,8 +35,8 @@ def gather(placed: str, batch_bytes: int) -> tuple[float, int]:
     expected = [*originals, plain]
     assert [each.shape for each in results] == [each.shape for each in expected]
     assert all(each.dtype == torch.float64 for each in results)
-    gaps = [(a - b).abs().max().item() for a, b in zip(results, expected, strict=True)]
-    return max(gaps), count.calls
+    differences = [(a - b).abs().max().item() for a, b in zip(results, expected, strict=True)]
+    return max(differences), count.calls
 
 
 class _Count:
@@ -58,8 +58,8 @@ class _Count:
 @pytest.mark.parametrize("placed", PLACEMENTS)
 @pytest.mark.parametrize("batch_bytes", [1, 400, 2**20])
 def test_gathered_tensors_are_what_was_divided(pool, placed, batch_bytes):
-    for gap, num_collectives in pool.run(4, f"{CASES}:gather", placed, batch_bytes):
-        assert gap == 0
+    for difference, num_collectives in pool.run(4, f"{CASES}:gather", placed, batch_bytes):
+        assert difference == 0
         if placed != "by rows" or batch_bytes == 1:
             assert num_collectives == 0  # left to DTensor, as what is large enough by itself
         elif batch_bytes == 2**20:

@@ -13,7 +13,7 @@ from nemo_like.config.policy import ParallelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from nemo_like.refit.adapters import expected_adapters, is_adapter, plan_refit
-from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap
+from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference
 from tests.small_runs import run, small_config
 from tests.test_evaluation import evaluate
 
@@ -55,7 +55,7 @@ def test_every_layout_takes_the_same_steps(ranks, config, pool, four_layers, one
     for ours, theirs in zip(metrics, expected, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=TOLERANCE)
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], abs=TOLERANCE)
-    assert largest_gap(parameters, after) < TOLERANCE
+    assert largest_difference(parameters, after) < TOLERANCE
 
 
 def test_refits_of_adapters_carry_the_model_as_it_was_and_what_trains(pool, four_layers):
@@ -68,7 +68,7 @@ def test_refits_of_adapters_carry_the_model_as_it_was_and_what_trains(pool, four
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     assert all(torch.equal(plain[name], first[name]) for name in first.keys() - later.keys())
     assert all(later[name].any() for name in later)
-    assert largest_gap(first, first_of_two) < TOLERANCE
+    assert largest_difference(first, first_of_two) < TOLERANCE
 
 
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(
@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(
 ):
     expected = pool.run(2, f"{CASES}:save_then_go_on", four_layers(), LORA, str(tmp_path))[0]
     actual = pool.run(1, f"{CASES}:load_and_go_on", four_layers(), LORA, str(tmp_path))[0]
-    assert largest_gap(actual[1], expected[1]) < TOLERANCE
+    assert largest_difference(actual[1], expected[1]) < TOLERANCE
     stored = json.loads((tmp_path / "index.json").read_text())["tensors"]
     matrices = [name for name in stored if name.startswith("model/")]
     assert matrices
@@ -207,5 +207,5 @@ def test_a_run_refits_merged_weights_and_exports_both_forms(merged_run):
     adapted = peft.PeftModel.from_pretrained(base, final / "adapter")
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        gap = (merged(ids).logits - adapted(ids).logits).abs().max()
-    assert gap < 1e-4
+        difference = (merged(ids).logits - adapted(ids).logits).abs().max()
+    assert difference < 1e-4

@@ -340,12 +340,12 @@ def test_the_entropy_bonus_has_the_mean_and_the_weights_of_the_policy_term(norma
     config = LossConfig(
         entropy_coef=0.5, normalization=normalization, constant_tokens=4, importance_cap=1.5
     )
-    gap = [math.log(2), 0.0, math.log(0.5)]  # of which the first weight is cut to 1.5
-    batch = make_batch([2, 1], [0.0, 0.0], policy=gap, generation=[0.0] * 3)
+    logprob_diff = [math.log(2), 0.0, math.log(0.5)]  # of which the first weight is cut to 1.5
+    batch = make_batch([2, 1], [0.0, 0.0], policy=logprob_diff, generation=[0.0] * 3)
     entropies = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     loss, metrics = apply_loss(
         ClippedPGLoss(config),
-        torch.stack([torch.tensor(gap), entropies]),
+        torch.stack([torch.tensor(logprob_diff), entropies]),
         batch,
         denominators_of(batch),
     )

@@ -111,16 +111,16 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def largest_gap(actual, expected):
+def largest_difference(actual, expected):
     pairs = zip(actual, expected, strict=True)
     return max((whole(a) - whole(b)).abs().max().item() for a, b in pairs)
 
 
-def gap_after_three_steps(layout, kind):
+def difference_after_three_steps(layout, kind):
     model, alone = sharded(layout), TinyModel()
     three_steps(model, own_optimizers(model, kind))
     three_steps(alone, torch_optimizers(alone, kind))
-    return largest_gap(model.parameters(), alone.parameters())
+    return largest_difference(model.parameters(), alone.parameters())
 
 
 def gaps_of_norm_and_clipped_gradients(layout):
@@ -133,7 +133,9 @@ def gaps_of_norm_and_clipped_gradients(layout):
     expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
     assert expected > 1
     clip_gradients(named, norm, 1.0)
-    clipped = largest_gap([p.grad for p in named.values()], [p.grad for p in alone.parameters()])
+    clipped = largest_difference(
+        [p.grad for p in named.values()], [p.grad for p in alone.parameters()]
+    )
     return abs(norm.item() / expected.item() - 1), clipped
 
 
@@ -166,7 +168,7 @@ def measure_on_two():
         "non-finite": (non_finite_gradients(broken), str(error)),
         "pipeline": pipeline.item(),
         "gradient gaps": gaps_of_norm_and_clipped_gradients("fsdp"),
-        "step gaps": {kind: gap_after_three_steps("fsdp", kind) for kind in KINDS},
+        "step gaps": {kind: difference_after_three_steps("fsdp", kind) for kind in KINDS},
         "libraries": "transformers" in sys.modules,
     }
 
@@ -176,7 +178,7 @@ def measure_on_four():
     return {
         "gradient gaps": {name: gaps_of_norm_and_clipped_gradients(name) for name in layouts},
         "step gaps": {
-            pair: gap_after_three_steps(*pair) for pair in itertools.product(layouts, KINDS)
+            pair: difference_after_three_steps(*pair) for pair in itertools.product(layouts, KINDS)
         },
     }
 
@@ -256,7 +258,7 @@ def test_plain_parameters_step_as_with_the_optimizers_of_torch(kind):
     model, expected = TinyModel(), TinyModel()
     three_steps(model, own_optimizers(model, kind))
     three_steps(expected, torch_optimizers(expected, kind))
-    assert largest_gap(model.parameters(), expected.parameters()) < 1e-6
+    assert largest_difference(model.parameters(), expected.parameters()) < 1e-6
 
 
 def plain(*gradients):
@@ -393,7 +395,7 @@ def test_a_resumed_optimizer_steps_as_one_that_was_not_interrupted(kind):
         new.load_state_dict(copy.deepcopy(old.state_dict()))
     three_steps(model, straight)
     three_steps(resumed_model, resumed)
-    assert largest_gap(resumed_model.parameters(), model.parameters()) == 0.0
+    assert largest_difference(resumed_model.parameters(), model.parameters()) == 0.0
 
 
 def test_loss_scale_halves_at_an_overflow_and_doubles_after_good_steps_in_a_row():

@@ -114,8 +114,8 @@ def assert_same(result, expected):
     expected_numbers, expected_batch, expected_parameters = expected
     assert numbers == pytest.approx(expected_numbers, abs=TOLERANCE)
     for name in (keys.POLICY_LOGPROBS, keys.REFERENCE_LOGPROBS):
-        gap = (batch.tokens[name] - expected_batch.tokens[name]).abs().max()
-        assert gap < TOLERANCE, name
+        difference = (batch.tokens[name] - expected_batch.tokens[name]).abs().max()
+        assert difference < TOLERANCE, name
     assert parameters.keys() == expected_parameters.keys()
     for name, tensor in parameters.items():
         assert (tensor - expected_parameters[name]).abs().max() < TOLERANCE, name
@@ -181,8 +181,10 @@ def test_loss_gradient_and_parameters_are_those_of_one_rank(
         few = make_batch().select([0, 1])  # fewer than three ranks
         policy.logprobs(few, kl="k1")
         found = few.fetch()
-    gap = found.tokens[keys.POLICY_LOGPROBS] - found.tokens[keys.REFERENCE_LOGPROBS]
-    by_row = [part[mask].sum().item() for part, mask in zip(*_by_row(found, gap), strict=True)]
+    difference = found.tokens[keys.POLICY_LOGPROBS] - found.tokens[keys.REFERENCE_LOGPROBS]
+    by_row = [
+        part[mask].sum().item() for part, mask in zip(*_by_row(found, difference), strict=True)
+    ]
     assert few.rows[keys.REFERENCE_KL].tolist() == pytest.approx(by_row, abs=TOLERANCE)
     assert min(map(abs, by_row)) > 1e-3
 

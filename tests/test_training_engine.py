@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import DebugConfig, ParallelConfig
-from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap, schedule
+from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference, schedule
 from tests.layouts import LAYOUTS, layout
 
 LARGER = 1 + 2.0**-10  # an eighth of the distance between two numbers of bfloat16, or a quarter
@@ -34,7 +34,7 @@ def test_a_warm_up_leaves_no_trace(mesh_shape, pool, four_layers):
     cold = pool.run(2, f"{CASES}:train", *arguments)[-1]
     warm = pool.run(2, f"{CASES}:train_warmed_up", *arguments)[-1]
     assert warm[0] == cold[0]
-    assert largest_gap(warm[1], cold[1]) == 0
+    assert largest_difference(warm[1], cold[1]) == 0
 
 
 # Synchronising
@@ -73,10 +73,10 @@ def test_local_sgd_averages_every_so_many_steps_and_before_weights_leave(pool, f
     by_rank = pool.run(2, f"{CASES}:replicas_by_step", four_layers(), config)
     assert by_rank == [[True] * 4, [False, True, False, True]]
     (own0, out0), (own1, out1) = pool.run(2, f"{CASES}:exported_by_rank", four_layers(), config)
-    assert largest_gap(out0, out1) == 0
+    assert largest_difference(out0, out1) == 0
     mean = {name: (own0[name] + own1[name]) / 2 for name in own0}
-    assert largest_gap(mean, out0) < 1e-7
-    assert largest_gap(own0, out0) > 1e-6
+    assert largest_difference(mean, out0) < 1e-7
+    assert largest_difference(own0, out0) > 1e-6
 
 
 def test_float16_compression_rounds_gradients_by_no_more_than_it_must(pool, four_layers):
@@ -111,7 +111,7 @@ def test_an_average_after_each_step_of_descent_is_a_step_of_ddp(pool, four_layer
     expected = pool.run(2, f"{CASES}:train", path, ddp() | DESCENT, 1)[0]
     config = ddp(average_every_steps=2) | DESCENT | {"debug": DebugConfig(collectives=True)}
     metrics, parameters = pool.run(2, f"{CASES}:averaged_after_one_step", path, config)[0]
-    assert largest_gap(parameters, expected[1]) < 1e-6
+    assert largest_difference(parameters, expected[1]) < 1e-6
     assert metrics["loss"] == pytest.approx(expected[0][0]["loss"], abs=1e-6)
     assert not [name for name in metrics if name.startswith("collective/")], "ranks met"
 
@@ -184,7 +184,7 @@ def test_a_float16_step_has_the_norm_and_the_clipping_of_float32_whatever_the_lo
     for metrics, parameters in scaled:
         assert metrics[0]["train/skipped_steps"] == 0
         assert metrics[0]["train/grad_norm"] == pytest.approx(exact[0]["train/grad_norm"], rel=1e-2)
-        assert largest_gap(parameters, moved) < 0.02 * 0.1 * 0.5  # of lr * max_grad_norm
+        assert largest_difference(parameters, moved) < 0.02 * 0.1 * 0.5  # of lr * max_grad_norm
 
 
 @pytest.fixture(scope="module")

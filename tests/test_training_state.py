@@ -14,7 +14,7 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import ParallelConfig
 from nemo_like.policy.state.loading import unused_tensors
-from tests.engine_cases import CASES, TOLERANCE, largest_gap, schedule
+from tests.engine_cases import CASES, TOLERANCE, largest_difference, schedule
 from tests.layouts import LAYOUTS
 
 LR = 3e-4
@@ -25,7 +25,7 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
     (metrics, parameters), (expected_metrics, expected_parameters) = actual, expected
     for key in ("loss", "train/grad_norm", "train/lr"):
         assert metrics[key] == pytest.approx(expected_metrics[key], abs=tolerance), key
-    assert largest_gap(parameters, expected_parameters) < tolerance
+    assert largest_difference(parameters, expected_parameters) < tolerance
 
 
 # Resuming
@@ -60,7 +60,7 @@ def test_a_checkpoint_goes_on_in_any_layout(name, tied, pool, saved, four_layers
     assert_same(actual[-1], expected[-1])
     if name == "dp2":
         assert actual[-1][0] == expected[-1][0]
-        assert largest_gap(actual[-1][1], expected[-1][1]) == 0
+        assert largest_difference(actual[-1][1], expected[-1][1]) == 0
 
 
 def test_a_float32_checkpoint_goes_on_in_float16(pool, saved, four_layers):
@@ -104,7 +104,7 @@ def test_every_optimizer_resumes_where_it_was(kind, pool, four_layers, tmp_path)
     straight = pool.run(2, f"{CASES}:save_then_go_on", four_layers(), config, folder)
     resumed = pool.run(2, f"{CASES}:load_and_go_on", four_layers(), config, folder)
     assert resumed[0][0] == straight[0][0]
-    assert largest_gap(resumed[0][1], straight[0][1]) == 0
+    assert largest_difference(resumed[0][1], straight[0][1]) == 0
 
 
 @pytest.mark.parametrize("name", ["one", "pp2_1f1b"])
@@ -194,11 +194,11 @@ def test_other_folders_load_equally(tied, name, pool, four_layers, tmp_path):
         del expected["lm_head.weight"]
     model.save_pretrained(tmp_path / "in_files", max_shard_size="50KB")
     assert len(list((tmp_path / "in_files").glob("*.safetensors"))) > 3
-    assert largest_gap(loaded(pool, tmp_path / "in_files", name), expected) == 0
+    assert largest_difference(loaded(pool, tmp_path / "in_files", name), expected) == 0
     shutil.copytree(source, tmp_path / "bin")
     (tmp_path / "bin" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
-    assert largest_gap(loaded(pool, tmp_path / "bin", name), expected) == 0
+    assert largest_difference(loaded(pool, tmp_path / "bin", name), expected) == 0
 
 
 def without_a_tensor(tensors, config):

@@ -72,13 +72,13 @@ def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metric
     if not config.masks_mismatch:
         return {}
     rows = batch.rows
-    # Not "above", so that a gap of NaN masks its row.
+    # Not "above", so that a mismatch of NaN masks its row.
     kept = rows[keys.SAMPLE_MASK] & (rows[keys.MEAN_MISMATCHES] <= max_mean_mismatch(config))
     masked = int(rows[keys.SAMPLE_MASK].sum() - kept.sum())
     if masked and not kept.any():
         logger.warning(
-            "mismatch.action=mask leaves none of %d completions: the least gap is %.3g, the limit "
-            "%.3g (mismatch.max_mean_abs).",
+            "mismatch.action=mask leaves none of %d completions: the least mismatch is %.3g, the "
+            "limit %.3g (mismatch.max_mean_abs).",
             masked,
             rows[keys.MEAN_MISMATCHES][rows[keys.SAMPLE_MASK]].min(),
             max_mean_mismatch(config),

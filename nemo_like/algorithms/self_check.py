@@ -16,10 +16,10 @@ from nemo_like.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# Gap between the engine's and the trainer's logprobs of the same tokens and weights. Float32 leaves
-# 4e-7 on a CPU and 1.4e-4 on an H100, whose engine has other kernels. In bfloat16 a logit of 16 to
-# 32 is rounded to 1/8, so that SmolLM2-135M has a mean gap of 0.04 and single tokens 0.6. A stale
-# output head gives 1.1. Float16 has three bits more than bfloat16: an eighth of its rounding.
+# Difference between the engine's and the trainer's logprobs of the same tokens and weights. Float32
+# leaves 4e-7 on a CPU and 1.4e-4 on an H100, where the engine has other kernels. In bfloat16 a logit
+# of 16 to 32 is rounded to 1/8: SmolLM2-135M has a mean of 0.04 and single tokens 0.6. A stale output
+# head gives 1.1. Float16 has three bits more than bfloat16: an eighth of its rounding.
 MAX_MEAN_MISMATCH = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1 / 8}
 MAX_MISMATCH = {"float32": 5e-2, "bfloat16": 2.0, "float16": 2.0 / 8}
 # The trainer against itself, before and in the step: the same weights, perhaps other kernels.
@@ -76,11 +76,11 @@ class MismatchCheck:
     def __call__(self, metrics: Metrics) -> None:
         """Look at the metrics of a step."""
         for each in self.limits:
-            gap = metrics.get(each.metric)
-            if gap is not None and not gap.value <= each.limit:
+            mismatch = metrics.get(each.metric)
+            if mismatch is not None and not mismatch.value <= each.limit:
                 raise RunError(
                     "The logprobs of generation and policy differ too much "
-                    f"({each.metric}={gap.value:.3g}, limit {each.limit:.3g}). {each.remedy}"
+                    f"({each.metric}={mismatch.value:.3g}, limit {each.limit:.3g}). {each.remedy}"
                 )
 
 
@@ -111,13 +111,13 @@ def max_mean_mismatch(config: SamplingRunConfig) -> float:
 
 
 def warn_of_mismatch(config: SamplingRunConfig, metrics: Metrics) -> None:
-    """Say so if a step's gap is above the limit."""
-    gap, limit = metrics.get("mismatch/mean_abs"), max_mean_mismatch(config)
-    if gap is not None and not gap.value <= limit:
+    """Say so if a step's mismatch is above the limit."""
+    mismatch, limit = metrics.get("mismatch/mean_abs"), max_mean_mismatch(config)
+    if mismatch is not None and not mismatch.value <= limit:
         logger.warning(
             "The logprobs of generation and policy differ by %.3g on average (limit %.3g, "
             "mismatch.max_mean_abs); mismatch.action=%s.",
-            gap.value,
+            mismatch.value,
             limit,
             config.mismatch.action,
         )
@@ -182,12 +182,12 @@ def check_ratios(config: SamplingRunConfig, metrics: Metrics, num_made: int) -> 
 
     ``metrics`` are that update's; without a logprob pass before it they have no ratio.
     """
-    gap, dtype = metrics.get("train/max_log_ratio"), config.policy.dtype
-    if not config.run.self_check or num_made > 1 or gap is None:
+    ratio, dtype = metrics.get("train/max_log_ratio"), config.policy.dtype
+    if not config.run.self_check or num_made > 1 or ratio is None:
         return
-    if not gap.value <= MAX_LOG_RATIO[dtype]:
+    if not ratio.value <= MAX_LOG_RATIO[dtype]:
         raise RunError(
             f"Self-check failed: importance ratios of the first step are not 1 "
-            f"(max |log ratio| {gap.value:.3g}, limit {MAX_LOG_RATIO[dtype]:g} in {dtype}); the "
+            f"(max |log ratio| {ratio.value:.3g}, limit {MAX_LOG_RATIO[dtype]:g} in {dtype}); the "
             "logprob pass and the train step compute different things."
         )

@@ -58,8 +58,8 @@ class ClippedPGLoss:
         mean = GlobalMean(
             config.normalization, row, len(batch), denominators, config.constant_tokens
         )
-        gap = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
-        weight, was_cut = importance_weights(gap, row, len(batch), config)
+        logprob_diff = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
+        weight, was_cut = importance_weights(logprob_diff, row, len(batch), config)
 
         ratio = probability_ratio(current, policy, row, len(batch), config.ratio_level)
         objective, was_clipped = OBJECTIVES.load("loss.objective", config.objective)(
@@ -132,18 +132,18 @@ def policy_objective(
 
 
 def importance_weights(
-    gap: Tensor, row: Tensor, num_rows: int, config: LossConfig
+    logprob_diff: Tensor, row: Tensor, num_rows: int, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Weights [M] for ``gap`` = policy - generation logprobs [M], and where a bound changed one.
+    """Weights [M] of tokens, and where a bound changed one.
 
-    ``truncate``: min(exp(gap), cap) (truncated importance sampling, Ionides 2008;
-    https://fengyao.notion.site/off-policy-rl). ``mask``: exp(gap) within [floor, cap], 0 outside
-    (as in IcePop). At the level of sequences the exponent is the sum over the row: the weight of
+    With d = ``logprob_diff`` [M] = policy - generation logprobs: ``truncate`` is min(exp(d), cap)
+    (truncated importance sampling, Ionides 2008; https://fengyao.notion.site/off-policy-rl),
+    ``mask`` is exp(d) within [floor, cap] and 0 outside (as in IcePop). At the level of sequences the exponent is the sum over the row: the weight of
     the whole completion, exact and of high variance.
     """
-    exponent = gap
+    exponent = logprob_diff
     if config.importance_level == "sequence":
-        exponent = row_sums(gap, row, num_rows)[row]
+        exponent = row_sums(logprob_diff, row, num_rows)[row]
     raw = exponent.clamp(max=_MAX_LOG_RATIO).exp()
     match config.importance:
         case "none":

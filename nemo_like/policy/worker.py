@@ -23,7 +23,7 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
-from nemo_like.losses.mismatch import MismatchSums, gap_of_rows
+from nemo_like.losses.mismatch import MismatchSums, mismatch_of_rows
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy import scoring
 from nemo_like.policy.parallel.row_shards import Shard, TrainShard
@@ -150,7 +150,7 @@ class PolicyWorker(Worker):
         found: dict[str, list[Tensor]] = {}
         if with_policy:
             parts = zip(columns["policy"], real, strict=True)
-            found[keys.MEAN_MISMATCHES] = [gap_of_rows(*part) for part in parts]
+            found[keys.MEAN_MISMATCHES] = [mismatch_of_rows(*part) for part in parts]
         if kl is not None:
             parts = zip(columns["policy"], columns["reference"], real, strict=True)
             found[keys.REFERENCE_KL] = [kl_of_rows(*part, kl) for part in parts]

@@ -220,24 +220,24 @@ def _find_difference(axis: _Axis, rank: int, what: str) -> str | None:
         return None
     other = int(differs[:, differing[0]].nonzero()[0])
     ranks = dist.get_process_group_ranks(axis.group)
-    gap = _largest_gap(axis.tensors[names[differing[0]]], axis.group, other)
+    diff = _largest_difference(axis.tensors[names[differing[0]]], axis.group, other)
     listed = ", ".join(repr(names[i]) for i in differing[:3])
     return (
         f"Rank {rank}: {len(differing)} of {len(names)} {what} differ between ranks {ranks[0]} and "
         f"{ranks[other]} along axis {axis.name}: {listed}{', ...' if len(differing) > 3 else ''} "
-        f"(largest absolute difference of the first: {gap:.3g}); they must be equal bit for bit, "
+        f"(largest absolute difference of the first: {diff:.3g}); they must be equal bit for bit, "
         "so look for an update, a reduction or a seed that differs between these ranks."
     )
 
 
-def _largest_gap(tensor: Tensor, group: dist.ProcessGroup, other: int) -> float:
+def _largest_difference(tensor: Tensor, group: dist.ProcessGroup, other: int) -> float:
     """Largest absolute difference between the group's ranks 0 and ``other``; 0: signs of zeros."""
     # Bytes, because no backend moves every dtype.
     sent = tensor.contiguous().reshape(-1).view(torch.uint8).to(_device_of(group), copy=True)
     dist.broadcast(sent, group=group, group_src=0)
     first = sent.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
-    gap = (tensor.double() - first.double()).abs().max().cpu()
-    return _gather(gap[None], group)[other, 0].item()
+    diff = (tensor.double() - first.double()).abs().max().cpu()
+    return _gather(diff[None], group)[other, 0].item()
 
 
 def _bit_hash(tensor: Tensor) -> int:

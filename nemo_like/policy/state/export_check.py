@@ -77,13 +77,13 @@ def _problem(path: str, config: PolicyConfig, output: Output) -> str:
     with torch.no_grad():
         logits = plain(input_ids=ids[None], use_cache=False).logits[0]
     if values:
-        gap = (ours[-1] - logits.flatten()[-1]).abs()
+        diff = (ours[-1] - logits.flatten()[-1]).abs()
     else:
         logprobs = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        gap = (ours[1:] - logprobs).abs().max()
-    if not gap.item() <= _TOLERANCE:
+        diff = (ours[1:] - logprobs).abs().max()
+    if not diff.item() <= _TOLERANCE:
         return (
-            f"after one step its outputs differ by {gap.item():.3g} from those of its files in "
+            f"after one step its outputs differ by {diff.item():.3g} from those of its files in "
             "transformers"
         )
     return ""

@@ -95,10 +95,10 @@ def _problem(
     except Exception as error:  # the boundary to a model's code, which may raise anything
         logger.debug("%s", layout, exc_info=True)
         return f"it fails ({one_line(error)})"
-    gap = (actual - expected).abs().max().item()
-    if gap <= _TOLERANCE:
+    diff = (actual - expected).abs().max().item()
+    if diff <= _TOLERANCE:
         return ""
-    return f"its logprobs differ by {gap:.3g} from those of the plain model"
+    return f"its logprobs differ by {diff:.3g} from those of the plain model"
 
 
 def _remedy(

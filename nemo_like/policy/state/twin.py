@@ -74,8 +74,8 @@ def plain_attention(kind: Any, full: PreTrainedConfig) -> str:
     except Exception:  # the boundary to a model's code, which may raise anything
         logger.debug("%s has no sdpa", type(full).__name__, exc_info=True)
         return "eager"
-    gap = (fast - exact).abs().max().item()
-    return "sdpa" if gap <= _TOLERANCE * exact.abs().max().item() else "eager"
+    diff = (fast - exact).abs().max().item()
+    return "sdpa" if diff <= _TOLERANCE * exact.abs().max().item() else "eager"
 
 
 def shortened(
