@@ -23,8 +23,8 @@ from nemo_like.errors import RunError
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_resources
-from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.refit.ipc import IpcLink
 
@@ -47,7 +47,7 @@ def make_policy(
             optimizer=OptimizerConfig(lr=3e-4), max_grad_norm=0.5, **config
         )
         log_dir = str(tmp_path / "logs")
-        policy = Policy(
+        policy = RemoteModel(
             policy_config,
             cluster_config,
             policy_group(policy_config, cluster_config, cluster, log_dir=log_dir),

@@ -12,7 +12,7 @@ from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.models.resolve import resolve_model
-from nemo_like.policy.policy import Policy
+from nemo_like.policy.remote_model import RemoteModel
 
 LENGTHS = [9, 5, 4, 7, 6, 8]
 
@@ -33,7 +33,7 @@ class Ranks:
 def trained(num_ranks, num_tokens, sample_mask=(True,) * 6, **how):
     """The policy after a step, and what each rank was sent."""
     ranks = Ranks(num_ranks)
-    policy = Policy(
+    policy = RemoteModel(
         PolicyConfig(),
         ClusterConfig(),
         ranks,  # pyright: ignore

@@ -21,8 +21,8 @@ from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.errors import UserError
 from nemo_like.losses.advantages import Moments
 from nemo_like.planning.resources import plan_resources
-from nemo_like.policy.policy import Policy
 from nemo_like.policy.process import policy_group
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from tests.conftest import build_model
 from tests.key_loops import Ranks, looped
@@ -176,7 +176,7 @@ def make_critic(folder, tmp_path, ranks, **config):
     cluster_config = ClusterConfig(cpu_workers_per_node=ranks)
     with VirtualCluster(plan_resources(cluster_config, 1), 60.0) as cluster:
         policy_config = PolicyConfig(**config)
-        critic = Policy(
+        critic = RemoteModel(
             policy_config,
             cluster_config,
             policy_group(

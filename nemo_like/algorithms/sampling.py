@@ -32,7 +32,7 @@ from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.context import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.resources import ResourcePlan
-from nemo_like.policy.policy import Policy
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.rewards import graders
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.weight_sync import WeightSync
@@ -48,8 +48,8 @@ class Sampling:
 
     config: SamplingRunConfig
     session: Session
-    policy: Policy
-    critic: Policy | None
+    policy: RemoteModel
+    critic: RemoteModel | None
     rollouts: SyncRolloutSource
     loader: PromptLoader[Row]
     validation_rows: list[Row]
@@ -86,7 +86,7 @@ class Sampling:
 
 
 def start_sampling(
-    config: SamplingRunConfig, session: Session, critic: Policy | None = None
+    config: SamplingRunConfig, session: Session, critic: RemoteModel | None = None
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
@@ -98,7 +98,7 @@ def start_sampling(
         loader, validation_rows, longest = read_prompts(
             config, session.rows, session.model_path, chat
         )
-    policy = Policy(
+    policy = RemoteModel(
         config.policy,
         config.cluster,
         session.policy_group,
@@ -158,10 +158,12 @@ def rollout_setup(
     )
 
 
-def new_critic(config: PolicyConfig, session: Session, model_path: str, max_updates: int) -> Policy:
+def new_critic(
+    config: PolicyConfig, session: Session, model_path: str, max_updates: int
+) -> RemoteModel:
     """A model that gives values, on the policy's bundles or its own; not started yet."""
     group = session.new_group(config, model_path, "critic", session.cluster.plan.critic)
-    return Policy(
+    return RemoteModel(
         config,
         session.run.config.cluster,
         group,
@@ -171,7 +173,7 @@ def new_critic(config: PolicyConfig, session: Session, model_path: str, max_upda
     )
 
 
-def _by_role(policy: Policy, critic: Policy | None) -> dict[str, Policy]:
+def _by_role(policy: RemoteModel, critic: RemoteModel | None) -> dict[str, RemoteModel]:
     return {"policy": policy} if critic is None else {"policy": policy, "critic": critic}
 
 
@@ -227,7 +229,7 @@ def _check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:
 
 def _start_workers(
     config: SamplingRunConfig,
-    models: Sequence[Policy],
+    models: Sequence[RemoteModel],
     generation: Generation[RolloutWorker],
     setup: RolloutSetup,
     plan: ResourcePlan,

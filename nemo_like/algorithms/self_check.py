@@ -17,9 +17,9 @@ from nemo_like.observe.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 # Difference between the engine's and the trainer's logprobs of the same tokens and weights. Float32
-# leaves 4e-7 on a CPU and 1.4e-4 on an H100, where the engine has other kernels. In bfloat16 a logit
-# of 16 to 32 is rounded to 1/8: SmolLM2-135M has a mean of 0.04 and single tokens 0.6. A stale output
-# head gives 1.1. Float16 has three bits more than bfloat16: an eighth of its rounding.
+# leaves 4e-7 on a CPU and 1.4e-4 on an H100, where the engine has other kernels. In bfloat16 a
+# logit of 16 to 32 is rounded to 1/8: SmolLM2-135M has a mean of 0.04 and single tokens 0.6. A
+# stale output head gives 1.1. Float16 has three bits more than bfloat16: an eighth of its rounding.
 MAX_MEAN_MISMATCH = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1 / 8}
 MAX_MISMATCH = {"float32": 5e-2, "bfloat16": 2.0, "float16": 2.0 / 8}
 # The trainer against itself, before and in the step: the same weights, perhaps other kernels.

@@ -31,7 +31,7 @@ from nemo_like.rollout.process import rollout_group
 from nemo_like.run.run import Run
 
 if TYPE_CHECKING:
-    from nemo_like.policy.policy import Policy
+    from nemo_like.policy.remote_model import RemoteModel
     from nemo_like.policy.worker import PolicyWorker
     from nemo_like.rollout.worker import RolloutWorker
 
@@ -87,7 +87,7 @@ class Session:
                     )
         self._asked.clear()
 
-    def finish(self, models: "Mapping[str, Policy]", **facts: Any) -> None:
+    def finish(self, models: "Mapping[str, RemoteModel]", **facts: Any) -> None:
         """Export each model to its folder in ``run.dir``, and write the summary with ``facts``."""
         if self.run.config.checkpoint.export:
             for folder, model in models.items():

@@ -20,7 +20,7 @@ from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
 from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
-from nemo_like.policy.policy import Policy
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.run.run import Run
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _ROWS_PER_CALL = 1024
 class Texts:
     """Live parts of a run on given texts. Rows that belong together (pairs) follow each other."""
 
-    policy: Policy
+    policy: RemoteModel
     train: RemoteBatch
     held_out: RemoteBatch | None
     loader: EpochLoader
@@ -109,7 +109,7 @@ def start_texts(
             max_steps,
             passes.units_per_step,
         )
-    policy = Policy(
+    policy = RemoteModel(
         config.policy,
         config.cluster,
         session.policy_group,

@@ -138,8 +138,8 @@ def importance_weights(
 
     With d = ``logprob_diff`` [M] = policy - generation logprobs: ``truncate`` is min(exp(d), cap)
     (truncated importance sampling, Ionides 2008; https://fengyao.notion.site/off-policy-rl),
-    ``mask`` is exp(d) within [floor, cap] and 0 outside (as in IcePop). At the level of sequences the exponent is the sum over the row: the weight of
-    the whole completion, exact and of high variance.
+    ``mask`` is exp(d) within [floor, cap] and 0 outside (as in IcePop). At the level of sequences
+    d is summed over the row: the weight of the full completion, exact and of high variance.
     """
     exponent = logprob_diff
     if config.importance_level == "sequence":

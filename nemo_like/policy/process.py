@@ -25,7 +25,7 @@ def policy_group(
     on: Sequence[int] = (),
     meter: DriverMeter | None = None,
 ) -> "WorkerGroup[PolicyWorker]":
-    """Ranks without a model as yet; see ``Policy``.
+    """Ranks without a model as yet; see ``RemoteModel``.
 
     ``role`` names them in errors and logs. ``on``: bundles of their own, if not the policy's.
     """

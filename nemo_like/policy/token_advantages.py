@@ -1,7 +1,7 @@
 """Advantages of single tokens: what ranks compute of rows whose tokens the driver never sees.
 
-Each class is called with the rows of one rank (``Policy.derive``) and gives token columns, and a
-summary for the driver. Legend: ``N`` tokens of the rows, ``M`` trained ones among them.
+Each class is called with the rows of one rank (``RemoteModel.derive``) and gives token columns,
+and a summary for the driver. Legend: ``N`` tokens of the rows, ``M`` trained ones among them.
 """
 
 from dataclasses import dataclass

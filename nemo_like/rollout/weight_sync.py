@@ -18,7 +18,7 @@ from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig, EngineMemory, Link
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.planning.resources import ResourcePlan, refit_transport
-from nemo_like.policy.policy import Policy
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.worker import PolicyWorker, SenderAddress
 from nemo_like.refit.adapters import numbered
 from nemo_like.refit.broadcast import BroadcastLink
@@ -34,7 +34,7 @@ class WeightSync:
     def __init__(
         self,
         config: RefitConfig,
-        policy: Policy,
+        policy: RemoteModel,
         generation: Generation[Any],
         plan: ResourcePlan,
         engine: EngineConfig,

@@ -29,7 +29,7 @@ from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.model_shape import number, read_settings
 from nemo_like.planning.resources import plan_run
-from nemo_like.policy.policy import Policy
+from nemo_like.policy.remote_model import RemoteModel
 
 AnyConfig = DistillationConfig | OffPolicyDistillationConfig
 
@@ -54,7 +54,9 @@ def run(config: DistillationConfig, session: Session) -> None:
     session.finish({"final": live.policy}, teacher=config.teacher.model)
 
 
-def train(config: DistillationConfig, live: Sampling, teacher: Policy, compared: Compared) -> None:
+def train(
+    config: DistillationConfig, live: Sampling, teacher: RemoteModel, compared: Compared
+) -> None:
     """The loop on the student's own samples."""
     loss = DistillationLoss(config.loss, compared.student_vocabulary)
     span = live.session.run.span
@@ -79,7 +81,7 @@ def run_off_policy(config: OffPolicyDistillationConfig, session: Session) -> Non
 
 
 def train_on_texts(
-    config: OffPolicyDistillationConfig, live: Texts, teacher: Policy, compared: Compared
+    config: OffPolicyDistillationConfig, live: Texts, teacher: RemoteModel, compared: Compared
 ) -> None:
     """The loop on given texts."""
     span = live.session.run.span
@@ -95,7 +97,7 @@ def train_on_texts(
         live.log(batch, metrics)
 
 
-def with_teacher(batch: RemoteBatch, teacher: Policy, compared: Compared) -> RemoteBatch:
+def with_teacher(batch: RemoteBatch, teacher: RemoteModel, compared: Compared) -> RemoteBatch:
     """``batch`` with token columns ``teacher_ids`` and ``teacher_logprobs``."""
     return in_parts(
         batch, lambda part: teacher.top_logprobs(part, compared.top_k, compared.vocabulary)
@@ -145,11 +147,13 @@ def _check_slices(config: AnyConfig, vocabulary: int, common: int) -> None:
         )
 
 
-def start_teacher(config: AnyConfig, session: Session, student: Policy, model_path: str) -> Policy:
+def start_teacher(
+    config: AnyConfig, session: Session, student: RemoteModel, model_path: str
+) -> RemoteModel:
     """Bring the teacher up on the policy's bundles, laid out like it; the session ends it."""
     teacher = config.policy.replace(lora=LoraConfig())  # nothing of it trains
     group = session.new_group(teacher, model_path, "teacher")
-    model = Policy(
+    model = RemoteModel(
         teacher,
         config.cluster,
         group,

@@ -18,7 +18,7 @@ from nemo_like.config.paths import is_checkpoint
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
 from nemo_like.observe.jsonl import JsonlFile
-from nemo_like.policy.policy import Policy
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.run.checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def check_category(rows: Sequence[Row], field: str | None) -> None:
             )
 
 
-def load_checkpoint(policy: Policy, folder: Path) -> None:
+def load_checkpoint(policy: RemoteModel, folder: Path) -> None:
     """Bring the policy to a run's checkpoint, which is checked byte for byte."""
     state = open_checkpoint(folder)
     policy.load_weights(str(folder / "policy"), state.weight_versions["policy"])

@@ -32,7 +32,7 @@ from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, mean_of_steps, merge, values
 from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.resources import plan_run
-from nemo_like.policy.policy import Policy
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 
 
@@ -85,7 +85,7 @@ def find_critic(config: PPOConfig, model_path: str) -> str:
     return folder
 
 
-def add_advantages(batch: RemoteBatch, policy: Policy, config: PPOConfig) -> Metrics:
+def add_advantages(batch: RemoteBatch, policy: RemoteModel, config: PPOConfig) -> Metrics:
     """Token columns ``advantages`` and ``returns``; whitened over all ranks' trained tokens."""
     ppo, loss = config.ppo, config.loss
     make = TokenAdvantages(
@@ -104,7 +104,7 @@ def add_advantages(batch: RemoteBatch, policy: Policy, config: PPOConfig) -> Met
 
 
 def train_critic(
-    critic: Policy, parts: list[RemoteBatch], loss: ValueLoss, num_mini_batches: int
+    critic: RemoteModel, parts: list[RemoteBatch], loss: ValueLoss, num_mini_batches: int
 ) -> Metrics:
     """One optimizer step a part; metrics ``critic/...``.
 

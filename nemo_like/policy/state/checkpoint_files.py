@@ -199,7 +199,7 @@ def _read_index(folder: Path) -> Metadata:
 
 
 def _expect_all(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
-    """Raise ValueError unless the chunks make up the tensor: torch leaves missing parts as they are."""
+    """ValueError unless the chunks make up the tensor: torch leaves missing parts as they are."""
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         raise ValueError(f"the parts of {name} do not make up its shape {list(size)}")
 

@@ -1,4 +1,4 @@
-"""The driver's handle of a trainable model: sends references out, gets numbers back."""
+"""The driver's handle of a model spread over ranks: sends references out, gets numbers back."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -21,18 +21,17 @@ from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
 from nemo_like.planning.model_shape import attention_tokens
-from nemo_like.policy.parallel.row_shards import Shard, TrainShard
 from nemo_like.policy.parallel.stages import bins_for_pipeline
 from nemo_like.policy.trainer import TrainerSetup
-from nemo_like.policy.worker import PolicyWorker
+from nemo_like.policy.worker import PolicyWorker, Shard
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Policy:
-    """The ranks of one trainable model, called as one: a policy, or another model by its role."""
+class RemoteModel:
+    """The ranks of one model, called as one: policy, critic, reward model or teacher."""
 
     def __init__(
         self,
@@ -55,8 +54,6 @@ class Policy:
         self._start_timeout_s = cluster_config.start_timeout_s
         self._attention_tokens = attention_tokens(Path(model_path))
         self._save_timeout_s = cluster_config.save_timeout_s
-        self._parallel = config.parallel
-        self._output = output
         self.group = group
         self._setup = TrainerSetup(
             config=config,
@@ -78,20 +75,19 @@ class Policy:
         def waiting(doing: str) -> WorkerGroup[PolicyWorker]:
             return self.group.waiting(self._start_timeout_s, "start_timeout_s", doing)
 
-        model_path = self._setup.model_path
+        path = self._setup.model_path
         port = waiting(IMPORTING).call_rank(0, PolicyWorker.open_store)
-        address = self.group.contexts[0].meeting_address
         started, *_ = waiting(
-            f"it loads a model, whose files have {gb(num_bytes(Path(model_path)))}, and checks a "
+            f"it loads a model, whose files have {gb(num_bytes(Path(path)))}, and checks a "
             "small one of its kind; from a shared disk that may take minutes"
-        ).call(PolicyWorker.start, self._setup, address, port)
+        ).call(PolicyWorker.start, self._setup, self.group.contexts[0].meeting_address, port)
         if self._setup.trains:
-            logger.info("%s: %s parameters train.", model_path, f"{started.num_trained:,}")
+            logger.info("%s: %s parameters train.", path, f"{started.num_trained:,}")
         if unused := started.unused:
             logger.warning(
                 "%s: %d tensors of its files are not used, as its config.json has no place for "
                 "them: %s; see that the two belong together.",
-                self._setup.model_path,
+                path,
                 len(unused),
                 ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else ""),
             )
@@ -104,27 +100,25 @@ class Policy:
     ) -> Metrics:
         """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference.
 
-        With them row column ``mean_mismatches``, and ``kl``: ``reference_kl``, the sum of this
-        estimate over a row's tokens.
+        With them row columns ``mean_mismatches`` and ``reference_kl``: the sum of the estimate
+        ``kl`` over a row's tokens.
         """
         plan = self._plan(batch)
         results = self.group.scatter(
             PolicyWorker.logprobs, self._shards(batch, plan), with_policy, kl, last="pp"
         )
-        rows_of = [plan.rows(rank) for rank in range(len(results))]
         _add(batch, plan, [ref for ref, _, _ in results])
         for name in results[0][2]:
-            found = torch.zeros(len(batch), dtype=torch.float64)
-            for rows, (_, _, of_rows) in zip(rows_of, results, strict=True):
-                found[rows] = of_rows[name]
-            batch.rows[name] = found
+            column = batch.rows[name] = torch.zeros(len(batch), dtype=torch.float64)
+            for rank, (_, _, of_rows) in enumerate(results):
+                column[plan.rows(rank)] = of_rows[name]
         return merge([metrics for _, metrics, _ in results])
 
     def score(self, batch: RemoteBatch, column: str) -> None:
         """Add what the model gives for each token as token column ``column``, without gradient.
 
-        Logprobs or values of tokens that train, 0 elsewhere; or values of all tokens. Which of
-        them is the model's ``Output``.
+        By the model's ``Output``: logprobs or values of tokens that train, 0 elsewhere; or values
+        of all tokens.
         """
         plan = self._plan(batch)
         shards = self._shards(batch, plan)
@@ -133,13 +127,12 @@ class Policy:
     def top_logprobs(self, batch: RemoteBatch, k: int, vocabulary: int | None = None) -> None:
         """Add token columns ``teacher_ids`` and ``teacher_logprobs`` of the ``k`` likeliest tokens.
 
-        They are in falling order; if the vocabulary has no more than ``k``, all are, in order of
-        id. Zeros where no token trains. ``vocabulary``: ids from here on are left out.
+        In falling order; if the vocabulary has no more than ``k``, all are, in order of id. Zeros
+        where no token trains. ``vocabulary``: ids from here on are left out.
         """
         plan = self._plan(batch)
-        shards = self._shards(batch, plan)
-        ask = PolicyWorker.top_logprobs
-        _add(batch, plan, self.group.scatter(ask, shards, k, vocabulary, last="pp"))
+        shards, method = self._shards(batch, plan), PolicyWorker.top_logprobs
+        _add(batch, plan, self.group.scatter(method, shards, k, vocabulary, last="pp"))
 
     def derive(
         self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
@@ -150,12 +143,10 @@ class Policy:
         there: a function of a module, or an instance of a dataclass that can be called.
         """
         plan = self._plan(batch)
-        rows_of = [plan.rows(rank) for rank in range(len(plan.bins))]
-        shards = [batch.select(rows) for rows in rows_of]
+        shards = [batch.select(plan.rows(rank)) for rank in range(len(plan.bins))]
         results: list[Any] = self.group.scatter(PolicyWorker.derive, shards, make)
-        found = [(*made, rows) for made, rows in zip(results, rows_of, strict=True) if made]
-        batch.add_columns([ref for ref, _, _ in found], [rows for _, _, rows in found])
-        return [summary for _, summary, _ in found]
+        _add(batch, plan, [made[0] if made else None for made in results])
+        return [made[1] for made in results if made]
 
     def train(
         self,
@@ -172,18 +163,24 @@ class Policy:
         ``Trainer.train``. Sampled completions without policy logprobs (see ``logprobs``) must
         be those of the current weights.
         """
-        shards = self._train_shards(batch, loss, rows_per_unit, check)
-        if not shards:
+        batch = _trained(batch, rows_per_unit)
+        if not len(batch):
             logger.warning("No row of this step trains; its optimizer step is left out.")
             return {}
-        results = self.group.scatter(PolicyWorker.train, shards, last="pp")
+        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), _counts(batch)
+        on_policy = self._is_on_policy(batch)
+        results = self.group.scatter(
+            PolicyWorker.train, shards, loss, counts, on_policy, check, last="pp"
+        )
         self.weight_version += 1
         return merge(results)
 
     def evaluate(self, batch: RemoteBatch, loss: Loss, *, rows_per_unit: int = 1) -> Metrics:
         """What ``loss`` reports on all rows that train, without a step; see ``train``."""
-        shards = self._train_shards(batch, loss, rows_per_unit)
-        return merge(self.group.scatter(PolicyWorker.evaluate, shards, last="pp"))
+        batch = _trained(batch, rows_per_unit)
+        shards = self._shards(batch, self._plan(batch, rows_per_unit))
+        counts = _counts(batch)
+        return merge(self.group.scatter(PolicyWorker.evaluate, shards, loss, counts, last="pp"))
 
     def submit_weights(self, *, adapters_only: bool) -> Pending[float]:
         """Begin to hand the weights to the engines; the seconds that it takes on each rank."""
@@ -195,7 +192,8 @@ class Policy:
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule into ``folder``."""
-        stages = self.group.layout.output_ranks("pp") if "pp" in self.group.layout.sizes else (0,)
+        layout = self.group.layout
+        stages = layout.output_ranks("pp") if "pp" in layout.sizes else (0,)
         expected = sum(self.group.call_rank(rank, PolicyWorker.state_bytes) for rank in stages)
         self._saving(written(Path(folder), expected)).call(PolicyWorker.save, folder)
 
@@ -222,34 +220,14 @@ class Policy:
         """End the workers."""
         self.group.shutdown()
 
-    def _train_shards(
-        self,
-        batch: RemoteBatch,
-        loss: Loss,
-        rows_per_unit: int,
-        check: Callable[[Metrics], None] | None = None,
-    ) -> list[TrainShard]:
-        """Each data-parallel rank's rows that train, with the counts of all; none: no shards."""
-        trains = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
-        together = trains.view(-1, rows_per_unit).all(1).repeat_interleave(rows_per_unit)
-        batch = batch.select(together.nonzero(as_tuple=True)[0])
-        if not len(batch):
-            return []
-        denominators = Denominators(
-            tokens=float(batch.rows[keys.NUM_LOSS_TOKENS].sum()), sequences=float(len(batch))
-        )
-        on_policy = self._is_on_policy(batch)
-        return [
-            TrainShard(
-                shard=shard, loss=loss, denominators=denominators, on_policy=on_policy, check=check
-            )
-            for shard in self._shards(batch, self._plan(batch, rows_per_unit))
-        ]
-
     def _is_on_policy(self, batch: RemoteBatch) -> bool:
         """Whether this step's own forward pass gives the policy's logprobs of what it sampled."""
         versions = batch.rows.get(keys.WEIGHT_VERSIONS)
-        if self._output != "logprobs" or versions is None or keys.MEAN_MISMATCHES in batch.rows:
+        if (
+            self._setup.output != "logprobs"
+            or versions is None
+            or keys.MEAN_MISMATCHES in batch.rows
+        ):
             return False
         assert bool((versions == self.weight_version).all()), "these rows need policy logprobs"
         return True
@@ -263,7 +241,7 @@ class Policy:
             max_rows=self.config.micro_batch_size,
             padded=self.config.batching == "padded",
             attention_tokens=self._attention_tokens,
-            **bins_for_pipeline(self._parallel),
+            **bins_for_pipeline(self.config.parallel),
         )
 
     def _shards(self, batch: RemoteBatch, plan: MicroBatchPlan) -> list[Shard]:
@@ -281,8 +259,21 @@ def _reading(folder: str) -> Callable[[], str]:
     return lambda: f"it reads {gb(num_bytes(Path(folder)))} of {folder}"
 
 
-def _add(batch: RemoteBatch, plan: MicroBatchPlan, found: Sequence[ObjectRef | None]) -> None:
-    """Add the columns that each data-parallel rank has put into the store for its rows."""
-    refs = [ref for ref in found if ref is not None]
-    assert len(refs) == len(found), "the mesh's output ranks must be the layout's"
-    batch.add_columns(refs, [plan.rows(rank) for rank in range(len(refs))])
+def _trained(batch: RemoteBatch, rows_per_unit: int) -> RemoteBatch:
+    """The rows that train, in units of which all rows do."""
+    trains = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
+    together = trains.view(-1, rows_per_unit).all(1).repeat_interleave(rows_per_unit)
+    return batch.select(together.nonzero(as_tuple=True)[0])
+
+
+def _counts(batch: RemoteBatch) -> Denominators:
+    tokens = float(batch.rows[keys.NUM_LOSS_TOKENS].sum())
+    return Denominators(tokens=tokens, sequences=float(len(batch)))
+
+
+def _add(batch: RemoteBatch, plan: MicroBatchPlan, refs: Sequence[ObjectRef | None]) -> None:
+    """Add the columns that each data-parallel rank with rows has put into the store for them."""
+    parts = [(ref, rows) for rank, ref in enumerate(refs) if (rows := plan.rows(rank))]
+    found = [ref for ref, _ in parts if ref is not None]
+    assert len(found) == len(parts), "the mesh's output ranks must be the layout's"
+    batch.add_columns(found, [rows for _, rows in parts])
