@@ -18,7 +18,7 @@ from nemo_like.losses.protocol import Denominators, apply_loss
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel
-from nemo_like.policy.requests import ForwardRequest, RequestQueue
+from nemo_like.policy.requests import ForwardRequest
 
 trl = pytest.importorskip("trl", reason="the peer that is compared with is not installed")
 datasets = pytest.importorskip("datasets", reason="TRL's trainers need it")
@@ -97,7 +97,7 @@ class Sides:
             with_entropy=with_entropy,
             entropy_trains=entropy_trains,
         )
-        return LogprobModel(model, HeadSettings(chunk_tokens=5))(None, RequestQueue([request]))
+        return LogprobModel(model, HeadSettings(chunk_tokens=5))(None, request)
 
     def flat(self, of_completions):
         """A number a completion token -> [N], 0 at prompts."""

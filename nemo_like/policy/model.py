@@ -60,7 +60,7 @@ class LogprobModel(nn.Module):
         self.vocab_group: dist.ProcessGroup | None = None
         """Ranks that hold the other rows of the output head."""
 
-    def forward(self, hidden: Tensor | None, requests: RequestQueue) -> Tensor:
+    def forward(self, hidden: Tensor | None, requests: ForwardRequest | RequestQueue) -> Tensor:
         """Hidden states [.., H] of the last layer here; from the last stage, float32 [R, N]:
 
         logprobs and entropies (zeros unless requested), then logprobs of any ``request.ids``; or,

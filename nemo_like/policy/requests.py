@@ -33,6 +33,10 @@ class ForwardRequest:
     """Distributions of ``ids`` and ``top_k`` leave out ids from here on, exactly as if their logits
     were -infinity. None: none."""
 
+    def next_for(self, _: nn.Module) -> "ForwardRequest":
+        """See ``RequestQueue``: a single pass needs no queue."""
+        return self
+
 
 class RequestQueue:
     """What each stage's forward passes work on, in order: schedules keep that order per stage.

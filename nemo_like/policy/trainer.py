@@ -36,7 +36,7 @@ from nemo_like.policy.parallel.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.parallel.mesh import PolicyMesh
 from nemo_like.policy.parallel.pipeline import Pipeline
 from nemo_like.policy.parallel.shared_parameters import SharedParameters
-from nemo_like.policy.requests import ForwardRequest, MicroBatches, RequestQueue, requests_for_loss
+from nemo_like.policy.requests import ForwardRequest, MicroBatches, requests_for_loss
 from nemo_like.policy.state.loading import load_stages
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
@@ -234,7 +234,7 @@ class Trainer:
                 model.set_reshard_after_backward(last)
             with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
                 with self.precision():
-                    output = (self._ddp or model)(None, RequestQueue([request]))
+                    output = (self._ddp or model)(None, request)
                 value_of(output, i).backward()  # autocast would round inside the head's gradient
 
     def _optimizer_step(self) -> None:
@@ -260,7 +260,7 @@ class Trainer:
         if self.mesh.sizes.pp > 1:
             outputs = self._pipeline(stages).score(requests, self._hidden_shape(shape))
         else:
-            outputs = [stages[0](None, RequestQueue([request])) for request in requests]
+            outputs = [stages[0](None, request) for request in requests]
         for stage in stages:
             # Without a backward pass some units stay gathered; free them.
             for module in stage.modules():

@@ -21,7 +21,7 @@ from nemo_like.errors import UserError
 from nemo_like.models.settings import model_settings
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, ValueModel
-from nemo_like.policy.requests import ForwardRequest, RequestQueue
+from nemo_like.policy.requests import ForwardRequest
 from nemo_like.policy.state.twin import plain_attention
 from nemo_like.rewards.grading_process import BatchGrader, serve
 from nemo_like.rewards.protocol import GradingRow, Verdict, failed
@@ -86,7 +86,7 @@ class RewardModel:
         batch = collate(rows)
         inputs = model_inputs(batch, InputLayout(batching="padded"), every_token=True)
         request = ForwardRequest(inputs=inputs, temperature=1.0)
-        values = self._model(None, RequestQueue([request]))[0]
+        values = self._model(None, request)[0]
         return values[batch.starts + batch.lengths - 1].tolist()
 
     def grade(self, rows: Sequence[GradingRow]) -> list[Verdict]:

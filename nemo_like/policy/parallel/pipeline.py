@@ -92,7 +92,7 @@ class Pipeline:
                 if index > 0:
                     hidden = self._empty_hidden(hidden_shape)
                     dist.recv(hidden, self._neighbour(-1), group=self._group)
-                out = module(hidden, RequestQueue([request]))
+                out = module(hidden, request)
                 if index == num_stages(self._parallel) - 1:
                     outputs.append(out)
                 else:

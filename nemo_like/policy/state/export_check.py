@@ -16,7 +16,7 @@ from nemo_like.models.settings import one_line
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.lora import adapters_of, add_adapters, initialize_adapters
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
-from nemo_like.policy.requests import ForwardRequest, RequestQueue
+from nemo_like.policy.requests import ForwardRequest
 from nemo_like.policy.state.leaving import leaving_tensors
 from nemo_like.policy.state.loading import model_class, tied_names
 from nemo_like.policy.state.twin import small_twin
@@ -124,7 +124,7 @@ def _outputs(model: LogprobModel, ids: Tensor, values: bool) -> Tensor:
         lengths=torch.tensor([len(ids)]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
     )
     inputs = model_inputs(batch, InputLayout(batching="padded"), every_token=values)
-    return model(None, RequestQueue([ForwardRequest(inputs=inputs, temperature=1.0)]))[0]
+    return model(None, ForwardRequest(inputs=inputs, temperature=1.0))[0]
 
 
 def _exported(model: LogprobModel, described: Architecture) -> Any:

@@ -16,7 +16,7 @@ from nemo_like.models.settings import model_settings, one_line
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel
-from nemo_like.policy.requests import ForwardRequest, RequestQueue
+from nemo_like.policy.requests import ForwardRequest
 from nemo_like.policy.state.twin import PROBE_SPREAD, VOCAB, random_model, shortened
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _problem(
     try:
         model = LogprobModel(_twin(full, layout.implementation), HeadSettings(chunk_tokens=5))
         inputs = model_inputs(rows, InputLayout(batching=layout.batching))
-        actual = model(None, RequestQueue([ForwardRequest(inputs=inputs, temperature=1.0)]))[0]
+        actual = model(None, ForwardRequest(inputs=inputs, temperature=1.0))[0]
     except Exception as error:  # the boundary to a model's code, which may raise anything
         logger.debug("%s", layout, exc_info=True)
         return f"it fails ({one_line(error)})"
