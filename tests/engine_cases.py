@@ -17,7 +17,7 @@ from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
-from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.parallel.stages import bins_for_pipeline
 from nemo_like.policy.state.state import (
     load_checkpoint,

@@ -16,7 +16,7 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.models.naming import plain_name
 from nemo_like.policy import scoring
-from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.state.files import read_tensors, stored_files
 from nemo_like.policy.state.state import export_folder, refit_tensors
 from nemo_like.policy.trainer import Trainer

@@ -204,7 +204,7 @@ def test_a_full_disk_under_a_checkpoint_is_one_sentence(tmp_path):
     import torch
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from nemo_like.policy.state.file_errors import told_as
+    from nemo_like.policy.state.files import told_as
 
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
     told = "could not be written: .*No space left"

@@ -27,13 +27,13 @@ from nemo_like.data.end_tokens import end_token_ids
 from nemo_like.errors import UserError
 from nemo_like.generation.hf_model import build_model
 from nemo_like.generation.protocol import EngineConfig
+from nemo_like.models.build import model_class
 from nemo_like.models.context import context_length
 from nemo_like.models.kinds import CAUSAL_LM, CLASSIFIER, has_class
 from nemo_like.models.resolve import resolve_model
 from nemo_like.models.settings import model_settings
 from nemo_like.planning.model_shape import read_settings
 from nemo_like.policy.state.export_check import check_export
-from nemo_like.policy.state.loading import model_architecture, model_class
 from nemo_like.policy.state.probe import check_architecture
 from nemo_like.policy.state.twin import plain_attention
 from nemo_like.refit.manifest import architecture
@@ -203,7 +203,7 @@ def test_a_models_config_has_no_say_in_how_it_is_computed(model, changes):
     )
     built = [
         architecture(path, torch.float32).model,
-        model_architecture(path, "values", torch.float32).model,
+        architecture(path, torch.float32, "values").model,
         build_model(engine),
     ]
     for one in built:

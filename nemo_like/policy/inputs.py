@@ -89,10 +89,13 @@ def model_inputs(
     return _padded(batch, targets, shape, num_outputs)
 
 
-def made_up_rows(lengths: Sequence[int], device: torch.device | str) -> TensorBatch:
-    """Rows of zeros, all of whose tokens are targets but each first one."""
+def made_up_rows(
+    lengths: Sequence[int], device: torch.device | str = "cpu", ids: Tensor | None = None
+) -> TensorBatch:
+    """Rows of zeros, or of ``ids``, all of whose tokens are targets but each first one."""
     batch = TensorBatch(lengths=torch.tensor(lengths, device=device))
-    ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
+    if ids is None:
+        ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[batch.starts] = False
     batch.tokens = {keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}

@@ -24,7 +24,7 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.models.adapter_places import peft_targets
 from nemo_like.models.lora import NAME, inject_adapters
 from nemo_like.models.naming import plain_name
-from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.parallel.full_tensors import local_part
 
 _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 

@@ -14,7 +14,7 @@ from nemo_like.policy.distributions import logprobs_at, top_logprobs
 from nemo_like.policy.head import Head
 from nemo_like.policy.logprobs import token_logprobs
 from nemo_like.policy.parallel.collectives import join_parts
-from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.requests import ForwardRequest, RequestQueue
 
 # The head is applied here in chunks, so what a model does to its logits after it is applied too.

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
 from nemo_like.errors import UserError
-from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.parallel.full_tensors import local_part
 
 _Named = list[tuple[str, Parameter]]
 

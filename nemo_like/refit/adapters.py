@@ -7,9 +7,10 @@ import torch
 from nemo_like.config.lora import LoraConfig
 from nemo_like.errors import RunError
 from nemo_like.models.adapter_places import adapter_places
+from nemo_like.models.build import empty_model
 from nemo_like.models.naming import is_adapter
 from nemo_like.refit.buckets import Bucket, announced_tensors, plan_buckets
-from nemo_like.refit.manifest import TensorSpec, check_tensors, empty_model, expected_tensors
+from nemo_like.refit.manifest import TensorSpec, check_tensors, expected_tensors
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two tensors, after the name of its layer."""

@@ -11,12 +11,12 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from nemo_like.config.remote_code import trusts_code
+from nemo_like.config.policy import Output
 from nemo_like.errors import RunError
+from nemo_like.models.build import empty_model
 from nemo_like.models.naming import Naming, Translation
-from nemo_like.models.settings import model_settings
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one tensor."""
@@ -58,27 +58,15 @@ class Architecture:
 
 
 @functools.cache
-def architecture(model_path: str, dtype: torch.dtype) -> Architecture:
-    """Of a folder's causal language model with parameters of ``dtype``; treat it as read-only."""
-    return Architecture.of(empty_model(model_path, dtype))
+def architecture(model_path: str, dtype: torch.dtype, output: Output = "logprobs") -> Architecture:
+    """What leaves a folder's model whose parameters have ``dtype``; read-only, as it is cached."""
+    return Architecture.of(empty_model(model_path, dtype, output))
 
 
 @functools.cache
 def expected_tensors(model_path: str, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """List what a causal language model's files hold when its parameters have ``dtype``.
-
-    Treat the result as read-only: it is cached.
-    """
-    return architecture(model_path, dtype).specs()
-
-
-def empty_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The architecture without memory for its tensors."""
-    config = model_settings(model_path)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trusts_code()
-        )
+    """Shape and dtype of each tensor in a causal language model's files; read-only, too."""
+    return architecture(model_path, dtype, "logprobs").specs()
 
 
 def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:

@@ -27,7 +27,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
-from nemo_like.policy.parallel.shards import local_part
+from nemo_like.policy.parallel.full_tensors import local_part
 
 _HASH_CHUNK = 1 << 20  # elements, whose products are 8 MiB
 # Odd, so that multiplying by them modulo 2^64 loses no bit (from MurmurHash3's 64-bit finalizer).

@@ -12,6 +12,11 @@ _BATCH_BYTES = 128 * 2**20
 """Most of one collective, which holds them twice; a larger tensor is gathered by itself, once."""
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """The shard of a DTensor that is here; a plain tensor is full on every rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def full_tensor(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One parameter or buffer as every rank is to see it, in ``dtype``; collective."""
     return next(full_tensors([(tensor, dtype)], device))

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_like.policy.model import LogprobModel
+from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.parallel.mesh import PolicyMesh
-from nemo_like.policy.parallel.shards import local_part
 from nemo_like.policy.state.loading import tied_names
 
 

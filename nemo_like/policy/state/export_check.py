@@ -7,18 +7,17 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_like.batch import keys
-from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.errors import RunError, UserError
+from nemo_like.models.build import model_class
 from nemo_like.models.naming import is_adapter, plain_name
 from nemo_like.models.settings import one_line
-from nemo_like.policy.inputs import InputLayout, model_inputs
+from nemo_like.policy.inputs import InputLayout, made_up_rows, model_inputs
 from nemo_like.policy.lora import adapters_of, add_adapters, initialize_adapters
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
 from nemo_like.policy.requests import ForwardRequest
 from nemo_like.policy.state.leaving import leaving_tensors
-from nemo_like.policy.state.loading import model_class, tied_names
+from nemo_like.policy.state.loading import tied_names
 from nemo_like.policy.state.twin import small_twin
 from nemo_like.refit.manifest import Architecture
 
@@ -118,11 +117,7 @@ def _train_one_step(model: LogprobModel, ids: Tensor, values: bool) -> None:
 
 
 def _outputs(model: LogprobModel, ids: Tensor, values: bool) -> Tensor:
-    mask = torch.ones(len(ids), dtype=torch.bool)
-    mask[0] = False
-    batch = TensorBatch(
-        lengths=torch.tensor([len(ids)]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
-    )
+    batch = made_up_rows([len(ids)], ids=ids)
     inputs = model_inputs(batch, InputLayout(batching="padded"), every_token=values)
     return model(None, ForwardRequest(inputs=inputs, temperature=1.0))[0]
 

@@ -1,25 +1,51 @@
 """The safetensors files of a model's folder, and reading from them what a rank has of a model."""
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint.state_dict_loader as dcp_load
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nemo_like.errors import UserError
+from nemo_like.distributed.failures import is_disconnection
+from nemo_like.errors import RunError, UserError
 from nemo_like.models.naming import Naming, Translation
-from nemo_like.policy.parallel.shards import local_part
-from nemo_like.policy.state.file_errors import told_as
+from nemo_like.policy.parallel.full_tensors import local_part
 
 _UNREADABLE = "The weights of the model {} cannot be loaded"
 _ROWS_AT_ONCE = 4096
+
+
+@contextmanager
+def told_as(kind: type[UserError] | type[RunError], what: str) -> Iterator[None]:
+    """Within, a file that cannot be read or written raises ``kind``: ``what``, and the reason."""
+    try:
+        yield
+    except CheckpointException as error:  # no Exception; every rank gets the failures of all
+        reason, _ = next(iter(error.failures.values()))
+        if isinstance(reason, UserError):  # names the file already
+            raise reason from None
+        raise kind(f"{what}: {_first_line(reason)}") from None
+    except pickle.UnpicklingError as error:  # whose text recommends to run it
+        reason = "a file holds more than tensors, pickled, and was not loaded"
+        raise kind(f"{what}: {reason}") from error
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if is_disconnection(error):
+            raise  # a collective in between
+        raise kind(f"{what}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def stored_files(folder: Path) -> dict[str, Path]:

@@ -3,7 +3,6 @@
 Parameters begin on the meta device; each rank reads its own slices from the safetensors files.
 """
 
-import functools
 import logging
 import re
 from collections.abc import Collection
@@ -16,8 +15,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
@@ -25,20 +22,20 @@ from transformers.initialization import no_init_weights
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
+from nemo_like.models.build import new_model
 from nemo_like.models.naming import is_adapter, plain_name
 from nemo_like.models.settings import model_settings
 from nemo_like.planning.layout import num_stages
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.lora import add_adapters, initialize_adapters
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
+from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.parallel.mesh import PolicyMesh
-from nemo_like.policy.parallel.shards import local_part
 from nemo_like.policy.parallel.stages import keep_stage, stages_of_rank
 from nemo_like.policy.parallel.tensor_parallel import apply_tensor_parallel
 from nemo_like.policy.parallel.wrap import shard_model, wrap_layers
-from nemo_like.policy.state.file_errors import told_as
-from nemo_like.policy.state.files import read_tensors, refuse_two_values, stored_files
-from nemo_like.refit.manifest import Architecture, architecture
+from nemo_like.policy.state.files import read_tensors, refuse_two_values, stored_files, told_as
+from nemo_like.refit.manifest import architecture
 
 logger = logging.getLogger(__name__)
 
@@ -94,39 +91,13 @@ def load_stages(
 def _empty_model(path: str, config: PolicyConfig, output: Output) -> PreTrainedModel:
     """Parameters without memory; buffers (rotary frequencies) are real."""
     attention = PACKED if config.batching == "packed" else config.attention
-    kind, settings = model_class(path, output)
     with init_empty_weights(include_buffers=False):
         with no_init_weights():  # drawing none for the meta device takes a millisecond a tensor
-            model = kind.from_config(
-                settings,
-                dtype=torch.float32,
-                attn_implementation=attention,
-                trust_remote_code=trusts_code(),
-            )
+            model = new_model(path, output, dtype=torch.float32, attn_implementation=attention)
         if config.lora.rank:
             add_adapters(model, config.lora)
     model.tie_weights()
     return model
-
-
-def model_class(path: str, output: Output) -> tuple[Any, PreTrainedConfig]:
-    """transformers' class for a folder's model with this output, and its configuration.
-
-    Values are the one label of its model for sequence classification. Raises UserError if
-    transformers has none for the architecture.
-    """
-    settings = model_settings(path)
-    if output == "logprobs":
-        return AutoModelForCausalLM, settings
-    if type(settings) not in AutoModelForSequenceClassification._model_mapping:
-        raise UserError(
-            f"{path}: transformers has no {type(settings).__name__} with one score a sequence; use "
-            "another architecture."
-        )
-    settings.num_labels = 1
-    named: Any = AutoModelForSequenceClassification._model_mapping[type(settings)]
-    settings.architectures = [named.__name__]
-    return AutoModelForSequenceClassification, settings
 
 
 def _materialize(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
@@ -155,7 +126,7 @@ def _load_weights(model: LogprobModel, path: str, output: Output) -> None:
         if not is_adapter(name)
     }
     stored = stored_files(Path(path))
-    naming = model_architecture(path, output, torch.float32).naming
+    naming = architecture(path, torch.float32, output).naming
     sources = naming.from_disk(stored)
     ties = tied_names(model)
     for head, embedding in ties.items():
@@ -211,7 +182,7 @@ def unused_tensors(path: str, output: Output) -> list[str]:
 
     None where files lack what it needs, since there it is not known what they are.
     """
-    described = model_architecture(path, output, torch.float32)
+    described = architecture(path, torch.float32, output)
     stored = stored_files(Path(path)).keys()
     sources = described.naming.from_disk(stored)
     if not sources.keys() >= described.tensors.keys() - {_SCORE}:
@@ -225,18 +196,6 @@ def unused_tensors(path: str, output: Output) -> list[str]:
     return sorted(
         name for name in stored - known if not any(re.search(one, name) for one in silent)
     )
-
-
-@functools.cache
-def model_architecture(path: str, output: Output, dtype: torch.dtype) -> Architecture:
-    """What leaves a model with this output, whose parameters have ``dtype``; read-only."""
-    if output == "logprobs":
-        return architecture(path, dtype)
-    kind, settings = model_class(path, output)
-    with torch.device("meta"):
-        return Architecture.of(
-            kind.from_config(settings, dtype=dtype, trust_remote_code=trusts_code())
-        )
 
 
 def tied_names(model: LogprobModel) -> dict[str, str]:

@@ -14,7 +14,7 @@ from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.models.settings import model_settings, one_line
 from nemo_like.policy.attention import PACKED
-from nemo_like.policy.inputs import InputLayout, model_inputs
+from nemo_like.policy.inputs import InputLayout, made_up_rows, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel
 from nemo_like.policy.requests import ForwardRequest
 from nemo_like.policy.state.twin import PROBE_SPREAD, VOCAB, random_model, shortened
@@ -136,11 +136,7 @@ def _rows(full: PreTrainedConfig) -> TensorBatch:
     generator = torch.Generator().manual_seed(0)
     size = min(full.get_text_config().vocab_size, VOCAB)
     ids = torch.randint(0, size, (12,), generator=generator)
-    mask = torch.ones(12, dtype=torch.bool)
-    mask[[0, 7]] = False
-    return TensorBatch(
-        lengths=torch.tensor([7, 5]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
-    )
+    return made_up_rows([7, 5], ids=ids)
 
 
 def _load_config(path: str, config: PolicyConfig) -> PreTrainedConfig:

@@ -24,15 +24,17 @@ from nemo_like.config.model_files import CONFIG, read_object
 from nemo_like.data.end_tokens import padding_id
 from nemo_like.distributed.progress import writing_folder
 from nemo_like.errors import RunError, UserError
+from nemo_like.models.build import model_class
 from nemo_like.policy.lora import write_adapter
 from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.state.checkpoint_files import read_sections, write_sections
-from nemo_like.policy.state.file_errors import told_as
+from nemo_like.policy.state.files import told_as
 from nemo_like.policy.state.leaving import adapter_tensors, leaving_tensors
-from nemo_like.policy.state.loading import model_architecture, model_class, tied_names
+from nemo_like.policy.state.loading import tied_names
 from nemo_like.policy.trainer import Trainer
 from nemo_like.refit.adapters import travels_apart
+from nemo_like.refit.manifest import architecture
 
 _OTHER = "{} does not fit this run's model, adapters or optimizer"
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
@@ -59,7 +61,7 @@ def model_tensors(
     A value model has ``score`` in place of an output head.
     """
     trainer.synchronize()
-    described = model_architecture(trainer.setup.model_path, trainer.setup.output, dtype)
+    described = architecture(trainer.setup.model_path, dtype, trainer.setup.output)
     yield from leaving_tensors(
         trainer.stages, described, trainer.device, merged=merged, pp=trainer.mesh.group("pp")
     )
@@ -165,7 +167,7 @@ def _write_folder(
     shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
     aside.chmod(aside.stat().st_mode | stat.S_IRWXU)
     if adapters:
-        plain = model_architecture(str(source), trainer.setup.output, torch.float32).model
+        plain = architecture(str(source), torch.float32, trainer.setup.output).model
         write_adapter(aside / "adapter", adapters, trainer.config.lora, trainer.config.model, plain)
     dtype = next(t.dtype for t in state.values() if t.is_floating_point())
     config = read_object(aside / CONFIG)
