@@ -4,7 +4,8 @@ Legend: ``M`` wanted tokens of a micro-batch, ``K`` vocabulary ids for each.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -56,19 +57,18 @@ class RequestQueue:
         return self._requests[i]
 
 
-def requests_for_loss(
-    loss: Loss, requests: Sequence[ForwardRequest], micro_batches: MicroBatches
-) -> list[ForwardRequest]:
-    """``requests`` with what ``loss`` asks for beside logprobs; see ``Loss``."""
+def wanted_by(
+    loss: Loss, inputs: Sequence[ModelInputs], micro_batches: MicroBatches
+) -> list[dict[str, Any]]:
+    """What ``loss`` needs beside logprobs, as fields of each micro-batch's request."""
     needs = loss.needs
-    if needs.entropy:
-        requests = [replace(request, entropy_trains=True) for request in requests]
-    if column := needs.ids_column:
-        return [
-            replace(request, ids=_ids(request.inputs, batch, column), vocabulary=needs.vocabulary)
-            for request, batch in zip(requests, micro_batches, strict=True)
-        ]
-    return list(requests)
+    wanted: dict[str, Any] = {"entropy_trains": needs.entropy}
+    if not (column := needs.ids_column):
+        return [wanted] * len(inputs)
+    return [
+        wanted | {"ids": _ids(one, batch, column), "vocabulary": needs.vocabulary}
+        for one, batch in zip(inputs, micro_batches, strict=True)
+    ]
 
 
 def _ids(inputs: ModelInputs, batch: TensorBatch | None, column: str) -> Tensor:

@@ -3,8 +3,7 @@
 Legend: ``N`` tokens of a micro-batch, ``K`` most likely tokens in place of each.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.observe.metrics import Metrics, merge
 from nemo_like.policy.lora import adapters_off
 from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.requests import ForwardRequest, MicroBatches, requests_for_loss
+from nemo_like.policy.requests import MicroBatches
 from nemo_like.policy.trainer import Trainer
 
 
@@ -35,7 +34,7 @@ def logprobs(
     columns: dict[str, list[Tensor]] = {}
     with trainer.diagnostics.phase("logprobs"):
         if with_policy:
-            outputs = _outputs(trainer, micro_batches, temperature, _with_entropy)
+            outputs = _outputs(trainer, micro_batches, temperature, with_entropy=True)
             columns["policy"] = [output[0] for output, _ in outputs]
             columns["entropy"] = [output[1] for output, _ in outputs]
         if trainer.setup.with_reference:
@@ -54,12 +53,8 @@ def evaluate(
     temperature: float,
 ) -> Metrics:
     """The metrics of ``loss`` on this rank's micro-batches; none on ranks without output."""
-
-    def ask(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
-        return requests_for_loss(loss, requests, micro_batches)
-
     with trainer.diagnostics.phase("evaluate"):
-        outputs = _outputs(trainer, micro_batches, temperature, ask)
+        outputs = _outputs(trainer, micro_batches, temperature, loss=loss)
     return merge([apply_loss(loss, output, batch, denominators)[1] for output, batch in outputs])
 
 
@@ -92,31 +87,24 @@ def top_logprobs(
                 "vocabulary; give the teacher's embedding as many rows."
             )
 
-    def ask(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
-        return [replace(request, top_k=k, vocabulary=vocabulary) for request in requests]
-
     with trainer.diagnostics.phase("top_logprobs"):
-        outputs = _outputs(trainer, micro_batches, temperature, ask)
+        outputs = _outputs(trainer, micro_batches, temperature, top_k=k, vocabulary=vocabulary)
     halves = [output.t().chunk(2, dim=1) for output, _ in outputs]
     return [(ids.to(torch.int64), logprobs) for logprobs, ids in halves]
-
-
-def _with_entropy(requests: Sequence[ForwardRequest]) -> list[ForwardRequest]:
-    return [replace(request, with_entropy=True) for request in requests]
 
 
 def _outputs(
     trainer: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
-    ask: Callable[[Sequence[ForwardRequest]], list[ForwardRequest]] = list,
     *,
     stages: list[LogprobModel] | None = None,
+    **wanted: Any,
 ) -> list[tuple[Tensor, TensorBatch]]:
-    """What the model gives, [R, N], for each real micro-batch; ``ask`` says what is wanted."""
-    requests, shape = trainer.requests(micro_batches, temperature)
+    """Outputs [R, N] for each real micro-batch; ``wanted``: see ``Trainer.requests``."""
+    requests, shape = trainer.requests(micro_batches, temperature, **wanted)
     with torch.no_grad(), trainer.precision():
-        outputs = trainer.score(stages or trainer.stages, ask(requests), shape)
+        outputs = trainer.score(stages or trainer.stages, requests, shape)
     return [
         (output[:, : batch.num_tokens], batch)
         for output, batch in zip(outputs, micro_batches, strict=bool(outputs))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from nemo_like.policy.parallel.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.parallel.mesh import PolicyMesh
 from nemo_like.policy.parallel.pipeline import Pipeline
 from nemo_like.policy.parallel.shared_parameters import SharedParameters
-from nemo_like.policy.requests import ForwardRequest, MicroBatches, requests_for_loss
+from nemo_like.policy.requests import ForwardRequest, MicroBatches, wanted_by
 from nemo_like.policy.state.loading import load_stages
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
@@ -200,8 +201,9 @@ class Trainer:
         sums: MismatchSums | None,
     ) -> list[Metrics]:
         """Accumulate the gradient, and ``sums``; the metrics of each real micro-batch."""
-        requests, shape = self.requests(micro_batches, temperature, with_entropy=sums is not None)
-        requests = requests_for_loss(loss, requests, micro_batches)
+        requests, shape = self.requests(
+            micro_batches, temperature, loss=loss, with_entropy=sums is not None
+        )
         parts: list[Metrics] = []
 
         def value_of(output: Tensor, i: int) -> Tensor:
@@ -274,19 +276,27 @@ class Trainer:
         return Pipeline(stages, self.mesh.parallel, group, self.device, self.dtype)
 
     def requests(
-        self, micro_batches: MicroBatches, temperature: float, *, with_entropy: bool = False
+        self,
+        micro_batches: MicroBatches,
+        temperature: float,
+        *,
+        loss: Loss | None = None,
+        **wanted: Any,
     ) -> tuple[list[ForwardRequest], InputShape | None]:
-        """One forward pass for each micro-batch, and the shape that all have in a pipeline."""
+        """One forward pass for each micro-batch, and the shape that all have in a pipeline.
+
+        Each gives what ``loss`` needs and what is ``wanted``: fields of ``ForwardRequest``.
+        """
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
         every_token = self.setup.output == "values"
+        inputs = [
+            model_inputs(batch, self._layout, shape, every_token=every_token) for batch in batches
+        ]
+        needs = [{}] * len(inputs) if loss is None else wanted_by(loss, inputs, micro_batches)
         requests = [
-            ForwardRequest(
-                inputs=model_inputs(batch, self._layout, shape, every_token=every_token),
-                temperature=temperature,
-                with_entropy=with_entropy,
-            )
-            for batch in batches
+            ForwardRequest(inputs=one, temperature=temperature, **wanted, **need)
+            for one, need in zip(inputs, needs, strict=True)
         ]
         return requests, shape
 

@@ -1,7 +1,6 @@
 """Tensors as they leave the policy: full, adapters merged, by their names on disk."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,10 +29,10 @@ def leaving_tensors(
     ``merged``: adapters are added to their matrices, in float32. Collective: all ranks must draw
     from it at the same pace. With a pipeline, each tensor is sent from the stage that has it.
     """
-    parts = _Parts.of(stages, merged=merged)
+    state, adapters = _parts(stages, merged=merged)
     naming, translations = architecture.naming, architecture.translations
     names = [name for each in translations for name in each.names]
-    full = _full(parts, names, architecture, device, pp)
+    full = _full(state, adapters, names, architecture, device, pp)
     for each in translations:
         if each.converter is None:
             yield each.targets[0], next(full)
@@ -56,35 +55,30 @@ def adapter_tensors(
     yield from zip(adapters, full_tensors(parts, device), strict=True)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What this rank's stages have of each tensor, by its name in memory."""
-
-    state: dict[str, Tensor]
-    adapters: dict[str, Adapter]
-
-    @classmethod
-    def of(cls, stages: Sequence[LogprobModel], *, merged: bool) -> "_Parts":
-        state: dict[str, Tensor] = {}
-        adapters: dict[str, Adapter] = {}
-        for stage in stages:
-            ties = tied_names(stage) if stage.is_first else {}
-            tensors = {plain_name(n): tensor.detach() for n, tensor in stage.state_dict().items()}
-            state |= {name: tensor for name, tensor in tensors.items() if name not in ties}
-            if merged:
-                adapters |= adapters_of(stage, tensors)
-        return cls(state, adapters)
+def _parts(
+    stages: Sequence[LogprobModel], *, merged: bool
+) -> tuple[dict[str, Tensor], dict[str, Adapter]]:
+    """What this rank has of each tensor, and the adapters to merge, by names in memory."""
+    state: dict[str, Tensor] = {}
+    adapters: dict[str, Adapter] = {}
+    for stage in stages:
+        ties = tied_names(stage) if stage.is_first else {}
+        tensors = {plain_name(n): tensor.detach() for n, tensor in stage.state_dict().items()}
+        state |= {name: tensor for name, tensor in tensors.items() if name not in ties}
+        if merged:
+            adapters |= adapters_of(stage, tensors)
+    return state, adapters
 
 
 def _full(
-    parts: _Parts,
+    state: dict[str, Tensor],
+    adapters: dict[str, Adapter],
     names: Sequence[str],
     architecture: Architecture,
     device: torch.device,
     pp: dist.ProcessGroup | None,
 ) -> Iterator[Tensor]:
     """The tensors of ``names`` in memory."""
-    state, adapters = parts.state, parts.adapters
     stored = {name: architecture.tensors[name].dtype for name in names}
     owners = _owners(list(state), pp)
     gather = partial(full_tensor, dtype=torch.float32, device=device)

@@ -4,7 +4,7 @@ import json
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> None:
             state.optimizers,
             model_state_dict={k: loaded["model"][state.stored(k)] for k in state.model},
             optim_state_dict={k: loaded["optimizer"][state.stored(k)] for k in state.optimizer},
-            options=_strict_if_full(trainer),
+            options=_options(trainer),
         )
     trainer.num_steps = loaded["num_steps"]
     if trainer.loss_scale is not None:
@@ -132,7 +132,7 @@ def load_weights(folder: Path, trainer: Trainer) -> None:
         read_sections(folder, {"model": model})
     for stage, part in parts:
         weights = {name: model[_stored_name(stage, name)] for name in part}
-        set_model_state_dict(stage, weights, options=_strict_if_full(trainer))
+        set_model_state_dict(stage, weights, options=_options(trainer))
 
 
 def export_folder(trainer: Trainer, target: Path, write: bool) -> None:
@@ -184,7 +184,7 @@ def _write_folder(
     aside.rename(target)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _StageState:
     """State of one stage and its optimizers, under the names of the wrapped model."""
 
@@ -194,36 +194,31 @@ class _StageState:
     optimizer: dict[str, Any]
 
     def stored(self, name: str) -> str:
-        """The name in a checkpoint: a tied head, on whatever stage, goes by its embedding's."""
         return _stored_name(self.stage, name)
 
 
 def _stored_name(stage: LogprobModel, name: str) -> str:
+    """The name in a checkpoint: a tied head, on whatever stage, goes by its embedding's."""
     for head, embedding in tied_names(stage).items():
         name = name.replace(head, embedding)
     return name
 
 
 def _options(trainer: Trainer) -> StateDictOptions:
-    """Optimizer state by parameter name, whatever groups the optimizer keeps it in; of a model with
-    adapters, these alone."""
+    """Optimizer state by parameter name, whatever its groups; with adapters, these alone."""
+    adapts = trainer.config.lora.rank > 0
     return StateDictOptions(
-        flatten_optimizer_state_dict=True, ignore_frozen_params=trainer.config.lora.rank > 0
+        flatten_optimizer_state_dict=True, ignore_frozen_params=adapts, strict=not adapts
     )
 
 
-def _strict_if_full(trainer: Trainer) -> StateDictOptions:
-    return replace(_options(trainer), strict=trainer.config.lora.rank == 0)
-
-
 def _stage_states(trainer: Trainer) -> list[_StageState]:
-    states = []
-    for stage, optimizers in zip(trainer.stages, trainer.optimizers, strict=True):
-        model, optimizer = get_state_dict(stage, optimizers, options=_options(trainer))
-        states.append(
-            _StageState(stage=stage, optimizers=optimizers, model=model, optimizer=optimizer)
+    return [
+        _StageState(
+            stage, optimizers, *get_state_dict(stage, optimizers, options=_options(trainer))
         )
-    return states
+        for stage, optimizers in zip(trainer.stages, trainer.optimizers, strict=True)
+    ]
 
 
 def _joined(trainer: Trainer, states: list[_StageState]) -> dict[str, Any]:
