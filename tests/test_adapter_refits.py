@@ -21,7 +21,7 @@ from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.lora import replace_adapters
 from nemo_like.generation.vllm.settings import engine_args
 from nemo_like.refit.adapters import (
-    check_adapters,
+    check_refit,
     expected_adapters,
     is_adapter,
     plan_refit,
@@ -190,7 +190,7 @@ def test_an_engine_that_was_started_without_adapters_refuses_them(tmp_path, run)
         run(engine.connect(NOWHERE, buckets, TIMEOUT_S))
     run(engine.shutdown())
     with pytest.raises(RunError, match="Refit 2 matches no adapter"):
-        check_adapters(2, 1, None, adapters_only=True)
+        check_refit(2, 1, None, adapters_only=True, running=0)
 
 
 def test_targets_that_name_no_layer_are_an_error(tmp_path):

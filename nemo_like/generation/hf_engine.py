@@ -22,12 +22,12 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     Link,
     SamplingParams,
+    no_weights,
 )
-from nemo_like.refit.adapters import check_adapters, check_buckets
+from nemo_like.refit.adapters import check_buckets, check_refit
 from nemo_like.refit.broadcast import BroadcastReceiver
 from nemo_like.refit.buckets import Bucket
 from nemo_like.refit.ipc import IpcReceiver
-from nemo_like.refit.manifest import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,7 @@ class HFEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; RunError if the model fails."""
         if self._model is None or self._version is None:
-            raise RunError(
-                f"Request {request.request_id} is refused: the engine holds no usable weights "
-                "(before its first refit, within one, or after one that failed)."
-            )
+            raise no_weights(request)
         self._check_prompt(request)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._num_running += 1
@@ -101,13 +98,13 @@ class HFEngine:
         """Replace weights; RunError as the protocol says. There is no cache to reset."""
         if self._model is None or self._receiver is None:
             raise RunError(f"Refit {version} came before the engine had started.")
-        if self._num_running:
-            raise RunError(
-                f"Refit {version} came while {self._num_running} completions were being sampled; "
-                "wait for them first."
-            )
-        check_version(version, self._version)
-        check_adapters(version, self._version, self._config.lora, adapters_only=adapters_only)
+        check_refit(
+            version,
+            self._version,
+            self._config.lora,
+            adapters_only=adapters_only,
+            running=self._num_running,
+        )
         # Without a version the engine refuses to generate until every tensor is in place.
         self._version = None
         async with self._model_in_use:  # By a batch whose callers have all given up.

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from nemo_like.config.lora import LoraConfig
+from nemo_like.errors import RunError
 from nemo_like.refit.broadcast import BroadcastLink
 from nemo_like.refit.buckets import Bucket
 from nemo_like.refit.ipc import IpcLink
@@ -51,6 +52,14 @@ class GenerationRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int
+
+
+def no_weights(request: GenerationRequest) -> RunError:
+    """The refusal of an engine that would sample from noise."""
+    return RunError(
+        f"Request {request.request_id} is refused: the engine holds no usable weights (before its "
+        "first refit, within one, or after one that failed)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,9 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.errors import UserError
 from nemo_like.models.naming import Naming
 
+NAME = "default"
+"""The one adapter's name in peft."""
+
 _ROUTER_IN_PEFT = "gate"  # which peft takes for a mixture's router, whatever it is
 _LAYERS = (nn.Linear, Conv1D)
 _ROUTER = "Router"  # some are linear layers that return more than a product
@@ -92,6 +95,28 @@ def peft_targets(model: PreTrainedModel, lora: LoraConfig) -> dict[str, Any]:
         "target_parameters": sorted(inner) or None,
         "fan_in_fan_out": all(place.input_first for place in places),
     }
+
+
+def inject_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Add adapters to the configured matrices, in place; all else is frozen.
+
+    Raises UserError if a target names nothing that can have one.
+    """
+    import peft  # needs a second to import, and few runs have adapters
+
+    # Names alone: peft's own "all-linear" would add routers, and take shared experts for experts.
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # fractions work
+        **peft_targets(model, config),
+        exclude_modules=["score"] if hasattr(model, "score") else None,  # it trains itself
+    )
+    try:
+        peft.inject_adapter_in_model(settings, model)
+    except ValueError as error:
+        raise UserError(
+            f"policy.lora.targets: {error} Name other layers there, or set policy.lora.rank=0."
+        ) from error
 
 
 def _refuse_apart(places: list[AdapterPlace], lora: LoraConfig) -> None:

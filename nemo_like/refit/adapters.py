@@ -49,13 +49,23 @@ def check_buckets(
     check_tensors(announced_tensors(buckets), expected)
 
 
-def check_adapters(
-    version: int, current: int | None, lora: LoraConfig | None, *, adapters_only: bool
+def check_refit(
+    version: int, current: int | None, lora: LoraConfig | None, *, adapters_only: bool, running: int
 ) -> None:
-    """Raise RunError if adapters come alone to an engine that cannot use them.
+    """Raise RunError for a refit that an engine must refuse before it touches a weight.
 
-    ``current`` is the version that it holds (None: nothing), ``lora`` what it was started with.
+    ``current``: the version that it holds (None: nothing). ``lora``: what it was started with.
+    ``running``: completions that it is sampling.
     """
+    if running:
+        raise RunError(
+            f"Refit {version} came while {running} completions were being sampled; wait for them "
+            "first."
+        )
+    if current is not None and version <= current:
+        raise RunError(
+            f"Refit {version} is stale: the engine holds version {current}, and versions only grow."
+        )
     if adapters_only and lora is None:
         raise RunError(
             f"Refit {version} matches no adapter: it has adapters alone, and the engine was "

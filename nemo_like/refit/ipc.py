@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
 from typing import Any
@@ -203,28 +204,18 @@ class _Peer:
         assert message == bucket, f"expected bucket {bucket}, got {message!r}"
 
 
-@dataclass(frozen=True)
-class _CudaBuffer:
+def _open_cuda(
+    rebuild: Callable[..., Tensor], arguments: tuple[Any, ...], device: torch.device
+) -> Tensor:
     """A CUDA tensor of another process: the GPU is the same, its index may differ here."""
-
-    rebuild: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
-
-    def __call__(self, device: torch.device) -> Tensor:
-        arguments = list(self.arguments)
-        arguments[_DEVICE_ARGUMENT] = device.index or 0
-        return self.rebuild(*arguments)
+    own = list(arguments)
+    own[_DEVICE_ARGUMENT] = device.index or 0
+    return rebuild(*own)
 
 
-@dataclass(frozen=True)
-class _MappedBuffer:
+def _open_mapped(path: str, num_bytes: int, device: torch.device) -> Tensor:
     """Memory that another process of this node holds open."""
-
-    path: str
-    num_bytes: int
-
-    def __call__(self, device: torch.device) -> Tensor:
-        return torch.from_file(self.path, shared=True, size=self.num_bytes, dtype=torch.uint8)
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 class _Shared:
@@ -232,15 +223,15 @@ class _Shared:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._descriptor: int | None = None
-        self.handle: _CudaBuffer | _MappedBuffer
+        self.handle: Callable[[torch.device], Tensor]
         if device.type == "cuda":
             self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self.handle = _CudaBuffer(*reduce_tensor(self.tensor))
+            self.handle = partial(_open_cuda, *reduce_tensor(self.tensor))
             return
         # Memory without a name: not limited by the size of /dev/shm, gone with its processes.
         self._descriptor = os.memfd_create("nemo-like-refit")
         os.truncate(self._descriptor, num_bytes)
-        self.handle = _MappedBuffer(f"/proc/{os.getpid()}/fd/{self._descriptor}", num_bytes)
+        self.handle = partial(_open_mapped, f"/proc/{os.getpid()}/fd/{self._descriptor}", num_bytes)
         self.tensor = self.handle(device)
 
     def close(self) -> None:

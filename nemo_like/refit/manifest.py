@@ -87,14 +87,6 @@ def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, Tensor
         raise RunError(f"The refit does not match the model's architecture; {'; '.join(problems)}.")
 
 
-def check_version(version: int, current: int | None) -> None:
-    """Raise RunError unless ``version`` is newer than what the engine holds (None: nothing)."""
-    if current is not None and version <= current:
-        raise RunError(
-            f"Refit {version} is stale: the engine holds version {current}, and versions only grow."
-        )
-
-
 def _describe(spec: TensorSpec) -> str:
     shape, dtype = spec
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

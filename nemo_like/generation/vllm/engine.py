@@ -34,6 +34,7 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     Link,
     SamplingParams,
+    no_weights,
 )
 from nemo_like.generation.vllm.environment import (
     EngineDevices,
@@ -42,9 +43,8 @@ from nemo_like.generation.vllm.environment import (
 )
 from nemo_like.generation.vllm.processes import engine_processes
 from nemo_like.generation.vllm.settings import ADAPTER_ID, engine_args
-from nemo_like.refit.adapters import check_adapters, check_buckets
+from nemo_like.refit.adapters import check_buckets, check_refit
 from nemo_like.refit.buckets import Bucket
-from nemo_like.refit.manifest import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +92,7 @@ class VLLMEngine:
         """Sample one completion; RunError with vLLM's reason if the request or the engine fails."""
         llm, version = self._llm, self._version
         if llm is None or version is None:
-            raise RunError(
-                f"Request {request.request_id} is refused: the engine holds no usable weights "
-                "(before its first refit, within one, or after one that failed)."
-            )
+            raise no_weights(request)
         room = self._config.max_model_len - len(request.prompt_ids)
         max_new_tokens = min(request.sampling.max_new_tokens, room)
         if max_new_tokens <= 0:
@@ -124,13 +121,13 @@ class VLLMEngine:
         llm = self._llm
         if llm is None:
             raise RunError(f"Refit {version} came before the engine had started.")
-        if self._num_running:
-            raise RunError(
-                f"Refit {version} came while {self._num_running} completions were being sampled; "
-                "wait for them first."
-            )
-        check_version(version, self._version)
-        check_adapters(version, self._version, self._config.lora, adapters_only=adapters_only)
+        check_refit(
+            version,
+            self._version,
+            self._config.lora,
+            adapters_only=adapters_only,
+            running=self._num_running,
+        )
         # Until all is done the engine has no version, so that it refuses to generate if this fails.
         self._version = None
         await self._call("load_refit", "a refit", version, adapters_only)
