@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 import torch
+from nemo_like.policy.parallel.row_shards import TrainShard
 
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.session import Session, find_model
@@ -34,7 +35,6 @@ from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics
 from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.resources import plan_run
-from nemo_like.policy.parallel.row_shards import TrainShard
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from nemo_like.policy.worker import SenderAddress, Started
 from nemo_like.rewards.protocol import Grade
