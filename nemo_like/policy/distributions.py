@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from nemo_like.policy.head import Head, HeadCall, multiply
+from nemo_like.policy.parallel.collectives import gather_columns
 
 
 def logprobs_at(
@@ -72,7 +73,7 @@ def _top_of_chunk(
         missing = min(k, head.widest or own) - best.shape[1]
         if missing > 0:  # ranks exchange equally many; k is at most what all have together
             best, ids = pad(best, (0, missing), value=-torch.inf), pad(ids, (0, missing))
-        best, ids = _gather(best, call.group), _gather(ids, call.group)
+        best, ids = gather_columns(best, call.group), gather_columns(ids, call.group)
         if k < best.shape[1]:
             best, at = best.topk(k)
             ids = ids.gather(1, at)
@@ -147,10 +148,3 @@ def _normalizer(logits: Tensor, call: HeadCall) -> Tensor:
     total = (logits - peak[:, None]).exp_().sum(-1)
     dist.all_reduce(total, group=call.group)
     return peak + total.log()
-
-
-def _gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[C, k] of each rank, side by side."""
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine.contiguous(), group=group)
-    return torch.cat(parts, dim=1)

@@ -66,14 +66,14 @@ class _SplitPositions(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _full(gradients[0], ctx.group), None
+        return gather_columns(gradients[0], ctx.group), None
 
 
 class _GatherPositions(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _full(x, group)
+        return gather_columns(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -85,7 +85,8 @@ def _own_slice(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(size, dim=1)[rank].contiguous()
 
 
-def _full(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Each rank's ``x``, side by side in dimension 1; without a gradient."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim=1)

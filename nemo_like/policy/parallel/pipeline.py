@@ -71,10 +71,9 @@ class Pipeline:
         arguments = (self._dummies(count),) if 0 in self._indices else ()
         last = num_stages(self._parallel) - 1 in self._indices
         target = self._dummies(count) if last else None
-        # Outputs would be concatenated and kept; versions that can leave that out are asked to.
-        optional = {"return_outputs": False}
-        known = inspect.signature(schedule.step).parameters
-        options = {name: value for name, value in optional.items() if name in known}
+        # Outputs would be concatenated and kept, where torch cannot leave that out.
+        known = "return_outputs" in inspect.signature(schedule.step).parameters
+        options = {"return_outputs": False} if known else {}
         schedule.step(*arguments, target=target, requests=RequestQueue(requests), **options)
 
     @torch.no_grad()
