@@ -141,7 +141,7 @@ class HeadCall:
         dtype = self.factor_dtype(hidden, weight)
         factor = weight.to(dtype)
         d_hidden, d_weight, d_bias = totals = [
-            torch.zeros_like(x, dtype=torch.float32) if wanted else None
+            torch.zeros_like(x, dtype=torch.float32) if x is not None and wanted else None
             for x, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
         ]
         for rows in self.chunks(len(hidden)):
@@ -156,9 +156,8 @@ class HeadCall:
             del d_products  # before the next chunk's product exists
         if d_hidden is not None and self.group is not None:
             dist.all_reduce(d_hidden, group=self.group)
-        return tuple(
-            None if d is None else d.to(x.dtype) for d, x in zip(totals, inputs, strict=True)
-        )
+        pairs = zip(totals, inputs, strict=True)
+        return tuple(None if d is None or x is None else d.to(x.dtype) for d, x in pairs)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:

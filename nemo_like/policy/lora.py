@@ -61,7 +61,9 @@ def initialize_adapters(model: nn.Module) -> None:
 @contextmanager
 def adapters_off(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within, the models are those that training began with; without adapters, nothing changes."""
-    layers = [each for module in modules for each in _adapted(module)]
+    layers: list[Any] = [
+        each for module in modules for each in module.modules() if hasattr(each, "lora_A")
+    ]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -137,7 +139,3 @@ def write_adapter(
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def _adapted(module: nn.Module) -> list[Any]:
-    return [each for each in module.modules() if hasattr(each, "lora_A")]

@@ -142,7 +142,8 @@ class Trainer:
                 counted_elsewhere=self._shared.counted_elsewhere,
             )
         if not self._drifting:
-            self.diagnostics.check_gradients(parameters)
+            gradients = {name: each.grad for name, each in parameters.items()}
+            self.diagnostics.check_copies(gradients, "gradients")
         scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
         true_norm = norm.item() / scale
         metrics = merge(parts)
@@ -162,7 +163,7 @@ class Trainer:
                 self._optimizer_step()
         forget_gradients(parameters)
         if not self._drifting:
-            self.diagnostics.check_parameters(parameters)
+            self.diagnostics.check_copies(parameters, "parameters")
         metrics |= self.diagnostics.pop()
         if self.loss_scale is not None:
             metrics["train/loss_scale"] = Metric(scale, reduce=Reduce.max)

@@ -1,6 +1,6 @@
 """Adapters that travel apart from the matrices beside which they work: their names and buckets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -95,8 +95,3 @@ def numbered(buckets: Sequence[Bucket], *, adapters_only: bool) -> list[tuple[in
         for number, bucket in enumerate(buckets)
         if not adapters_only or is_adapter(bucket.slots[0].name)
     ]
-
-
-def largest(buckets: Iterable[tuple[int, Bucket]]) -> int:
-    """Bytes that a buffer for any of them needs."""
-    return max(bucket.num_bytes for _, bucket in buckets)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nemo_like.errors import RunError
-from nemo_like.refit.adapters import largest, numbered
+from nemo_like.refit.adapters import numbered
 from nemo_like.refit.buckets import ALIGNMENT_BYTES, NUM_BUFFERS, Bucket
 
 _HEADER_BYTES = ALIGNMENT_BYTES
@@ -132,7 +132,7 @@ def _wait(work: Any) -> None:
 
 
 def _new_buffers(buckets: Sequence[tuple[int, Bucket]], device: torch.device) -> list[Tensor]:
-    size = _HEADER_BYTES + largest(buckets)
+    size = _HEADER_BYTES + max(bucket.num_bytes for _, bucket in buckets)
     return [torch.empty(size, dtype=torch.uint8, device=device) for _ in buckets[:NUM_BUFFERS]]
 
 

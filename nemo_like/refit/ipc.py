@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_like.errors import RunError
-from nemo_like.refit.adapters import largest, numbered
+from nemo_like.refit.adapters import numbered
 from nemo_like.refit.buckets import NUM_BUFFERS, Bucket
 
 _DEVICE_ARGUMENT = 6
@@ -110,7 +110,7 @@ class IpcSender:
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what receivers have let go of since the last refit
         with ExitStack() as stack:
-            size = largest(buckets)
+            size = max(bucket.num_bytes for _, bucket in buckets)
             shared = [_Shared(size, self._device) for _ in buckets[:NUM_BUFFERS]]
             for buffer in shared:
                 stack.callback(buffer.close)

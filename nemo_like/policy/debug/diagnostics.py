@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
@@ -70,25 +70,16 @@ class Diagnostics:
         same = [(axis, group) for axis in ("pp", "cp", "tp") if (group := self._mesh.group(axis))]
         check_data(rows, self._mesh.group("dp"), same, self._mesh.rank)
 
-    def check_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Stop unless copies of a parameter have equal gradients; collective."""
-        if self._config.checks:
-            gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-            self._check_copies(gradients, "gradients")
-
-    def check_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Stop unless copies of a parameter are equal; collective."""
-        if self._config.checks:
-            self._check_copies(dict(parameters), "parameters")
-
-    def _check_copies(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        mesh = self._mesh
+    def check_copies(self, tensors: Mapping[str, Tensor | None], what: str) -> None:
+        """Stop unless copies of each tensor are equal; collective."""
+        if not self._config.checks:
+            return
+        mesh, there = self._mesh, {name: one for name, one in tensors.items() if one is not None}
         replicas = mesh.group("replicate") if mesh.ddp else None
         groups = [("replicate", replicas)] if replicas is not None else []
-        check_equal_over(tensors, groups, mesh.rank, what)
-        tp = mesh.group("tp")
-        if tp is not None:
-            full = {name: each for name, each in tensors.items() if not _split_over_tp(each)}
+        check_equal_over(there, groups, mesh.rank, what)
+        if (tp := mesh.group("tp")) is not None:
+            full = {name: one for name, one in there.items() if not _split_over_tp(one)}
             check_equal_over(full, [("tp", tp)], mesh.rank, what)
 
 

@@ -26,9 +26,8 @@ class AbsentLayer(nn.Module):
 def stages_of_rank(parallel: ParallelConfig, pipeline_rank: int) -> list[int]:
     """Stages of one pipeline rank; interleaved ranks hold every ``pp``-th.
 
-    >>> from nemo_like.config.choices import PipelineSchedule
-    >>> interleaved = "interleaved"
-    >>> stages_of_rank(ParallelConfig(pipeline_parallel_size=2, pipeline_schedule=interleaved), 1)
+    >>> two = {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"}
+    >>> stages_of_rank(ParallelConfig(**two), 1)
     [1, 3]
     """
     size = parallel.pipeline_parallel_size

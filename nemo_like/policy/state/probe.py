@@ -70,8 +70,11 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
         ) from error
     asked = _Layout(config.batching, config.attention)
     if problem := _problem(full, asked, rows, expected):
+        classes: Any = AutoModelForCausalLM._model_mapping
+        # The folder's own code is not in transformers' table.
+        name = (classes[type(full)] if type(full) in classes else type(full)).__name__
         raise UserError(
-            f"policy.model={config.model}: {_class_name(full)} cannot be trained with "
+            f"policy.model={config.model}: {name} cannot be trained with "
             f"{_keys(asked)}: {problem}; "
             f"{_remedy(full, asked, config, rows, expected)}."
         )
@@ -123,13 +126,6 @@ def _keys(layout: _Layout) -> str:
     if layout.batching == "packed":
         return batching
     return f"{batching} and policy.attention={layout.attention}"
-
-
-def _class_name(full: PreTrainedConfig) -> str:
-    if type(full) not in AutoModelForCausalLM._model_mapping:  # the folder's own code
-        return type(full).__name__
-    named: Any = AutoModelForCausalLM._model_mapping[type(full)]
-    return named.__name__
 
 
 def _rows(full: PreTrainedConfig) -> TensorBatch:
