@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 import torch
-from nemo_like.policy.parallel.row_shards import TrainShard
 
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.session import Session, find_model
@@ -120,15 +119,14 @@ def shown(value: Any) -> Any:
             return value.tolist()
         case RemoteBatch():
             return shown([value.lengths, value.rows])
-        case TrainShard():
-            rest = {field.name: getattr(value, field.name) for field in fields(value)}
-            return shown(rest | {"loss": numbers_of(value.loss)[0]})
         case TokenAdvantages() | WhitenedAdvantages():
             return shown(derived(value)[0])
         case dict():
             return {name: shown(one) for name, one in value.items()}
         case list() | tuple():
             return [shown(one) for one in value]
+    if hasattr(value, "needs"):  # a loss
+        return shown(numbers_of(value)[0])
     if is_dataclass(value):
         return {field.name: shown(getattr(value, field.name)) for field in fields(value)}
     return value
@@ -195,13 +193,13 @@ class Ranks:
     def derive(self, batch: RemoteBatch, make: Any) -> Any:
         return ray.put(None), derived(make)[1] or Moments()
 
-    def train(self, work: TrainShard) -> Metrics:
-        metrics = numbers_of(work.loss)[1]
+    def train(self, shard: Any, loss: Any, *how: Any) -> Metrics:
+        metrics = numbers_of(loss)[1]
         metrics.pop("train/max_log_ratio", None)  # of a policy that has moved: no first step's
         self.weight_version += 1
         return metrics | {"train/loss": Metric(1.0 / self.weight_version)}
 
-    def evaluate(self, work: TrainShard) -> Metrics:
+    def evaluate(self, *how: Any) -> Metrics:
         return {"train/loss": Metric(1.0 + abs(self.weight_version - 2))}
 
     def state_bytes(self) -> int:
