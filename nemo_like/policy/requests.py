@@ -4,13 +4,13 @@ Legend: ``M`` wanted tokens of a micro-batch, ``K`` vocabulary ids for each.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.protocol import Loss
+from nemo_like.losses.protocol import Loss, Needs
 from nemo_like.policy.inputs import ModelInputs
 
 MicroBatches = Sequence[TensorBatch | None]
@@ -57,17 +57,22 @@ class RequestQueue:
         return self._requests[i]
 
 
-def wanted_by(
-    loss: Loss, inputs: Sequence[ModelInputs], micro_batches: MicroBatches
-) -> list[dict[str, Any]]:
-    """What ``loss`` needs beside logprobs, as fields of each micro-batch's request."""
-    needs = loss.needs
-    wanted: dict[str, Any] = {"entropy_trains": needs.entropy}
+def forward_requests(
+    inputs: Sequence[ModelInputs],
+    micro_batches: MicroBatches,
+    loss: Loss | None = None,
+    **wanted: Any,
+) -> list[ForwardRequest]:
+    """One pass for each micro-batch, for what ``loss`` needs and the fields that are ``wanted``."""
+    needs = Needs() if loss is None else loss.needs
+    requests = [
+        ForwardRequest(inputs=one, entropy_trains=needs.entropy, **wanted) for one in inputs
+    ]
     if not (column := needs.ids_column):
-        return [wanted] * len(inputs)
+        return requests
     return [
-        wanted | {"ids": _ids(one, batch, column), "vocabulary": needs.vocabulary}
-        for one, batch in zip(inputs, micro_batches, strict=True)
+        replace(one, ids=_ids(one.inputs, batch, column), vocabulary=needs.vocabulary)
+        for one, batch in zip(requests, micro_batches, strict=True)
     ]
 
 

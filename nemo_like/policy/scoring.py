@@ -102,7 +102,7 @@ def _outputs(
     **wanted: Any,
 ) -> list[tuple[Tensor, TensorBatch]]:
     """Outputs [R, N] for each real micro-batch; ``wanted``: see ``Trainer.requests``."""
-    requests, shape = trainer.requests(micro_batches, temperature, **wanted)
+    requests, shape = trainer.requests(micro_batches, temperature=temperature, **wanted)
     with torch.no_grad(), trainer.precision():
         outputs = trainer.score(stages or trainer.stages, requests, shape)
     return [

@@ -37,7 +37,7 @@ from nemo_like.policy.parallel.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.parallel.mesh import PolicyMesh
 from nemo_like.policy.parallel.pipeline import Pipeline
 from nemo_like.policy.parallel.shared_parameters import SharedParameters
-from nemo_like.policy.requests import ForwardRequest, MicroBatches, wanted_by
+from nemo_like.policy.requests import ForwardRequest, MicroBatches, forward_requests
 from nemo_like.policy.state.loading import load_stages
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
@@ -203,7 +203,7 @@ class Trainer:
     ) -> list[Metrics]:
         """Accumulate the gradient, and ``sums``; the metrics of each real micro-batch."""
         requests, shape = self.requests(
-            micro_batches, temperature, loss=loss, with_entropy=sums is not None
+            micro_batches, loss=loss, temperature=temperature, with_entropy=sums is not None
         )
         parts: list[Metrics] = []
 
@@ -277,29 +277,16 @@ class Trainer:
         return Pipeline(stages, self.mesh.parallel, group, self.device, self.dtype)
 
     def requests(
-        self,
-        micro_batches: MicroBatches,
-        temperature: float,
-        *,
-        loss: Loss | None = None,
-        **wanted: Any,
+        self, micro_batches: MicroBatches, **wanted: Any
     ) -> tuple[list[ForwardRequest], InputShape | None]:
-        """One forward pass for each micro-batch, and the shape that all have in a pipeline.
-
-        Each gives what ``loss`` needs and what is ``wanted``: fields of ``ForwardRequest``.
-        """
+        """A pass for each micro-batch, see ``forward_requests``; the shape of a pipeline."""
         batches = [each or empty_batch(self.device) for each in micro_batches]
         shape = self._common_shape(batches)
         every_token = self.setup.output == "values"
         inputs = [
             model_inputs(batch, self._layout, shape, every_token=every_token) for batch in batches
         ]
-        needs = [{}] * len(inputs) if loss is None else wanted_by(loss, inputs, micro_batches)
-        requests = [
-            ForwardRequest(inputs=one, temperature=temperature, **wanted, **need)
-            for one, need in zip(inputs, needs, strict=True)
-        ]
-        return requests, shape
+        return forward_requests(inputs, micro_batches, **wanted), shape
 
     def _common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
         """Stages of a pipeline exchange tensors of one shape; elsewhere each batch has its own."""
