@@ -142,8 +142,7 @@ class Trainer:
                 counted_elsewhere=self._shared.counted_elsewhere,
             )
         if not self._drifting:
-            gradients = {name: each.grad for name, each in parameters.items()}
-            self.diagnostics.check_copies(gradients, "gradients")
+            self.diagnostics.check_copies({n: p.grad for n, p in parameters.items()}, "gradients")
         scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
         true_norm = norm.item() / scale
         metrics = merge(parts)
