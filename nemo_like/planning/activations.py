@@ -11,12 +11,7 @@ from dataclasses import dataclass
 
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.planning.layout import ParallelSizes, layer_range, num_stages
-from nemo_like.planning.model_shape import ModelShape
-
-FLOAT32 = 4
-"""Bytes of a float32 number."""
-BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
-"""Bytes of a number in compute."""
+from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

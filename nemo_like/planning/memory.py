@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.planning.activations import (
-    BYTES,
-    FLOAT32,
     backward_logits,
     forward_logits,
     head_activations,
@@ -22,7 +20,7 @@ from nemo_like.planning.activations import (
 )
 from nemo_like.planning.gradients import GradientMemory
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
-from nemo_like.planning.model_shape import ModelShape
+from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape
 from nemo_like.planning.parameters import (
     RankParameters,
     rank_parameters,
