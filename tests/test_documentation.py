@@ -25,7 +25,9 @@ def text_of(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_page_names_exists(page):
-    named = set(re.findall(r"(?<![\w./-])((?:\w[\w-]*/)*[\w-]+\.(?:py|sbatch|md))\b", text_of(page)))
+    named = set(
+        re.findall(r"(?<![\w./-])((?:\w[\w-]*/)*[\w-]+\.(?:py|sbatch|md))\b", text_of(page))
+    )
     for file in named - MADE_BY_USERS:
         folders = (ROOT, ROOT / "nemo_like", (ROOT / page).parent)
         if file.startswith(TOP) or "/" in file:

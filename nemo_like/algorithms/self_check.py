@@ -124,11 +124,10 @@ def warn_of_mismatch(config: SamplingRunConfig, metrics: Metrics) -> None:
 
 
 def warn_of_adapters(config: SamplingRunConfig) -> None:
-    """Say so where engines lose more of what small adapters add than the policy does.
+    """Warn where engines lose more of a small LoRA update to rounding than the policy does.
 
-    Summed with numbers of 16 bits, what is below half of their last digit is gone: of weights where
-    adapters are merged, of activations where they are apart. Compiled, the policy adds before it
-    rounds, as engines do not.
+    A 16-bit sum drops what is below half of its last digit: in the weights if adapters are merged,
+    in the activations if they are separate. A compiled policy adds before it rounds; engines do not.
     """
     policy = config.policy
     causes = {
@@ -138,9 +137,9 @@ def warn_of_adapters(config: SamplingRunConfig) -> None:
     found = [key for key, applies in causes.items() if applies]
     if policy.lora.rank > 0 and policy.dtype != "float32" and found:
         logger.warning(
-            "With %s in %s, engines round away what small adapters add and sample from a policy "
-            "that lags behind (mismatch/mean_abs); policy.lora.refit=adapters with "
-            "policy.compile=false agrees best.",
+            "With %s in %s, small LoRA updates are lost to rounding in the engine, which then "
+            "samples from a policy that lags behind (mismatch/mean_abs); policy.lora.refit=adapters "
+            "with policy.compile=false agrees best.",
             " and ".join(found),
             policy.dtype,
         )

@@ -159,7 +159,7 @@ def _timeout_message(calls: Sequence[Pending[Any]], pending: Collection[Any]) ->
 
 
 def _root_cause(error: RunError, pending: Mapping[Any, Pending[Any]]) -> RunError:
-    """``error``, or the death of a worker that ``error`` may be but the echo of."""
+    """``error``, or the worker death that caused it."""
     if not pending or isinstance(error, WorkerDiedError):
         return error
     done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_ECHO_S)

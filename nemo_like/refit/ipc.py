@@ -75,7 +75,7 @@ class IpcSender:
         self._receivers: list[_Peer] = []
 
     def accept(self) -> None:
-        """Wait for all receivers; the caller's deadline ends a wait that is in vain."""
+        """Wait for all receivers; the caller's deadline ends the wait."""
         while len(self._receivers) < self._num_receivers:
             try:
                 connection = self._listener.accept()

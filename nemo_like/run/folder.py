@@ -96,10 +96,10 @@ def claim(folder: Path) -> TextIO:
 
 
 def note_start(folder: Path, step: int) -> None:
-    """Tell that the run begins to continue after ``step``, as it may have done before in vain.
+    """Record a resume attempt; refuse the third that made no progress.
 
-    Raises RunError for the third time in a job that Slurm has queued again, which would never end.
-    A job that was just submitted begins to count anew.
+    Raises RunError in a job that Slurm requeued, which would repeat forever; elsewhere it warns. A
+    newly submitted job starts counting again.
     """
     requeued = (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
     counts_on = requeued or "SLURM_JOB_ID" not in os.environ
@@ -121,7 +121,7 @@ def note_start(folder: Path, step: int) -> None:
 
 
 def note_end(folder: Path) -> None:
-    """Tell that no step is left: what starts now is not in vain."""
+    """Forget resume attempts: the run has completed its steps."""
     (folder / _STARTS).unlink(missing_ok=True)
 
 
