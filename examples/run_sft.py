@@ -1,6 +1,6 @@
 """Fine-tune a language model: ``python examples/run_sft.py [key=value ...]``; see --help."""
 
-from nemo_like.compose.main import train
+from nemo_like.cli import train
 
 if __name__ == "__main__":
     train("sft")
