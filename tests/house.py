@@ -70,20 +70,20 @@ EXAMPLES = {
 }
 """Words that stand for one addition of each kind."""
 _TRACER = """
-import os, sys
-seen, top = set(), {package!r}
-monitor = sys.monitoring
-monitor.use_tool_id(4, "house")
-def started(code, offset):
-    name = code.co_filename
-    if name.startswith(top) and name not in seen and code.co_name != "<module>":
+import os, sys, threading
+seen, top, out = set(), {package!r}, {out!r}
+def started(frame, event, _):
+    if event == "call" and (name := frame.f_code.co_filename) not in seen:
+        if frame.f_code.co_name == "<module>":
+            return
         seen.add(name)
-        with open(os.path.join({out!r}, str(os.getpid())), "a") as file:
-            file.write(name + chr(10))
-    return monitor.DISABLE
-monitor.register_callback(4, monitor.events.PY_START, started)
-monitor.set_events(4, monitor.events.PY_START)
+        if name.startswith(top):
+            with open(os.path.join(out, str(os.getpid())), "a") as file:
+                file.write(name + chr(10))
+sys.setprofile(started)
+threading.setprofile(started)
 """
+# Each Python process runs it first, and notes the files of the functions that are called.
 
 
 def is_leaf(name: str) -> bool:

@@ -220,8 +220,8 @@ def _check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:
     for one in config.generation.stop_token_ids:
         if one not in known:
             raise UserError(
-                f"generation.stop_token_ids: {one} is no token of the model's tokenizer; leave it "
-                "out."
+                f"generation.stop_token_ids: {one} is not a token of the model's tokenizer; leave "
+                "it out."
             )
 
 

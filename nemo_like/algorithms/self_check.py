@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Gap between the engine's and the trainer's logprobs of the same tokens and weights. Float32 leaves
 # 4e-7 on a CPU and 1.4e-4 on an H100, whose engine has other kernels. In bfloat16 a logit of 16 to
-# 32 is rounded to 1/8, so that SmolLM2-135M has a mean gap of 0.04 and single tokens 0.6. A stale
+# 32 is rounded to 1/8, and SmolLM2-135M has a mean gap of 0.04 and single tokens 0.6. A stale
 # output head gives 1.1. Float16 has three bits more than bfloat16: an eighth of its rounding.
 MAX_MEAN_MISMATCH = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1 / 8}
 MAX_MISMATCH = {"float32": 5e-2, "bfloat16": 2.0, "float16": 2.0 / 8}
@@ -127,7 +127,8 @@ def warn_of_adapters(config: SamplingRunConfig) -> None:
     """Warn where engines lose more of a small LoRA update to rounding than the policy does.
 
     A 16-bit sum drops what is below half of its last digit: in the weights if adapters are merged,
-    in the activations if they are separate. A compiled policy adds before it rounds; engines do not.
+    in the activations if they are separate. A compiled policy adds before it rounds, engines do
+    not.
     """
     policy = config.policy
     causes = {
@@ -138,8 +139,8 @@ def warn_of_adapters(config: SamplingRunConfig) -> None:
     if policy.lora.rank > 0 and policy.dtype != "float32" and found:
         logger.warning(
             "With %s in %s, small LoRA updates are lost to rounding in the engine, which then "
-            "samples from a policy that lags behind (mismatch/mean_abs); policy.lora.refit=adapters "
-            "with policy.compile=false agrees best.",
+            "samples from a policy that lags behind (mismatch/mean_abs); "
+            "policy.lora.refit=adapters with policy.compile=false agrees best.",
             " and ".join(found),
             policy.dtype,
         )

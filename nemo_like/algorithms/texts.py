@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # A step fetches whole chunks of the rows that it needs; smaller ones are more objects to keep.
 _ROWS_PER_CHUNK = 64
-# Rows that a model is asked about in one call: all of a data set at once may not fit a device.
+# Rows of one call to a model: a whole data set at once may not fit a device.
 _ROWS_PER_CALL = 1024
 
 

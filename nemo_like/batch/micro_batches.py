@@ -21,7 +21,7 @@ class MicroBatchPlan:
     """``bins[rank][i]`` holds the row indices of the i-th forward pass of a data-parallel rank.
 
     Every rank has the same number of bins, because ranks meet in collectives once a layer in every
-    pass. Bins come in order of falling cost, so that ranks meet in passes of like size; a rank
+    pass. Bins come in order of falling cost: ranks meet in passes of similar size; a rank
     with too few rows has empty bins at its end.
     """
 

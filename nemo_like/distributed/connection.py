@@ -52,7 +52,7 @@ def connect() -> Callable[[], None]:
     if ray.is_initialized():
         return lambda: None
     # The next call to a worker tells of a failure that nobody waited for, and one rank's of all
-    # others'; Ray would print their tracebacks beside that sentence.
+    # others'; Ray would print their tracebacks next to that sentence.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
@@ -223,7 +223,7 @@ def _join(address: str) -> Callable[[], None]:
     if address != "auto" and not _HOST_AND_PORT.fullmatch(address):
         raise UserError(
             f"RAY_ADDRESS={address!r} is not an address of a cluster, which is host:port (port "
-            "6379 unless told otherwise), or auto for one on this machine; for a job server's "
+            "6379 by default), or auto for one on this machine; for a job server's "
             "address, use ray job submit --address."
         )
     _check_answer(address)

@@ -15,7 +15,7 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 def is_disconnection(cause: BaseException) -> bool:
-    """Whether ranks could not reach each other, which is no bug of ours."""
+    """Whether ranks could not reach each other; that is not a bug of ours."""
     from torch.distributed import DistError  # The driver starts workers before it imports torch.
 
     return isinstance(cause, DistError) or _GLOO in str(cause)

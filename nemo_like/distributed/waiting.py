@@ -107,7 +107,7 @@ def check_idle(
     """WorkerDiedError if a worker of the run, or its engine, has died; ``when`` it is noticed.
 
     Those that are ``busy`` (role and rank) say so themselves. What is read here the cluster has
-    told this process by itself, so that looking costs no call.
+    already reported to this process, so looking costs no call.
     """
     idle = f"{when}, while it was idle"
     for group in _groups_of(of_run):

@@ -93,8 +93,8 @@ class EngineConfig:
     eager_attention: bool = False
     """Whether the policy computes with ``policy.attention=eager``; for engines that have it."""
     lora: LoraConfig | None = None
-    """Adapters that the engine computes with beside the model. None: it gets them merged into it,
-    or there are none."""
+    """Adapters that the engine applies separately from the model. None: they are merged into it, or
+    there are none."""
     sleep: bool = False
     """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]

@@ -16,7 +16,7 @@ class TrajectoryRow:
     reward: float | None
     """None where grading failed."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the reward function reported beside the reward."""
+    """What the reward function reported besides the reward."""
     finish_reason: str
     weight_version: int
     num_tokens: int

@@ -57,13 +57,13 @@ class Role:
     """What a model is for, as far as memory depends on it."""
 
     trains: bool = True
-    """False: it is only asked, as a teacher is."""
+    """False: it only answers, as a teacher does."""
     scalar_head: bool = False
     """Critics and reward models have one number a token in place of a vocabulary."""
     with_reference: bool = False
-    """A frozen copy stays beside it. (Of a model with adapters, it is the model itself.)"""
+    """A frozen copy stays in memory too. (With adapters, it is the model itself.)"""
     many_ids: bool = False
-    """A student's logprobs are of many ids a token: shares beside logits in the backward pass."""
+    """A student's logprobs are of many ids per token: backward holds shares as well as logits."""
 
 
 def predict_memory(

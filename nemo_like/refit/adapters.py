@@ -1,4 +1,4 @@
-"""Adapters that travel apart from the matrices beside which they work: their names and buckets."""
+"""Adapters that travel apart from their matrices: names and buckets."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +16,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def travels_apart(lora: LoraConfig) -> bool:
-    """Whether engines get adapters beside the model, and not merged into it."""
+    """Whether engines get adapters separately, not merged into the model."""
     return lora.rank > 0 and lora.refit == "adapters"
 
 

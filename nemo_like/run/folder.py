@@ -28,7 +28,7 @@ _FIXED = (
 _STARTS = "starts.json"
 _MOST_EQUAL_STARTS = 2
 _UNREADABLE = (
-    "{} is damaged, so that what the run was configured with is not known; restore it, or remove "
+    "{} is damaged, and what the run was configured with is not known; restore it, or remove "
     "it to continue with the configuration as it is now."
 )
 
@@ -137,7 +137,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Enums as their text, in nested dicts and lists, so that YAML stays readable."""
+    """Enums as their text, in nested dicts and lists: YAML stays readable."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):

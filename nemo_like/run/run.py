@@ -44,7 +44,7 @@ class Validator(Protocol):
 class Run:
     """One execution in one folder. Use as a context manager around everything that it logs.
 
-    ``metrics.jsonl`` has one record a step; a validation belongs to the record of the step whose
+    ``metrics.jsonl`` has one record per step; a validation belongs to the record of the step whose
     weights it measured (0: before training).
     """
 

@@ -1,4 +1,4 @@
-"""When a run is saved, and what stands beside its models in a checkpoint."""
+"""When a run is saved, and what a checkpoint holds besides models."""
 
 import logging
 import time

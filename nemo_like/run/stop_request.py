@@ -17,7 +17,7 @@ from nemo_like.errors import StoppedError
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOST = (
-    "before the first step, so that nothing is lost; start it again (training with a run.dir: with "
+    "before the first step, so nothing is lost; start it again (training with a run.dir: with "
     "run.resume=true)"
 )
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)

@@ -93,7 +93,7 @@ class EvalSection(Section):
 
 
 class EvalConfig(SamplingRunConfig):
-    """Everything that ``examples/run_eval.py`` can be told."""
+    """Configuration of ``nemo-like eval``."""
 
     section: ClassVar[str] = "eval"
     evaluates: ClassVar[bool] = True

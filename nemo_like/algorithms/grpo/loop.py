@@ -4,8 +4,8 @@ For each prompt a group of completions is sampled and graded; a completion's adv
 less a baseline; the policy-gradient loss moves the policy. ``configs/recipes`` has the settings of
 GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``losses/advantages.py`` and
 ``losses/policy_gradient.py`` name the equations). By default a batch takes one optimizer step,
-which is on-policy, so that its own forward pass gives the policy's logprobs and no pass is made for
-them. Left out here: asynchronous rollouts, token-level rewards.
+which is on-policy: its own forward pass gives the policy's logprobs, and no extra pass is made.
+Left out here: asynchronous rollouts, token-level rewards.
 """
 
 import logging
@@ -41,7 +41,9 @@ def train(config: GRPOConfig, live: Sampling) -> None:
     """The loop."""
     grpo, steps = config.grpo, PolicyGradient(config, live)
     if config.reuses_logprobs:
-        logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
+        logger.info(
+            "One optimizer step per batch: its own forward pass gives the policy's logprobs."
+        )
 
     def keep(batch: RemoteBatch) -> Tensor:
         return signal(batch, config)

@@ -60,7 +60,7 @@ class CriticConfig(Section):
 
 
 class PPOConfig(PolicyGradientRunConfig):
-    """Everything that ``examples/run_ppo.py`` can be told."""
+    """Configuration of ``nemo-like ppo``."""
 
     section: ClassVar[str] = "ppo"
 

@@ -1,6 +1,6 @@
 """How vLLM's processes start: their environment variables, with our reasons, and their fork server.
 
-Without an import of vLLM or torch, so that the server begins to import them before we do.
+Imports neither vLLM nor torch: the server should start importing them before we do.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 On a GPU with plain layers they are copied in place. Elsewhere kernels compute with packed or
 derived copies: of matrices and experts on the CPU, of what multi-head latent attention absorbs.
-Those are made anew, from all weights.
+Those are rebuilt from all weights.
 """
 
 import logging
