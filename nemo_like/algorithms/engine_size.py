@@ -1,4 +1,4 @@
-"""How large each engine is: as a step's completions need, within its share of a GPU."""
+"""Engine memory: what a step's completions need, within the engine's share of a GPU."""
 
 import math
 from dataclasses import replace

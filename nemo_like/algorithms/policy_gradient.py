@@ -1,4 +1,4 @@
-"""What GRPO and PPO share: logprobs from before a step, its optimizer steps, and their checks."""
+"""What GRPO and PPO share: logprobs before a step, its optimizer steps, and their checks."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyGradient:
-    """A policy-gradient step on a batch of completions, around the advantages that it trains on."""
+    """One policy-gradient step on a batch of completions: what surrounds its advantages."""
 
     def __init__(self, config: PolicyGradientRunConfig, live: Sampling) -> None:
         self._config, self._live = config, live
@@ -58,14 +58,14 @@ class PolicyGradient:
 
 
 def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:
-    """The loss, with everything that other sections decide filled in."""
+    """The loss, completed with values of other sections."""
     loss = config.loss
     most = loss.constant_tokens or config.generation.max_new_tokens
     return ClippedPGLoss(loss.replace(constant_tokens=most, objective=absolute(loss.objective)))
 
 
 def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metrics:
-    """Take rows that engine and policy disagree about out of training, if so configured.
+    """Exclude rows where engine and policy disagree, if ``mismatch.action=mask``.
 
     Call it before the step, which then takes its mean over the others, and before advantages.
     """

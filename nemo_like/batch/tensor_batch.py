@@ -1,4 +1,4 @@
-"""A batch without padding: columns of tokens laid end to end, and columns of one entry a row.
+"""A batch without padding: columns of tokens laid end to end, and columns of one entry per row.
 
 Legend: ``B`` rows (sequences), ``N`` tokens of all rows together.
 """

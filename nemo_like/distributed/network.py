@@ -19,7 +19,7 @@ _CHOICES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 @dataclass(frozen=True, kw_only=True)
 class NodeNetwork:
-    """What a node says of itself."""
+    """What a node reports about itself."""
 
     address: str
     """Ray's address of the node."""

@@ -44,7 +44,7 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What it is to be given."""
+        """What the loss needs."""
         ...
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Which kinds of models transformers has a class for, without importing it where it has one."""
+"""Which models transformers has a class for, usually without importing it."""
 
 import ast
 import functools

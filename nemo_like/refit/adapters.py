@@ -51,7 +51,7 @@ def check_buckets(
 def check_adapters(
     version: int, current: int | None, lora: LoraConfig | None, *, adapters_only: bool
 ) -> None:
-    """Raise RunError if adapters come alone to an engine that cannot use them.
+    """Raise RunError if only adapters arrive at an engine that cannot use them.
 
     ``current`` is the version that it holds (None: nothing), ``lora`` what it was started with.
     """
@@ -78,7 +78,7 @@ def plan_refit(
 
 
 def numbered(buckets: Sequence[Bucket], *, adapters_only: bool) -> list[tuple[int, Bucket]]:
-    """Those of a refit, by their place among all, on which both sides have agreed."""
+    """The buckets of a refit, with their agreed positions."""
     return [
         (number, bucket)
         for number, bucket in enumerate(buckets)

@@ -183,7 +183,7 @@ class _Peer:
             self.receive()  # It may have said why; raises in any case.
 
     def send_last(self, message: Any) -> None:
-        """Tell a peer that may be gone."""
+        """Notify a peer that may be gone."""
         with suppress(OSError):
             self._connection.send(message)
 

@@ -34,7 +34,7 @@ _UNREADABLE = (
 
 
 def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
-    """Write ``config.yaml``; where a run is continued, say what differs from before.
+    """Write ``config.yaml``; if the run continues, log what has changed.
 
     Environment variables never enter it, so no secret does. Raises UserError for a change that
     would make it another run.
@@ -77,7 +77,7 @@ def make_run_dir(config: RunConfig, name: str) -> Path:
 
 
 def claim(folder: Path) -> TextIO:
-    """Keep other runs out of ``folder`` until what is returned is closed, or this process ends.
+    """Lock ``folder`` until the returned file is closed or this process ends.
 
     Raises UserError if another run is in it. ``run.log`` is what is locked.
     """
@@ -126,7 +126,7 @@ def note_end(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a run was configured with; UserError if the file does not say."""
+    """The configuration of an earlier run; UserError if its file is damaged."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 
 def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> None:
-    """Say what differs from the run that is continued; refuse what would make it another run.
+    """Log what differs from the earlier run; refuse what would make it another run.
 
     Values that the checkpoint keeps are put back into ``new``.
     """

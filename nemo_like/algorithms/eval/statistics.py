@@ -1,4 +1,4 @@
-"""What samples tell of a model: estimators without bias, exact where they are rational."""
+"""Unbiased estimators of a model's quality, exact where they are rational."""
 
 import math
 from collections import Counter

@@ -67,7 +67,7 @@ def trainable(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
 
 
 def counted(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
-    """Bool [B]: completions whose rewards make baselines and scales.
+    """Bool [B]: completions that count in baselines and scales.
 
     They are those that train: what is left out of the loss would otherwise shift the advantages of
     its siblings, whose sum is then no longer 0.
@@ -78,7 +78,7 @@ def counted(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
 
 
 def signal(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
-    """Bool [B]: rows of groups that count raw rewards which differ."""
+    """Bool [B]: rows of groups with different raw rewards."""
     rows = batch.rows
     return has_signal(rows[keys.REWARDS], rows[keys.PROMPT_IDS], counted(batch, config))
 
@@ -97,7 +97,7 @@ def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
 
 
 def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
-    """Row column ``advantages``, from rewards with what the configuration adds to them."""
+    """Add row column ``advantages``, from rewards, penalties and KL."""
     rows, advantage = batch.rows, config.advantage
     rewards = rows[keys.REWARDS].double()
     if advantage.overlong_buffer_tokens:

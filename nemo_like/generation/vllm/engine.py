@@ -113,7 +113,7 @@ class VLLMEngine:
         return _completion(output, version)
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Check what will come, then connect every rank to its sender."""
+        """Check the manifest, then connect every rank to its sender."""
         dtype, lora = getattr(torch, self._config.dtype), self._config.lora
         check_buckets(buckets, self._config.model_path, dtype, lora)
         pickled = pickle.dumps((link, buckets, timeout_s, lora))
@@ -150,7 +150,7 @@ class VLLMEngine:
         await self._alive(self._llm.sleep(level=2), "to sleep")
 
     async def wake(self, memory: EngineMemory) -> None:
-        """Take one kind of memory again."""
+        """Reclaim one kind of memory."""
         assert self._llm is not None
         await self._alive(self._llm.wake_up(tags=[memory.value]), "to wake up")
 

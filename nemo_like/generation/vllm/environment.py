@@ -33,7 +33,7 @@ class EngineDevices:
 
 
 def start_fork_server(devices: EngineDevices) -> None:
-    """Begin to import vLLM in the process that this engine's processes will be forks of.
+    """Start importing vLLM in the process that this engine's processes are forked from.
 
     Raises UserError where temporary files are too deep for their sockets.
     """
