@@ -173,7 +173,7 @@ def _pack_padded(
 
 
 def _split(bins: list[list[int]], costs: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Halve the costliest bin until there are ``num_bins``; add empty ones once all hold one unit."""
+    """Halve the costliest bin until there are ``num_bins``; then add empty ones."""
 
     def ranked(one: list[int]) -> tuple[bool, int, list[int]]:
         return len(one) == 1, -sum(costs[unit] for unit in one), one
