@@ -80,7 +80,7 @@ import os, sys, threading
 seen, top, out = set(), {package!r}, {out!r}
 def started(frame, event, _):
     if event == "call" and (name := frame.f_code.co_filename) not in seen:
-        if frame.f_code.co_name == "<module>":
+        if not frame.f_code.co_flags & 2:  # the body of a module or class: only imported
             return
         seen.add(name)
         if name.startswith(top):
