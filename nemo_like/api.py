@@ -176,7 +176,7 @@ def _rows_file(folder: Path, name: str, rows: Rows) -> str | None:
 
 
 def _reward_spec(folder: Path, reward: Reward) -> str | None:
-    """``environment.reward``: a function is pickled beside a file that loads it."""
+    """``environment.reward``: a function is pickled next to a file that loads it."""
     if reward is None or isinstance(reward, str):
         return reward
     from ray.cloudpickle.cloudpickle import dumps

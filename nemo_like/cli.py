@@ -20,7 +20,7 @@ from nemo_like.run.ending import end_on_error
 
 early.is_over()
 
-# Modules are imported when asked for; each has ``run(arguments)``.
+# Modules are imported when needed; each has ``run(arguments)``.
 COMMANDS = {
     "plan": "nemo_like.launch.plan",
     "slurm": "nemo_like.launch.slurm",

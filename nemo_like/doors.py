@@ -157,7 +157,7 @@ def _module_of_file(where: str, path: Path) -> ModuleType:
     folder, version = str(path.parent), str(path.stat().st_mtime_ns)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    # Under its own name, so that its classes pickle, unless that name is taken (math.py).
+    # Under its own name, for its classes to pickle, unless that name is taken (math.py).
     name = path.stem
     before = sys.modules.get(name)
     if before is not None and getattr(before, "__file__", None) != str(path):

@@ -116,7 +116,10 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
         ("generation.stop=['']", "generation.stop=['']: empty text has no meaning here"),
         ("run.seed=99999999999999999999", "run.seed=99999999999999999999 must be below 2147483648"),
         ("cluster.gpus_per_node=99999999999999999999", "must be below 2147483648"),
-        ("generation.stop_token_ids=[-1]", "generation.stop_token_ids: -1 is no token's id"),
+        (
+            "generation.stop_token_ids=[-1]",
+            "generation.stop_token_ids: -1 is not the id of a token",
+        ),
         ("loss.kl_coef=inf", "loss.kl_coef=inf must be a finite number"),
         ("validation.temperature=inf", "validation.temperature=inf must be a finite number"),
         ("validation.temperature=0.001", "must be at least 0.01, or 0, which is greedy"),

@@ -223,7 +223,7 @@ START = {
     "engines": logged("Refits: "),
 }
 STEPS = {
-    "first validation": logged("One optimizer step a batch"),
+    "first validation": logged("One optimizer step per batch"),
     "first step": soon_after_step(0),
     "second step": soon_after_step(1),
 }
@@ -310,7 +310,7 @@ def test_a_step_longer_than_the_grace_is_abandoned(tmp_path):
     )
     slow = ("environment.reward=reward.py:slow", "validation.every_steps=0")
     run = Command(tmp_path, *SMALL, HF, *slow, "run.stop_grace_s=2", "checkpoint.every_steps=1")
-    run.wait_until("One optimizer step a batch")
+    run.wait_until("One optimizer step per batch")
     start = time.monotonic()
     run.send(signal.SIGTERM)
     assert run.end(60) == 75, run.text()
@@ -327,7 +327,7 @@ def test_a_worker_that_dies_idle_is_named_in_the_phase_that_others_are_in(tmp_pa
     )
     slow = ("environment.reward=reward.py:slow", "validation.every_steps=0")
     run = Command(tmp_path, *SMALL, HF, *slow)
-    run.wait_until("One optimizer step a batch")
+    run.wait_until("One optimizer step per batch")
     time.sleep(3.0)
     start = time.monotonic()
     the_process(run, "PolicyWorker").kill()

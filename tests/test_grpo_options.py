@@ -175,11 +175,14 @@ def test_rewards_that_teach_nothing_for_five_steps_are_said_once(caplog):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("policy.dtype=bfloat16", "With policy.lora.refit=merged in bfloat16, engines round away"),
+        (
+            "policy.dtype=bfloat16",
+            "With policy.lora.refit=merged in bfloat16, small LoRA updates are lost to",
+        ),
         ("policy.dtype=float16 policy.lora.refit=adapters", None),
         (
             "policy.dtype=bfloat16 policy.lora.refit=adapters policy.compile=true",
-            "With policy.compile=true in bfloat16, engines round away",
+            "With policy.compile=true in bfloat16, small LoRA updates are lost to",
         ),
         ("policy.dtype=float32", None),
     ],

@@ -118,7 +118,7 @@ def test_ranks_follow_nodes_and_talk_over_the_network_of_ray(network, tmp_path):
     assert "listen on 10.77.0.2 10.77.0.3 10.77.0.4\n" in output
     assert "there 192.168.77.2 192.168.77.3 192.168.77.4\n" in output
     assert "chosen =lan0 =lan0 =lan0\n" in output
-    assert "cluster.network_interface=eth9 is no interface of node 10.77.0." in output
+    assert "cluster.network_interface=eth9 is not an interface of node 10.77.0." in output
     assert "which has eth0, lan0, lo; use one that every node has" in output
     assert "alone lo 127.0.0.1\n" in output
 

@@ -113,7 +113,7 @@ def test_the_configured_interface_wins_over_all(several_nodes):
 
 def test_an_interface_that_a_node_lacks_is_refused_with_those_that_it_has():
     expected = (
-        r"network_interface=eth7 is no interface of node 10\.1\.0\.5, which has eth0, ib0, lo"
+        r"network_interface=eth7 is not an interface of node 10\.1\.0\.5, which has eth0, ib0, lo"
     )
     with pytest.raises(UserError, match=expected):
         worker_environment(node(), "eth7", several_nodes=True, uses_gpus=True)

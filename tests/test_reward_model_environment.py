@@ -147,7 +147,7 @@ def damaged(good, folder, kind):
     match kind:
         case "language model":
             settings["architectures"] = ["LlamaForCausalLM"]
-            said = "is no reward model: a LlamaForCausalLM has no scalar head"
+            said = "is not a reward model: a LlamaForCausalLM has no scalar head"
         case "classifier":
             settings["id2label"] = {"0": "bad", "1": "good"}
             said = "its LlamaForSequenceClassification has 2 labels, and a score is one number"

@@ -153,7 +153,7 @@ def test_a_validation_is_left_for_a_stop_and_made_when_the_run_continues(tmp_pat
     ("phase", "number"), [("start", TERM), ("start", USR1), ("validate", TERM)]
 )
 def test_before_the_first_step_a_run_ends_without_a_checkpoint(tmp_path, phase, number):
-    with pytest.raises(StoppedError, match="before the first step, so that nothing is lost"):
+    with pytest.raises(StoppedError, match="before the first step, so nothing is lost"):
         run_counter(tmp_path, act=at(phase, 1, send(number)))
     assert saved(tmp_path) == []
     assert run_counter(tmp_path).value == 4

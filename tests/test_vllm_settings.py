@@ -65,7 +65,7 @@ def test_the_kv_cache_is_what_the_step_needs_within_the_share():
 
 
 def test_a_share_without_room_for_one_sequence_is_refused():
-    with pytest.raises(UserError, match=r"24.0 GiB .* beside 30.0 GiB of weights; set generation"):
+    with pytest.raises(UserError, match=r"24.0 GiB .* next to 30.0 GiB of weights; set generation"):
         args_of(gpu_memory_share=0.3, weight_bytes=30 * GIB)
 
 

@@ -29,7 +29,7 @@ class RaftSection(SamplingLoop):
 
 
 class RaftConfig(SamplingRunConfig):
-    """Everything that this script can be told."""
+    """Configuration of RAFT."""
 
     section: ClassVar[str] = "raft"
 

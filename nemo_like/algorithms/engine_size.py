@@ -1,4 +1,4 @@
-"""How large each engine is: as a step's completions need, within its share of a GPU."""
+"""Engine memory: what a step's completions need, within the engine's share of a GPU."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ from nemo_like.planning.resources import ResourcePlan
 from nemo_like.refit.adapters import travels_apart
 
 # Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
-# policy trains, and where the policy trains beside them.
+# policy trains, and where the policy trains next to them.
 _GPU_SHARE_SEPARATE = 0.85
 _GPU_SHARE_SLEEPING = 0.6
 _GPU_SHARE_BESIDE = 0.3

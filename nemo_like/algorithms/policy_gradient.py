@@ -1,4 +1,4 @@
-"""What GRPO and PPO share: logprobs from before a step, its optimizer steps, and their checks."""
+"""What GRPO and PPO share: logprobs before a step, its optimizer steps, and their checks."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyGradient:
-    """A policy-gradient step on a batch of completions, around the advantages that it trains on."""
+    """One policy-gradient step on a batch of completions: what surrounds its advantages."""
 
     def __init__(self, config: PolicyGradientRunConfig, live: Sampling) -> None:
         self._config, self._live = config, live
@@ -58,21 +58,21 @@ class PolicyGradient:
 
 
 def make_loss(config: PolicyGradientRunConfig) -> ClippedPGLoss:
-    """The loss, with everything that other sections decide filled in."""
+    """The loss, completed with values of other sections."""
     loss = config.loss
     most = loss.constant_tokens or config.generation.max_new_tokens
     return ClippedPGLoss(loss.replace(constant_tokens=most, objective=absolute(loss.objective)))
 
 
 def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metrics:
-    """Take rows that engine and policy disagree about out of training, if so configured.
+    """Exclude rows where engine and policy disagree, if ``mismatch.action=mask``.
 
-    Before the step, so that its mean is over the others, and before advantages.
+    Call it before the step, which then takes its mean over the others, and before advantages.
     """
     if not config.masks_mismatch:
         return {}
     rows = batch.rows
-    # Not "above", so that a mismatch of NaN masks its row.
+    # Not ">": a NaN must mask its row.
     kept = rows[keys.SAMPLE_MASK] & (rows[keys.MEAN_MISMATCHES] <= max_mean_mismatch(config))
     masked = int(rows[keys.SAMPLE_MASK].sum() - kept.sum())
     if masked and not kept.any():
@@ -90,7 +90,7 @@ def mask_mismatch(batch: RemoteBatch, config: PolicyGradientRunConfig) -> Metric
 def mini_batches(
     batch: RemoteBatch, config: PolicyGradientRunConfig, step: int
 ) -> Iterator[RemoteBatch]:
-    """The batch of each optimizer step: whole groups, dealt anew in each pass."""
+    """The batch of each optimizer step: whole groups, shuffled for each pass."""
     loop = config.loop
     if loop.num_updates == 1:
         yield batch
@@ -105,7 +105,7 @@ def mini_batches(
 
 
 def batch_metrics(batch: RemoteBatch) -> Metrics:
-    """What the driver knows of a batch, as it trains, beside what its workers reported."""
+    """What the driver knows about a batch that trains, besides what its workers reported."""
     rows = batch.rows
     trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]
     metrics: Metrics = {"train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum)}

@@ -1,4 +1,4 @@
-"""The rows of a run that samples, as far as they are known without a tokenizer."""
+"""The rows of a run that samples, before tokenization."""
 
 from collections.abc import Collection, Sequence
 
@@ -36,7 +36,7 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
 
 
 def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
-    """Refuse rows that the reward function could not be called with."""
+    """Refuse rows that lack an argument of the reward function."""
     for row in rows:
         for name in sorted(required):
             if name not in row.fields:

@@ -80,7 +80,7 @@ class Sampling:
         return mismatch_check(self.config, self.num_made)
 
     def log(self, metrics: Metrics) -> None:
-        """Hand over the metrics of the step in progress."""
+        """Log the metrics of the step in progress."""
         warn_of_mismatch(self.config, metrics)
         self.session.run.log(metrics | self.session.meter.pop())
 
@@ -183,7 +183,7 @@ def read_prompts(
     model_path: str,
     chat: ChatTokenizer,
 ) -> tuple[PromptLoader[Row], list[Row], int]:
-    """Training rows in their order, validation rows, and tokens of the longest row of any.
+    """Training rows in order, validation rows, and the tokens of the longest row.
 
     ``rows_of``: see ``Session.rows``. Raises UserError for a row that does not fit.
     """
@@ -217,13 +217,13 @@ def read_prompts(
 
 
 def _check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:
-    """Raise UserError for an id that ends completions and that the model never writes."""
+    """Raise UserError for a stop id that the model never writes."""
     known = set(chat.token_ids().values())
     for one in config.generation.stop_token_ids:
         if one not in known:
             raise UserError(
-                f"generation.stop_token_ids: {one} is no token of the model's tokenizer; leave it "
-                "out."
+                f"generation.stop_token_ids: {one} is not a token of the model's tokenizer; leave "
+                "it out."
             )
 
 
@@ -234,7 +234,7 @@ def _start_workers(
     setup: RolloutSetup,
     plan: ResourcePlan,
 ) -> None:
-    """Bring all sides up at once; the first failure, or an interrupt, ends all.
+    """Start models and engines at once; the first failure, or an interrupt, ends all.
 
     An engine that measures how much of a shared GPU it may use waits for the models: what becomes
     used meanwhile, it would take for its own.

@@ -1,4 +1,4 @@
-"""Checks of the first steps: the errors that would otherwise pass for slow learning.
+"""Checks of the first steps, for errors that would look like slow learning.
 
 A run that fails one stops and says which; ``run.self_check=false`` turns them off.
 """
@@ -32,7 +32,7 @@ NUM_CONSTANT_STEPS = 5
 def check_sampled(
     config: SamplingRunConfig, batch: RemoteBatch, weight_version: int, num_made: int
 ) -> None:
-    """What every batch must be, and the first ``num_made`` of an execution also are."""
+    """Check a batch; the first ones of an execution more thoroughly."""
     check_versions(batch, weight_version)
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
         check_seeds(batch)
@@ -60,7 +60,7 @@ def check_seeds(batch: RemoteBatch) -> None:
 
 @dataclass(frozen=True)
 class MismatchLimit:
-    """Most that a metric may be, and what to do where it is more."""
+    """Upper limit of a metric, and what to do above it."""
 
     metric: str
     limit: float
@@ -111,7 +111,7 @@ def max_mean_mismatch(config: SamplingRunConfig) -> float:
 
 
 def warn_of_mismatch(config: SamplingRunConfig, metrics: Metrics) -> None:
-    """Say so if a step's mismatch is above the limit."""
+    """Warn if a step's mismatch is above the limit."""
     mismatch, limit = metrics.get("mismatch/mean_abs"), max_mean_mismatch(config)
     if mismatch is not None and not mismatch.value <= limit:
         logger.warning(
@@ -124,11 +124,11 @@ def warn_of_mismatch(config: SamplingRunConfig, metrics: Metrics) -> None:
 
 
 def warn_of_adapters(config: SamplingRunConfig) -> None:
-    """Say so where engines lose more of what small adapters add than the policy does.
+    """Warn where engines lose more of a small LoRA update to rounding than the policy does.
 
-    Summed with numbers of 16 bits, what is below half of their last digit is gone: of weights where
-    adapters are merged, of activations where they are apart. Compiled, the policy adds before it
-    rounds, as engines do not.
+    A 16-bit sum drops what is below half of its last digit: in the weights if adapters are merged,
+    in the activations if they are separate. A compiled policy adds before it rounds, engines do
+    not.
     """
     policy = config.policy
     causes = {
@@ -138,9 +138,9 @@ def warn_of_adapters(config: SamplingRunConfig) -> None:
     found = [key for key, applies in causes.items() if applies]
     if policy.lora.rank > 0 and policy.dtype != "float32" and found:
         logger.warning(
-            "With %s in %s, engines round away what small adapters add and sample from a policy "
-            "that lags behind (mismatch/mean_abs); policy.lora.refit=adapters with "
-            "policy.compile=false agrees best.",
+            "With %s in %s, small LoRA updates are lost to rounding in the engine, which then "
+            "samples from a policy that lags behind (mismatch/mean_abs); "
+            "policy.lora.refit=adapters with policy.compile=false agrees best.",
             " and ".join(found),
             policy.dtype,
         )
@@ -148,7 +148,7 @@ def warn_of_adapters(config: SamplingRunConfig) -> None:
 
 @dataclass
 class RewardWatch:
-    """Says so if rewards teach nothing: those of several steps in a row were all one number."""
+    """Warns if rewards teach nothing: several steps in a row had one constant reward."""
 
     reward: str
     """``environment.reward``."""

@@ -1,7 +1,7 @@
 """From a configuration to a run's folder, Ray, and the processes of its workers.
 
-They start before this process imports torch, which takes longer than most of what follows: all
-import at the same time. So nothing here imports torch; an algorithm's loop is imported last.
+Workers start before this process imports torch, which takes longer than most of what follows: all
+import at the same time. Nothing here imports torch; the algorithm's loop is imported last.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,14 +70,14 @@ class Session:
         return group
 
     def ask_for(self, group: WorkerGroup[Any], *folders: str) -> None:
-        """Begin to look whether the nodes of a group see folders that all of them share."""
+        """Start checking that the nodes of a group see the shared folders."""
         starting = group.waiting(
             self.run.config.cluster.start_timeout_s, "start_timeout_s", "Ray starts its process"
         )
         self._asked.append(starting.submit_missing(list(folders)))
 
     def check_folders(self) -> None:
-        """Refuse a run folder or a model that some worker's node does not see."""
+        """Refuse a run folder or model that a worker's node does not see."""
         for call, found in zip(self._asked, wait_together(*self._asked), strict=True):
             for context, missing in zip(call.group.contexts, found, strict=True):
                 if missing:
@@ -96,7 +96,7 @@ class Session:
 
 
 def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) -> None:
-    """A whole run: its processes, then the algorithm's loop; all that it starts ends with it.
+    """A whole run: its processes, then the algorithm's loop; everything it starts ends with it.
 
     ``began``: see ``Run``.
     """

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # A step fetches whole chunks of the rows that it needs; smaller ones are more objects to keep.
 _ROWS_PER_CHUNK = 64
-# Rows that a model is asked about in one call: all of a data set at once may not fit a device.
+# Rows of one call to a model: a whole data set at once may not fit a device.
 _ROWS_PER_CALL = 1024
 
 
@@ -53,7 +53,7 @@ class Texts:
             yield self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
 
     def log(self, batch: RemoteBatch, metrics: Metrics) -> None:
-        """Hand over the metrics of the step that trained on ``batch``."""
+        """Log the metrics of the step that trained on ``batch``."""
         num_tokens = int(batch.rows[keys.NUM_LOSS_TOKENS].sum())
         self.session.run.log(
             metrics
@@ -162,7 +162,7 @@ def _loader(config: TextRunConfig, train: TensorBatch) -> EpochLoader:
 
 
 def restore(config: TextRunConfig, texts: Texts) -> None:
-    """``Run.restore``; UserError if the rows that are left are not those of the steps left."""
+    """``Run.restore``; UserError if the remaining rows do not match the remaining steps."""
     run = texts.session.run
     run.restore({"policy": texts.policy}, texts.loader)
     done, left = run.first_step, texts.loader.steps_left
@@ -201,7 +201,7 @@ def in_parts(batch: RemoteBatch, add: Callable[[RemoteBatch], None]) -> RemoteBa
 
 
 def _fingerprint(batch: TensorBatch) -> str:
-    """Short hash of all tokens: tells whether a data position belongs to these rows."""
+    """Short hash of all tokens: identifies the rows that a data position belongs to."""
     digest = hashlib.blake2b(batch.lengths.numpy().tobytes(), digest_size=8)
     for column in batch.tokens.values():
         digest.update(column.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""THE table of column names: who writes a column, and what one entry of it means.
+"""The table of column names: who writes a column, and what one entry of it means.
 
 Legend: ``B`` rows (sequences), ``N`` tokens of all rows end to end. Token column entry ``t`` always
 speaks of the token at ``t`` itself, never of the one it predicts.

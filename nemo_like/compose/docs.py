@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from pydantic.fields import FieldInfo
@@ -51,7 +52,7 @@ def _sections(
             lines.append(f"| `{prefix}{name}` | `{_default(field)}` | {text}{_choices(field)} |")
     if lines:
         paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
-        about = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+        about = "\n\n".join(textwrap.fill(" ".join(one.split()), 120) for one in paragraphs)
         section = prefix.rstrip(".")
         shared = all(section != other or kind is of for other, of in seen)
         yield f"## {section}{'' if shared else f' ({script})'}\n\n{about}\n"

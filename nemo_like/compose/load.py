@@ -48,7 +48,7 @@ def load(
 ) -> Any:
     """The configuration that Hydra composed, as ``schema`` and checked; raises UserError.
 
-    ``files_are_here`` is false for a run on other machines, whose files cannot be looked at;
+    ``files_are_here`` is false for a run on other machines: their files cannot be checked here;
     ``runs`` is false where the run is only planned, for which models need no tokenizer.
     """
     config = typed(raw, schema)

@@ -33,7 +33,7 @@ def run_command(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]
 
     What Hydra users expect works: ``--config-name``, ``--cfg job``, ``--multirun`` (one job after
     another), ``--help``, tab completion. Every job is composed and checked before the first one
-    starts, so that a typing error costs no run and prints one sentence.
+    starts: a typo costs no run and prints one sentence.
     """
     keep_compiler_cache()
     with handlers_restored():

@@ -103,7 +103,7 @@ def _check_key(
     if key in _GROUPS and schema.evaluates and override.value() != "embedded":
         raise UserError(
             f"{key}={written} also says how to train, and an evaluation trains nothing; set "
-            "policy.model, and policy.dtype beside it, as recipes/eval_smollm2_1gpu does."
+            "policy.model and policy.dtype, as recipes/eval_smollm2_1gpu does."
         )
     for leaf, value in _leaves(key, override.value()):
         whole = leaf == key

@@ -51,7 +51,7 @@ def _check_order(root: yaml.MappingNode, path: Path) -> None:
             bases = [word for word in words if not word.startswith("override ")]
             if "_self_" in bases[:-1] and len(root.value) > 1:
                 raise UserError(
-                    f"{path}: {bases[-1]} comes after _self_ in its defaults, so that it would "
+                    f"{path}: {bases[-1]} comes after _self_ in its defaults, so it would "
                     "undo what the file says; put _self_ behind it."
                 )
 

@@ -46,7 +46,7 @@ VLLM = EngineKind(
     tensor_parallel=True,
     takes_kwargs=True,
     sleeps=True,
-    lowest_temperature=0.01,  # which it samples at where it is asked for less
+    lowest_temperature=0.01,  # it raises lower temperatures to this
     most_adapter_rank=512,
     float32_adapters_on_gpus=False,
     prepare="nemo_like.generation.vllm.environment:start_fork_server",
@@ -111,7 +111,7 @@ class GenerationConfig(Section):
         """Ids that exist, and a temperature that the engine samples at."""
         for token in self.stop_token_ids:
             if token < 0:
-                yield f"{here}.stop_token_ids: {token} is no token's id; leave it out."
+                yield f"{here}.stop_token_ids: {token} is not the id of a token; leave it out."
         if self.temperature < (least := self.kind.lowest_temperature):
             yield f"{here}.temperature={self.temperature:g} must be at least {least:g}."
 

@@ -189,13 +189,13 @@ def check_scores(folder: Path) -> None:
     num_labels = len(labels) if isinstance(labels, dict) and labels else 2
     if not kind.endswith(_SCORES):
         raise UserError(
-            f"{key}={folder} is no reward model: a {kind} has no scalar head; give the folder "
+            f"{key}={folder} is not a reward model: a {kind} has no scalar head; give the folder "
             f"final/ of a run of examples/run_rm.py, or another ...{_SCORES} with one label."
         )
     if num_labels != 1:
         raise UserError(
-            f"{key}={folder} is no reward model: its {kind} has {num_labels} labels, and a score "
-            "is one number."
+            f"{key}={folder} is not a reward model: its {kind} has {num_labels} labels, and a "
+            "score is one number."
         )
 
 

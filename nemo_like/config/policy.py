@@ -256,7 +256,7 @@ class PolicyConfig(Section):
         """Attention that exists here, exact scaling, rows that context-parallel ranks share."""
         if math.frexp(self.loss_scale)[0] != 0.5:
             yield (
-                f"{here}.loss_scale={self.loss_scale:g} must be a power of two, so that scaling is "
+                f"{here}.loss_scale={self.loss_scale:g} must be a power of two for scaling to be "
                 "exact; use 65536."
             )
         can_flash = self.dtype != "float32" and run.cluster.gpus_per_node > 0

@@ -203,7 +203,7 @@ class UpdatesLoop(SamplingLoop):
     num_epochs_per_batch: Count = 1
     """Passes over a step's completions."""
     num_mini_batches: Count = 1
-    """Optimizer steps of a pass; groups are dealt to them anew in each."""
+    """Optimizer steps per pass; each pass deals the groups afresh."""
 
     @property
     def num_updates(self) -> int:

@@ -2,7 +2,7 @@
 
 A field's annotation holds its type, its range (``Field(ge=1)``), and where it has an effect
 (``OnlyIf``); the text below it is its documentation. ``Section.rules`` has what several keys must
-agree on. Sections are strict and frozen: ``1.5`` is no integer, an unknown key is an error.
+agree on. Sections are strict and frozen: ``1.5`` is not an integer, and an unknown key is an error.
 """
 
 from collections.abc import Callable, Iterator, Sequence

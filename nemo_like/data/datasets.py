@@ -33,7 +33,7 @@ class HasPrompt(Protocol):
 
     @property
     def prompt_key(self) -> str:
-        """What no two rows share that have different prompts."""
+        """Key that identifies a row's prompt."""
         ...
 
 

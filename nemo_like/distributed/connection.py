@@ -1,4 +1,4 @@
-"""Joining a Ray cluster and leaving it, with a limit where Ray itself would wait for minutes."""
+"""Joining and leaving a Ray cluster, with limits where Ray itself would wait for minutes."""
 
 import atexit
 import logging
@@ -52,7 +52,7 @@ def connect() -> Callable[[], None]:
     if ray.is_initialized():
         return lambda: None
     # The next call to a worker tells of a failure that nobody waited for, and one rank's of all
-    # others'; Ray would print their tracebacks beside that sentence.
+    # others'; Ray would print their tracebacks next to that sentence.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
@@ -66,7 +66,7 @@ def connect() -> Callable[[], None]:
 
 
 def check_head() -> None:
-    """RunError if the cluster's head does not answer, for which Ray itself waits for ever."""
+    """RunError if the cluster's head does not answer; Ray itself would wait forever."""
     address = ray.get_runtime_context().gcs_address
     try:
         _expect_head(address)
@@ -101,7 +101,7 @@ def _leave(end: Callable[[], None]) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Without Ctrl-C and its like: a Ray that ends half-way ends this process, with code 1."""
+    """Ignore Ctrl-C and similar: a half-ended Ray would end this process with code 1."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
@@ -114,7 +114,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _give_up_ray(cause: BaseException | None) -> None:
-    """Let this process end without Ray's consent, and with the exit code that ``cause`` has.
+    """Let this process end without waiting for Ray, with the exit code of ``cause``.
 
     Ray's own end waits for the head for two minutes and then ends the process unheard; without it
     Ray's threads crash an interpreter that is being taken down.
@@ -158,7 +158,7 @@ def _start() -> Callable[[], None]:
 
 
 def why_not_started(error: Exception, *, waited_s: float, load: float, free_gib: float) -> str:
-    """What is known of a Ray that did not come up, and what to look at, likely causes first.
+    """Why Ray did not start: known facts, then what to check, likely causes first.
 
     ``load``: processes that wanted to run, for each processor, over the last minute.
     """
@@ -223,7 +223,7 @@ def _join(address: str) -> Callable[[], None]:
     if address != "auto" and not _HOST_AND_PORT.fullmatch(address):
         raise UserError(
             f"RAY_ADDRESS={address!r} is not an address of a cluster, which is host:port (port "
-            "6379 unless told otherwise), or auto for one on this machine; for a job server's "
+            "6379 by default), or auto for one on this machine; for a job server's "
             "address, use ray job submit --address."
         )
     _check_answer(address)
@@ -301,7 +301,7 @@ def _check_answer(address: str) -> None:
 
 
 def _expect_head(address: str) -> None:
-    """OSError if nothing, something that says nothing, or something else listens there."""
+    """OSError unless Ray listens there and answers."""
     host, _, port = address.rpartition(":")
     if not host:
         return  # "auto": Ray looks the address up itself

@@ -71,7 +71,7 @@ class VirtualCluster:
         self.plan = plan
         self._network_interface = network_interface
         check_fits(plan, alive_nodes())
-        # Ray grants all nodes or none, so that two runs never wait for each other's half. To Ray a
+        # Ray grants all nodes or none: two runs never wait for each other's half. To Ray a
         # node is one bundle: our workers take nothing from it, so it need not be cut up.
         self._group = placement_group(
             [plan.node_resources] * len(plan.bundles_per_node), strategy="STRICT_SPREAD"

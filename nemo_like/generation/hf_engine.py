@@ -58,7 +58,7 @@ class HFEngine:
         self._last_logits_only: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Build the model without weights; UserError for what this engine has no use for."""
+        """Build the model without weights; UserError for settings this engine lacks."""
         if self._config.engine_kwargs:
             raise UserError(
                 f"generation.engine_kwargs.{next(iter(self._config.engine_kwargs))} has no effect "
@@ -128,7 +128,7 @@ class HFEngine:
             _fail(self._queue.get_nowait()[1], RunError("The engine was shut down."))
 
     async def _serve(self) -> None:
-        """Batch what arrived and sample it, for ever."""
+        """Batch what arrived and sample it, until cancelled."""
         while True:
             batch = [await self._queue.get()]
             # Callers that became ready together all get to enqueue before the batch closes.
@@ -257,7 +257,7 @@ class _Row:
 
 
 def processed_logprobs(logits: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Turn logits [B, V] into the float32 logprobs [B, V] that each row is drawn from.
+    """Float32 logprobs [B, V] that each row is drawn from, of its logits [B, V].
 
     Greedy rows keep the plain softmax, as with vLLM: temperature 1 and no filters.
     """

@@ -37,7 +37,7 @@ class GenerationWorker(Worker):
         logger.info("Engine: import %.1f s, start %.1f s", imported - begin, up - imported)
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Connect to what will send this replica weights; see ``Engine.connect``."""
+        """Connect to this replica's sender of weights; see ``Engine.connect``."""
         await self.engine.connect(link, buckets, timeout_s)
 
     async def load_weights(self, version: int, adapters_only: bool) -> float:
@@ -60,7 +60,7 @@ class GenerationWorker(Worker):
             await self.engine.watch()
 
     async def shutdown_engine(self) -> None:
-        """End the engine and its processes, if it got as far as having any."""
+        """End the engine and its processes, if it has any."""
         if self._engine is not None:
             await self._engine.shutdown()
 

@@ -70,7 +70,7 @@ def group_advantages(
 def has_signal(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     """Whether the valid rewards of a row's group differ: bool [B], one answer for all its rows.
 
-    Dynamic sampling keeps these groups (DAPO, arXiv:2503.14476 Eq. 11). To be asked of rewards as
+    Dynamic sampling keeps these groups (DAPO, arXiv:2503.14476 Eq. 11). Apply it to rewards as
     they were scored: a penalty for length makes even a group differ whose answers are all wrong.
 
     >>> groups, valid = torch.tensor([0, 1, 0, 1]), torch.ones(4, dtype=torch.bool)

@@ -79,7 +79,7 @@ def as_metrics(
 ) -> Metrics:
     """One transfer from the device for all numbers of a micro-batch.
 
-    ``sums`` are scalars that a global denominator has already divided, so that parts add up.
+    ``sums`` are scalars that a global denominator has already divided: parts add up.
     ``means`` and ``maxima`` hold one entry for each thing measured (token, pair); a mean weighs by
     how many these are. What was measured over nothing is left out.
     """

@@ -12,7 +12,7 @@ from nemo_like.observe.metrics import Metrics
 
 @dataclass(frozen=True)
 class CrossEntropyLoss:
-    """Mean of -log p(token) over the trained tokens of the *global* batch, in nats a token."""
+    """Mean of -log p(token) over the trained tokens of the *global* batch, in nats per token."""
 
     needs = Needs()
 

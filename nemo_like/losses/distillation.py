@@ -25,7 +25,7 @@ _MIN_TAIL = 1e-6
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """Mean of ``divergence`` over the trained tokens of the *global* batch, in nats a token.
+    """Mean of ``divergence`` over the trained tokens of the *global* batch, in nats per token.
 
     No factor of temperature^2 is applied (arXiv:1503.02531): scale the learning rate if need be.
     """

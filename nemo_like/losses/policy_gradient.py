@@ -43,7 +43,7 @@ class ClippedPGLoss:
 
     @property
     def needs(self) -> Needs:
-        """Entropies where they weigh something."""
+        """Entropies, if they have a weight."""
         return Needs(entropy=self.config.entropy_coef > 0)
 
     def __call__(

@@ -38,7 +38,7 @@ class PreferenceLoss:
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics of one micro-batch; see ``Loss``. A tie is no win in the accuracy."""
+        """Loss and metrics of one micro-batch; see ``Loss``. A tie is not a win in the accuracy."""
         config = self.config
         at, row = trained_tokens(batch)
         trains = training_pairs(row, len(batch))

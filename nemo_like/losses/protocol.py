@@ -25,7 +25,7 @@ class Denominators:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a loss is given beside the logprob of each token."""
+    """What a loss gets besides the logprob of each token."""
 
     entropy: bool = False
     """Token column ``keys.ENTROPIES``, with gradient."""
@@ -44,7 +44,7 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What it is to be given."""
+        """What the loss needs."""
         ...
 
     def __call__(

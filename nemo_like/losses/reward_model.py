@@ -33,7 +33,7 @@ class RewardModelLoss:
         """``values`` [N] with gradient -> loss and metrics of one micro-batch; see ``Loss``.
 
         An entry is the scalar head's output where the model has read that token and all before it.
-        A row's score is that of its last token, trained or not. A tie is no win in the accuracy.
+        A row's score is that of its last token, trained or not. A tie is not a win in the accuracy.
         """
         config = self.config
         last = batch.starts + batch.lengths - 1

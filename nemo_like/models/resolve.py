@@ -41,7 +41,7 @@ def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
 
 
 def refuse_other_models(config: RunConfig) -> None:
-    """Refuse critics, teachers and reward models of which config.json says that they cannot serve.
+    """Refuse critics, teachers and reward models that cannot serve, by their config.json.
 
     Raises UserError.
     """

@@ -1,4 +1,4 @@
-"""transformers' configuration of a folder's model, for all that builds the model or asks about it.
+"""transformers' configuration of a model folder, for all code that needs one.
 
 What config.json says about *how* to compute is dropped: which attention and which experts' code to
 use is the run's decision, and some names make transformers look for kernels on the hub.

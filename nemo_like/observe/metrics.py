@@ -1,4 +1,4 @@
-"""Numbers that know how to be combined, so that no batch size or rank count changes what is shown.
+"""Numbers that know how to combine: no batch size or rank count changes the result.
 
 Names are ``area/name[_unit]``: ``train/loss``, ``rollout/reward``, ``time/refit_s``.
 """

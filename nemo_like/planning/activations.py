@@ -11,12 +11,7 @@ from dataclasses import dataclass
 
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.planning.layout import ParallelSizes, layer_range, num_stages
-from nemo_like.planning.model_shape import ModelShape
-
-FLOAT32 = 4
-"""Bytes of a float32 number."""
-BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
-"""Bytes of a number in compute."""
+from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +33,8 @@ def layer_activations(
 
     Recomputing brings back what a plain forward pass saves and checkpointing did not keep. The
     backward pass then adds most within the MLP, when gradients of its product, of silu(gate) and of
-    up exist and the product itself has gone: 2 s i / tp, beside two gradients of width h. A forward
-    pass alone holds silu(gate), up and their product beside two tensors of width h.
+    up exist and the product itself has gone: 2 s i / tp, and two gradients of width h. A forward
+    pass alone holds silu(gate), up and their product, and two tensors of width h.
     """
     whole = _whole_layer(shape, policy, sizes)
     s, inner = BYTES[policy.dtype], shape.intermediate / sizes.tp
@@ -121,7 +116,7 @@ def forward_logits(
     """Bytes of float32 tensors [chunk, V / tp]: one or two.
 
     Two if there are several chunks, since a product exists before the one of the chunk before is
-    freed; and where entropies need exponentials beside logits, which compiled code fuses.
+    freed; and where entropies need exponentials as well as logits, which compiled code fuses.
     """
     chunk = min(policy.logprob_chunk_tokens, tokens)
     two = tokens > chunk or (with_entropy and not policy.compile)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from nemo_like.config.policy import PolicyConfig
-from nemo_like.planning.activations import BYTES, FLOAT32, head_bytes
+from nemo_like.planning.activations import head_bytes
 from nemo_like.planning.layout import ParallelSizes
+from nemo_like.planning.model_shape import BYTES, FLOAT32
 from nemo_like.planning.parameters import RankParameters
 
 

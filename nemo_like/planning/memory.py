@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.planning.activations import (
-    BYTES,
-    FLOAT32,
     backward_logits,
     forward_logits,
     head_activations,
@@ -22,7 +20,7 @@ from nemo_like.planning.activations import (
 )
 from nemo_like.planning.gradients import GradientMemory
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
-from nemo_like.planning.model_shape import ModelShape
+from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape
 from nemo_like.planning.parameters import (
     RankParameters,
     rank_parameters,
@@ -59,13 +57,13 @@ class Role:
     """What a model is for, as far as memory depends on it."""
 
     trains: bool = True
-    """False: it is only asked, as a teacher is."""
+    """False: it only answers, as a teacher does."""
     scalar_head: bool = False
     """Critics and reward models have one number a token in place of a vocabulary."""
     with_reference: bool = False
-    """A frozen copy stays beside it. (Of a model with adapters, it is the model itself.)"""
+    """A frozen copy stays in memory too. (With adapters, it is the model itself.)"""
     many_ids: bool = False
-    """A student's logprobs are of many ids a token: shares beside logits in the backward pass."""
+    """A student's logprobs are of many ids per token: backward holds shares as well as logits."""
 
 
 def predict_memory(

@@ -16,6 +16,10 @@ _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim"),
 }
+FLOAT32 = 4
+"""Bytes of a float32 number."""
+BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
+"""Bytes of a number in compute."""
 KV_BLOCK_TOKENS = 32
 """Tokens of a block of vLLM's KV cache: ours on the CPU; a multiple of those on GPUs."""
 MOST_SEQUENCES = 1024

@@ -6,9 +6,8 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.planning.activations import BYTES, FLOAT32
 from nemo_like.planning.layout import layer_range, num_stages
-from nemo_like.planning.model_shape import ModelShape
+from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape
 
 _8BIT_MOMENT = 1 + FLOAT32 / 256  # torchao: a float32 scale for each block of 256 bytes
 

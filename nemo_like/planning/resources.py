@@ -30,7 +30,7 @@ class ResourcePlan:
     critic: tuple[int, ...] = ()
     """Bundle of each critic rank, where the critic does not share the policy's."""
     generation: tuple[tuple[int, ...], ...]
-    """Bundles of each generation replica: one a tensor-parallel rank, the first leads. Several
+    """Bundles of each generation replica: one per tensor-parallel rank, the first leads. Several
     replicas may share a bundle."""
 
     @property

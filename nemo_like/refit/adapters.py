@@ -1,4 +1,4 @@
-"""Adapters that travel apart from the matrices beside which they work: their names and buckets."""
+"""Adapters that travel apart from their matrices: names and buckets."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def travels_apart(lora: LoraConfig) -> bool:
-    """Whether engines get adapters beside the model, and not merged into it."""
+    """Whether engines get adapters separately, not merged into the model."""
     return lora.rank > 0 and lora.refit == "adapters"
 
 
@@ -89,7 +89,7 @@ def plan_refit(
 
 
 def numbered(buckets: Sequence[Bucket], *, adapters_only: bool) -> list[tuple[int, Bucket]]:
-    """Those of a refit, by their place among all, on which both sides have agreed."""
+    """The buckets of a refit, with their agreed positions."""
     return [
         (number, bucket)
         for number, bucket in enumerate(buckets)

@@ -2,7 +2,7 @@
 
 Policy rank 0 and every rank of every engine form a process group of their own. Two buffers take
 turns: while one bucket is loaded, the next is on its way. Each bucket is led by its version and
-number, so that sides which have fallen out of step notice.
+number: sides that have fallen out of step notice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -145,7 +145,7 @@ def _broadcast(group: Any, tensor: Tensor) -> Any:
 def _join(
     store: TCPStore, rank: int, world_size: int, device: torch.device, timeout: timedelta
 ) -> Any:
-    """A group beside the process's own default group, which may not exist or hold other ranks."""
+    """A group independent of the process's default group, which may differ or not exist."""
     prefixed = PrefixStore("nemo-like-refit", store)
     if device.type != "cuda":
         return dist.ProcessGroupGloo(prefixed, rank, world_size, timeout)

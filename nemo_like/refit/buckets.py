@@ -11,7 +11,7 @@ from nemo_like.errors import RunError
 from nemo_like.refit.manifest import TensorSpec
 
 ALIGNMENT_BYTES = 256
-"""Tensors start at multiples of it, so that copies of several at once use wide loads."""
+"""Tensors start at multiples of it: copies of several at once use wide loads."""
 
 NUM_BUFFERS = 2
 """Buckets on their way at a time."""

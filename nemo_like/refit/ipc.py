@@ -76,7 +76,7 @@ class IpcSender:
         self._receivers: list[_Peer] = []
 
     def accept(self) -> None:
-        """Wait for all receivers; the caller's deadline ends a wait that is in vain."""
+        """Wait for all receivers; the caller's deadline ends the wait."""
         while len(self._receivers) < self._num_receivers:
             try:
                 connection = self._listener.accept()
@@ -184,7 +184,7 @@ class _Peer:
             self.receive()  # It may have said why; raises in any case.
 
     def send_last(self, message: Any) -> None:
-        """Tell a peer that may be gone."""
+        """Notify a peer that may be gone."""
         with suppress(OSError):
             self._connection.send(message)
 

@@ -1,6 +1,6 @@
 """What a refit must contain: an architecture's names on disk, shapes and dtypes, and its version.
 
-Both sides derive the list from the model's configuration alone, so that a sender that forgets a
+Both sides derive the list from the model's configuration alone: a sender that forgets a
 tensor and a receiver that would accept the gap cannot agree with each other by accident.
 """
 

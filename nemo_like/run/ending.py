@@ -45,7 +45,7 @@ def end_on_error(action: Callable[[], T]) -> T:
 
 
 def _sentence(error: BaseException) -> str | None:
-    """What ends a run without a traceback, in words."""
+    """The sentence for an error that needs no traceback."""
     if isinstance(error, (UserError, RunError, WaitTimeoutError)):
         return str(error)
     if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
@@ -57,7 +57,7 @@ def _sentence(error: BaseException) -> str | None:
 
 
 def told_to_end(error: BaseException) -> BaseException | None:
-    """The interrupt that ``error`` is, or hides.
+    """The interrupt that ``error`` is, or wraps.
 
     Calls in C wrap what a signal's handler raises in them, and what is cut short may fail itself.
     """
@@ -76,7 +76,7 @@ def end_early(told: BaseException) -> NoReturn:
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Handlers of signals are what they were afterwards, as the process may go on, or it exits.
+    """Restore signal handlers afterwards, since the process may go on, or exit.
 
     Its exit ignores signals: the next one would end the end of Ray half-way, or change the code.
     """

@@ -28,13 +28,13 @@ _FIXED = (
 _STARTS = "starts.json"
 _MOST_EQUAL_STARTS = 2
 _UNREADABLE = (
-    "{} is damaged, so that what the run was configured with is not known; restore it, or remove "
+    "{} is damaged, and what the run was configured with is not known; restore it, or remove "
     "it to continue with the configuration as it is now."
 )
 
 
 def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
-    """Write ``config.yaml``; where a run is continued, say what differs from before.
+    """Write ``config.yaml``; if the run continues, log what has changed.
 
     Environment variables never enter it, so no secret does. Raises UserError for a change that
     would make it another run.
@@ -77,7 +77,7 @@ def make_run_dir(config: RunConfig, name: str) -> Path:
 
 
 def claim(folder: Path) -> TextIO:
-    """Keep other runs out of ``folder`` until what is returned is closed, or this process ends.
+    """Lock ``folder`` until the returned file is closed or this process ends.
 
     Raises UserError if another run is in it. ``run.log`` is what is locked.
     """
@@ -96,10 +96,10 @@ def claim(folder: Path) -> TextIO:
 
 
 def note_start(folder: Path, step: int) -> None:
-    """Tell that the run begins to continue after ``step``, as it may have done before in vain.
+    """Record a resume attempt; refuse the third that made no progress.
 
-    Raises RunError for the third time in a job that Slurm has queued again, which would never end.
-    A job that was just submitted begins to count anew.
+    Raises RunError in a job that Slurm requeued, which would repeat forever; elsewhere it warns. A
+    newly submitted job starts counting again.
     """
     requeued = (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
     counts_on = requeued or "SLURM_JOB_ID" not in os.environ
@@ -121,12 +121,12 @@ def note_start(folder: Path, step: int) -> None:
 
 
 def note_end(folder: Path) -> None:
-    """Tell that no step is left: what starts now is not in vain."""
+    """Forget resume attempts: the run has completed its steps."""
     (folder / _STARTS).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a run was configured with; UserError if the file does not say."""
+    """The configuration of an earlier run; UserError if its file is damaged."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -137,7 +137,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Enums as their text, in nested dicts and lists, so that YAML stays readable."""
+    """Enums as their text, in nested dicts and lists: YAML stays readable."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 
 def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> None:
-    """Say what differs from the run that is continued; refuse what would make it another run.
+    """Log what differs from the earlier run; refuse what would make it another run.
 
     Values that the checkpoint keeps are put back into ``new``.
     """

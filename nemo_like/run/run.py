@@ -43,7 +43,7 @@ class Validator(Protocol):
 class Run:
     """One execution in one folder. Use as a context manager around everything that it logs.
 
-    ``metrics.jsonl`` has one record a step; a validation belongs to the record of the step whose
+    ``metrics.jsonl`` has one record per step; a validation belongs to the record of the step whose
     weights it measured (0: before training).
     """
 
@@ -120,7 +120,7 @@ class Run:
         return self.span(name)
 
     def restore(self, models: Mapping[str, Model], loader: Loader) -> None:
-        """Bring models and data to where the checkpoint left them, if there is one."""
+        """Restore models and data position from the latest checkpoint, if there is one."""
         if self._resumed is None:
             return
         saved = self._resumed.weight_versions
@@ -142,7 +142,7 @@ class Run:
         validator: Validator | None,
         validate_every: int,
     ) -> Iterator[int]:
-        """Numbers of the steps to make, from 1; validates, logs and saves between them.
+        """Numbers of the remaining steps, from 1; validates, logs and saves between them.
 
         The consumer's loop body is the step: it calls ``log`` once. ``validator`` None: never
         validates; else before the first step, each ``validate_every``, and after the last.
@@ -191,11 +191,11 @@ class Run:
                 self._stop.obey(where())
 
     def log(self, metrics: Metrics) -> None:
-        """Hand over the metrics of the step in progress."""
+        """Take the metrics of the step in progress."""
         self._step_metrics = metrics
 
     def finish(self, **facts: Any) -> None:
-        """Write ``summary.json``: what the run came to, in numbers that it measured itself."""
+        """Write ``summary.json``: the run's results, in numbers that it measured itself."""
         summary = {
             "steps": max(self.first_step, self._max_steps),
             "wall_s": round(self._totals_now()["wall_s"], 1),
@@ -229,7 +229,7 @@ class Run:
         return None
 
     def _finish_resumed_step(self, validator: Validator | None) -> None:
-        """Make the validation that the run was stopped before, and log that step."""
+        """Make up for a validation that a stop postponed, and log its step."""
         if self._resumed is None or self._resumed.unlogged is None:
             return
         found = validator.validate(self.first_step) if validator is not None else {}

@@ -1,4 +1,4 @@
-"""When a run is saved, and what stands beside its models in a checkpoint."""
+"""When a run is saved, and what a checkpoint holds besides models."""
 
 import logging
 import time
@@ -39,10 +39,10 @@ class Model(Protocol):
 
 
 class Saves:
-    """Checkpoints by steps and by time; of several reasons at one step one is made."""
+    """Checkpoints by steps and by time; one per step, however many reasons coincide."""
 
     def __init__(self, config: RunConfig, run_dir: Path, began: float) -> None:
-        """``began``: when, by the monotonic clock, there was nothing to lose as yet."""
+        """``began``: start of the first interval, by the monotonic clock."""
         self.checkpoints = Checkpoints(run_dir, config.checkpoint)
         self._config = config.checkpoint
         usual = "validation/reward" if config.samples else "validation/loss"

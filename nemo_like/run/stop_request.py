@@ -1,4 +1,4 @@
-"""SIGUSR1 and SIGTERM: finish the step in progress, save it and end; remembered whenever they come.
+"""SIGUSR1 and SIGTERM: finish the step in progress, save it and end, whenever they arrive.
 
 SIGTERM has a limit, ``run.stop_grace_s``, because whoever sends it kills what is left soon after.
 Where nothing would be lost, as while a run starts, it ends the run at once; a second one always
@@ -17,7 +17,7 @@ from nemo_like.errors import StoppedError
 logger = logging.getLogger(__name__)
 
 _NOTHING_LOST = (
-    "before the first step, so that nothing is lost; start it again (training with a run.dir: with "
+    "before the first step, so nothing is lost; start it again (training with a run.dir: with "
     "run.resume=true)"
 )
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
@@ -25,11 +25,11 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
 
 
 class LeftError(BaseException):
-    """A phase that can be made up for is left because SIGTERM came."""
+    """SIGTERM interrupted a phase that can be repeated later."""
 
 
 class StopRequest:
-    """The handler of both signals. What SIGTERM does depends on what the run is about."""
+    """The handler of both signals. What SIGTERM does depends on the run's phase."""
 
     def __init__(self) -> None:
         self.came = False
@@ -75,21 +75,21 @@ class StopRequest:
         self.obey(_NOTHING_LOST)
 
     def within_steps(self) -> None:
-        """From now on SIGTERM gives what is in progress the grace to finish."""
+        """From now on SIGTERM grants the step in progress time to finish."""
         self._on_term = self._start_clock
 
     def without_checkpoints(self, where: Callable[[], str]) -> None:
-        """From now on SIGTERM ends the run at once, as nothing of it could be saved."""
+        """From now on SIGTERM ends the run at once: there is nothing to save."""
         self._on_term = lambda: self.obey(where())
 
     def when_done(self) -> None:
-        """From now on the run's own end, which is near, is all that can happen."""
+        """From now on signals change nothing: the run is about to end anyway."""
         self._stop_clock()
         self._on_term = lambda: None
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Within, SIGTERM raises LeftError, and the grace is for what follows."""
+        """Inside, SIGTERM raises LeftError; the grace period is for what follows."""
         before, self._on_term = self._on_term, self._leave
         try:
             yield

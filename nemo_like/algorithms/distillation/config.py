@@ -20,7 +20,7 @@ class DistillationSection(SamplingLoop):
 
 
 class DistillationConfig(SamplingRunConfig):
-    """Everything that ``examples/run_distillation.py`` can be told."""
+    """Configuration of ``nemo-like distillation``."""
 
     section: ClassVar[str] = "distillation"
 
@@ -51,7 +51,7 @@ class OffPolicyDistillationSection(RowPassesSection):
 
 
 class OffPolicyDistillationConfig(TextRunConfig):
-    """Everything that ``examples/run_off_policy_distillation.py`` can be told."""
+    """Configuration of ``nemo-like off_policy_distillation``."""
 
     section: ClassVar[str] = "distillation"
 

@@ -24,7 +24,7 @@ class DPOSection(PairPassesSection):
 
 
 class DPOConfig(TextRunConfig):
-    """Everything that ``examples/run_dpo.py`` can be told."""
+    """Configuration of ``nemo-like dpo``."""
 
     section: ClassVar[str] = "dpo"
 

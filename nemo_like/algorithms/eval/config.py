@@ -54,7 +54,7 @@ _NO_TRAINING_ROWS = (
 
 
 class EvalSection(Section):
-    """What an evaluation makes of the completions that it samples as ``validation`` says.
+    """How an evaluation summarises completions; ``validation`` says how to sample them.
 
     ``policy.model`` may also be a checkpoint of a run, ``<run.dir>/checkpoints/step_<n>``. Rows are
     those that a training run with the same ``data`` and ``run.seed`` validates on.
@@ -93,7 +93,7 @@ class EvalSection(Section):
 
 
 class EvalConfig(SamplingRunConfig):
-    """Everything that ``examples/run_eval.py`` can be told."""
+    """Configuration of ``nemo-like eval``."""
 
     section: ClassVar[str] = "eval"
     evaluates: ClassVar[bool] = True
@@ -135,7 +135,7 @@ class EvalConfig(SamplingRunConfig):
         return "validation.max_new_tokens", self.validation.max_new_tokens
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """What means something else, or nothing, without training."""
+        """Keys that mean something else, or nothing, without training."""
         yield from super().rules(here, run)
         default = type(self)()
         lora, model = self.policy.lora, self.policy.model

@@ -1,4 +1,4 @@
-"""What samples tell of a model: estimators without bias, exact where they are rational."""
+"""Unbiased estimators of a model's quality, exact where they are rational."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ def mean_of_prompts(groups: Sequence[Sequence[float]]) -> Estimate:
     """Mean over prompts of the mean over each prompt's completions.
 
     The interval is mean +- 1.96 standard errors over *prompts*: completions of one prompt are not
-    independent, so that more of them do not make it narrower by themselves (arXiv:2411.00640
+    independent, and more of them alone do not make it narrower (arXiv:2411.00640
     section 2.2). Of one prompt, and of prompts that are all equal, there is none: no spread is not
     certainty. ``groups`` is not empty, and none of them is.
 

@@ -33,7 +33,7 @@ class GRPOSection(UpdatesLoop):
 
 
 class GRPOConfig(PolicyGradientRunConfig):
-    """Everything that ``examples/run_grpo.py`` can be told."""
+    """Configuration of ``nemo-like grpo``."""
 
     section: ClassVar[str] = "grpo"
 

@@ -4,8 +4,8 @@ For each prompt a group of completions is sampled and scored; a completion's adv
 less a baseline; the policy-gradient loss moves the policy. ``configs/recipes`` has the settings of
 GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``losses/advantages.py`` and
 ``losses/policy_gradient.py`` name the equations). By default a batch takes one optimizer step,
-which is on-policy, so that its own forward pass gives the policy's logprobs and no pass is made for
-them. Left out here: asynchronous rollouts, token-level rewards.
+which is on-policy: its own forward pass gives the policy's logprobs, and no extra pass is made.
+Left out here: asynchronous rollouts, token-level rewards.
 """
 
 import logging
@@ -41,7 +41,9 @@ def train(config: GRPOConfig, live: Sampling) -> None:
     """The loop."""
     grpo, steps = config.grpo, PolicyGradient(config, live)
     if config.reuses_logprobs:
-        logger.info("One optimizer step a batch: its own forward pass gives the policy's logprobs.")
+        logger.info(
+            "One optimizer step per batch: its own forward pass gives the policy's logprobs."
+        )
 
     def keep(batch: RemoteBatch) -> Tensor:
         return signal(batch, config)
@@ -65,7 +67,7 @@ def trainable(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
 
 
 def counted(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
-    """Bool [B]: completions whose rewards make baselines and scales.
+    """Bool [B]: completions that count in baselines and scales.
 
     They are those that train: what is left out of the loss would otherwise shift the advantages of
     its siblings, whose sum is then no longer 0.
@@ -76,7 +78,7 @@ def counted(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
 
 
 def signal(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
-    """Bool [B]: rows of groups that count raw rewards which differ."""
+    """Bool [B]: rows of groups with different raw rewards."""
     rows = batch.rows
     return has_signal(rows[keys.REWARDS], rows[keys.GROUP_IDS], counted(batch, config))
 
@@ -95,7 +97,7 @@ def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
 
 
 def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
-    """Row column ``advantages``, from rewards with what the configuration adds to them."""
+    """Add row column ``advantages``, from rewards, penalties and KL."""
     rows, advantage = batch.rows, config.advantage
     rewards = rows[keys.REWARDS].double()
     if advantage.overlong_buffer_tokens:

@@ -60,7 +60,7 @@ class CriticConfig(Section):
 
 
 class PPOConfig(PolicyGradientRunConfig):
-    """Everything that ``examples/run_ppo.py`` can be told."""
+    """Configuration of ``nemo-like ppo``."""
 
     section: ClassVar[str] = "ppo"
 
@@ -86,7 +86,7 @@ class PPOConfig(PolicyGradientRunConfig):
 
     @property
     def max_updates(self) -> int:
-        """Those of the steps in which the policy trains."""
+        """Optimizer steps of the policy."""
         return (self.max_steps - self.ppo.num_critic_warmup_steps) * self.ppo.num_updates
 
     @property
@@ -96,7 +96,7 @@ class PPOConfig(PolicyGradientRunConfig):
 
     @property
     def critic_policy(self) -> PolicyConfig:
-        """What ``policy`` would be if the critic were it."""
+        """The section ``policy`` as it would be for the critic."""
         critic = self.critic
         return self.policy.replace(
             model=critic.model or self.policy.model,

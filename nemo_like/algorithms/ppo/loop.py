@@ -106,7 +106,7 @@ def add_advantages(batch: RemoteBatch, policy: RemoteModel, config: PPOConfig) -
 def train_critic(
     critic: RemoteModel, parts: list[RemoteBatch], loss: ValueLoss, num_mini_batches: int
 ) -> Metrics:
-    """One optimizer step a part; metrics ``critic/...``.
+    """One optimizer step per part; metrics ``critic/...``.
 
     The explained variance is that of the first pass, where each part is scored before any step
     has been taken on it.

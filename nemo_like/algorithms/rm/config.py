@@ -13,7 +13,7 @@ class RewardModelSection(PairPassesSection):
 
 
 class RewardModelConfig(TextRunConfig):
-    """Everything that ``examples/run_rm.py`` can be told."""
+    """Configuration of ``nemo-like rm``."""
 
     section: ClassVar[str] = "reward_model"
     unused: ClassVar[tuple[tuple[str, str], ...]] = (

@@ -12,7 +12,7 @@ class SFTSection(RowPassesSection):
 
 
 class SFTConfig(TextRunConfig):
-    """Everything that ``examples/run_sft.py`` can be told."""
+    """Configuration of ``nemo-like sft``."""
 
     section: ClassVar[str] = "sft"
 

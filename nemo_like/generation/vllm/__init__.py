@@ -1,1 +1,1 @@
-"""The vLLM engine: all that knows vLLM's versions and insides."""
+"""The vLLM engine: everything that depends on vLLM's versions and internals."""

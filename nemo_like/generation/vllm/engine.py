@@ -1,6 +1,6 @@
 """vLLM behind the ``Engine`` protocol, for CPU and GPU.
 
-Every check of vLLM's version and every work-around for it is here or in the files beside it:
+Every check of vLLM's version and every work-around for it is in this file or its neighbours:
 ``settings`` (what it is started with), ``environment`` and ``processes`` (how its
 processes start), ``worker``, ``loading``, ``lora`` and ``scheduler`` (what runs
 in them). Nothing else imports it.
@@ -110,7 +110,7 @@ class VLLMEngine:
         return _completion(output, version)
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Check what will come, then connect every rank to its sender."""
+        """Check the manifest, then connect every rank to its sender."""
         dtype, lora = getattr(torch, self._config.dtype), self._config.lora
         check_buckets(buckets, self._config.model_path, dtype, lora)
         pickled = pickle.dumps((link, buckets, timeout_s, lora))
@@ -128,7 +128,7 @@ class VLLMEngine:
             adapters_only=adapters_only,
             running=self._num_running,
         )
-        # Until all is done the engine has no version, so that it refuses to generate if this fails.
+        # Without a version the engine refuses to generate, also if this fails half-way.
         self._version = None
         await self._call("load_refit", "a refit", version, adapters_only)
         # The workers have reset their encoder and multimodal caches, the scheduler has not.
@@ -142,12 +142,12 @@ class VLLMEngine:
         """Free the memory of weights and KV cache."""
         assert self._llm is not None
         self._version = None
-        # Level 2 drops the weights, which the next refit brings anew; level 1 would copy them to
+        # Level 2 drops the weights, which the next refit brings again; level 1 would copy them to
         # the host first, which takes a hundred times as long.
         await self._alive(self._llm.sleep(level=2), "to sleep")
 
     async def wake(self, memory: EngineMemory) -> None:
-        """Take one kind of memory again."""
+        """Reclaim one kind of memory."""
         assert self._llm is not None
         await self._alive(self._llm.wake_up(tags=[memory.value]), "to wake up")
 

@@ -1,6 +1,6 @@
 """How vLLM's processes start: their environment variables, with our reasons, and their fork server.
 
-Without an import of vLLM or torch, so that the server begins to import them before we do.
+Imports neither vLLM nor torch: the server should start importing them before we do.
 """
 
 import functools
@@ -33,7 +33,7 @@ class EngineDevices:
 
 
 def start_fork_server(devices: EngineDevices) -> None:
-    """Begin to import vLLM in the process that this engine's processes will be forks of.
+    """Start importing vLLM in the process that this engine's processes are forked from.
 
     Raises UserError where temporary files are too deep for their sockets.
     """

@@ -1,8 +1,8 @@
-"""New weights into a model that vLLM has made ready for its kernels (0.26 to 0.33).
+"""Load weights into a model that vLLM has prepared for its kernels (0.26 to 0.33).
 
 On a GPU with plain layers they are copied in place. Elsewhere kernels compute with packed or
 derived copies: of matrices and experts on the CPU, of what multi-head latent attention absorbs.
-Those are made anew, from all weights.
+Those are rebuilt from all weights.
 """
 
 import logging
@@ -68,7 +68,7 @@ def _load(
 
 
 def _computes_with_loaded_weights(model: nn.Module) -> bool:
-    """Whether loading in place, which is five times as fast as unpacking, is all that it takes."""
+    """Whether loading in place suffices, which is five times as fast as unpacking."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in _AS_LOADED:
@@ -125,13 +125,13 @@ def _is_as_loaded(parameter: Tensor | None, as_loaded: Tensor) -> bool:
 
 
 def _forget(model: nn.Module) -> None:
-    """Make what is not written from here on show."""
+    """Mark all parameters, to find those that nothing writes."""
     for _, parameter in _loaded_parameters(model):
         parameter.data.fill_(math.nan)
 
 
 def _refuse_unwritten(model: nn.Module, which: Callable[[Tensor], Tensor]) -> None:
-    """Raise RuntimeError if a parameter is forgotten still: vLLM only warns, or says nothing."""
+    """Raise RuntimeError if a parameter was not written: vLLM only warns, or is silent."""
     names, unwritten = [], []
     for name, parameter in _loaded_parameters(model):
         names.append(name)

@@ -20,7 +20,7 @@ from nemo_like.refit.adapters import A, B
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within, each layer stands in its own place again, under the name that weights load by."""
+    """Temporarily restore each layer to its own place, under the name that weights load by."""
     layers = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, BaseLayerWithLoRA)
     }

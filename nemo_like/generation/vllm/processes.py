@@ -56,7 +56,7 @@ class _Context(multiprocessing.context.ForkServerContext):
 def engine_processes() -> list[psutil.Process]:
     """Those of all engines that this process has started, with the ranks that these started.
 
-    All are children of one fork server, whoever asked it for them.
+    All are children of one fork server, whoever requested them.
     """
     first = [one for one in multiprocessing.active_children() if isinstance(one, EngineProcess)]
     if not first:

@@ -194,7 +194,7 @@ class _Held:
         self._logprobs: list[float] | None = [] if with_logprobs else None
 
     def add(self, output: EngineCoreOutput, logprob: float | None) -> None:
-        """One more step, whose ``logprob`` is given or still in ``output``."""
+        """Record one more step; its ``logprob`` is given or still in ``output``."""
         self._token_ids += output.new_token_ids
         if output.prefill_stats is not None:
             self._prefill_stats = output.prefill_stats

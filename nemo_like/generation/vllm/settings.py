@@ -59,7 +59,7 @@ ADAPTER_ID = 1
 """Of the one adapter, in vLLM."""
 
 WORKSPACE_BYTES = 2 * 2**30
-"""What an engine takes of a GPU beside weights and KV cache: CUDA, graphs, activations."""
+"""GPU memory of an engine besides weights and KV cache: CUDA, graphs, activations."""
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of sequences that decoding has a CUDA graph for; vLLM's own 70 take 20 s to capture, and
 a step of one with fewer sequences is hardly faster."""
@@ -83,7 +83,7 @@ def engine_args(
             near = difflib.get_close_matches(key, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else "remove it."
             raise UserError(
-                f"generation.engine_kwargs.{key} is no argument of the installed vLLM; {remedy}"
+                f"generation.engine_kwargs.{key} is not an argument of the installed vLLM; {remedy}"
             )
     args = {
         "model": config.model_path,
@@ -147,7 +147,7 @@ def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:
         if room < config.kv_cache_bytes // config.max_num_seqs:
             raise UserError(
                 f"An engine may take {share / 2**30:.1f} GiB of its GPU, which leaves no KV cache "
-                f"beside {config.weight_bytes / 2**30:.1f} GiB of weights; set "
+                f"next to {config.weight_bytes / 2**30:.1f} GiB of weights; set "
                 "generation.sleep=true, a larger generation.engine_kwargs.gpu_memory_utilization "
                 "or a larger generation.tensor_parallel_size."
             )

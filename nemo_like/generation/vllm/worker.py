@@ -23,7 +23,7 @@ _LOGPROBS = "compute_topk_scores"
 
 
 class RefitExtension:
-    """Methods that vLLM mixes into each of its workers, one a tensor-parallel rank."""
+    """Methods that vLLM mixes into each of its workers, one per tensor-parallel rank."""
 
     # The worker's own; bare annotations, because vLLM refuses an extension that redefines a name.
     vllm_config: VllmConfig
@@ -80,7 +80,7 @@ def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 @functools.cache  # once a process, however often it connects
 def use_cheap_logprobs() -> None:
-    """Replace vLLM's kernels for logprobs where only those of sampled tokens are asked for.
+    """Replace vLLM's kernels for logprobs where only sampled tokens need them.
 
     Its GPU sampler (0.26 to 0.33) walks the vocabulary with one program a sequence, twice, for a
     logprob and for a rank that nobody reads: 2 ms a step at 128 sequences and 152k tokens.
