@@ -159,7 +159,7 @@ class Ranks:
                 keys.SAMPLE_MASK: torch.ones(len(tasks), dtype=torch.bool),
                 keys.NUM_LOSS_TOKENS: num_tokens,
                 keys.TRUNCATED: index % 3 == 1,
-                keys.PROMPT_IDS: prompts,
+                keys.GROUP_IDS: prompts,
                 keys.SEEDS: torch.tensor([task.seed for task in tasks]),
                 keys.WEIGHT_VERSIONS: torch.full((len(tasks),), self.weight_version),
             },

@@ -67,15 +67,16 @@ def run(tmp_path, *overrides, timeout_s=240, **env):
     return process.returncode, output
 
 
-COUNTS = f"""
+COUNTS = """
 import itertools
 import sys
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from nemo_like.cli import main
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.cli import train
+from nemo_like.config.algorithm import Algorithm
 
 opened = []
 checks = itertools.count(1)
@@ -86,16 +87,15 @@ def note(event, about):
         opened.append(Path(about[0]).name)
 
 
+class Counted(GRPOConfig):
+    def rules(self, here, run):
+        print(opened.count("grpo.yaml"), run.run.seed)
+        yield "enough."
+
+
 sys.addaudithook(note)
 OmegaConf.register_new_resolver("check", lambda: next(checks))
-
-
-def run(config):
-    job = HydraConfig.get()
-    print(opened.count("grpo.yaml"), config.run.seed, job.job.name, job.mode.name)
-
-
-main("grpo", run, Path({str(ROOT / "configs")!r}))
+train(Algorithm(name="grpo", config=Counted, run="nowhere:run"))
 """
 
 
@@ -110,7 +110,8 @@ def test_a_single_job_is_composed_and_checked_once(tmp_path):
         timeout=120,
         check=False,
     )
-    assert done.stdout == "1 1 count RUN\n", done.stderr
+    assert done.stdout == "1 1\n", done.stderr
+    assert done.stderr == "Error: enough.\n"
 
 
 class Warm(NamedTuple):
@@ -317,7 +318,7 @@ WRONG_INPUTS = [
         "tensor_parallel_size=8 does not divide the model's num_attention_heads=4; use 1, 2 or 4",
     ),
     (
-        "cluster.cpu_workers_per_node=4 policy.mesh_shape=[[4],[pp]]",
+        "cluster.cpu_workers_per_node=4 policy.parallel.pipeline_parallel_size=4",
         "pipeline",
     ),
     (

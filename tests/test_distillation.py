@@ -336,7 +336,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_and_no_teacher_is_saved(
         (["loss.alpha=0.2"], "loss.alpha=0.2 would have no effect"),
         (["mismatch.action=mask"], "mismatch.action=mask would have no effect.*use warn or stop"),
         (
-            ["cluster.cpu_workers_per_node=2", "policy.mesh_shape=[[2],[pp]]"],
+            ["cluster.cpu_workers_per_node=2", "policy.parallel.pipeline_parallel_size=2"],
             "pipeline_parallel_size=2 does not go with distillation.*set it to 1",
         ),
     ],
@@ -349,7 +349,7 @@ def test_a_wrong_input_is_refused_with_key_and_remedy(overrides, message, tmp_pa
 
 def test_given_texts_have_their_own_rules(tmp_path):
     for override, message in (
-        ("distillation.temperature=0", "distillation.temperature=0.0 must be a finite number"),
+        ("distillation.temperature=0", "distillation.temperature=0 must be above 0"),
         ("distillation.num_rows_per_step=0", "distillation.num_rows_per_step=0 must be at least 1"),
     ):
         with pytest.raises(UserError, match=message):

@@ -14,7 +14,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
 from nemo_like.config.optimizer import OptimizerConfig
-from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
@@ -140,8 +140,16 @@ def baseline(four_layers, tmp_path_factory):
 LAYOUTS = {
     "packed_small_budget": {"micro_batch_tokens": 40},
     "three_ranks_packed_small_budget": {"ranks": 3, "micro_batch_tokens": 32},
-    "two_by_tensor": {"ranks": 2, "mesh_shape": [[2], ["tp"]], "micro_batch_tokens": 64},
-    "two_by_pipeline": {"ranks": 2, "mesh_shape": [[2], ["pp"]], "micro_batch_tokens": 64},
+    "two_by_tensor": {
+        "ranks": 2,
+        "parallel": ParallelConfig(tensor_parallel_size=2),
+        "micro_batch_tokens": 64,
+    },
+    "two_by_pipeline": {
+        "ranks": 2,
+        "parallel": ParallelConfig(pipeline_parallel_size=2),
+        "micro_batch_tokens": 64,
+    },
 }
 
 

@@ -25,12 +25,12 @@ def flat(parameters):
 
 
 @pytest.mark.parametrize(
-    "mesh_shape",
-    [[[2], ["fsdp"]], [[2], ["ddp"]], [[2], ["cp"]]],
-    ids=lambda mesh: mesh[1][0],
+    "parallel",
+    [{}, {"data_parallel": "ddp"}, {"context_parallel_size": 2}],
+    ids=["fsdp", "ddp", "cp"],
 )
-def test_a_warm_up_leaves_no_trace(mesh_shape, pool, four_layers):
-    arguments = (four_layers(), {"mesh_shape": mesh_shape}, 2)
+def test_a_warm_up_leaves_no_trace(parallel, pool, four_layers):
+    arguments = (four_layers(), {"parallel": ParallelConfig(**parallel)}, 2)
     cold = pool.run(2, f"{CASES}:train", *arguments)[-1]
     warm = pool.run(2, f"{CASES}:train_warmed_up", *arguments)[-1]
     assert warm[0] == cold[0]

@@ -73,7 +73,9 @@ class Section(BaseModel):
         }
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values, which are not checked again."""
+        """A copy with other values, which are not checked again; TypeError for an unknown name."""
+        if unknown := changes.keys() - type(self).model_fields.keys():
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
         return self.model_copy(update=changes)
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
