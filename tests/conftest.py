@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from tests.process_pool import ProcessPool
 
 keep_compiler_cache()  # as a command does, and before torch is imported
+# A shell starts commands in the background with these ignored, and tests of Ctrl-C would wait.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 WORKER_IMPORTS = (
@@ -71,7 +74,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True)
 def signals_of_their_own() -> Iterator[None]:
     """A command that ends ignores signals for good; what later tests start would inherit that."""
-    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():

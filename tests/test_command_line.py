@@ -524,7 +524,9 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
     ],
     ids=str,
 )
-def test_a_process_that_goes_on_after_an_end_has_its_handlers_again(capsys, error, code, said):
+def test_a_process_that_goes_on_after_an_end_has_its_handlers_again(
+    capsys, monkeypatch, error, code, said
+):
     def fails():
         raise error
 
@@ -534,6 +536,7 @@ def test_a_process_that_goes_on_after_an_end_has_its_handlers_again(capsys, erro
         finally:
             raise UnboundLocalError("what was cut short failed itself")
 
+    monkeypatch.setattr(sys, "ps1", "> ", raising=False)
     before = [signal.getsignal(number) for number in HANDLED]
     with pytest.raises(SystemExit) as ended:
         end_on_error(fails)
@@ -547,6 +550,16 @@ def test_a_process_that_goes_on_after_an_end_has_its_handlers_again(capsys, erro
         with pytest.raises(SystemExit) as ended:
             end_on_error(masked)
         assert ended.value.code == code
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StoppedError("Saved.")], ids=str)
+def test_nothing_interrupts_a_process_that_a_signal_has_ended(error):
+    def fails():
+        raise error
+
+    with pytest.raises(SystemExit):
+        end_on_error(fails)
+    assert {signal.getsignal(number) for number in HANDLED} == {signal.SIG_IGN}
 
 
 GOES_ON = f"""

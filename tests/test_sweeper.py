@@ -42,9 +42,9 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def owner(tmp_path, how):
+def owner(tmp_path, how, program=OWNER):
     process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, how],
+        [sys.executable, "-c", program, how],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"TMPDIR": str(tmp_path)},
@@ -87,20 +87,9 @@ time.sleep(600)
 """
 
 
-def forking_owner(tmp_path, how):
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORKS, how],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-    )
-    folder, *pids = process.stdout.readline().split()
-    return process, Path(folder), [int(pid) for pid in pids]
-
-
 def test_a_fork_that_lives_on_after_kill_9_is_ended_like_all_else(tmp_path):
     """It has a copy of all that its parent had open, and no program of its own."""
-    process, folder, pids = forking_owner(tmp_path, "wait")
+    process, folder, pids = owner(tmp_path, "wait", FORKS)
     process.kill()
     process.wait(10)
     end = time.monotonic() + 15
@@ -111,7 +100,7 @@ def test_a_fork_that_lives_on_after_kill_9_is_ended_like_all_else(tmp_path):
 
 
 def test_an_orderly_end_does_not_wait_for_a_fork_which_lives_on(tmp_path):
-    process, folder, (fork, *others) = forking_owner(tmp_path, "close")
+    process, folder, (fork, *others) = owner(tmp_path, "close", FORKS)
     assert float(process.stdout.readline()) < 10
     assert not folder.exists()
     assert all(map(gone, others))

@@ -10,7 +10,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn, TypeVar
 
-from nemo_like.errors import RunError, StoppedError, UserError, WaitTimeoutError, exit_code
+from nemo_like.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    RunError,
+    StoppedError,
+    UserError,
+    WaitTimeoutError,
+    exit_code,
+)
 from nemo_like.run.stop_request import SIGNALS, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -68,6 +76,7 @@ def told_to_end(error: BaseException) -> BaseException | None:
 
 
 def end_early(told: BaseException) -> NoReturn:
+    """End the process as it was told to; signals that follow change nothing."""
     _ignore_signals()
     interrupted = "Interrupted; workers are ended, finished checkpoints are kept."
     sys.stderr.write(f"{told if isinstance(told, StoppedError) else interrupted}\n")
@@ -79,13 +88,18 @@ def handlers_restored() -> Iterator[None]:
     """Restore signal handlers afterwards, since the process may go on, or exit.
 
     Its exit ignores signals: the next one would end the end of Ray half-way, or change the code.
+    So does all that follows a signal which ended it, except at a prompt.
     """
     before = {number: signal.getsignal(number) for number in _HANDLED}
+    ends = False
     try:
         yield
+    except SystemExit as end:
+        ends = end.code in (EXIT_INTERRUPTED, EXIT_STOPPED) and not hasattr(sys, "ps1")
+        raise
     finally:
         for number, handler in before.items():
-            if handler is not None:  # else it is none of Python's
+            if handler is not None and not ends:  # None is none of Python's
                 signal.signal(number, handler)
         atexit.unregister(_ignore_signals)
         atexit.register(_ignore_signals)  # the last one is called first
