@@ -15,9 +15,10 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from nemo_like.errors import UserError
@@ -148,6 +149,13 @@ def _is_file(place: str) -> bool:
     return bool(place) and (place.endswith(".py") or not _MODULE.fullmatch(place))
 
 
+class _Newest(SourceFileLoader):
+    """Reads the file itself: cached bytecode is that of any edit of equal size in one second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _module_of_file(where: str, path: Path) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
         raise UserError(
@@ -165,7 +173,7 @@ def _module_of_file(where: str, path: Path) -> ModuleType:
         before = sys.modules.get(name)
     if before is not None and getattr(before, _VERSION, version) == version:
         return before
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Newest(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -16,11 +18,14 @@ WORKERS = ("ray::PolicyWorker", "ray::GenerationWorker", "nemo_like.rewards.proc
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory):
+def network():
     """A head without CPUs, and three nodes with one each."""
     if missing := why_impossible():
         cannot_test(f"a test of several nodes {missing}", "NEMO_LIKE_REQUIRE_NETNS")
-    with Network(tmp_path_factory.mktemp("net"), (0, 1, 1, 1), **QUICK_HEALTH_CHECKS) as network:
+    with (
+        TemporaryDirectory() as folder,  # short, for the names of Ray's sockets
+        Network(Path(folder), (0, 1, 1, 1), **QUICK_HEALTH_CHECKS) as network,
+    ):
         yield network
 
 

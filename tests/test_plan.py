@@ -668,7 +668,10 @@ def test_a_config_of_the_users_own_is_planned(tmp_path, capsys):
         ([], "'' is not a command of nemo-like; use grpo, ppo"),
         (["paln"], "'paln' is not a command of nemo-like"),
         (["plan", "grpo", "ppo"], "ppo is one config name too many"),
-        (["plan", "--gpus=8"], "unrecognized arguments: --gpus=8; use grpo, ppo"),
+        (
+            ["plan", "--gpus=8"],
+            "unrecognized arguments: --gpus=8; use nemo-like plan",
+        ),
         (["plan", "pqr"], "--config-name=pqr: there is no pqr.yaml"),
         (["plan", "polcy.lr=1"], "did you mean policy.optimizer.lr?"),
         (["plan", "--config-path=/no/such"], "--config-path=/no/such is not a folder"),

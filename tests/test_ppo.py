@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from nemo_like.algorithms import ppo
+from nemo_like.algorithms.ppo import loop as ppo
 from nemo_like.algorithms.ppo.config import CriticConfig, PPOConfig, PPOSection
 from nemo_like.algorithms.ppo.loop import find_critic
 from nemo_like.batch import keys

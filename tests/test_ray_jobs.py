@@ -119,7 +119,8 @@ def project_copy(folder: Path) -> Path:
     for name in ("nemo_like", "configs", "examples", ".gitignore"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
-    shutil.copytree(ROOT / "tests" / "ray_job", folder, dirs_exist_ok=True)
+    bytecode = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tests" / "ray_job", folder, dirs_exist_ok=True, ignore=bytecode)
     (folder / "runs").mkdir()
     (folder / "runs" / "large").write_text("an earlier run")
     return folder

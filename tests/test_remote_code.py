@@ -80,7 +80,7 @@ COMMANDS = {
     "train": ["examples/run_grpo.py"],
     "sft": ["examples/run_sft.py"],
     "eval": ["examples/run_eval.py"],
-    "plan": [str(Path(sys.executable).with_name("nemo-like")), "plan", "grpo"],
+    "plan": ["-c", "from nemo_like.cli import main; main()", "plan", "grpo"],
 }
 
 
@@ -207,5 +207,5 @@ def test_every_call_that_loads_a_model_says_whether_its_code_is_trusted():
             said = {one.arg: ast.unparse(one.value) for one in node.keywords}
             if said.get("trust_remote_code") not in ("False", "trusts_code()"):
                 silent.append(f"{path.relative_to(package)}:{node.lineno}")
-    assert found > 10
+    assert found >= 10
     assert not silent

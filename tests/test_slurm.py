@@ -83,7 +83,7 @@ def submitted(
         }
         sections = {
             "defaults": ["grpo", "_self_"],
-            "grpo": {"max_steps": "${oc.env:STEPS}"},
+            "grpo": {"max_steps": "${oc.decode:${oc.env:STEPS}}"},
             "cluster": {"num_nodes": 2, "cpus_per_worker": 2, "slurm": batch},
             "checkpoint": {"every_steps": 1000, "export": False},
             "run": {"dir": str(run), "resume": True},

@@ -61,7 +61,7 @@ def test_ranks_meet_once_a_step_however_many_micro_batches_there_are(pool, four_
     for tokens in (512, 40):
         config = ddp() | {
             "micro_batch_tokens": tokens,
-            "debug": DebugConfig(collectives=True),
+            "debug": DebugConfig(metrics=True),
         }
         metrics, _ = pool.run(2, f"{CASES}:train", four_layers(), config, 2)[0]
         counts.append(metrics[1]["collective/all_reduce_count"])
@@ -109,7 +109,7 @@ def test_powersgd_is_exact_until_its_start_and_trains_after_it(pool, four_layers
 def test_an_average_after_each_step_of_descent_is_a_step_of_ddp(pool, four_layers):
     path = four_layers()
     expected = pool.run(2, f"{CASES}:train", path, ddp() | DESCENT, 1)[0]
-    config = ddp(average_every_steps=2) | DESCENT | {"debug": DebugConfig(collectives=True)}
+    config = ddp(average_every_steps=2) | DESCENT | {"debug": DebugConfig(metrics=True)}
     metrics, parameters = pool.run(2, f"{CASES}:averaged_after_one_step", path, config)[0]
     assert largest_difference(parameters, expected[1]) < 1e-6
     assert metrics["loss"] == pytest.approx(expected[0][0]["loss"], abs=1e-6)
@@ -122,7 +122,7 @@ def test_sharded_ranks_reduce_gradients_once_a_step_if_they_keep_parameters(pool
         config = {
             "parallel": layout(reshard_after_forward=False),
             "micro_batch_tokens": tokens,
-            "debug": DebugConfig(collectives=True),
+            "debug": DebugConfig(metrics=True),
         }
         metrics, _ = pool.run(2, f"{CASES}:train", four_layers(), config, 2)[0]
         counts.append(metrics[1]["collective/reduce_scatter_count"])

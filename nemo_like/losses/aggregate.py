@@ -46,7 +46,8 @@ class GlobalMean:
 
     >>> row, whole = torch.tensor([0, 1, 1, 1]), Denominators(tokens=4.0, sequences=2.0)
     >>> x = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    >>> [GlobalMean(kind, row, 2, whole, 8)(x).item() for kind in Normalization]
+    >>> kinds = ("token", "sequence", "constant")
+    >>> [GlobalMean(kind, row, 2, whole, 8)(x).item() for kind in kinds]
     [0.25, 0.5, 0.0625]
     """
 
