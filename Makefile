@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# Two workers, each with a Ray of its own: much of a test is waiting. A file stays with one of them.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast lint format install
 
@@ -10,10 +12,10 @@ demo: install
 	$(BIN)/python examples/run_grpo.py
 
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: install
-	$(BIN)/python -m pytest -k "not (adapter_refits or command_line or every_key or multi_node or test_slurm.py or slurm_jobs or vllm_scheduler or ray_jobs or engines or grpo or invariance or ppo or distillation or recipes or evaluation or text_algorithms or lora or policy or training)"
+	$(PYTEST) -k "not (adapter_refits or command_line or every_key or multi_node or test_slurm.py or slurm_jobs or vllm_scheduler or ray_jobs or engines or grpo or invariance or ppo or distillation or recipes or evaluation or text_algorithms or lora or policy or training)"
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from typing import Any
 
 from workloads import Workload
 
-from nemo_like.config.step_time import PEAK_FLOPS
+from nemo_like.planning.step_time import PEAK_FLOPS
 
 Record = dict[str, Any]
 

@@ -122,7 +122,7 @@ def make_trainer(
     trainer = GRPOTrainer(
         model=str(inputs.model),
         args=GRPOConfig(**settings),
-        reward_funcs=grader(getattr(workloads, workload.reward)),
+        reward_funcs=scorer(getattr(workloads, workload.reward)),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(
             inputs.model, padding_side="left", truncation_side="left"
@@ -135,7 +135,7 @@ def make_trainer(
     return trainer
 
 
-def grader(function: Callable[..., float]) -> Callable[..., list[float]]:
+def scorer(function: Callable[..., float]) -> Callable[..., list[float]]:
     """A reward function of ``workloads.py`` as TRL calls it, on lists of conversations."""
 
     def reward(
@@ -165,11 +165,11 @@ def accuracy(trainer: Any, workload: Workload, inputs: Inputs) -> float:
         use_tqdm=False,
     )
     reward = getattr(workloads, workload.reward)
-    grades = [
+    scores = [
         reward(row["prompt"], output.outputs[0].text, answer=row["answer"])
         for row, output in zip(rows, outputs, strict=True)
     ]
-    return sum(grades) / len(grades)
+    return sum(scores) / len(scores)
 
 
 class StepLog(TrainerCallback):

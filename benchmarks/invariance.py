@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from nemo_like.config.choices import Batching, Checkpointing, Dtype
+
 from tests.conftest import build_model
 from tests.layouts import FOUR_LAYERS, LAYOUTS
 from tests.process_pool import ProcessPool
@@ -52,7 +52,7 @@ def records(pool: ProcessPool, gpus: int) -> Any:
     """One record a case."""
     folder = Path(tempfile.mkdtemp())
     baselines: dict[tuple[Any, ...], Outcome] = {}
-    for dtype in Dtype.float32, Dtype.bfloat16:
+    for dtype in "float32", "bfloat16":
         for name, changes, loss, architecture, tied in cases(gpus, dtype):
             ranks, parallel = LAYOUTS[name]
             model = folder / f"{architecture}-{tied}"
@@ -66,7 +66,7 @@ def records(pool: ProcessPool, gpus: int) -> Any:
             record = {
                 "layout": name,
                 "ranks": ranks,
-                "dtype": dtype.value,
+                "dtype": dtype,
                 "loss_kind": loss,
                 "model": f"{architecture}{'-tied' if tied else ''}",
                 "changes": {k: str(v) for k, v in changes.items()},
@@ -76,7 +76,7 @@ def records(pool: ProcessPool, gpus: int) -> Any:
             try:
                 if key not in baselines:
                     rows = 2 if loss == "preference" else 1
-                    plain = {"batching": Batching.padded, "micro_batch_size": rows, "dtype": dtype}
+                    plain = {"batching": "padded", "micro_batch_size": rows, "dtype": dtype}
                     baselines[key] = outcome(1, plain, str(model), loss)
                 config = {"parallel": parallel, "micro_batch_tokens": 64, "dtype": dtype, **changes}
                 gaps = differences(outcome(ranks, config, str(model), loss), baselines[key])
@@ -86,11 +86,11 @@ def records(pool: ProcessPool, gpus: int) -> Any:
             yield record | gaps | {"largest": max(gaps.values())}
 
 
-def cases(gpus: int, dtype: Dtype) -> Any:
+def cases(gpus: int, dtype: str) -> Any:
     """Layout, changes, loss, architecture, tied."""
     names = [name for name, (ranks, _) in LAYOUTS.items() if ranks <= gpus]
-    padded = {"batching": Batching.padded, "micro_batch_size": 1}
-    recomputed = {"activation_checkpointing": Checkpointing.full, "logprob_chunk_tokens": 5}
+    padded = {"batching": "padded", "micro_batch_size": 1}
+    recomputed = {"activation_checkpointing": "full", "logprob_chunk_tokens": 5}
     kinds: list[tuple[dict[str, Any], str, str, bool]] = [
         ({}, "policy_gradient", "llama", False),
         ({}, "sft", "llama", False),
@@ -100,7 +100,7 @@ def cases(gpus: int, dtype: Dtype) -> Any:
         (recomputed, "policy_gradient", "llama", False),
         (padded, "policy_gradient", "llama", False),
     ]
-    for changes, loss, architecture, tied in kinds if dtype is Dtype.float32 else kinds[:1]:
+    for changes, loss, architecture, tied in kinds if dtype == "float32" else kinds[:1]:
         for name in names:
             if not (changes is padded and "cp" in name):
                 yield name, changes, loss, architecture, tied

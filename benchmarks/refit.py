@@ -19,9 +19,9 @@ from typing import Any
 
 from workloads import SHAPES, random_model, set_environment
 
-from nemo_like.algorithms.processes import started
-from nemo_like.algorithms.setup import prepare, start
-from nemo_like.config.load import compose_config
+from nemo_like.algorithms.sampling import start_sampling
+from nemo_like.algorithms.session import opened
+from nemo_like.compose.load import compose_config
 from nemo_like.observe.metrics import values
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -64,8 +64,8 @@ def measure(model: Path, times: int, overrides: list[str]) -> dict[str, Any]:
     ]
     config = compose_config(CONFIGS, "grpo", settings)
     seconds, parts = [], []
-    with started(config, "refit") as processes:
-        setup = start(config, processes, prepare(config, processes.rows, processes.model_path))
+    with opened(config, "refit") as session:
+        setup = start_sampling(config, session)
         for _ in range(times):
             setup.rollouts.sync.give_to_policy()
             setup.policy.weight_version += 1

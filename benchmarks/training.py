@@ -3,7 +3,7 @@
     python benchmarks/training.py --shape qwen2.5-1.5b --gpus 1 --out results.jsonl
 
 One optimizer step is ``--rows`` sequences of ``--length`` tokens a GPU, packed, in micro-batches of
-``policy.micro_batch_tokens``, through ``TrainEngine``: policy-gradient loss on every token, float32
+``policy.micro_batch_tokens``, through ``Trainer``: policy-gradient loss on every token, float32
 master weights, AdamW. Weights are random. Several configurations may be given, each a
 comma-separated list of policy keys (``--config micro_batch_tokens=16384,compile=true``).
 
@@ -33,23 +33,17 @@ from workloads import SHAPES, count_parameters
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching, Checkpointing, DataParallel, Dtype, Offload
-from nemo_like.config.loss_schema import LossConfig
-from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
-from nemo_like.config.step_time import PEAK_FLOPS
+from nemo_like.config.losses import LossConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
+from nemo_like.planning.step_time import PEAK_FLOPS
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import EngineSetup, TrainEngine
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 
-_CHOICES: dict[str, Any] = {
-    "dtype": Dtype,
-    "activation_checkpointing": Checkpointing,
-    "offload": Offload,
-    "batching": Batching,
-    "data_parallel": DataParallel,
-}
+_WORDS = ("dtype", "activation_checkpointing", "offload", "batching", "data_parallel")
+"""Keys with values that are text."""
 
 
 def main() -> None:
@@ -134,12 +128,12 @@ def measure(
     """Seconds and memory of logprob passes and training steps after two to warm up."""
     policy = parse(text)
     start = time.perf_counter()
-    engine = TrainEngine(
-        EngineSetup(config=policy, model_path=folder, max_steps=100, with_reference=False), device
+    trainer = Trainer(
+        TrainerSetup(config=policy, model_path=folder, max_steps=100, with_reference=False), device
     )
     record: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 2)}
-    vocab = engine.stages[0].causal_lm.config.vocab_size
-    sizes = engine.mesh.sizes
+    vocab = trainer.stages[0].causal_lm.config.vocab_size
+    sizes = trainer.mesh.sizes
     # Rows belong to a data-parallel rank: with model parallelism several GPUs share them.
     rows = args.rows * args.gpus // sizes.dp
     lengths = draw_lengths(args, rows)
@@ -155,7 +149,7 @@ def measure(
     seconds: dict[str, list[float]] = {"logprobs": [], "train": []}
     for step in range(args.steps + 2):
         begin = clock(device)
-        columns = scoring.logprobs(engine, batches, 1.0)
+        columns = scoring.logprobs(trainer, batches, 1.0)
         seconds["logprobs"].append(clock(device) - begin)
         record.setdefault("logprobs_peak_gib", peak(device))  # before there is optimizer state
         if step == 0:
@@ -164,7 +158,7 @@ def measure(
                 batch.tokens[keys.GENERATION_LOGPROBS] = logprobs
         reset_peak(device)
         begin = clock(device)
-        metrics = values(engine.train(batches, loss, denominators, 1.0))
+        metrics = values(trainer.train(batches, loss, denominators, 1.0))
         seconds["train"].append(clock(device) - begin)
         record["train_peak_gib"] = peak(device)
     record["loss"], record["grad_norm"] = metrics.get("train/loss"), metrics["train/grad_norm"]
@@ -219,12 +213,12 @@ def make_batch(lengths: list[int], vocab: int, seed: int, device: torch.device) 
 
 def parse(text: str) -> PolicyConfig:
     """``micro_batch_tokens=16384,parallel.tensor_parallel_size=2`` -> a policy's configuration."""
-    changes: dict[str, Any] = {"dtype": Dtype.bfloat16}
+    changes: dict[str, Any] = {"dtype": "bfloat16"}
     parallel: dict[str, Any] = {}
     for item in text.split(","):
         key, _, value = item.partition("=")
         target, name = (parallel, key[9:]) if key.startswith("parallel.") else (changes, key)
-        target[name] = _CHOICES[name](value) if name in _CHOICES else json.loads(value)
+        target[name] = value if name in _WORDS else json.loads(value)
     return dataclasses.replace(PolicyConfig(parallel=ParallelConfig(**parallel)), **changes)
 
 

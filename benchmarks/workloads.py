@@ -1,6 +1,6 @@
 """What the contenders of ``grpo.py`` work on: one model folder, one file of prompts, one reward.
 
-A grading process imports this file for its reward function alone, so that everything heavy is
+A reward process imports this file for its reward function alone, so that everything heavy is
 imported where it is used.
 """
 
@@ -251,7 +251,7 @@ def count_parameters(model: Path) -> int:
 
 def set_environment() -> None:
     """What this process and those that it starts need for any vLLM, without a network."""
-    from nemo_like.generation.vllm_environment import common_variables
+    from nemo_like.generation.vllm.environment import common_variables
 
     for name, value in {"HF_HUB_OFFLINE": "1", **common_variables()}.items():
         os.environ.setdefault(name, value)

@@ -268,7 +268,7 @@ def train(
             logger.info("step %d loss %.4f (%.0f s)", step + 1, loss.item(), seconds)
 
 
-def grade(dataset: ProceduralDataset, completions: list[str]) -> tuple[list[bool], list[bool]]:
+def score(dataset: ProceduralDataset, completions: list[str]) -> tuple[list[bool], list[bool]]:
     """Tell which completions are right, by the dataset's own verifier, and which show working."""
     right, careful = [], []
     for entry, completion in zip(dataset, completions, strict=True):
@@ -305,7 +305,7 @@ def log_accuracy(
     completions = tokenizer.batch_decode(
         outputs[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True
     )
-    right, careful = grade(dataset, completions)
+    right, careful = score(dataset, completions)
     logger.info("%s accuracy %.3f", "sampled" if do_sample else "greedy", sum(right) / len(right))
     for name, shown in (("careful", True), ("hurried", False)):
         own = [ok for ok, work in zip(right, careful, strict=True) if work == shown]

@@ -1,17 +1,6 @@
 """Train on preferences with DPO: ``python examples/run_dpo.py [key=value ...]``; see --help."""
 
-from pathlib import Path
-
-from nemo_like.cli import main
-from nemo_like.config.text_run_schema import DPORunConfig
-
-
-def run(config: DPORunConfig) -> None:
-    """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.dpo import run_dpo
-
-    run_dpo(config)
-
+from nemo_like.cli import train
 
 if __name__ == "__main__":
-    main("dpo", run, Path(__file__).parent.parent / "configs")
+    train("dpo")

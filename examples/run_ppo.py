@@ -1,20 +1,6 @@
 """Train a language model with PPO: ``python examples/run_ppo.py [key=value ...]``; see --help."""
 
-from pathlib import Path
-
-from nemo_like.cli import main
-from nemo_like.config.sampling_run_schema import PPORunConfig
-
-
-def run(config: PPORunConfig) -> None:
-    """Ray and the workers start before torch is imported here: all import at the same time."""
-    from nemo_like.algorithms.processes import started
-
-    with started(config, "ppo") as processes:
-        with processes.run.start_phase("imports"):
-            from nemo_like.algorithms.ppo import run_ppo
-        run_ppo(config, processes)
-
+from nemo_like.cli import train
 
 if __name__ == "__main__":
-    main("ppo", run, Path(__file__).parent.parent / "configs")
+    train("ppo")

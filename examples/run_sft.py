@@ -1,17 +1,6 @@
 """Fine-tune a language model: ``python examples/run_sft.py [key=value ...]``; see --help."""
 
-from pathlib import Path
-
-from nemo_like.cli import main
-from nemo_like.config.text_run_schema import SFTRunConfig
-
-
-def run(config: SFTRunConfig) -> None:
-    """Imported only once the configuration is accepted: torch and Ray take seconds."""
-    from nemo_like.algorithms.sft import run_sft
-
-    run_sft(config)
-
+from nemo_like.cli import train
 
 if __name__ == "__main__":
-    main("sft", run, Path(__file__).parent.parent / "configs")
+    train("sft")

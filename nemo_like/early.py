@@ -16,7 +16,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def is_over() -> None:
-    """The command knows by itself from now on how to end."""
+    """From now on the command handles its own end."""
     sys.excepthook = _before
 
 

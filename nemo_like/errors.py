@@ -23,7 +23,7 @@ class WaitTimeoutError(TimeoutError):
 
 
 class StoppedError(BaseException):
-    """A run ends early because a signal asked for it; the message says how to continue it.
+    """A signal ends the run early; the message says how to continue it.
 
     No Exception: like KeyboardInterrupt it may be raised anywhere, and nothing on the way may take
     it for a failure of its own.
@@ -31,7 +31,7 @@ class StoppedError(BaseException):
 
 
 def exit_code(error: BaseException | None) -> int:
-    """What a process ends with whose run was ended by ``error``."""
+    """Exit code of a process after ``error`` ended its run."""
     match error:
         case KeyboardInterrupt():
             return EXIT_INTERRUPTED

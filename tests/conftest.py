@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from nemo_like.distributed.compiler_cache import keep_compiler_cache
 from tests.forked_workers import ForkServer
 from tests.layouts import FOUR_LAYERS
-from tests.process_pool import ProcessPool
+from tests.not_here import say_loudly
+
+if TYPE_CHECKING:
+    from tests.process_pool import ProcessPool
 
 keep_compiler_cache()  # as a command does, and before torch is imported
 # A shell starts commands in the background with these ignored, and tests of Ctrl-C would wait.
@@ -44,7 +48,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also more seeds, recipes and invariances")
 
 
+LONGEST_FIRST = (
+    "command_line", "multi_node", "slurm", "every_key", "grpo", "engines", "distillation",
+    "exports", "text_algorithms", "ppo", "api", "ray_jobs", "ends", "ports", "policy",
+    "evaluation", "lora", "invariance", "cluster", "wheel", "reward_processes", "doors",
+    "adapter_refits", "recipes", "vllm_scheduler", "remote_code", "training_engine",
+)  # fmt: skip
+"""Files that begin, so that two workers end at the same time."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
@@ -52,10 +67,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    say_loudly(terminalreporter)
+
+
 @pytest.fixture(autouse=True)
 def signals_of_their_own() -> Iterator[None]:
     """A command that ends ignores signals for good; what later tests start would inherit that."""
-    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
@@ -177,7 +196,7 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def straight(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of six small steps without interruption; read only.
 
-    Every step warns of its gap, which must change no number: other runs have the usual limit.
+    Every step warns of its mismatch, which must change no number: other runs have the usual limit.
     """
     from tests import small_runs
 
@@ -193,8 +212,10 @@ def straight(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[ProcessPool]:
+def pool() -> "Iterator[ProcessPool]":
     """Eight processes that stay, for tests of the training engine."""
+    from tests.process_pool import ProcessPool
+
     models = [f"transformers.models.{name}.modeling_{name}" for name in ARCHITECTURES]
     pool = ProcessPool(8, preload=("tests.engine_cases", "tests.three_steps", *models))
     yield pool

@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching
-from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
-from nemo_like.config.preference_schema import DistillationLossConfig
+from nemo_like.config.losses import DistillationLossConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.observe.metrics import values
-from nemo_like.policy.engine import EngineSetup, TrainEngine
 from nemo_like.policy.scoring import evaluate, top_logprobs
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 from tests.three_steps import (
     LENGTHS,
     TEMPERATURE,
@@ -28,12 +28,10 @@ CASES = __name__
 CPU = torch.device("cpu")
 
 
-def make_engine(path: str, config: dict[str, Any], trains: bool) -> TrainEngine:
+def make_trainer(path: str, config: dict[str, Any], trains: bool) -> Trainer:
     # Adam divides noise by noise where a gradient is rounding only; this eps is above that.
     policy = PolicyConfig(**{"optimizer": OptimizerConfig(lr=3e-4, eps=1e-6)} | config)
-    return TrainEngine(
-        EngineSetup(config=policy, model_path=path, max_steps=10, trains=trains), CPU
-    )
+    return Trainer(TrainerSetup(config=policy, model_path=path, max_steps=10, trains=trains), CPU)
 
 
 def two_steps(
@@ -49,26 +47,26 @@ def two_steps(
     Second: whether the teacher has nothing to train with. ``ends``: where common ids end, if the
     student or the teacher has more.
     """
-    engine, frozen = make_engine(student, config, True), make_engine(teacher, config, False)
+    trainer, frozen = make_trainer(student, config, True), make_trainer(teacher, config, False)
     batch, loss_of = make_rows(preference=False), DistillationLoss(loss, ends[0])
     plan = plan_micro_batches(
         LENGTHS,
-        num_ranks=engine.mesh.sizes.dp,
-        max_tokens=engine.config.micro_batch_tokens,
-        max_rows=engine.config.micro_batch_size,
-        padded=engine.config.batching is Batching.padded,
+        num_ranks=trainer.mesh.sizes.dp,
+        max_tokens=trainer.config.micro_batch_tokens,
+        max_rows=trainer.config.micro_batch_size,
+        padded=trainer.config.batching == "padded",
     )
-    bins = plan.bins[engine.mesh.coordinate("dp")]
+    bins = plan.bins[trainer.mesh.coordinate("dp")]
     shares = [batch.select(one) if one else None for one in bins]
     answer(frozen, shares, k, ends[1])
     whole, steps = denominators(batch), []
     for _ in range(2):
-        asked = values(evaluate(engine, shares, loss_of, whole, TEMPERATURE))
-        metrics = values(engine.train(shares, loss_of, whole, TEMPERATURE))
+        asked = values(evaluate(trainer, shares, loss_of, whole, TEMPERATURE))
+        metrics = values(trainer.train(shares, loss_of, whole, TEMPERATURE))
         steps.append(
             {
-                "loss": total_loss(metrics.get("train/loss", 0.0), engine),
-                "evaluated": total_loss(asked.get("train/loss", 0.0), engine),
+                "loss": total_loss(metrics.get("train/loss", 0.0), trainer),
+                "evaluated": total_loss(asked.get("train/loss", 0.0), trainer),
                 "grad_norm": metrics["train/grad_norm"],
             }
         )
@@ -77,7 +75,7 @@ def two_steps(
 
 
 def answer(
-    frozen: TrainEngine, shares: list[TensorBatch | None], k: int, end: int | None = None
+    frozen: Trainer, shares: list[TensorBatch | None], k: int, end: int | None = None
 ) -> None:
     """Add the teacher's columns to each share."""
     real = [each for each in shares if each is not None]

@@ -2,7 +2,6 @@
 option each. Also what both files say of them.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
-from nemo_like.config.choices import DataParallel, Schedule
-from nemo_like.config.policy_schema import (
-    DDPConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-    SchedulerConfig,
-)
+from nemo_like.config.optimizer import OptimizerConfig, Schedule, SchedulerConfig
+from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import EngineSetup, TrainEngine
-from nemo_like.policy.shards import local_part
-from nemo_like.policy.stages import bins_for_pipeline
-from nemo_like.policy.state import (
-    full_tensors,
+from nemo_like.policy.parallel.full_tensors import local_part
+from nemo_like.policy.parallel.stages import bins_for_pipeline
+from nemo_like.policy.state.state import (
     load_checkpoint,
     load_weights,
+    model_tensors,
     refit_tensors,
     save_checkpoint,
 )
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 from nemo_like.policy.warm_up import warm_up
 from tests.three_steps import LENGTHS, TEMPERATURE, denominators, make_loss, make_rows
 
@@ -48,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
 def ddp(**changes: Any) -> dict[str, Any]:
     """Whole replicas, and several micro-batches a step."""
     return {
-        "parallel": ParallelConfig(data_parallel=DataParallel.ddp, ddp=DDPConfig(**changes)),
+        "parallel": ParallelConfig(data_parallel="ddp", ddp=DDPConfig(**changes)),
         "micro_batch_tokens": 40,
     }
 
@@ -57,22 +50,22 @@ def schedule(kind: Schedule) -> dict[str, Any]:
     return {"scheduler": SchedulerConfig(kind=kind, warmup_steps=1)}
 
 
-def largest_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def make_engine(model_path: str, config: dict[str, Any]) -> TrainEngine:
-    setup = EngineSetup(
-        config=replace(PolicyConfig(), **(DEFAULTS | config)),
+def make_trainer(model_path: str, config: dict[str, Any]) -> Trainer:
+    setup = TrainerSetup(
+        config=PolicyConfig().replace(**(DEFAULTS | config)),
         model_path=model_path,
         max_steps=10,
         with_reference=False,
     )
-    return TrainEngine(setup, torch.device("cpu"))
+    return Trainer(setup, torch.device("cpu"))
 
 
-def step(engine: TrainEngine, advantage: float = 0.0) -> dict[str, float]:
+def step(trainer: Trainer, advantage: float = 0.0) -> dict[str, float]:
     """One SFT step on this rank's share (policy gradient with ``advantage`` for all, if given)."""
     rows = make_rows(preference=False)
     for name in (keys.POLICY_LOGPROBS, keys.REFERENCE_LOGPROBS):
@@ -80,49 +73,49 @@ def step(engine: TrainEngine, advantage: float = 0.0) -> dict[str, float]:
     rows.rows[keys.ADVANTAGES] = torch.full((len(LENGTHS),), advantage)
     plan = plan_micro_batches(
         LENGTHS,
-        num_ranks=engine.mesh.sizes.dp,
-        max_tokens=engine.config.micro_batch_tokens,
-        **bins_for_pipeline(engine.mesh.parallel),
+        num_ranks=trainer.mesh.sizes.dp,
+        max_tokens=trainer.config.micro_batch_tokens,
+        **bins_for_pipeline(trainer.mesh.parallel),
     )
-    bins = plan.bins[engine.mesh.coordinate("dp")]
+    bins = plan.bins[trainer.mesh.coordinate("dp")]
     shares = [rows.select(one) if one else None for one in bins]
-    scoring.logprobs(engine, shares, TEMPERATURE)  # as between two steps of a run
+    scoring.logprobs(trainer, shares, TEMPERATURE)  # as between two steps of a run
     loss = make_loss("policy_gradient" if advantage else "sft")
-    metrics = values(engine.train(shares, loss, denominators(rows), TEMPERATURE))
+    metrics = values(trainer.train(shares, loss, denominators(rows), TEMPERATURE))
     everyone: list[Any] = [None] * dist.get_world_size()
-    mine = metrics.get("train/loss", 0.0) if engine.mesh.answers else 0.0
+    mine = metrics.get("train/loss", 0.0) if trainer.mesh.is_output_rank else 0.0
     dist.all_gather_object(everyone, mine)
     return metrics | {"loss": sum(everyone)}
 
 
-def parameters(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    return {name: each.clone() for name, each in full_tensors(engine, torch.float32)}
+def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in model_tensors(trainer, torch.float32)}
 
 
 def train(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
     """Metrics of each step, final parameters."""
-    engine = make_engine(model_path, config)
-    return [step(engine) for _ in range(num_steps)], parameters(engine)
+    trainer = make_trainer(model_path, config)
+    return [step(trainer) for _ in range(num_steps)], parameters(trainer)
 
 
 def train_warmed_up(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
     """``train``, after a warm-up."""
-    engine = make_engine(model_path, config)
-    warm_up(engine)
-    return [step(engine) for _ in range(num_steps)], parameters(engine)
+    trainer = make_trainer(model_path, config)
+    warm_up(trainer)
+    return [step(trainer) for _ in range(num_steps)], parameters(trainer)
 
 
 def save_then_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:
-    engine = make_engine(model_path, config)
-    step(engine)
-    save_checkpoint(Path(folder), engine)
-    return step(engine), parameters(engine)
+    trainer = make_trainer(model_path, config)
+    step(trainer)
+    save_checkpoint(Path(folder), trainer)
+    return step(trainer), parameters(trainer)
 
 
 def load_and_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:
-    engine = make_engine(model_path, config)
-    load_checkpoint(Path(folder), engine)
-    return step(engine), parameters(engine)
+    trainer = make_trainer(model_path, config)
+    load_checkpoint(Path(folder), trainer)
+    return step(trainer), parameters(trainer)
 
 
 def refusal(
@@ -133,9 +126,9 @@ def refusal(
 ) -> str:
     """What loading a model, or then a checkpoint into it, is refused with."""
     try:
-        engine = make_engine(model_path, config)
+        trainer = make_trainer(model_path, config)
         if folder is not None:
-            (load_weights if weights_only else load_checkpoint)(Path(folder), engine)
+            (load_weights if weights_only else load_checkpoint)(Path(folder), trainer)
     except UserError as error:
         return str(error)
     return ""
@@ -143,11 +136,11 @@ def refusal(
 
 def replicas_by_step(model_path: str, config: dict[str, Any]) -> list[bool]:
     """After each of four steps: whether this rank's parameters are those of rank 0, bit for bit."""
-    engine = make_engine(model_path, config)
+    trainer = make_trainer(model_path, config)
     equal = []
     for _ in range(4):
-        step(engine)
-        mine = torch.cat([each.detach().flatten() for each in engine.parameters.values()])
+        step(trainer)
+        mine = torch.cat([each.detach().flatten() for each in trainer.parameters.values()])
         first = mine.clone()
         dist.broadcast(first, 0)
         equal.append(torch.equal(mine, first))
@@ -156,59 +149,59 @@ def replicas_by_step(model_path: str, config: dict[str, Any]) -> list[bool]:
 
 def exported_by_rank(model_path: str, config: dict[str, Any]) -> tuple[Any, Any]:
     """Own parameters after one step, and those that leave the policy then."""
-    engine = make_engine(model_path, config)
-    step(engine)
-    own = {name: each.detach().clone() for name, each in engine.parameters.items()}
-    return own, parameters(engine)
+    trainer = make_trainer(model_path, config)
+    step(trainer)
+    own = {name: each.detach().clone() for name, each in trainer.parameters.items()}
+    return own, parameters(trainer)
 
 
 def refits_after_one_step(model_path: str, config: dict[str, Any]) -> Any:
     """What a first refit and one of adapters alone carry, in order."""
-    engine = make_engine(model_path, config)
-    step(engine)
+    trainer = make_trainer(model_path, config)
+    step(trainer)
     return [
-        {n: t.clone() for n, t in refit_tensors(engine, torch.float32, adapters_only=alone)}
+        {n: t.clone() for n, t in refit_tensors(trainer, torch.float32, adapters_only=alone)}
         for alone in (False, True)
     ]
 
 
 def float16_overflow(model_path: str, config: dict[str, Any]) -> Any:
     """Metrics by step, whether the first changed parameters, and the learning rates used."""
-    engine = make_engine(model_path, config)
-    before = parameters(engine)
-    first = step(engine)
-    after = parameters(engine)
+    trainer = make_trainer(model_path, config)
+    before = parameters(trainer)
+    first = step(trainer)
+    after = parameters(trainer)
     unchanged = all(torch.equal(before[name], after[name]) for name in before)
-    rest = [step(engine) for _ in range(20)]
-    return [first, *rest], unchanged, engine.num_steps
+    rest = [step(trainer) for _ in range(20)]
+    return [first, *rest], unchanged, trainer.num_steps
 
 
 def not_finite(model_path: str, config: dict[str, Any]) -> tuple[str, bool]:
     """What a NaN advantage raises, and whether parameters stayed."""
-    engine = make_engine(model_path, config)
-    before = parameters(engine)
+    trainer = make_trainer(model_path, config)
+    before = parameters(trainer)
     try:
-        step(engine, advantage=float("nan"))
+        step(trainer, advantage=float("nan"))
     except RunError as error:
         message = str(error)
     else:
         message = ""
-    after = parameters(engine)
+    after = parameters(trainer)
     return message, all(torch.equal(before[name], after[name]) for name in before)
 
 
 def perturbed(model_path: str, config: dict[str, Any], name: str) -> str:
     """The message when the last rank's copy of a parameter is one rounding off."""
-    engine = make_engine(model_path, config)
+    trainer = make_trainer(model_path, config)
     if dist.get_rank() == dist.get_world_size() - 1:
-        parameter = engine.parameters[name]
+        parameter = trainer.parameters[name]
         local = parameter.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
         flat = local.flatten()
         flat[0] = torch.nextafter(flat[0], flat[0] + 1)
         local.copy_(flat.view_as(local))
     try:
-        step(engine)
+        step(trainer)
     except RunError as error:
         return str(error)
     return ""
@@ -216,25 +209,25 @@ def perturbed(model_path: str, config: dict[str, Any], name: str) -> str:
 
 def local_sizes(model_path: str, config: dict[str, Any]) -> tuple[int, int]:
     """Numbers in this rank's parameters, and in the whole model."""
-    engine = make_engine(model_path, config)
-    mine = sum(local_part(each).numel() for each in engine.parameters.values())
-    return mine, sum(each.numel() for each in engine.parameters.values())
+    trainer = make_trainer(model_path, config)
+    mine = sum(local_part(each).numel() for each in trainer.parameters.values())
+    return mine, sum(each.numel() for each in trainer.parameters.values())
 
 
 def logprobs(model_path: str, config: dict[str, Any], temperature: float) -> torch.Tensor:
     """Of this rank's rows, before any step; of none where another rank answers for them."""
-    engine = make_engine(model_path, config)
+    trainer = make_trainer(model_path, config)
     rows = make_rows(preference=False)
-    share = range(engine.mesh.coordinate("dp"), len(LENGTHS), engine.mesh.sizes.dp)
-    columns = scoring.logprobs(engine, [rows.select(list(share))], temperature)
-    return torch.cat(columns["policy"]) if engine.mesh.answers else torch.zeros(0)
+    share = range(trainer.mesh.coordinate("dp"), len(LENGTHS), trainer.mesh.sizes.dp)
+    columns = scoring.logprobs(trainer, [rows.select(list(share))], temperature)
+    return torch.cat(columns["policy"]) if trainer.mesh.is_output_rank else torch.zeros(0)
 
 
 def averaged_after_one_step(model_path: str, config: dict[str, Any]) -> Any:
-    engine = make_engine(model_path, config)
-    metrics = step(engine)
-    engine.synchronize()
-    return metrics, parameters(engine)
+    trainer = make_trainer(model_path, config)
+    metrics = step(trainer)
+    trainer.synchronize()
+    return metrics, parameters(trainer)
 
 
 def resumed_loss_scale(model_path: str, config: dict[str, Any], folder: str) -> list[list[float]]:
@@ -242,14 +235,14 @@ def resumed_loss_scale(model_path: str, config: dict[str, Any], folder: str) -> 
 
     The first two steps overflow.
     """
-    engine = make_engine(model_path, config)
-    step(engine)
-    step(engine)
-    save_checkpoint(Path(folder), engine)
-    resumed = make_engine(model_path, config)
+    trainer = make_trainer(model_path, config)
+    step(trainer)
+    step(trainer)
+    save_checkpoint(Path(folder), trainer)
+    resumed = make_trainer(model_path, config)
     load_checkpoint(Path(folder), resumed)
     names = ("train/loss_scale", "train/skipped_steps", "train/lr")
-    return [[metrics[name] for name in names] for metrics in (step(engine), step(resumed))]
+    return [[metrics[name] for name in names] for metrics in (step(trainer), step(resumed))]
 
 
 class _Copies(TorchDispatchMode):
@@ -271,9 +264,9 @@ class _Copies(TorchDispatchMode):
 def copied_numbers(model_path: str, config: dict[str, Any]) -> tuple[int, int]:
     """Numbers that starting the engine reads, and those in this rank's parameters."""
     with _Copies() as copies:
-        engine = make_engine(model_path, config)
+        trainer = make_trainer(model_path, config)
     locals_ = [
         each.to_local() if isinstance(each, DTensor) else each
-        for each in engine.parameters.values()
+        for each in trainer.parameters.values()
     ]
     return copies.count, sum(each.numel() for each in locals_)

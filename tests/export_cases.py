@@ -1,7 +1,6 @@
 """What a process does in test_exports.py: train, export, and compare with plain transformers."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +11,31 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Attention, Batching
-from nemo_like.config.policy_schema import LoraConfig, PolicyConfig
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
+from nemo_like.models.naming import plain_name
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import TrainEngine
-from nemo_like.policy.files import read_tensors, stored_files
-from nemo_like.policy.shards import local_part
-from nemo_like.policy.state import export_folder, refit_tensors
-from nemo_like.weights.manifest import architecture
-from nemo_like.weights.naming import plain_name
-from tests.engine_cases import make_engine, step
+from nemo_like.policy.parallel.full_tensors import local_part
+from nemo_like.policy.state.files import read_tensors, stored_files
+from nemo_like.policy.state.state import export_folder, refit_tensors
+from nemo_like.policy.trainer import Trainer
+from nemo_like.refit.manifest import architecture
+from tests.engine_cases import make_trainer, step
 from tests.exported_models import EAGER
 from tests.three_steps import LENGTHS, PROMPTS, make_rows
 
 CASES = __name__
-FAST = {"optimizer": replace(PolicyConfig().optimizer, lr=1e-2)}
+FAST = {"optimizer": PolicyConfig().optimizer.replace(lr=1e-2)}
 NUM_STEPS = 3
 
 
 def settings(family: str, rank: int) -> dict[str, Any]:
     """Of an engine that trains ``family``, whose weights move far enough to show."""
-    attention = Attention.eager if family in EAGER else Attention.sdpa
+    attention = "eager" if family in EAGER else "sdpa"
     return FAST | {
         "attention": attention,
-        "batching": Batching.padded,
+        "batching": "padded",
         "lora": LoraConfig(rank=rank),
     }
 
@@ -47,37 +46,38 @@ def rows() -> list[TensorBatch]:
 
 
 def train_and_export(path: str, config: dict[str, Any], folder: str) -> Any:
-    """Largest gap between the trainer's logprobs and those of its export in transformers; with
-    adapters, also that of ``final/adapter`` in peft.
+    """Largest difference between the trainer's logprobs and those of its export in transformers.
+
+    With adapters, also that of ``final/adapter`` in peft.
 
     Leaves the export in ``folder``, the tensors of a refit after each step next to it, and the
     trainer's logprobs of all tokens but each first one.
     """
-    engine = make_engine(path, config)
+    trainer = make_trainer(path, config)
     target = Path(folder)
     for i in range(NUM_STEPS):
-        step(engine)
+        step(trainer)
         tensors = {
             name: each.clone()
-            for name, each in refit_tensors(engine, torch.float32, adapters_only=False)
+            for name, each in refit_tensors(trainer, torch.float32, adapters_only=False)
         }
         save_file(tensors, target.with_name(f"refit-{i}.safetensors"))
-    export_folder(engine, target, write=True)
-    ours = policy_logprobs(engine)
+    export_folder(trainer, target, write=True)
+    ours = policy_logprobs(trainer)
     torch.save(ours, target.with_name("logprobs.pt"))
     plain = load(target)
-    found = [largest_gap(ours, logprobs_in(plain))]
-    if engine.config.lora.rank:
-        found.append(largest_gap(ours, logprobs_in(with_adapter(path, target / "adapter"))))
+    found = [largest_difference(ours, logprobs_in(plain))]
+    if trainer.config.lora.rank:
+        found.append(largest_difference(ours, logprobs_in(with_adapter(path, target / "adapter"))))
     return found
 
 
-def policy_logprobs(engine: TrainEngine) -> list[Tensor]:
+def policy_logprobs(trainer: Trainer) -> list[Tensor]:
     """Of every token but each row's first."""
     shares = rows()
     for share in shares:
         share.tokens[keys.LOSS_MASK] = torch.arange(share.num_tokens) > 0
-    return [each[1:].float() for each in scoring.logprobs(engine, shares, 1.0)["policy"]]
+    return [each[1:].float() for each in scoring.logprobs(trainer, shares, 1.0)["policy"]]
 
 
 @torch.no_grad()
@@ -105,29 +105,29 @@ def with_adapter(base: str, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(load(base), folder).eval()
 
 
-def largest_gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 
 def experts_learn(path: str, config: dict[str, Any]) -> Any:
     """Losses before each of six steps; the gradients of both factors at the first two; number of
     trainable parameters; what moved."""
-    engine = make_engine(path, config)
-    names = list(engine.parameters)
-    before = {n: t.clone() for n, t in refit_tensors(engine, torch.float32, adapters_only=False)}
+    trainer = make_trainer(path, config)
+    names = list(trainer.parameters)
+    before = {n: t.clone() for n, t in refit_tensors(trainer, torch.float32, adapters_only=False)}
     losses, moved = [], []
     for _ in range(6):
-        old = {name: p.detach().clone() for name, p in engine.parameters.items()}
-        losses.append(step(engine)["loss"])
-        moved.append({n for n, p in engine.parameters.items() if not torch.equal(p, old[n])})
-    after = refit_tensors(engine, torch.float32, adapters_only=False)
+        old = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+        losses.append(step(trainer)["loss"])
+        moved.append({n for n, p in trainer.parameters.items() if not torch.equal(p, old[n])})
+    after = refit_tensors(trainer, torch.float32, adapters_only=False)
     changed = {name for name, each in after if not torch.equal(each, before[name])}
-    return losses, names, moved, changed, engine.num_parameters()
+    return losses, names, moved, changed, trainer.num_parameters()
 
 
 def refused(path: str, config: dict[str, Any]) -> str:
     try:
-        make_engine(path, config)
+        make_trainer(path, config)
     except UserError as error:
         return str(error)
     return ""
@@ -135,8 +135,8 @@ def refused(path: str, config: dict[str, Any]) -> str:
 
 def reads_own_experts(path: str) -> list[str]:
     """Names of experts that this rank reads again, where the others' files are gone."""
-    engine = make_engine(path, {})
-    (stage,) = engine.stages
+    trainer = make_trainer(path, {})
+    (stage,) = trainer.stages
     wanted = {plain_name(name): tensor for name, tensor in stage.state_dict().items()}
     stacked = {name: tensor for name, tensor in wanted.items() if "experts" in name}
     expected = {name: local_part(tensor).clone() for name, tensor in stacked.items()}
@@ -157,8 +157,8 @@ def reads_own_experts(path: str) -> list[str]:
 
 
 def vllm_gaps(folder: str) -> tuple[float, float]:
-    """After three refits: largest gaps of prompts' and of completions' logprobs to the trainer's
-    and to transformers'."""
+    """After three refits: how far prompts' logprobs are from the trainer's, completions' from
+    transformers', at most."""
     from safetensors.torch import load_file
 
     from tests.exported_engines import RefittedEngine
@@ -173,14 +173,17 @@ def vllm_gaps(folder: str) -> tuple[float, float]:
         prefilled = engine.prompt_logprobs(ids)
         completed = engine.complete(prompts, 8)
     ours = torch.load(target.with_name("logprobs.pt"))
-    gap = largest_gap(ours, [each.float() for each in prefilled])
-    return gap, max(
-        _completion_gap(plain, prompt, *one) for prompt, one in zip(prompts, completed, strict=True)
+    difference = largest_difference(ours, [each.float() for each in prefilled])
+    return difference, max(
+        _completion_difference(plain, prompt, *one)
+        for prompt, one in zip(prompts, completed, strict=True)
     )
 
 
 @torch.no_grad()
-def _completion_gap(model: Any, prompt: list[int], ids: list[int], logprobs: Tensor) -> float:
+def _completion_difference(
+    model: Any, prompt: list[int], ids: list[int], logprobs: Tensor
+) -> float:
     every = torch.tensor([prompt + ids])
     expected = model(input_ids=every, use_cache=False).logits[0, len(prompt) - 1 : -1]
     expected = expected.log_softmax(-1).gather(-1, every[0, len(prompt) :, None])[:, 0]

@@ -34,10 +34,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.generation.vllm_environment import EngineDevices, start_environment
-from nemo_like.generation.vllm_settings import engine_args
-from nemo_like.weights.buckets import plan_buckets
-from nemo_like.weights.ipc import IpcLink, IpcSender
+from nemo_like.generation.vllm.environment import EngineDevices, start_environment
+from nemo_like.generation.vllm.settings import engine_args
+from nemo_like.refit.buckets import plan_buckets
+from nemo_like.refit.ipc import IpcLink, IpcSender
 
 CONTEXT = 128
 TIMEOUT_S = 60.0

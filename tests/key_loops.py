@@ -1,42 +1,48 @@
-"""An algorithm's own loop in a real run folder, with stand-ins for models and engines that remember
-what they are asked: no process is started, and nothing is trained.
+"""A run as its algorithm makes it, in a real folder, with stand-ins for the ranks of its workers.
+
+They answer as models and engines would, and keep what they are asked: no process is started, and
+nothing is trained.
 """
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import ray
 import torch
 
-from nemo_like.advantages import Moments
-from nemo_like.algorithms import distillation, dpo, grpo, ppo, reward_model, sft
-from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.setup import Setup
-from nemo_like.algorithms.text_rows import TextRows, TextSetup
+from nemo_like.algorithms.rows import read_rows
+from nemo_like.algorithms.session import Session, find_model
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import RolloutRunConfig
-from nemo_like.config.sampling_run_schema import (
-    DistillationRunConfig,
-    EvalRunConfig,
-    GRPORunConfig,
-    PPORunConfig,
-)
-from nemo_like.config.text_run_schema import (
-    DPORunConfig,
-    OffPolicyDistillationRunConfig,
-    RewardModelRunConfig,
-    SFTRunConfig,
-)
-from nemo_like.data.loader import EpochLoader
+from nemo_like.compose import registry
+from nemo_like.config.sampling import EnvironmentConfig, SamplingRunConfig
+from nemo_like.config.section import Section
 from nemo_like.distributed.driver_meter import DriverMeter
+from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.losses.protocol import Denominators, ids_column, needs_entropy
+from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.worker_group import Pending, WorkerGroup, worker_contexts
+from nemo_like.generation.protocol import EngineConfig
+from nemo_like.generation.vllm.settings import engine_args
+from nemo_like.losses.advantages import Moments
+from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics
+from nemo_like.planning.layout import parallel_sizes
+from nemo_like.planning.resources import plan_run
+from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
+from nemo_like.policy.worker import SenderAddress, Started
+from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rollout.rollout import RolloutTask, Sample
+from nemo_like.rollout.worker import RolloutRequest, RolloutResult
+from nemo_like.run.run import Run
 
 NUM_ROWS, TOKENS, TOP_K = 20, 9, 5
+ENGINE_ARGUMENTS = ("max_num_seqs", "gpu_memory_utilization", "enforce_eager")
 
 
 def local_rows() -> TensorBatch:
@@ -65,12 +71,9 @@ def local_rows() -> TensorBatch:
         rows={
             keys.ADVANTAGES: torch.randn(NUM_ROWS, generator=draw),
             keys.REWARDS: torch.randint(0, 5, (NUM_ROWS,), generator=draw).double(),
-            keys.PROMPT_IDS: torch.arange(NUM_ROWS) // 4,
+            keys.GROUP_IDS: torch.arange(NUM_ROWS) // 4,
             keys.SAMPLE_MASK: torch.ones(NUM_ROWS, dtype=torch.bool),
             keys.NUM_LOSS_TOKENS: TOKENS - 3 - torch.arange(NUM_ROWS) % 4,
-            keys.TRUNCATED: torch.arange(NUM_ROWS) % 3 == 0,
-            keys.SEEDS: torch.arange(NUM_ROWS),
-            keys.REFERENCE_KL: torch.rand(NUM_ROWS, generator=draw).double(),
         },
     )
 
@@ -80,11 +83,11 @@ def numbers_of(loss: Any) -> tuple[Any, Metrics]:
     batch = local_rows()
     draw = torch.Generator().manual_seed(2)
     current = batch.tokens[keys.POLICY_LOGPROBS] + torch.randn(batch.num_tokens, generator=draw)
-    if ids_column(loss):
+    if loss.needs.ids_column:
         current = batch.tokens[keys.TEACHER_LOGPROBS] + 0.3 * torch.randn(
             batch.num_tokens, TOP_K, generator=draw
         )
-    if not needs_entropy(loss):
+    if not loss.needs.entropy:
         del batch.tokens[keys.ENTROPIES]
     current = current.clone().requires_grad_()
     whole = Denominators(tokens=float(batch.tokens[keys.LOSS_MASK].sum()), sequences=NUM_ROWS)
@@ -94,171 +97,227 @@ def numbers_of(loss: Any) -> tuple[Any, Metrics]:
     return (value.item(), current.grad.flatten().tolist(), sorted(metrics)), metrics
 
 
-class StandIn:
-    """Every model and engine of a run: answers as they would, and remembers what it was asked."""
+def derived(make: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """What a rank computes of ``local_rows``."""
+    batch = local_rows()
+    if isinstance(make, WhitenedAdvantages):
+        batch.tokens[keys.ADVANTAGES] = batch.tokens[keys.VALUES]
+    return make(batch)
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.weight_version = 0
-        self.temperature = 1.0
 
-    def next_batch(self, step: int, *how: Any) -> Any:
-        self.calls.append(("next_batch", step, [getattr(one, "__name__", one) for one in how]))
-        rows = local_rows().rows
-        rows[keys.WEIGHT_VERSIONS] = torch.full((NUM_ROWS,), self.weight_version)
-        del rows[keys.ADVANTAGES]
-        return RemoteBatch(lengths=torch.full((NUM_ROWS,), TOKENS), rows=rows), {}
+def shown(value: Any) -> Any:
+    """What a worker is sent, as it would use it: of a section only what is computed from it."""
+    match value:
+        case EnvironmentConfig():  # read as it is, by reward processes
+            return value.model_dump()
+        case Section():
+            return type(value).__name__
+        case EngineConfig():
+            lora = None if value.lora is None else value.lora.model_dump()
+            return engine_args(value, ENGINE_ARGUMENTS, 80 << 30), lora
+        case torch.Tensor():
+            return value.tolist()
+        case RemoteBatch():
+            return shown([value.lengths, value.rows])
+        case TokenAdvantages() | WhitenedAdvantages():
+            return shown(derived(value)[0])
+        case dict():
+            return {name: shown(one) for name, one in value.items()}
+        case list() | tuple():
+            return [shown(one) for one in value]
+    if hasattr(value, "needs"):  # a loss
+        return shown(numbers_of(value)[0])
+    if is_dataclass(value):
+        return {field.name: shown(getattr(value, field.name)) for field in fields(value)}
+    return value
 
-    def validate(self, step: int) -> Any:
-        self.calls.append(("validate", step))
-        # Rises and falls, so that the best checkpoint is neither the first nor the last.
-        names = ("validation/reward", "validation/loss")
-        return {name: Metric(1.0 - abs(step - 2)) for name in names}
 
-    def logprobs(self, batch: RemoteBatch, **how: Any) -> Any:
-        self.calls.append(("logprobs", how))
-        return {}
+class Ranks:
+    """Every rank of a model or of generation: its methods are those of their workers."""
 
-    def score(self, batch: RemoteBatch, column: str) -> None:
-        self.calls.append(("score", column))
+    weight_version = 0
 
-    def top_logprobs(self, batch: RemoteBatch, k: int, vocabulary: int | None = None) -> None:
-        self.calls.append(("top_logprobs", k, vocabulary))
+    def start(self, setup: Any, *where: Any) -> Started:
+        return Started(num_trained=1)
+
+    def rollout(self, request: RolloutRequest) -> RolloutResult:
+        tasks = request.tasks
+        index = torch.tensor([task.index for task in tasks])
+        prompts = torch.tensor([task.prompt for task in tasks])
+        # All rewards of every third group are equal.
+        rewards = torch.where(prompts % 3 == 0, 2, (prompts + index * index) % 5).double()
+        if request.tasks[0].request_id.startswith("validation"):
+            # Rises and falls, so that the best checkpoint is neither the first nor the last.
+            rewards -= abs(self.weight_version - 2)
+        num_tokens = (3 + (prompts + index) % 6).clamp(max=request.sampling.max_new_tokens)
+        samples = map(_sample, tasks, rewards.tolist())
+        return RolloutResult(
+            tokens=ray.put(None),
+            lengths=num_tokens + torch.tensor([len(task.row.prompt_ids) for task in tasks]),
+            rows={
+                keys.REWARDS: rewards,
+                keys.SAMPLE_MASK: torch.ones(len(tasks), dtype=torch.bool),
+                keys.NUM_LOSS_TOKENS: num_tokens,
+                keys.TRUNCATED: index % 3 == 1,
+                keys.GROUP_IDS: prompts,
+                keys.SEEDS: torch.tensor([task.seed for task in tasks]),
+                keys.WEIGHT_VERSIONS: torch.full((len(tasks),), self.weight_version),
+            },
+            metrics={},
+            errors={},
+            dropped_metrics={},
+            samples=tuple(samples) if request.with_samples else (),
+        )
+
+    def load_weights(self, version: int, adapters_only: bool = False) -> float:
+        self.weight_version = version
+        return 0.0
+
+    def send_weights(self, version: int, adapters_only: bool) -> float:
+        return 0.0
+
+    def open_sender(self, *how: Any) -> SenderAddress:
+        return SenderAddress(ipc="somewhere")  # pyright: ignore
+
+    def logprobs(self, shard: Any, with_policy: bool, kl: Any) -> Any:
+        found = torch.arange(len(shard.batch), dtype=torch.float64)
+        rows = {keys.MEAN_MISMATCHES: found * 1e-6} if with_policy else {}
+        return ray.put(None), {}, rows | ({keys.REFERENCE_KL: found} if kl else {})
+
+    def score(self, *how: Any) -> Any:
+        return ray.put(None)
+
+    def top_logprobs(self, *how: Any) -> Any:
+        return ray.put(None)
 
     def derive(self, batch: RemoteBatch, make: Any) -> Any:
-        columns, summary = make(local_rows() if not hasattr(make, "moments") else _with_gae())
-        self.calls.append(("derive", {name: one.tolist() for name, one in columns.items()}))
-        return [summary if summary is not None else Moments()]
+        return ray.put(None), derived(make)[1] or Moments()
 
-    def train(self, batch: RemoteBatch, loss: Any, check: Any = None, **how: Any) -> Any:
-        rows = {name: column.tolist() for name, column in batch.rows.items()}
-        numbers, metrics = numbers_of(loss)
+    def train(self, shard: Any, loss: Any, *how: Any) -> Metrics:
+        metrics = numbers_of(loss)[1]
         metrics.pop("train/max_log_ratio", None)  # of a policy that has moved: no first step's
-        self.calls.append(("train", rows, numbers, getattr(check, "limits", None), how))
         self.weight_version += 1
         return metrics | {"train/loss": Metric(1.0 / self.weight_version)}
 
-    def evaluate(self, batch: RemoteBatch, loss: Any, **how: Any) -> Any:
-        self.calls.append(("evaluate", numbers_of(loss)[0], how))
+    def evaluate(self, *how: Any) -> Metrics:
         return {"train/loss": Metric(1.0 + abs(self.weight_version - 2))}
 
-    def release_memory(self) -> None:
-        pass
+    def state_bytes(self) -> int:
+        return 0
 
     def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True)
         (Path(folder) / "weights").write_text(str(self.weight_version))
 
-    def load(self, folder: str, weight_version: int) -> None:
-        self.weight_version = weight_version
+    def load(self, folder: str) -> None:
+        self.weight_version = int((Path(folder) / "weights").read_text())
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        """What gives no answer: of ``open_store``, ``sleep``, ``export`` and the like."""
+        return lambda *_: None
 
 
-def _with_gae() -> TensorBatch:
-    batch = local_rows()
-    batch.tokens[keys.ADVANTAGES] = batch.tokens[keys.VALUES]
-    return batch
+def _sample(task: RolloutTask, reward: float) -> Sample:
+    return Sample(
+        prompt=task.prompt,
+        index=task.index,
+        text="t",
+        result=RewardResult(reward=reward / 4, answer=str(task.index)),
+        num_tokens=3,
+        truncated=False,
+    )
 
 
-class Position:
-    """A loader of prompts, as a checkpoint sees it."""
+class CalledHere(WorkerGroup[Any]):
+    """A worker group without processes: ``Ranks`` in this one."""
 
-    def state(self) -> dict[str, Any]:
-        return {}
+    def __init__(
+        self, role: str, layout: RankLayout, log_dir: str, ranks: Ranks | None = None
+    ) -> None:
+        self.role, self.layout, self.ranks = role, layout, ranks or Ranks()
+        self.timeout_s, self.meter, self.calls, self.watches = 1e9, DriverMeter(), {}, {}
+        size = layout.world_size
+        place: Any = None
+        bundle = Bundle(group=place, index=0, node_id="", address="", gpu_id=None)
+        self.bundles = [[bundle]] * size
+        self.contexts = worker_contexts(role, self.bundles, log_dir)
+        self.actors = [None] * size
+        self.asked: list[Any] = []
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> Pending[Any]:
+        name, refs = method.__name__, {}
+        for rank, (args, kwargs) in work.items():
+            self.asked.append((name, rank, shown(args), kwargs))
+            answer = getattr(self.ranks, name)(*args, **kwargs)
+            refs[ray.put([answer])] = rank  # Ray takes no reference by itself
+        return Pending(group=self, refs=refs, phase=name)
+
+    def submit_missing(self, paths: list[str]) -> Pending[list[str]]:
+        self.asked.append(("missing", paths))
+        return Pending(group=self, refs={ray.put([[]]): 0}, phase="start-up")
+
+    def result(self, ref: Any, rank: int, when: str) -> Any:
+        return ray.get(ref)[0]
+
+    def watch(self, method: Any) -> None:
+        pass
+
+    def shutdown(self) -> None:
         pass
 
 
-def looped(config: Any, folder: Path) -> Any:
-    """Run the loop of ``config``'s algorithm; what was asked, and the files that are left."""
-    config = replace(config, run=replace(config.run, dir=str(folder)))
-    policy, critic = StandIn(), StandIn()
-    with Run(config, "loop") as run:
-        models: Any = {"policy": policy}
-        if isinstance(config, PPORunConfig) and config.critic.enabled:
-            models["critic"] = critic
-        run.restore(models, Position())
-        if isinstance(config, EvalRunConfig):
-            for _ in run.rounds(2):
-                run.log({})
-        elif isinstance(config, RolloutRunConfig):
-            sampled_loop(config, policy, critic, run)
-        else:
-            _text_loop(config, policy, critic, run)
+@dataclass(kw_only=True)
+class SessionHere(Session):
+    """A session of such groups; ``others`` are those of its further models."""
+
+    others: dict[str, CalledHere]
+
+    def new_group(self, config: Any, model_path: str, role: str, on: Any = ()) -> Any:
+        bundles = on or self.cluster.plan.policy
+        self.others[role] = _models(config, role, len(bundles), self.run.log_dir)
+        self.ask_for(self.others[role], model_path)
+        return self.others[role]
+
+
+def _models(
+    config: Any, role: str, size: int, log_dir: str, ranks: Ranks | None = None
+) -> CalledHere:
+    return CalledHere(role, RankLayout(parallel_sizes(config, size).axes), log_dir, ranks)
+
+
+def looped(config: Any, folder: Path, of_policy: Ranks | None = None) -> str:
+    """Make a run of ``config``: what its workers were asked, and the files that are left.
+
+    ``of_policy``: the policy's ranks, if they are to answer otherwise.
+    """
+    config = config.replace(run=config.run.replace(dir=str(folder)))
+    name, model, plan = registry.name_of(type(config)), find_model(config), plan_run(config)
+    with Run(config, name) as run, ExitStack() as stack:
+        samples = isinstance(config, SamplingRunConfig)
+        policy = _models(config.policy, "policy", len(plan.policy), run.log_dir, of_policy)
+        generation = CalledHere("generation", RankLayout({"dp": len(plan.generation)}), run.log_dir)
+        cluster: Any = SimpleNamespace(plan=plan)
+        session = SessionHere(
+            run=run,
+            stack=stack,
+            model_path=model,
+            cluster=cluster,
+            meter=DriverMeter(),
+            policy_group=policy,
+            rollout_group=generation if samples else None,
+            rows=read_rows(config) if samples else {},
+            others={},
+        )
+        session.ask_for(policy, model)
+        registry.find(name).loop()(config, session)
+    groups = {"policy": policy, "generation": generation, **session.others}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    return {
-        "policy": policy.calls,
-        "critic": critic.calls,
+    report = folder / "eval.json"
+    left = {
+        "calls": {role: group.asked for role, group in groups.items()},
         "records": [(each["step"], sorted(each)) for each in records],
         "checkpoints": sorted(path.name for path in (folder / "checkpoints").glob("*")),
         "tensorboard": (folder / "tensorboard").is_dir(),
+        "report": report.read_text() if report.is_file() else "",
     }
-
-
-def sampled_loop(config: Any, policy: Any, critic: Any, run: Run) -> None:
-    """The loop of an algorithm that samples, with stand-ins for all that it calls."""
-    with_critic = isinstance(config, PPORunConfig) and config.critic.enabled
-    setup: Any = Setup(
-        policy=policy,
-        critic=critic if with_critic else None,
-        rollouts=policy,
-        loader=Position(),  # pyright: ignore
-        meter=DriverMeter(),
-        cluster=None,  # pyright: ignore
-    )
-    match config:
-        case GRPORunConfig():
-            grpo.train(config, setup, run)
-        case PPORunConfig():
-            ppo.train(config, setup, run)
-        case DistillationRunConfig():
-            compared = distillation.Compared(top_k=config.teacher.top_k or 200)
-            teacher = distillation.Teacher(model=critic, compared=compared)
-            distillation.train_on_samples(config, setup, teacher, run)
-        case _:
-            raise AssertionError(type(config))
-
-
-def _text_loop(config: Any, policy: Any, critic: Any, run: Run) -> None:
-    rows = local_rows()
-    unit = config.passes.rows_per_unit
-    passes = config.passes
-    loader = EpochLoader(
-        range(NUM_ROWS // unit),
-        batch_size=passes.units_per_step,
-        num_epochs=passes.num_epochs if passes.max_steps is None else None,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        drop_last=passes.drop_last,
-        fingerprint="",
-    )
-    remote = RemoteBatch(lengths=rows.lengths, rows=rows.rows)
-    setup: Any = TextSetup(
-        policy=policy,
-        train=remote,
-        held_out=remote if has_validation(config) else None,
-        rows=TextRows(
-            train=rows,
-            held_out=None,
-            loader=loader,
-            rows_per_unit=unit,
-            max_steps=passes.max_steps or passes.num_epochs * loader.steps_per_epoch,
-        ),
-        meter=DriverMeter(),
-        cluster=None,  # pyright: ignore
-    )
-    match config:
-        case SFTRunConfig():
-            sft.train(config, setup, run)
-        case DPORunConfig():
-            if not config.loss.reference_free:
-                setup = dpo.with_reference_logprobs(setup, config.keeps_reference)
-            dpo.train(config, setup, run, config.keeps_reference)
-        case RewardModelRunConfig():
-            reward_model.train(config, setup, run)
-        case OffPolicyDistillationRunConfig():
-            compared = distillation.Compared(top_k=config.teacher.top_k or 200)
-            teacher = distillation.Teacher(model=critic, compared=compared)
-            distillation.train_on_texts(config, setup, teacher, run)
-        case _:
-            raise AssertionError(type(config))
+    return repr(left).replace(str(folder), "FOLDER")

@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching, Output
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics, values
-from nemo_like.policy.engine import EngineSetup, TrainEngine
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 from tests.three_steps import LENGTHS, denominators, make_rows
 
 TEMPERATURE = 1.0
@@ -37,13 +36,20 @@ def alone() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def sum_of_squares(
-    outputs: torch.Tensor, batch: TensorBatch, denominators: Denominators
-) -> tuple[torch.Tensor, Metrics]:
+class SumOfSquares:
     """A loss for logprobs and for values alike."""
-    at, _ = trained_tokens(batch)
-    loss = (outputs[at].float() - 1).square().sum() / denominators.tokens
-    return loss, as_metrics(sums={"train/loss": loss}, means={})
+
+    needs = Needs()
+
+    def __call__(
+        self, outputs: torch.Tensor, batch: TensorBatch, denominators: Denominators
+    ) -> tuple[torch.Tensor, Metrics]:
+        at, _ = trained_tokens(batch)
+        loss = (outputs[at].float() - 1).square().sum() / denominators.tokens
+        return loss, as_metrics(sums={"train/loss": loss}, means={})
+
+
+sum_of_squares = SumOfSquares()
 
 
 @cache
@@ -53,7 +59,7 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
     ``shown``: the configuration as text, by which equal ones are made once.
     """
     config = _CONFIGS[shown]
-    setup = EngineSetup(
+    setup = TrainerSetup(
         config=config,
         model_path=model_path,
         max_steps=max_steps,
@@ -61,26 +67,26 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
         log_dir=_LOGS.name,
     )
     torch.manual_seed(0)
-    engine = TrainEngine(setup, torch.device("cpu"))
+    trainer = Trainer(setup, torch.device("cpu"))
     seen: dict[str, Any] = {
-        "modules": [type(each).__name__ for stage in engine.stages for each in stage.modules()],
+        "modules": [type(each).__name__ for stage in trainer.stages for each in stage.modules()],
         "compiled": sum(
             each._compiled_call_impl is not None
-            for stage in engine.stages
+            for stage in trainer.stages
             for each in stage.modules()
         ),
-        "head": str(engine.stages[0].settings) if output is Output.logprobs else "",
+        "head": str(trainer.stages[0].settings) if output == "logprobs" else "",
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "hangs": engine.diagnostics._hangs is not None,
+        "hangs": trainer.diagnostics._hangs is not None,
     }
     if not (seen["compiled"] or "OffloadWrapper" in seen["modules"]):  # a minute; a GPU's
-        seen["steps"] = [_step(engine) for _ in range(2)]
-        seen["parameters"] = {n: _digest(p) for n, p in engine.parameters.items()}
+        seen["steps"] = [_step(trainer) for _ in range(2)]
+        seen["parameters"] = {n: _digest(p) for n, p in trainer.parameters.items()}
     return seen
 
 
 def policy_steps(
-    model_path: str, config: PolicyConfig, output: Output = Output.logprobs, max_steps: int = 4
+    model_path: str, config: PolicyConfig, output: Output = "logprobs", max_steps: int = 4
 ) -> Any:
     """``two_steps``, once for each configuration."""
     _CONFIGS[repr(config)] = config
@@ -91,14 +97,14 @@ _CONFIGS: dict[str, PolicyConfig] = {}
 _LOGS = TemporaryDirectory()
 
 
-def _step(engine: TrainEngine) -> dict[str, Any]:
-    rows, config = make_rows(preference=False), engine.config
+def _step(trainer: Trainer) -> dict[str, Any]:
+    rows, config = make_rows(preference=False), trainer.config
     plan = plan_micro_batches(
         LENGTHS,
         num_ranks=1,
         max_tokens=config.micro_batch_tokens,
         max_rows=config.micro_batch_size,
-        padded=config.batching is Batching.padded,
+        padded=config.batching == "padded",
     )
     shares = [rows.select(one) for one in plan.bins[0]]
     kept = [0, 0]
@@ -109,7 +115,7 @@ def _step(engine: TrainEngine) -> dict[str, Any]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        metrics = values(engine.train(shares, sum_of_squares, denominators(rows), TEMPERATURE))
+        metrics = values(trainer.train(shares, sum_of_squares, denominators(rows), TEMPERATURE))
     numbers = {n: None if n.endswith(_TIMED) else value for n, value in metrics.items()}
     return {"bins": len(shares), "kept": kept, **numbers}
 

@@ -1,7 +1,6 @@
 """The layouts of the invariance matrix, and the shape of a model that all of them can split."""
 
-from nemo_like.config.choices import DataParallel, PipelineSchedule
-from nemo_like.config.policy_schema import ParallelConfig
+from nemo_like.config.policy import ParallelConfig
 
 FOUR_LAYERS = {
     "num_hidden_layers": 4,
@@ -25,7 +24,7 @@ def layout(**sizes):
     return ParallelConfig(**{short.get(name, name): value for name, value in sizes.items()})
 
 
-DDP = {"data_parallel": DataParallel.ddp}
+DDP = {"data_parallel": "ddp"}
 # name -> (ranks, parallel)
 LAYOUTS = {
     "one": (1, layout()),
@@ -37,9 +36,9 @@ LAYOUTS = {
     "tp2": (2, layout(tp=2)),
     "tp2_sequence": (2, layout(tp=2, sequence_parallel=True)),
     "cp2": (2, layout(cp=2)),
-    "pp2_gpipe": (2, layout(pp=2, schedule=PipelineSchedule.gpipe)),
+    "pp2_gpipe": (2, layout(pp=2, schedule="gpipe")),
     "pp2_1f1b": (2, layout(pp=2)),
-    "pp2_interleaved": (2, layout(pp=2, schedule=PipelineSchedule.interleaved)),
+    "pp2_interleaved": (2, layout(pp=2, schedule="interleaved")),
     "dp2_tp2": (4, layout(tp=2)),
     "dp2_pp2": (4, layout(pp=2)),
     "dp2_cp2": (4, layout(cp=2)),

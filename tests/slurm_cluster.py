@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from tests.not_here import cannot_test
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+PACKAGES = "--no-install-recommends slurm-wlm munge shellcheck"
 NODES = ("gpu01", "gpu02")
 _SETTINGS = """\
 ClusterName=tests
@@ -57,16 +58,10 @@ def missing_programs() -> list[str]:
 
 
 def needs(*programs: str) -> None:
-    """Skip without them; where NEMO_LIKE_REQUIRE_SLURM=1, as in CI, fail."""
-    if not programs:
-        return
-    text = (
-        f"not installed: {', '.join(programs)} (Debian: "
-        "apt-get install --no-install-recommends slurm-wlm munge shellcheck)"
-    )
-    if os.environ.get("NEMO_LIKE_REQUIRE_SLURM") == "1":
-        pytest.fail(text)
-    pytest.skip(text)
+    """Do without the test if there are any; see ``cannot_test``."""
+    if programs:
+        text = f"not installed: {', '.join(programs)} (Debian: apt-get install {PACKAGES})"
+        cannot_test(text, "NEMO_LIKE_REQUIRE_SLURM")
 
 
 class SlurmCluster:

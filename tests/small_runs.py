@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.algorithms.grpo import run_grpo
-from nemo_like.algorithms.processes import started
-from nemo_like.config.load import compose_config
+from nemo_like.algorithms.rows import read_rows
+from nemo_like.algorithms.sampling import read_prompts
+from nemo_like.algorithms.session import find_model, launch
+from nemo_like.compose import registry
+from nemo_like.compose.load import check, compose_config
+from nemo_like.compose.values import checked
+from nemo_like.data.chat import ChatTokenizer
 
 ROOT = Path(__file__).parent.parent
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2)))
@@ -34,10 +38,27 @@ def small_config(folder, *overrides, small=SMALL, name="grpo"):
 
 def run(folder, *overrides, small=SMALL, name="grpo"):
     """Run to the end; returns the records of metrics.jsonl by step."""
-    config = small_config(folder, *overrides, small=small, name=name)
-    with started(config, "grpo") as processes:
-        run_grpo(config, processes)
+    run_config(small_config(folder, *overrides, small=small, name=name))
     return records(folder)
+
+
+def run_config(config):
+    """Run to the end, in this process."""
+    launch(registry.find(registry.name_of(type(config))), config)
+
+
+def accept(schema, **sections):
+    """The configuration of these sections, given as plain values; UserError if it is refused."""
+    config = checked(schema, sections)
+    check(config)
+    return config
+
+
+def prompts_of(config):
+    """What ``read_prompts`` gives to a run: its loader, validation rows and longest row."""
+    model_path = find_model(config)
+    chat = ChatTokenizer(model_path, config.data.template_switches)
+    return read_prompts(config, read_rows(config), model_path, chat)
 
 
 def records(folder):

@@ -4,7 +4,7 @@ The reference is a peft model made here, which knows nothing of the policy's cod
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,24 +13,23 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemo_like.config.choices import AdapterRefit
-from nemo_like.config.policy_schema import LoraConfig
+from nemo_like.config.lora import LoraConfig
 from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
-from nemo_like.generation.vllm_engine import VLLMEngine
-from nemo_like.generation.vllm_lora import replace_adapters
-from nemo_like.generation.vllm_settings import engine_args
-from nemo_like.weights.adapters import (
-    check_adapters,
+from nemo_like.generation.vllm.engine import VLLMEngine
+from nemo_like.generation.vllm.lora import replace_adapters
+from nemo_like.generation.vllm.settings import engine_args
+from nemo_like.refit.adapters import (
+    check_refit,
     expected_adapters,
     is_adapter,
     plan_refit,
 )
-from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
-from nemo_like.weights.buckets import plan_buckets
-from nemo_like.weights.ipc import IpcLink, IpcSender
-from nemo_like.weights.manifest import expected_tensors
+from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
+from nemo_like.refit.buckets import plan_buckets
+from nemo_like.refit.ipc import IpcLink, IpcSender
+from nemo_like.refit.manifest import expected_tensors
 from tests.test_engines import (
     BUCKET_BYTES,
     CPU,
@@ -43,10 +42,8 @@ from tests.test_engines import (
     run,  # noqa: F401  # a fixture
 )
 
-ALL = LoraConfig(rank=5, alpha=20, refit=AdapterRefit.adapters)
-SOME = LoraConfig(
-    rank=8, alpha=4, refit=AdapterRefit.adapters, targets=["v_proj", "o_proj", "up_proj"]
-)
+ALL = LoraConfig(rank=5, alpha=20, refit="adapters")
+SOME = LoraConfig(rank=8, alpha=4, refit="adapters", targets=["v_proj", "o_proj", "up_proj"])
 
 
 @dataclass
@@ -141,7 +138,7 @@ def test_adapters_alone_are_refused_by_an_engine_that_holds_no_model(case):
 def test_logprobs_are_those_of_a_peft_model_after_refits_of_adapters_alone(case):
     for seed in range(5):
         case.refit(seed, whole=seed in (0, 3))
-        assert case.gap(case.requests(4)) < case.tolerance
+        assert case.mismatch(case.requests(4)) < case.tolerance
 
 
 def test_a_refit_of_adapters_leaves_no_trace_of_the_old_ones_in_caches(case):
@@ -149,7 +146,7 @@ def test_a_refit_of_adapters_leaves_no_trace_of_the_old_ones_in_caches(case):
     before = case.generate(requests)
     case.refit(9)
     assert [one.token_ids for one in case.generate(requests)] != [one.token_ids for one in before]
-    assert case.gap(case.requests(2, max_new_tokens=60)) < case.tolerance
+    assert case.mismatch(case.requests(2, max_new_tokens=60)) < case.tolerance
 
 
 def forget(specs):
@@ -181,7 +178,7 @@ def test_a_sender_of_other_adapters_is_refused_and_the_weights_stay(case, change
     change(specs)
     with pytest.raises(RunError, match=message):
         case.run(case.engine.connect(NOWHERE, plan_buckets(specs, BUCKET_BYTES), TIMEOUT_S))
-    assert case.gap(case.requests(2)) < case.tolerance
+    assert case.mismatch(case.requests(2)) < case.tolerance
 
 
 def test_an_engine_that_was_started_without_adapters_refuses_them(tmp_path, run):  # noqa: F811
@@ -193,20 +190,20 @@ def test_an_engine_that_was_started_without_adapters_refuses_them(tmp_path, run)
         run(engine.connect(NOWHERE, buckets, TIMEOUT_S))
     run(engine.shutdown())
     with pytest.raises(RunError, match="Refit 2 matches no adapter"):
-        check_adapters(2, 1, None, adapters_only=True)
+        check_refit(2, 1, None, adapters_only=True, running=0)
 
 
 def test_targets_that_name_no_layer_are_an_error(tmp_path):
     path = make_model_folder(tmp_path, tied=False)
     with pytest.raises(UserError, match=r"q_prj names no linear layer.*did you mean q_proj"):
-        expected_adapters(path, torch.float32, replace(ALL, targets=["q_prj"]))
+        expected_adapters(path, torch.float32, ALL.replace(targets=["q_prj"]))
 
 
 def test_vllm_has_places_for_the_adapters_of_the_targets_and_no_others(tmp_path):
     args = engine_args(make_config(tmp_path, lora=SOME), (), 0)
     assert args["lora_target_modules"] == ["o_proj", "up_proj", "v_proj"]
     assert args["max_lora_rank"] == 8
-    args = engine_args(make_config(tmp_path, lora=replace(ALL, rank=33)), (), 0)
+    args = engine_args(make_config(tmp_path, lora=ALL.replace(rank=33)), (), 0)
     assert args["max_lora_rank"] == 64
     assert "lm_head" not in args["lora_target_modules"]
 

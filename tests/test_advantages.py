@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.advantages import (
+from nemo_like.config.losses import AdvantageConfig
+from nemo_like.config.section import choices
+from nemo_like.losses.advantages import (
     gae,
     group_advantages,
     has_signal,
@@ -16,21 +18,19 @@ from nemo_like.advantages import (
     whiten,
     zero_variance_share,
 )
-from nemo_like.config.choices import AdvantageScale, Baseline
-from nemo_like.config.loss_schema import AdvantageConfig
 
-LOO_STD = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.std)
-LOO = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.none)
-MEAN_STD = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.std)
-MEAN = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.none)
-REINFORCE = AdvantageConfig(baseline=Baseline.none, scale=AdvantageScale.none)
-REINFORCE_PLUS_PLUS = AdvantageConfig(baseline=Baseline.none, scale=AdvantageScale.batch)
-MEAN_BATCH = AdvantageConfig(baseline=Baseline.mean, scale=AdvantageScale.batch)
-LOO_BATCH = AdvantageConfig(baseline=Baseline.leave_one_out, scale=AdvantageScale.batch)
+LOO_STD = AdvantageConfig(baseline="leave_one_out", scale="std")
+LOO = AdvantageConfig(baseline="leave_one_out", scale="none")
+MEAN_STD = AdvantageConfig(baseline="mean", scale="std")
+MEAN = AdvantageConfig(baseline="mean", scale="none")
+REINFORCE = AdvantageConfig(baseline="none", scale="none")
+REINFORCE_PLUS_PLUS = AdvantageConfig(baseline="none", scale="batch")
+MEAN_BATCH = AdvantageConfig(baseline="mean", scale="batch")
+LOO_BATCH = AdvantageConfig(baseline="leave_one_out", scale="batch")
 EVERY = [
     AdvantageConfig(baseline=baseline, scale=scale)
-    for baseline in Baseline
-    for scale in AdvantageScale
+    for baseline in choices(AdvantageConfig.model_fields["baseline"].annotation)
+    for scale in choices(AdvantageConfig.model_fields["scale"].annotation)
 ]
 
 
@@ -165,7 +165,7 @@ def test_a_penalty_for_length_makes_no_signal_where_every_answer_is_wrong():
     assert has_signal(torch.tensor([1.0, 0, 0, 0]), groups, valid).all()
 
 
-def test_only_graded_rows_make_a_signal_and_it_is_that_of_the_whole_group():
+def test_only_scored_rows_make_a_signal_and_it_is_that_of_the_whole_group():
     nan = float("nan")
     rewards = torch.tensor([1.0, nan, 0.0, 1.0, nan, 1.0, nan])
     groups = torch.tensor([7, 7, 7, 3, 3, 3, 5])

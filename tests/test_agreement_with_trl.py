@@ -12,20 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import (
-    Batching,
-    ImportanceCorrection,
-    Normalization,
-    Objective,
-    RatioLevel,
-)
-from nemo_like.config.loss_schema import LossConfig
+from nemo_like.config.losses import LossConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss, importance_weights
-from nemo_like.losses.protocol import Denominators, apply_loss, needs_entropy
+from nemo_like.losses.protocol import Denominators, apply_loss
 from nemo_like.policy.attention import PACKED
-from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel
+from nemo_like.policy.requests import ForwardRequest
 
 trl = pytest.importorskip("trl", reason="the peer that is compared with is not installed")
 datasets = pytest.importorskip("datasets", reason="TRL's trainers need it")
@@ -44,9 +37,9 @@ TO_REFERENCE = [0.3, -0.2, 0.1, 0.0, 0.9, 0.0, 0.0, -1.0, 0.2, -0.4, 0.5, -0.1, 
 ENGINE_GAPS = [0.0, 0.9, -0.3, 0.1, 0.2, 0.0, 0.0, -0.5, 0.0, 0.4, 1.2, -0.1, 0.0, 0.3]
 
 TOKEN, SEQUENCE, CONSTANT = (
-    {"normalization": Normalization.token},
-    {"normalization": Normalization.sequence},
-    {"normalization": Normalization.constant, "constant_tokens": LONGEST},
+    {"normalization": "token"},
+    {"normalization": "sequence"},
+    {"normalization": "constant", "constant_tokens": LONGEST},
 )
 WITH_KL = {"kl_coef": BETA}
 
@@ -97,14 +90,14 @@ class Sides:
     def forward(self, model, with_entropy=False, entropy_trains=False):
         """Logprobs and entropies [2, N]."""
         model.set_attn_implementation(PACKED)
-        inputs = model_inputs(self.batch, InputLayout(batching=Batching.packed))
-        call = Call(
+        inputs = model_inputs(self.batch, InputLayout(batching="packed"))
+        request = ForwardRequest(
             inputs=inputs,
             temperature=TEMPERATURE,
             with_entropy=with_entropy,
             entropy_trains=entropy_trains,
         )
-        return LogprobModel(model, HeadSettings(chunk_tokens=5))(None, Calls([call]))
+        return LogprobModel(model, HeadSettings(chunk_tokens=5))(None, request)
 
     def flat(self, of_completions):
         """A number a completion token -> [N], 0 at prompts."""
@@ -131,14 +124,14 @@ class Sides:
 
     def ours(self, *, token_advantages=None, on_policy=False, importance="none", **config):
         """Loss, and the gradient of every parameter."""
-        loss = ClippedPGLoss(LossConfig(importance=ImportanceCorrection(importance), **config))
+        loss = ClippedPGLoss(LossConfig(importance=importance, **config))
         batch = self.batch.select(range(len(PROMPTS)))
         if on_policy:
             del batch.tokens[keys.POLICY_LOGPROBS]
         if token_advantages is not None:
             batch.tokens[keys.ADVANTAGES] = token_advantages
         model = self.model()
-        logprobs, entropies = self.forward(model, entropy_trains=needs_entropy(loss))
+        logprobs, entropies = self.forward(model, entropy_trains=loss.needs.entropy)
         value, _ = apply_loss(loss, torch.stack([logprobs, entropies]), batch, self.whole)
         return value.item(), gradients_of(value, model)
 
@@ -193,7 +186,7 @@ class Sides:
         """Of trained tokens, as the formulas have it."""
         mask = self.padded(self.batch.tokens[keys.LOSS_MASK])
         column = self.padded(column) * mask
-        if normalization is Normalization.token:
+        if normalization == "token":
             return (column.sum() / mask.sum()).item()
         return (column.sum(1) / mask.sum(1)).mean().item()
 
@@ -224,8 +217,8 @@ def sides(tiny_model, tmp_path_factory):
 
 CLIP = {"clip_low": LOW, "clip_high": HIGH}
 # TRL's CISPO bounds ratios from above only, and by the bound itself.
-CISPO = {"objective": Objective.cispo, "clip_low": None, "clip_high": HIGH}
-OF_SEQUENCES = {"ratio_level": RatioLevel.sequence}
+CISPO = {"objective": "cispo", "clip_low": None, "clip_high": HIGH}
+OF_SEQUENCES = {"ratio_level": "sequence"}
 CASES = {
     "grpo": (CLIP | SEQUENCE, {"loss_type": "grpo"}),
     "bnpo": (CLIP | TOKEN, {"loss_type": "bnpo"}),
@@ -304,12 +297,10 @@ def test_without_its_correction_the_kl_of_trl_lacks_the_gradient_of_the_sampling
     """Equal values; our gradient has a term more, mean(k3 * grad log p): see ``kl_loss``."""
     ours = sides.ours(on_policy=True, **CLIP, **SEQUENCE, **WITH_KL)
     theirs = sides.theirs(on_policy=True, loss_type="grpo", beta=BETA, use_bias_correction_kl=False)
-    loss, gap = minus(ours, theirs)
+    loss, difference = minus(ours, theirs)
     assert loss == pytest.approx(0, abs=1e-5)
-    score = sides.ours(
-        objective=Objective.reinforce, token_advantages=-BETA * sides.k3(), **SEQUENCE
-    )
-    assert_equal((0.0, gap), (0.0, score[1]))
+    score = sides.ours(objective="reinforce", token_advantages=-BETA * sides.k3(), **SEQUENCE)
+    assert_equal((0.0, difference), (0.0, score[1]))
 
 
 def test_the_kl_of_trl_has_the_ratio_of_the_sequence_where_the_objective_has_it(sides):
@@ -322,8 +313,8 @@ def test_the_kl_of_trl_has_the_ratio_of_the_sequence_where_the_objective_has_it(
         sides.flat(LOG_RATIOS)[(row == i) & sides.batch.tokens[keys.LOSS_MASK]].mean()
         for i in range(len(PROMPTS))
     ]
-    gap = sides.flat(LOG_RATIOS).exp() - torch.stack(of_row)[row].exp()
-    expected = BETA * sides.mean(Normalization.sequence, gap * sides.k3())
+    difference = sides.flat(LOG_RATIOS).exp() - torch.stack(of_row)[row].exp()
+    expected = BETA * sides.mean("sequence", difference * sides.k3())
     assert abs(expected) > 1e-3
     assert ours[0] - theirs[0] == pytest.approx(expected, abs=1e-5)
 
@@ -332,16 +323,14 @@ def test_the_entropy_of_trl_is_a_mean_over_tokens_whatever_the_loss_is(sides):
     """Ours has the mean of the rest of the loss."""
     theirs = sides.theirs(loss_type="grpo", entropy_coef=ENTROPY)
     ours = sides.ours(entropy_coef=ENTROPY, **CLIP, **SEQUENCE)
-    means = [
-        sides.mean(kind, sides.entropies) for kind in (Normalization.sequence, Normalization.token)
-    ]
+    means = [sides.mean(kind, sides.entropies) for kind in ("sequence", "token")]
     assert abs(means[0] - means[1]) > 1e-3
     assert ours[0] - theirs[0] == pytest.approx(-ENTROPY * (means[0] - means[1]), abs=1e-5)
 
 
 def test_importance_weights_of_trl_leave_its_kl_alone(sides):
     """Ours multiply the KL too: a token whose weight is 0 does not train. Without KL both agree."""
-    config = LossConfig(importance=ImportanceCorrection.truncate, importance_cap=2.0)
+    config = LossConfig(importance="truncate", importance_cap=2.0)
     weights, was_cut = importance_weights(sides.flat(ENGINE_GAPS), torch.zeros(0), 0, config)
     assert was_cut.any()
     plain = CLIP | TOKEN | {"importance": "truncate", "importance_cap": 2.0}
@@ -350,6 +339,6 @@ def test_importance_weights_of_trl_leave_its_kl_alone(sides):
     ours = sides.ours(**plain, **WITH_KL)
     theirs = sides.theirs(**dapo, beta=BETA, use_bias_correction_kl=True)
     of_token = (weights - 1) * sides.flat(LOG_RATIOS).exp() * sides.k3()
-    expected = BETA * sides.mean(Normalization.token, of_token)
+    expected = BETA * sides.mean("token", of_token)
     assert abs(expected) > 1e-3
     assert ours[0] - theirs[0] == pytest.approx(expected, abs=1e-5)

@@ -8,46 +8,63 @@ from pathlib import Path
 
 import pytest
 
+from tests.house import LEAVES, House, figures, is_leaf, table
+
 PACKAGE = Path(__file__).parent.parent / "nemo_like"
 
 # From the bottom up; a package may import its own and lower layers only. (One layer's members may
 # import each other in one direction: no two of them do so both ways.)
 LAYERS = [
-    {"errors", "early"},
+    {"errors", "early", "special_files"},
+    {"doors"},
     {"config"},
     {"batch", "observe"},
-    {"losses", "advantages", "weights"},
-    {"distributed", "environments", "data", "models"},
+    {"losses"},
+    {"distributed", "data", "models", "planning"},
+    {"refit"},
     {"policy", "generation"},
-    {"rollout", "checkpoint", "refit"},
+    {"rewards"},
+    {"rollout", "run"},
     {"algorithms"},
-    {"cli"},
+    {"compose"},
     {"launch"},
+    {"cli", "api"},
 ]
+DOORS = {
+    ("data/conversations.py", "data/reasoning_gym.py"),
+    ("data/datasets.py", "data/reasoning_gym.py"),
+    ("models/resolve.py", "models/smollm2.py"),
+    ("policy/trainer.py", "policy/debug/diagnostics.py"),
+    ("run/run.py", "observe/wandb_sink.py"),
+}
+"""Where the core imports a leaf. (Leaves that a key or command names are found by their path.)"""
+ALWAYS_OPEN = {("policy/trainer.py", "policy/debug/diagnostics.py")}
+"""Doors that are not inside a function."""
 ONE_PLACE_ONLY = {
     "wandb": {"observe/wandb_sink.py"},
     # The engine on our side, and what runs inside its own processes.
     "vllm": {
-        f"generation/vllm_{part}.py"
+        f"generation/vllm/{part}.py"
         for part in ("engine", "loading", "lora", "processes", "scheduler", "worker")
     },
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
-    "algorithms/run_folder.py",
+    "run/folder.py",
     "config/remote_code.py",
     "distributed/compiler_cache.py",
     "distributed/connection.py",
     "distributed/sweeper.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
-    "environments/grading_pool.py",
-    "generation/vllm_engine.py",
-    "generation/vllm_processes.py",
-    "generation/vllm_environment.py",
+    "rewards/pool.py",
+    "generation/vllm/engine.py",
+    "generation/vllm/processes.py",
+    "generation/vllm/environment.py",
     "models/smollm2.py",
 }
 MAX_FILE_LINES = 320
+SECTION_OF_MANY_KEYS = {"config/policy.py": 420}
 MAX_FUNCTION_LINES = 60
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -71,6 +88,8 @@ def imports_of(path):
 
 def edges():
     for path in FILES:
+        if area_of(path) == "__init__":
+            continue  # of the package: names that come when they are used
         for module in imports_of(path):
             parts = module.split(".")
             if parts[0] == "nemo_like" and len(parts) > 1 and parts[1] != area_of(path):
@@ -97,6 +116,46 @@ def test_no_two_packages_import_each_other():
     assert not {pair for pair in pairs if pair[::-1] in pairs}
 
 
+def core_imports_of_leaves(imports):
+    return {
+        (name, leaf)
+        for name, targets in imports.items()
+        for leaf in targets
+        if is_leaf(leaf) and not is_leaf(name) and name != "__init__.py"
+    }
+
+
+def test_the_core_imports_leaves_at_doors_only():
+    assert core_imports_of_leaves(House(PACKAGE.parent).all_imports) == DOORS
+
+
+def test_a_door_opens_when_it_is_needed():
+    assert core_imports_of_leaves(House(PACKAGE.parent).imports) == ALWAYS_OPEN
+
+
+def test_the_table_of_leaves_names_what_exists():
+    assert not [leaf for leaf in LEAVES if not (PACKAGE / leaf).exists()]
+
+
+def test_the_documentation_lists_every_room_and_leaf():
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    core, leaves = text.split("## Core")[1].split("## Leaves")
+    rooms = {area_of(path) for path in FILES if len(path.relative_to(PACKAGE).parts) > 1}
+    assert not [room for room in rooms if f"`{room}/" not in core and f"{room}/" not in LEAVES]
+    assert not [leaf for leaf in LEAVES if f"`{leaf}`" not in leaves.split("\n## ")[0]]
+
+
+def test_the_house_is_measured():
+    house = House(PACKAGE.parent)
+    rows = figures(house)
+    assert "TrainerSetup" in rows["containers between YAML and the loop"]
+    assert rows["lines in all"] == f"{sum(len(p.read_text().splitlines()) for p in FILES):,}"
+    assert "algorithms/session.py" in house.closure()
+    assert "algorithms/ppo/loop.py" not in house.closure()
+    assert house.deepest_chain()[-1] == "errors.py"
+    assert "| keys | " in table({"here": rows})
+
+
 @pytest.mark.parametrize("library", ONE_PLACE_ONLY)
 def test_a_heavy_library_is_imported_in_one_place(library):
     users = {
@@ -115,7 +174,7 @@ def test_configuration_is_light():
 
 def test_processes_are_started_without_torch():
     """A driver that imported it first would keep its workers waiting for that."""
-    code = "import sys, nemo_like.cli, nemo_like.algorithms.processes; print(*sys.modules)"
+    code = "import sys, nemo_like.cli, nemo_like.algorithms.session; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "ray" in loaded
@@ -143,7 +202,7 @@ def cached(tmp_path, code):
 
 
 def test_importing_the_package_writes_nothing(tmp_path):
-    code = "import nemo_like.cli, nemo_like.launch.console, nemo_like.algorithms.processes"
+    code = "import nemo_like.cli, nemo_like.algorithms.session"
     assert cached(tmp_path, code) == (set(), "None")
 
 
@@ -174,7 +233,8 @@ def test_the_environment_is_read_in_few_files():
 def test_files_and_functions_stay_readable():
     for path in FILES:
         text = path.read_text()
-        assert len(text.splitlines()) <= MAX_FILE_LINES, path
+        most = SECTION_OF_MANY_KEYS.get(name_of(path), MAX_FILE_LINES)
+        assert len(text.splitlines()) <= most, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None

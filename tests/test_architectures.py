@@ -1,23 +1,21 @@
 """Every architecture in every layout of rows is exact, or refused with a layout that is."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import transformers
 
-from nemo_like.config.choices import Attention, Batching
-from nemo_like.config.policy_schema import ParallelConfig, PolicyConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.policy.probe import check_architecture
+from nemo_like.policy.state.probe import check_architecture
 from tests.exported_models import HEAD, LATENT, MOE, ROUTED
 
 LAYOUTS = {
-    "policy.batching=packed": {"batching": Batching.packed},
-    "policy.batching=padded and policy.attention=sdpa": {"batching": Batching.padded},
+    "policy.batching=packed": {"batching": "packed"},
+    "policy.batching=padded and policy.attention=sdpa": {"batching": "padded"},
     "policy.batching=padded and policy.attention=eager": {
-        "batching": Batching.padded,
-        "attention": Attention.eager,
+        "batching": "padded",
+        "attention": "eager",
     },
 }
 SIZES: dict[str, Any] = {
@@ -161,10 +159,10 @@ def test_each_layout_is_exact_or_refused_with_the_first_that_is(family, tmp_path
     exact = [keys for keys, outcome in zip(LAYOUTS, outcomes, strict=True) if outcome == "+"]
     for keys, layout in LAYOUTS.items():
         if keys in exact:
-            check_architecture(str(tmp_path), replace(policy, **layout))
+            check_architecture(str(tmp_path), policy.replace(**layout))
             continue
         with pytest.raises(UserError) as refused:
-            check_architecture(str(tmp_path), replace(policy, **layout))
+            check_architecture(str(tmp_path), policy.replace(**layout))
         message = str(refused.value)
         assert message.startswith(f"policy.model={tmp_path}: ")
         assert f"cannot be trained with {keys}: " in message

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.model_shape import attention_tokens
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
-from nemo_like.policy.policy import Policy
+from nemo_like.planning.model_shape import attention_tokens
+from nemo_like.policy.remote_model import RemoteModel
 
 
 def make(lengths):
@@ -121,7 +121,7 @@ def test_long_rows_weigh_more_than_their_tokens():
 def test_a_policy_cuts_rows_by_the_shape_of_its_own_model(tmp_path, width, cut):
     """A row of 4,096 costs as much as 26.7 rows of 512 at width 64, and as 8.2 at width 8,192."""
     write_config(tmp_path, hidden_size=width, num_attention_heads=1)
-    policy = Policy(
+    policy = RemoteModel(
         PolicyConfig(micro_batch_tokens=9999),
         ClusterConfig(),
         SimpleNamespace(  # pyright: ignore

@@ -5,9 +5,9 @@ import zlib
 
 import pytest
 
-from nemo_like.checkpoint import Checkpoints, DriverState
-from nemo_like.config.schema import CheckpointConfig
+from nemo_like.config.run import CheckpointConfig
 from nemo_like.errors import RunError, UserError
+from nemo_like.run.checkpoint import Checkpoints, DriverState
 
 
 def save(checkpoints, step, metric=None, metric_name="validation/reward"):

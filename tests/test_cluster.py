@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.util import placement_group_table
 
-from nemo_like.config.plan import plan_resources
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.connection import why_not_started
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.progress import written
@@ -28,6 +27,7 @@ from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 from nemo_like.generation.generation import Generation
 from nemo_like.observe.metrics import values
+from nemo_like.planning.resources import plan_resources
 
 
 class Probe(Worker):
@@ -276,8 +276,8 @@ def test_rank_order_is_physical_order_however_ray_numbers_bundles(places):
 def test_rank_layout_names_neighbours():
     layout = RankLayout({"dp": 2, "cp": 1, "tp": 4})
     assert [layout.coordinate(rank, "tp") for rank in range(8)] == [0, 1, 2, 3] * 2
-    assert layout.leaders("dp") == (0, 4)
-    assert layout.leaders("tp") == (0, 1, 2, 3)
+    assert layout.output_ranks("dp") == (0, 4)
+    assert layout.output_ranks("tp") == (0, 1, 2, 3)
 
 
 def test_the_meter_counts_values_and_not_what_references_point_to(local_ray):
@@ -298,8 +298,8 @@ SEVERAL_NODES = """
     import os
     import ray
     from ray.cluster_utils import Cluster
-    from nemo_like.config.plan import plan_resources
-    from nemo_like.config.schema import ClusterConfig
+    from nemo_like.planning.resources import plan_resources
+    from nemo_like.config.run import ClusterConfig
     from nemo_like.distributed.connection import connect
     from nemo_like.distributed.virtual_cluster import VirtualCluster
     from nemo_like.distributed.worker_group import WorkerGroup
@@ -368,7 +368,7 @@ WRONG_ADDRESSES = """
     import os
     import socket
     import threading
-    from nemo_like.cli import end_on_error
+    from nemo_like.run.ending import end_on_error
     from nemo_like.distributed.connection import connect
     from nemo_like.errors import RunError, UserError
 
@@ -453,9 +453,9 @@ def test_a_head_that_dies_while_it_is_joined_ends_the_run_within_half_a_minute(t
 
 RAY_DIES = """
     import psutil
-    from nemo_like.cli import end_on_error
-    from nemo_like.config.plan import plan_resources
-    from nemo_like.config.schema import ClusterConfig
+    from nemo_like.run.ending import end_on_error
+    from nemo_like.planning.resources import plan_resources
+    from nemo_like.config.run import ClusterConfig
     from nemo_like.distributed.connection import connect
     from nemo_like.distributed.virtual_cluster import VirtualCluster
     from nemo_like.distributed.worker import Worker

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from nemo_like.cli import end_on_error
 from nemo_like.errors import StoppedError, UserError
-from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, records
+from nemo_like.run.ending import end_on_error
+from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, prompts_of, records
 from tests.warm_process import WarmProcess
 
 SCRIPT = str(ROOT / "examples" / "run_grpo.py")
@@ -67,15 +67,16 @@ def run(tmp_path, *overrides, timeout_s=240, **env):
     return process.returncode, output
 
 
-COUNTS = f"""
+COUNTS = """
 import itertools
 import sys
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from nemo_like.cli import main
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.cli import train
+from nemo_like.config.algorithm import Algorithm
 
 opened = []
 checks = itertools.count(1)
@@ -86,16 +87,15 @@ def note(event, about):
         opened.append(Path(about[0]).name)
 
 
+class Counted(GRPOConfig):
+    def rules(self, here, run):
+        print(opened.count("grpo.yaml"), run.run.seed)
+        yield "enough."
+
+
 sys.addaudithook(note)
 OmegaConf.register_new_resolver("check", lambda: next(checks))
-
-
-def run(config):
-    job = HydraConfig.get()
-    print(opened.count("grpo.yaml"), config.run.seed, job.job.name, job.mode.name)
-
-
-main("grpo", run, Path({str(ROOT / "configs")!r}))
+train(Algorithm(name="grpo", config=Counted, run="nowhere:run"))
 """
 
 
@@ -110,7 +110,8 @@ def test_a_single_job_is_composed_and_checked_once(tmp_path):
         timeout=120,
         check=False,
     )
-    assert done.stdout == "1 1 count RUN\n", done.stderr
+    assert done.stdout == "1 1\n", done.stderr
+    assert done.stderr == "Error: enough.\n"
 
 
 class Warm(NamedTuple):
@@ -276,7 +277,7 @@ def inputs(tmp_path, tiny_model):
 WRONG_INPUTS = [
     ("polcy.lr=1", "polcy.lr is not a key of the configuration; did you mean policy.optimizer.lr?"),
     ("+grpo.steps=1", "grpo.steps is not a key of the configuration"),
-    ("policy.optimizer.lr=fast", "policy.optimizer.lr=fast must be a value of type float"),
+    ("policy.optimizer.lr=fast", "policy.optimizer.lr=fast must be a number"),
     ("policy.dtype=fp8", "policy.dtype=fp8 must be one of float32, bfloat16"),
     ("model=llama", "model=llama is not a choice; use one of embedded, smollm2"),
     ("grpo.max_steps=1,2", "needs --multirun"),
@@ -317,7 +318,7 @@ WRONG_INPUTS = [
         "tensor_parallel_size=8 does not divide the model's num_attention_heads=4; use 1, 2 or 4",
     ),
     (
-        "cluster.cpu_workers_per_node=4 policy.mesh_shape=[[4],[pp]]",
+        "cluster.cpu_workers_per_node=4 policy.parallel.pipeline_parallel_size=4",
         "pipeline",
     ),
     (
@@ -383,7 +384,7 @@ TOKENIZER_ERRORS = [
         "generation.max_new_tokens=5000 does not fit the model's context",
     ),
     ("data.train=long.jsonl environment.reward=rewards.py:raises", "the prompt of row 0 has"),
-    ("generation.stop_token_ids=[99999]", "stop_token_ids: 99999 is no token of the model's"),
+    ("generation.stop_token_ids=[99999]", "stop_token_ids: 99999 is not a token of the model's"),
 ]
 
 
@@ -391,15 +392,12 @@ TOKENIZER_ERRORS = [
 def test_what_the_tokenizer_refuses_is_refused_before_models_load(
     inputs, monkeypatch, typed, sentence
 ):
-    from nemo_like.algorithms.processes import find_model
-    from nemo_like.algorithms.rows import read_rows
-    from nemo_like.algorithms.setup import prepare
-    from nemo_like.config.load import compose_config
+    from nemo_like.compose.load import compose_config
 
     monkeypatch.chdir(inputs)
     config = compose_config(ROOT / "configs", "grpo", arguments(typed))
     with pytest.raises(UserError, match=re.escape(sentence)):
-        prepare(config, read_rows(config), find_model(config))
+        prompts_of(config)
 
 
 # What is told once Ray and the workers' processes have begun to start.
@@ -410,10 +408,11 @@ LATE_ERRORS = [
         "broken_model could not be loaded",
         marks=pytest.mark.full,
     ),
-    (
+    pytest.param(
         ["cluster.gpus_per_node=8", "grpo.num_prompts_per_step=8"],
         2,
         "wants 1 node(s) with 8 CPUs and 8 GPUs each",
+        marks=pytest.mark.full,  # the refusal itself is in test_cluster.py
     ),
     (["generation.engine_kwargs.enforce_eagr=true"], 2, "enforce_eagr"),
     (
@@ -525,7 +524,9 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
     ],
     ids=str,
 )
-def test_a_process_that_goes_on_after_an_end_has_its_handlers_again(capsys, error, code, said):
+def test_a_process_that_goes_on_after_an_end_has_its_handlers_again(
+    capsys, monkeypatch, error, code, said
+):
     def fails():
         raise error
 
@@ -535,6 +536,7 @@ def test_a_process_that_goes_on_after_an_end_has_its_handlers_again(capsys, erro
         finally:
             raise UnboundLocalError("what was cut short failed itself")
 
+    monkeypatch.setattr(sys, "ps1", "> ", raising=False)
     before = [signal.getsignal(number) for number in HANDLED]
     with pytest.raises(SystemExit) as ended:
         end_on_error(fails)
@@ -548,6 +550,16 @@ def test_a_process_that_goes_on_after_an_end_has_its_handlers_again(capsys, erro
         with pytest.raises(SystemExit) as ended:
             end_on_error(masked)
         assert ended.value.code == code
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StoppedError("Saved.")], ids=str)
+def test_nothing_interrupts_a_process_that_a_signal_has_ended(error):
+    def fails():
+        raise error
+
+    with pytest.raises(SystemExit):
+        end_on_error(fails)
+    assert {signal.getsignal(number) for number in HANDLED} == {signal.SIG_IGN}
 
 
 GOES_ON = f"""
@@ -592,10 +604,10 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 exec(sys.argv[1])
 """
-SHELL = "from nemo_like.launch.console import main; main(['plan'])"
+SHELL = "from nemo_like.cli import main; main(['plan'])"
 
 
-@pytest.mark.parametrize("module", ["hydra", "nemo_like.config.load"])
+@pytest.mark.parametrize("module", ["hydra", "nemo_like.compose.load"])
 @pytest.mark.parametrize("start", [f"runpy.run_path({SCRIPT!r}, run_name='__main__')", SHELL])
 def test_ctrl_c_while_a_command_imports_ends_it_without_a_word(tmp_path, start, module):
     done = subprocess.run(
@@ -610,7 +622,7 @@ def test_ctrl_c_while_a_command_imports_ends_it_without_a_word(tmp_path, start, 
 
 
 def test_an_interrupt_ends_in_order_however_often_it_comes(warm, tmp_path):
-    driver = start_run(warm, tmp_path)
+    driver = start_run(warm, tmp_path, **warm.workers)
     wait_for_step(tmp_path, 2)
     for number in [signal.SIGINT, *[signal.SIGTERM, signal.SIGINT] * 4]:
         os.kill(driver, number)

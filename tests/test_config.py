@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_like.config.checks import check
-from nemo_like.config.keys import all_keys
-from nemo_like.config.load import compose_config, compose_raw
-from nemo_like.config.overrides import check_overrides
-from nemo_like.config.plan import NodeResources, check_fits, plan_resources
-from nemo_like.config.sampling_run_schema import GRPORunConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.compose.load import check, compose_config, compose_raw
+from nemo_like.compose.overrides import check_overrides
+from nemo_like.config.run import ClusterConfig
+from nemo_like.config.section import keys_of
 from nemo_like.errors import UserError
+from nemo_like.planning.resources import NodeResources, check_fits, plan_resources
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SHIPPED = [["model=embedded"], ["model=smollm2"]]
@@ -28,13 +27,13 @@ def refusal(*overrides):
 
 @pytest.mark.parametrize("choice", SHIPPED, ids=str)
 def test_every_schema_key_can_be_overridden_in_every_shipped_config(choice):
-    raw = compose_raw(CONFIGS, "grpo", choice)
-    leaves = [key for key in all_keys(GRPORunConfig) if not hasattr(value(raw, key), "keys")]
+    raw = compose_raw(CONFIGS, "grpo", choice).raw
+    leaves = [key for key, _ in keys_of(GRPOConfig) if not hasattr(value(raw, key), "keys")]
     assert len(leaves) > 60
     for key in leaves:
-        check_overrides([f"{key}={literal(value(raw, key))}"], GRPORunConfig)
+        check_overrides([f"{key}={literal(value(raw, key))}"], GRPOConfig)
     overrides = [f"{key}={literal(value(raw, key))}" for key in leaves]
-    assert compose_raw(CONFIGS, "grpo", [*choice, *overrides]) == raw
+    assert compose_raw(CONFIGS, "grpo", [*choice, *overrides]).raw == raw
 
 
 def value(raw, key):
@@ -50,7 +49,7 @@ def literal(value):
 
 
 def test_the_default_config_is_the_schema():
-    assert compose_config(CONFIGS, "grpo") == GRPORunConfig()
+    assert compose_config(CONFIGS, "grpo") == GRPOConfig()
 
 
 @pytest.mark.parametrize(
@@ -87,13 +86,17 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("policy.optimizer.lr=abc", "policy.optimizer.lr=abc must be a value of type float"),
-        ("grpo.max_steps=1.5", "grpo.max_steps=1.5 must be a value of type int"),
+        ("policy.optimizer.lr=abc", "policy.optimizer.lr=abc must be a number"),
+        ("grpo.max_steps=1.5", "grpo.max_steps=1.5 must be a whole number"),
         ("policy.dtype=fp8", "policy.dtype=fp8 must be one of float32, bfloat16"),
-        ("data.shuffle=perhaps", "data.shuffle=perhaps must be a value of type bool"),
+        ("data.shuffle=perhaps", "data.shuffle=perhaps must be true or false"),
+        ("policy.compile=5", "policy.compile=5 must be true or false"),
+        ("policy.compile=0", "policy.compile=0 must be true or false"),
+        ("run.resume='1'", "run.resume=1 must be true or false"),
+        ("policy={compile: 1}", "policy.compile=1 must be true or false"),
         ("grpo.max_steps=0", "grpo.max_steps=0 must be at least 1"),
-        ("policy.optimizer.lr=-1", "policy.optimizer.lr=-1.0 must be a finite number above 0"),
-        ("policy.optimizer.lr=nan", "policy.optimizer.lr=nan must be a finite number above 0"),
+        ("policy.optimizer.lr=-1", "policy.optimizer.lr=-1 must be above 0"),
+        ("policy.optimizer.lr=nan", "policy.optimizer.lr=nan must be a finite number"),
         ("validation.top_p=1.5", "validation.top_p=1.5 must be in (0, 1]."),
         ("grpo.num_generations_per_prompt=1", "a group of one has no baseline"),
         ("policy=3", "policy is a section"),
@@ -113,7 +116,10 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
         ("generation.stop=['']", "generation.stop=['']: empty text has no meaning here"),
         ("run.seed=99999999999999999999", "run.seed=99999999999999999999 must be below 2147483648"),
         ("cluster.gpus_per_node=99999999999999999999", "must be below 2147483648"),
-        ("generation.stop_token_ids=[-1]", "generation.stop_token_ids: -1 is no token's id"),
+        (
+            "generation.stop_token_ids=[-1]",
+            "generation.stop_token_ids: -1 is not the id of a token",
+        ),
         ("loss.kl_coef=inf", "loss.kl_coef=inf must be a finite number"),
         ("validation.temperature=inf", "validation.temperature=inf must be a finite number"),
         ("validation.temperature=0.001", "must be at least 0.01, or 0, which is greedy"),
@@ -121,8 +127,8 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
         ("grpo.max_steps=null", "grpo.max_steps=null: this key needs a value"),
         ("policy.lora.targets=q_proj", "must be a list; put brackets around it: policy.lora.targ"),
         ("data.tasks=[chain_sum]", "data.tasks must be a dictionary"),
-        ("loss.importance_cap=0", "loss.importance_cap=0.0 must be a finite number above 0"),
-        ("mismatch.max_mean_abs=0", "mismatch.max_mean_abs=0.0 must be a finite number above 0"),
+        ("loss.importance_cap=0", "loss.importance_cap=0 must be above 0"),
+        ("mismatch.max_mean_abs=0", "mismatch.max_mean_abs=0 must be above 0"),
     ],
 )
 def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
@@ -133,16 +139,11 @@ def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
     ("algorithm", "override", "sentence"),
     [
         ("ppo", "ppo.num_generations_per_prompt=0", "must be at least 1."),
-        ("eval", "eval.num_generations_per_prompt=0", "must be at least 1."),
+        ("eval", "validation.num_generations_per_prompt=0", "must be at least 1."),
         ("distillation", "distillation.num_generations_per_prompt=0", "must be at least 1."),
         (
             "grpo",
-            "validation.num_generations_per_prompt=0",
-            "must be at least 1; validation.every_steps=0 turns validation off.",
-        ),
-        (
-            "grpo",
-            "grpo.num_generations_per_prompt=0",
+            "grpo.num_generations_per_prompt=1",
             "must be at least 2, as a group of one has no baseline; raise it, or set it to 1 with "
             "advantage.baseline=none.",
         ),
@@ -165,7 +166,7 @@ def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
         ("grpo", "cluster.num_generation_workers=0", "must be at least 1, or null to colocate."),
         ("ppo", "critic.num_workers=0", "critic.enabled=false leaves the critic out."),
         ("ppo", "critic.num_workers=1", "must leave at least one of the 1 workers to the policy"),
-        ("dpo", "loss.label_smoothing=-1", "must be in [0, 0.5)."),
+        ("dpo", "loss.label_smoothing=-1", "must be in [0, 0.5); "),
         ("dpo", "loss.label_smoothing=0.7", "if most labels are wrong, swap chosen and rejected."),
         ("eval", "run.resume=true", "an evaluation saves no checkpoint to continue from"),
         (
@@ -193,22 +194,18 @@ def test_each_refusal_gives_the_reason_of_its_own_key(algorithm, override, sente
         ("policy.scheduler.min_lr_ratio=0.5", "a constant schedule has no minimum"),
         ("policy.attention=eager", "packed rows have their own attention"),
         ("policy.optimizer.momentum=0.5", "only policy.optimizer.kind=sgd and muon have it"),
-        ("policy.optimizer.decay=all", "policy.optimizer.weight_decay is 0; set it too"),
         ("policy.scheduler.decay_steps=5", "only policy.scheduler.kind=wsd has it"),
-        ("policy.loss_scale.initial=2", "set policy.dtype=float16"),
-        ("policy.loss_scale.growth_steps=2", "set policy.dtype=float16"),
+        ("policy.loss_scale=2", "set policy.dtype=float16"),
         ("policy.float32_head=true", "policy.dtype=float32 computes everything in float32"),
         ("policy.tf32=true", "the run uses no GPU; set cluster.gpus_per_node"),
         ("policy.offload=all", "the run uses no GPU; set cluster.gpus_per_node"),
         ("policy.activation_offload=true", "the run uses no GPU; set cluster.gpus_per_node"),
-        ("policy.parallel.ddp.bucket_mib=5", "set policy.parallel.data_parallel=ddp"),
         ("policy.parallel.ddp.compression=powersgd", "set policy.parallel.data_parallel=ddp"),
         ("policy.parallel.ddp.average_every_steps=2", "set policy.parallel.data_parallel=ddp"),
         ("policy.parallel.sequence_parallel=true", "set policy.parallel.tensor_parallel_size"),
         ("policy.parallel.pipeline_schedule=gpipe", "there is no pipeline; set policy.parallel"),
         ("policy.parallel.pipeline_stages_per_rank=3", "pipeline_schedule=interleaved"),
-        ("policy.debug.check_replicas=true", "no two ranks hold the same parameters"),
-        ("policy.debug.check_data=true", "the policy has one rank"),
+        ("policy.debug.checks=true", "the policy has one rank"),
         ("logging.wandb_project=mine", "logging.wandb is off"),
     ],
 )
@@ -244,24 +241,14 @@ DDP = "policy.parallel.data_parallel=ddp"
                 DDP,
                 RANKS,
                 "policy.parallel.ddp.average_every_steps=4",
-                "policy.parallel.ddp.bucket_mib=5",
+                "policy.debug.checks=true",
             ],
-            "policy.parallel.ddp.bucket_mib",
+            "policy.debug.checks",
             "average_every_steps above 1",
         ),
         (
-            [
-                DDP,
-                RANKS,
-                "policy.parallel.ddp.average_every_steps=4",
-                "policy.debug.check_gradients=true",
-            ],
-            "policy.debug.check_gradients",
-            "average_every_steps above 1",
-        ),
-        (
-            [DDP, "policy.parallel.ddp.bucket_mib=5"],
-            "policy.parallel.ddp.bucket_mib",
+            [DDP, "policy.parallel.ddp.compression=fp16"],
+            "policy.parallel.ddp.compression",
             "the policy has one rank",
         ),
         (
@@ -290,7 +277,6 @@ def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, wh
         ([DDP, "context_parallel_size=2"], "context_parallel_size=2 does not go with", "=fsdp or"),
         ([DDP, "replicate_size=2"], "replicate_size=2 does not go with", "replicate_size=1."),
         ([DDP, "reshard_after_forward=false"], "reshard_after_forward=false", "leave it true"),
-        ([DDP, "policy.offload=all"], "policy.offload=all does not go", "policy.offload=none."),
         ([DDP, "policy.dtype=float16"], "policy.dtype=float16 does not go", "=bfloat16"),
         (
             [DDP, "ddp.average_every_steps=2", "ddp.compression=bf16"],
@@ -332,18 +318,7 @@ def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, wh
         ),
         (["replicate_size=0"], "policy.parallel.replicate_size=0 must be at least 1", ""),
         (["pipeline_stages_per_rank=1"], "pipeline_stages_per_rank=1 must be at least 2", ""),
-        (["ddp.bucket_mib=0"], "ddp.bucket_mib=0.0 must be a finite number above 0", ""),
         (["ddp.powersgd_start_step=1"], "powersgd_start_step=1 must be at least 2", ""),
-        (["policy.mesh_shape=8"], "policy.mesh_shape=8 must be two lists", "[[8,2],[fsdp,tp]]"),
-        (["policy.mesh_shape=[[4],[dp]]"], "the axis 'dp' is none of pp, replicate, ddp", "fsdp"),
-        (["policy.mesh_shape=[[2,2],[tp,fsdp]]"], "in the order pp, replicate, ddp", "cp, tp"),
-        (["policy.mesh_shape=[[8],[fsdp]]"], "has 8 ranks, but the policy has 4", "change"),
-        (
-            ["policy.mesh_shape=[[4],[fsdp]]", "tensor_parallel_size=2"],
-            "and policy.parallel.tensor_parallel_size both say",
-            "set one of them",
-        ),
-        (["policy.mesh_shape=[[4],[ddp]]", "policy.dtype=float16"], "=float16 does not go", "fsdp"),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_with_a_remedy(overrides, problem, remedy):
@@ -354,10 +329,16 @@ def test_a_layout_that_cannot_work_is_refused_with_a_remedy(overrides, problem, 
     assert remedy in message
 
 
+def test_ddp_keeps_its_parameters_on_the_gpu():
+    message = refusal(DDP, "policy.offload=all", "cluster.gpus_per_node=4")
+    assert "policy.offload=all does not go" in message
+    assert "policy.offload=none." in message
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["policy.optimizer.momentum=1"], "policy.optimizer.momentum=1.0 must be in [0, 1)"),
+        (["policy.optimizer.momentum=1"], "policy.optimizer.momentum=1 must be in [0, 1)"),
         (["policy.scheduler.decay_steps=0"], "policy.scheduler.decay_steps=0 must be at least 1"),
         (
             ["policy.scheduler.kind=wsd", "policy.scheduler.warmup_steps=31"],
@@ -369,15 +350,10 @@ def test_a_layout_that_cannot_work_is_refused_with_a_remedy(overrides, problem, 
             "must be below 160, the optimizer steps that grpo.max_steps=40 come to, or the peak",
         ),
         (
-            ["policy.dtype=float16", "policy.loss_scale.initial=1000"],
-            "policy.loss_scale.initial=1000 must be a power of two",
+            ["policy.dtype=float16", "policy.loss_scale=1000"],
+            "policy.loss_scale=1000 must be a power of two",
         ),
-        (
-            ["policy.dtype=float16", "policy.loss_scale.min=1e6"],
-            "policy.loss_scale.min=1e+06 must be at most policy.loss_scale.initial=65536; lower",
-        ),
-        (["policy.loss_scale.growth_steps=0"], "growth_steps=0 must be at least 1"),
-        (["policy.debug.hang_report_s=0"], "hang_report_s=0.0 must be a finite number above 0"),
+        (["policy.debug.hang_report_s=0"], "hang_report_s=0 must be above 0"),
         (["policy.debug.hang_report_s=1800"], "must be below cluster.call_timeout_s=1800"),
     ],
 )
@@ -391,7 +367,6 @@ def test_a_warm_up_is_of_optimizer_steps_of_which_a_step_may_take_several():
     late = ["ppo.num_critic_warmup_steps=30", "policy.scheduler.warmup_steps=10"]
     with pytest.raises(UserError, match="must be below 10, the optimizer steps that ppo"):
         compose_config(CONFIGS, "ppo", late)
-    compose_config(CONFIGS, "ppo", [*late[:1], "critic.scheduler.warmup_steps=39"])
 
 
 def test_adamw8bit_needs_its_package():
@@ -413,12 +388,10 @@ INTERLEAVED = [
     [
         [DDP, RANKS, "policy.parallel.ddp.compression=powersgd", "policy.dtype=bfloat16"],
         [RANKS, "policy.parallel.pipeline_parallel_size=2", "policy.compile=true", *INTERLEAVED],
-        [GPUS, "policy.mesh_shape=[[4,2],[fsdp,tp]]", "policy.parallel.sequence_parallel=true"],
-        [GPUS, "policy.mesh_shape=[[8],[ddp]]", "policy.parallel.ddp.bucket_mib=5"],
-        [GPUS, "policy.parallel.replicate_size=2", "policy.debug.check_replicas=true"],
+        [GPUS, "policy.parallel.replicate_size=2", "policy.debug.checks=true"],
         [GPUS, "policy.parallel.context_parallel_size=4", "policy.offload=all"],
         [GPUS, "policy.dtype=bfloat16", "policy.float32_head=true", "policy.tf32=true"],
-        ["policy.dtype=float16", "policy.loss_scale.initial=1024"],
+        ["policy.dtype=float16", "policy.loss_scale=1024"],
         ["policy.optimizer.kind=muon", "policy.optimizer.momentum=0.9"],
         ["policy.scheduler.kind=wsd", "policy.scheduler.warmup_steps=30"],
         ["policy.scheduler.kind=wsd", "policy.scheduler.min_lr_ratio=0.1"],
@@ -430,7 +403,7 @@ def test_layouts_that_work_are_accepted(overrides):
 
 
 def test_keys_without_effect_for_the_hf_backend_and_file_data(tmp_path):
-    assert "only generation.backend=vllm" in refusal(
+    assert "generation.backend=vllm does" in refusal(
         "generation.backend=hf", "generation.engine_kwargs={enforce_eager: true}"
     )
     rows = tmp_path / "rows.jsonl"
@@ -440,8 +413,9 @@ def test_keys_without_effect_for_the_hf_backend_and_file_data(tmp_path):
     assert "there are no validation rows; set data" in refusal(*file, "validation.temperature=0")
     off = ["validation.every_steps=0", "validation.temperature=0"]
     assert refusal(*off).endswith("validation.every_steps=0 turns validation off; raise it.")
-    for name in ("rows_at_once=8", "pass_variables=[JUDGE_KEY]"):
-        assert "environment.reward is not a function of your own" in refusal(f"environment.{name}")
+    own = "environment.pass_variables=[JUDGE_KEY]"
+    assert "environment.reward is not a function of your own" in refusal(own)
+    assert "scores one completion after the other" in refusal("environment.rows_at_once=8")
     compose_config(CONFIGS, "grpo", file)
     assert "set environment.reward" in refusal(f"data.train={rows}")
 
@@ -483,14 +457,14 @@ def test_free_dicts_take_any_key():
 
 
 def test_documentation_of_every_key_is_current():
-    from nemo_like.config.docs import render
+    from nemo_like.compose.docs import render
 
     path = Path(__file__).parent.parent / "docs" / "config.md"
-    assert path.read_text() == render(), "run: python -m nemo_like.config.docs > docs/config.md"
+    assert path.read_text() == render(), "run: nemo-like keys > docs/config.md"
 
 
 def test_shipped_yaml_states_differences_only():
-    default = GRPORunConfig()
+    default = GRPOConfig()
     for path in (CONFIGS / "model").glob("*.yaml"):
         if path.stem == "embedded":
             continue
@@ -511,7 +485,7 @@ def flatten(tree, prefix=""):
 
 
 def test_the_schema_passes_its_own_checks():
-    check(GRPORunConfig())
+    check(GRPOConfig())
 
 
 # The plan: arithmetic of nodes and bundles.

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.data_schema import OverlongRows, SFTDataConfig, TrainOn
+from nemo_like.config.data import ConversationsConfig
 from nemo_like.data import conversations, json_rows
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
-from nemo_like.data.empty_blocks import num_unwritten
-from nemo_like.data.end_tokens import padding_id
-from nemo_like.environments.reasoning_gym_reward import reward
+from nemo_like.data.reasoning_gym import reward
+from nemo_like.data.thinking import num_unwritten
+from nemo_like.data.tokenizer import padding_id
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from tests.chat_templates import (
@@ -46,7 +46,7 @@ CALLING = {**TURNS[1], "tool_calls": [{"type": "function", "function": {"name": 
 
 def load(chat, source, with_validation=False, micro_batch_tokens=9999, context=9999, **config):
     return conversations.load(
-        SFTDataConfig(train=str(source), **config),
+        ConversationsConfig(train=str(source), **config),
         chat,
         micro_batch_tokens=micro_batch_tokens,
         context=context,
@@ -118,7 +118,7 @@ def test_a_template_that_rewrites_earlier_turns_trains_the_last_one_or_is_refuse
     path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, {"messages": THINKING})
     with pytest.raises(UserError, match=r"line 2: .*message 1 in another way .*last_assistant"):
         load(chat, path)
-    batch, _ = load(chat, path, train_on=TrainOn.last_assistant)
+    batch, _ = load(chat, path, train_on="last_assistant")
     for ids, mask in rows_of(batch):
         assert trained_texts(tokenizer_of(tmp_path), ids, mask) == ["and 2<|im_end|>"]
 
@@ -402,7 +402,7 @@ def test_a_completion_trains_without_the_answers_in_its_prompt(tmp_path):
 def test_all_trains_every_token_but_the_first(tmp_path):
     chat = build_chat(tmp_path, LLAMA3)
     path = write_rows(tmp_path / "r.jsonl", {"messages": TURNS}, {"text": "plain"})
-    for ids, mask in rows_of(load(chat, path, train_on=TrainOn.all)[0]):
+    for ids, mask in rows_of(load(chat, path, train_on="all")[0]):
         assert mask == [False] + [True] * (len(ids) - 1)
 
 
@@ -493,9 +493,9 @@ def test_answers_that_are_not_to_train_train_no_more_when_they_are_part_of_the_p
     assert trained_texts(tokenizer_of(tmp_path), *row) == ["and 2<|im_end|>"]
     path = write_rows(tmp_path / "all.jsonl", marked(0, "train", False))
     with pytest.raises(UserError, match=r"it would train; set data\.train_on=assistant, or take"):
-        load(chat, path, train_on=TrainOn.all)
+        load(chat, path, train_on="all")
     path = write_rows(tmp_path / "last.jsonl", marked(1, "train", False))
-    [row] = rows_of(load(chat, path, train_on=TrainOn.last_assistant)[0])
+    [row] = rows_of(load(chat, path, train_on="last_assistant")[0])
     assert trained_texts(tokenizer_of(tmp_path), *row) == ["and 2<|im_end|>"]
 
 
@@ -737,7 +737,7 @@ def test_a_template_that_would_have_the_model_write_its_own_header_is_refused(tm
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gzip.compress(b'{"text": "a"}\n'), "a file in gzip format"),
+        (gzip.compress(b'{"text": "a"}\n', mtime=0), "a file in gzip format"),
         (b"PAR1\x15\x04\x15\x10", "a file in Parquet format"),
         (b"ARROW1\0\0", "a file in Arrow format"),
         ('{"text": "a"}\n'.encode("utf-16"), "a file in UTF-16 format"),
@@ -777,7 +777,7 @@ def test_a_row_that_fits_exactly_is_never_cut(tmp_path, caplog):
     row = {"prompt": "abc", "completion": "defg"}
     path = write_rows(tmp_path / "r.jsonl", row)
     _, length = lengths_of(chat, row)
-    for overlong in OverlongRows:
+    for overlong in ("refuse", "drop", "truncate"):
         for limits in ({"context": length}, {"micro_batch_tokens": length}, {"max_length": length}):
             batch, _ = load(chat, path, overlong=overlong, **limits)
             assert batch.lengths.tolist() == [length]
@@ -817,11 +817,11 @@ def test_overlong_rows_are_dropped_and_counted(tmp_path, caplog):
     short = {"prompt": "a", "completion": "b"}
     path = write_rows(tmp_path / "r.jsonl", {"prompt": "a", "completion": "b" * 99}, short)
     _, length = lengths_of(chat, short)
-    batch, _ = load(chat, path, max_length=length, overlong=OverlongRows.drop)
+    batch, _ = load(chat, path, max_length=length, overlong="drop")
     assert batch.lengths.tolist() == [length]
     assert f"data.train: dropped 1 of 2 rows as longer than {length} tokens" in caplog.text
     with pytest.raises(UserError, match="none of 2 rows is left: 2 longer than 9"):
-        load(chat, path, max_length=9, overlong=OverlongRows.drop)
+        load(chat, path, max_length=9, overlong="drop")
 
 
 def test_the_kept_part_of_a_cut_answer_trains_and_a_row_without_any_is_dropped(tmp_path, caplog):
@@ -833,7 +833,7 @@ def test_the_kept_part_of_a_cut_answer_trains_and_a_row_without_any_is_dropped(t
     ]
     before, _ = lengths_of(chat, rows[0])
     path = write_rows(tmp_path / "r.jsonl", *rows)
-    batch, _ = load(chat, path, max_length=before + 3, overlong=OverlongRows.truncate)
+    batch, _ = load(chat, path, max_length=before + 3, overlong="truncate")
     cut, whole = rows_of(batch)
     tokenizer = tokenizer_of(tmp_path)
     assert trained_texts(tokenizer, *cut) == ["bcd"]
@@ -895,14 +895,14 @@ def test_conversations_overlap_where_all_but_the_last_answer_is_the_same():
 
 def test_the_default_is_questions_with_answers_that_earn_full_marks():
     chat = ChatTokenizer(str(resolve_model("embedded")))
-    config = SFTDataConfig(num_train_rows=20, num_validation_rows=5)
+    config = ConversationsConfig(num_train_rows=20, num_validation_rows=5)
     rows = conversations.read(config, "reasoning_gym", 20, 3, "data.train")
     assert rows == conversations.read(config, "reasoning_gym", 20, 3, "data.train")
     question, answer = (message["content"] for message in rows[0].messages)
     digits = question.split(":")[1].rstrip("= ")
     assert answer == f"<answer>{eval(digits)}</answer>"  # sums of five one-digit numbers
-    graded = reward(question, answer, task="chain_sum", answer=str(eval(digits)), metadata={})
-    assert (graded["reward"], graded["accuracy"]) == (1.0, 1.0)
+    scored = reward(question, answer, task="chain_sum", answer=str(eval(digits)), metadata={})
+    assert (scored["reward"], scored["accuracy"]) == (1.0, 1.0)
     train, validation = load(
         chat, "reasoning_gym", with_validation=True, num_train_rows=20, num_validation_rows=5
     )
@@ -911,7 +911,7 @@ def test_the_default_is_questions_with_answers_that_earn_full_marks():
 
 
 def test_a_task_without_a_single_right_answer_is_refused_by_name():
-    config = SFTDataConfig(tasks={"propositional_logic": None})
+    config = ConversationsConfig(tasks={"propositional_logic": None})
     with pytest.raises(UserError, match=r"data\.tasks\.propositional_logic has no single right"):
         conversations.read(config, "reasoning_gym", 5, 0, "data.train")
 

@@ -9,24 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.algorithms import evaluation, text_rows
-from nemo_like.algorithms.rows import read_rows
-from nemo_like.algorithms.setup import prepare
+from nemo_like.algorithms.texts import read_texts
 from nemo_like.batch.micro_batches import plan_micro_batches
-from nemo_like.config.choices import OverlongPrompts
-from nemo_like.config.load import compose_config
-from nemo_like.config.rollout_schema import DataConfig, EnvironmentConfig, GradingModelConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.data import PromptsConfig
 from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
-from nemo_like.data.end_tokens import end_token_ids, load_tokenizer
 from nemo_like.data.loader import EpochLoader, PromptLoader
+from nemo_like.data.tokenizer import end_token_ids, load_tokenizer
 from nemo_like.errors import UserError
 from nemo_like.models.context import context_length
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, merge
-from nemo_like.rollout import graders
+from nemo_like.rewards.reward_text import RewardText
 from tests.chat_templates import QWEN, QWEN3, build_chat, tokenizer_of
+from tests.small_runs import prompts_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -37,7 +35,7 @@ def write_rows(path, *rows):
 
 
 def load(path, **config):
-    return load_rows(path, DataConfig(**config), 0, 0, "data.train")
+    return load_rows(path, PromptsConfig(**config), 0, 0, "data.train")
 
 
 def prompts(count):
@@ -107,34 +105,28 @@ def test_template_switches_reach_every_text_that_is_rendered(tmp_path):
         return list(ids[-len(block) :]) == block
 
     grpo = config("grpo", f"data.train={rows}", "environment.reward=math")
-    prepared = prepare(grpo, read_rows(grpo), str(folder))
-    assert [asks_with_block(row.prompt_ids) for row in prepared.loader.next_rows(8)] == [True] * 8
+    loader, *_ = prompts_of(grpo)
+    assert [asks_with_block(row.prompt_ids) for row in loader.next_rows(8)] == [True] * 8
     measured = config("eval", f"data.validation={rows}", "environment.reward=math")
-    held_out = evaluation.prepare(measured, read_rows(measured), str(folder)).validation_rows
+    _, held_out, _ = prompts_of(measured)
     assert [asks_with_block(row.prompt_ids) for row in held_out] == [True] * 8
     for name, source, reader in (
         ("sft", texts, conversations.load),
         ("dpo", pairs, preferences.load),
         ("rm", pairs, preferences.load),
     ):
-        found = text_rows.prepare(config(name, f"data.train={source}"), reader, str(folder))
-        mask = found.train.tokens["loss_mask"].tolist()
-        assert asks_with_block(found.train.tokens["input_ids"][: mask.index(True)].tolist())
+        found, _ = read_texts(config(name, f"data.train={source}"), reader, str(folder))
+        mask = found.tokens["loss_mask"].tolist()
+        assert asks_with_block(found.tokens["input_ids"][: mask.index(True)].tolist())
 
 
-def test_a_grader_is_told_what_its_own_template_knows_unless_it_is_told_otherwise(tmp_path):
+def test_a_reward_model_is_told_the_switches_that_its_own_template_knows(tmp_path):
     folder = tmp_path / "scores"
     shutil.copytree(resolve_model("embedded"), folder)
     settings = json.loads((folder / "config.json").read_text())
     settings |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(QWEN3)
-
-    def told(**own):
-        model = GradingModelConfig(model=str(folder), template_switches=own)
-        environment = EnvironmentConfig(reward="reward_model", reward_model=model)
-        switches = {"enable_thinking": False, "date": "today"}
-        return graders.for_other_folders(environment, switches).reward_model.template_switches
 
     loaded = []
     sys.setprofile(
@@ -143,17 +135,14 @@ def test_a_grader_is_told_what_its_own_template_knows_unless_it_is_told_otherwis
         )
     )
     try:
-        assert told() == {"enable_thinking": False}
+        text = RewardText(str(folder), {"enable_thinking": False, "date": "today"})
     finally:
         sys.setprofile(None)
+    assert text.chat.switches == {"enable_thinking": False}
     assert len(loaded) == 1
-    assert told(enable_thinking=True) == {"enable_thinking": True}
-    key = r"environment\.reward_model\.template_switches\.date"
-    with pytest.raises(UserError, match=f"^{key} is no switch of the model's chat template"):
-        told(date="today")
 
 
-@pytest.mark.parametrize("value", ["null", "[1]", "{a: 1}"])
+@pytest.mark.parametrize("value", ["[1]", "{a: 1}"])
 def test_a_switch_is_yes_or_no_a_number_or_text(value):
     with pytest.raises(UserError, match=r"data\.template_switches\.x=.* must be true, false, a nu"):
         compose_config(CONFIGS, "sft", [f"data.template_switches.x={value}"])
@@ -261,14 +250,14 @@ def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(
     with pytest.raises(
         UserError, match=f"row 1 has {shortest + 49} tokens, and the model's context"
     ):
-        check_lengths(rows, chat, **limits, config=DataConfig(), key="data.train")
-    config = DataConfig(overlong_prompts=OverlongPrompts.drop)
+        check_lengths(rows, chat, **limits, config=PromptsConfig(), key="data.train")
+    config = PromptsConfig(overlong="drop")
     kept, longest = check_lengths(rows, chat, **limits, config=config, key="data.train")
     assert [row.index for row in kept] == [0]
     assert longest == shortest
     limits |= {"micro_batch_tokens": shortest + 7}
     with pytest.raises(UserError, match=r"row 0 has .* and policy\.micro_batch_tokens leaves"):
-        check_lengths(rows, chat, **limits, config=DataConfig(), key="data.train")
+        check_lengths(rows, chat, **limits, config=PromptsConfig(), key="data.train")
     assert "dropped 1 of 2" in caplog.text
 
 
@@ -280,7 +269,7 @@ def test_a_template_that_fails_names_the_row(tmp_path, tiny_model):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turn') }}")
     rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}))
     with pytest.raises(UserError, match="row 0: the chat template fails: no system turn"):
-        check_lengths(rows, ChatTokenizer(str(folder)), 99, 99, 9, DataConfig(), "data.train")
+        check_lengths(rows, ChatTokenizer(str(folder)), 99, 99, 9, PromptsConfig(), "data.train")
 
 
 def test_special_tokens_come_from_the_template_alone(tmp_path, tiny_model):
@@ -356,9 +345,9 @@ def test_fewer_prompts_than_a_step_takes_are_said(tmp_path, tiny_model, caplog):
     path = write_rows(tmp_path / "r.jsonl", *prompts(3))
     overrides = (f"data.train={path}", "environment.reward=math", "policy.model=" + tiny_model())
     config = compose_config(CONFIGS, "grpo", [*overrides, "grpo.num_prompts_per_step=4"])
-    prepared = prepare(config, read_rows(config), tiny_model())
+    loader, *_ = prompts_of(config)
     assert "data.train has 3 prompts, and grpo.num_prompts_per_step=4 repeats some" in caplog.text
-    assert len({row.index for row in prepared.loader.next_rows(4)}) == 3
+    assert len({row.index for row in loader.next_rows(4)}) == 3
 
 
 # The order of prompts.
@@ -426,7 +415,7 @@ def test_a_position_under_another_seed_starts_the_rows_at_their_beginning(rows, 
 # Finite epochs.
 
 
-def epochs(rows, batch_size, num_epochs=2, *, drop_last=False, shuffle=True):
+def epochs(rows, batch_size, num_epochs=2, *, shuffle=True):
     return EpochLoader(
         rows,
         fingerprint=fingerprint(rows),
@@ -434,7 +423,6 @@ def epochs(rows, batch_size, num_epochs=2, *, drop_last=False, shuffle=True):
         num_epochs=num_epochs,
         seed=1,
         shuffle=shuffle,
-        drop_last=drop_last,
     )
 
 
@@ -442,18 +430,9 @@ def numbers(batch):
     return [row.index for row in batch]
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "drop_last", "sizes"),
-    [
-        (5, False, [5, 5]),
-        (5, True, [5, 5]),
-        (4, False, [4, 4, 2]),
-        (4, True, [4, 4]),
-        (16, False, [10]),
-    ],
-)
-def test_an_epoch_ends_with_a_smaller_batch_or_without_it(rows, batch_size, drop_last, sizes):
-    loader = epochs(rows, batch_size, drop_last=drop_last)
+@pytest.mark.parametrize(("batch_size", "sizes"), [(5, [5, 5]), (4, [4, 4, 2]), (16, [10])])
+def test_an_epoch_ends_with_a_smaller_batch(rows, batch_size, sizes):
+    loader = epochs(rows, batch_size)
     assert loader.steps_per_epoch == len(sizes)
     batches = [numbers(batch) for batch in loader]
     assert [len(batch) for batch in batches] == sizes * 2
@@ -465,20 +444,12 @@ def test_an_epoch_ends_with_a_smaller_batch_or_without_it(rows, batch_size, drop
     assert next(loader, "end") == "end"
 
 
-def test_epochs_without_a_batch_are_refused(rows):
-    with pytest.raises(UserError, match="batch size of 11 leaves no batch of the 10 rows"):
-        epochs(rows, 11, drop_last=True)
-
-
 @pytest.mark.parametrize("batch_size", [3, 5])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_run_continues_after_any_step_also_at_the_exact_end_of_an_epoch(
-    rows, batch_size, drop_last
-):
+def test_a_run_continues_after_any_step_also_at_the_exact_end_of_an_epoch(rows, batch_size):
     def make():
-        return epochs(rows, batch_size, drop_last=drop_last)
+        return epochs(rows, batch_size)
 
-    straight = list(epochs(rows, batch_size, drop_last=drop_last))
+    straight = list(epochs(rows, batch_size))
     for saved_at in range(len(straight) + 1):
         stopped, resumed = make(), make()
         before = [next(stopped) for _ in range(saved_at)]
@@ -518,16 +489,15 @@ def test_the_custom_reward_example_is_readable_data():
     assert len(load(str(path))) == 64
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_the_batches_that_are_left_are_those_that_come(rows, drop_last):
-    loader = epochs(rows, 4, drop_last=drop_last)
+def test_the_batches_that_are_left_are_those_that_come(rows):
+    loader = epochs(rows, 4)
     for taken in range(2 * loader.steps_per_epoch):
         assert loader.steps_left == 2 * loader.steps_per_epoch - taken
         next(loader)
     assert loader.steps_left == 0
     # Two rows of the first pass, and all of the second.
     loader.load_state(loader.state() | {"epoch": 0, "position": 8})
-    assert loader.steps_left == (2 if drop_last else 4)
+    assert loader.steps_left == 4
 
 
 @pytest.mark.parametrize(("batch_size", "of_a_pass"), [(3, 4), (4, 3), (5, 2), (9, 2), (10, 1)])

@@ -15,7 +15,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Reduce, values
-from nemo_like.policy.debug import (
+from nemo_like.policy.debug.checks import (
     CollectiveTimer,
     _bit_hash,
     check_data,
@@ -23,7 +23,7 @@ from nemo_like.policy.debug import (
     fingerprint_rows,
     memory_metrics,
 )
-from nemo_like.policy.hang_report import HangReport
+from nemo_like.policy.debug.hang_report import HangReport
 
 CPU = torch.device("cpu")
 ULP_AT_1 = 2.0**-23
@@ -193,7 +193,7 @@ def hang_in_all_reduce(folder):
     warnings = []
     handler = logging.Handler()
     handler.emit = warnings.append
-    logging.getLogger("nemo_like.policy.hang_report").addHandler(handler)
+    logging.getLogger("nemo_like.policy.debug.hang_report").addHandler(handler)
     path = folder / "logs" / f"hang-{rank}.txt"
     report = HangReport(path, 0.5, lambda: f"policy rank {rank} on node n{rank}")
     dist.barrier()
@@ -270,7 +270,7 @@ def test_a_fingerprint_is_of_the_row_and_not_only_of_its_text():
             rows={name: torch.tensor(column) for name, column in rows.items()},
         )
 
-    whole = batch([2, 2, 1], [5, 6, 5, 6, 5], prompt_ids=[0, 0, 1], seeds=[2**62, 2**62 + 1, 8])
+    whole = batch([2, 2, 1], [5, 6, 5, 6, 5], group_ids=[0, 0, 1], seeds=[2**62, 2**62 + 1, 8])
     rows = fingerprint_rows(whole)
     assert len(set(rows)) == 3
     assert all(0 <= row < 2**63 for row in rows)

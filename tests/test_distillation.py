@@ -8,26 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_like.algorithms.distillation import (
+from nemo_like.algorithms.distillation.loop import (
     Compared,
     find_teacher,
-    run_distillation,
-    run_off_policy_distillation,
 )
-from nemo_like.algorithms.processes import started
 from nemo_like.batch import keys
-from nemo_like.config.choices import Batching
-from nemo_like.config.load import compose_config
-from nemo_like.config.preference_schema import DistillationLossConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.losses import DistillationLossConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.losses.distillation import divergence
 from nemo_like.models.resolve import resolve_model
 from nemo_like.policy.distributions import logprobs_at, top_logprobs
 from nemo_like.policy.head import Head
-from tests.distillation_cases import CASES, answer, make_engine
+from tests.distillation_cases import CASES, answer, make_trainer
 from tests.key_steps import alone
 from tests.layouts import LAYOUTS
-from tests.small_runs import ROOT, SEEDS, records
+from tests.small_runs import ROOT, SEEDS, records, run_config
 from tests.three_steps import VOCAB, make_rows
 
 TOKENS, WIDTH, VOCABULARY, K = 7, 8, 17, 5
@@ -137,10 +133,10 @@ def one_rank(pool, pair):
     ("name", "config"),
     [
         ("one", {"micro_batch_size": 1}),
-        ("one", {"micro_batch_size": 2, "batching": Batching.padded}),
+        ("one", {"micro_batch_size": 2, "batching": "padded"}),
         ("one", {"micro_batch_size": 4, "logprob_chunk_tokens": 5}),
         ("dp2", {"micro_batch_size": 2}),
-        ("ddp2", {"batching": Batching.padded}),
+        ("ddp2", {"batching": "padded"}),
         ("tp2", {}),
         ("cp2", {}),
     ],
@@ -257,8 +253,7 @@ def on_policy(folder, *overrides):
             *overrides,
         ],
     )
-    with started(config, "distillation") as processes:
-        run_distillation(config, processes)
+    run_config(config)
     return records(folder)
 
 
@@ -268,7 +263,7 @@ def off_policy(folder, *overrides):
         "off_policy_distillation",
         [*ALWAYS, f"run.dir={folder}", *overrides],
     )
-    run_off_policy_distillation(config)
+    run_config(config)
     return records(folder)
 
 
@@ -341,7 +336,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_and_no_teacher_is_saved(
         (["loss.alpha=0.2"], "loss.alpha=0.2 would have no effect"),
         (["mismatch.action=mask"], "mismatch.action=mask would have no effect.*use warn or stop"),
         (
-            ["cluster.cpu_workers_per_node=2", "policy.mesh_shape=[[2],[pp]]"],
+            ["cluster.cpu_workers_per_node=2", "policy.parallel.pipeline_parallel_size=2"],
             "pipeline_parallel_size=2 does not go with distillation.*set it to 1",
         ),
     ],
@@ -354,7 +349,7 @@ def test_a_wrong_input_is_refused_with_key_and_remedy(overrides, message, tmp_pa
 
 def test_given_texts_have_their_own_rules(tmp_path):
     for override, message in (
-        ("distillation.temperature=0", "distillation.temperature=0.0 must be a finite number"),
+        ("distillation.temperature=0", "distillation.temperature=0 must be above 0"),
         ("distillation.num_rows_per_step=0", "distillation.num_rows_per_step=0 must be at least 1"),
     ):
         with pytest.raises(UserError, match=message):
@@ -400,7 +395,7 @@ def test_an_embedding_with_more_rows_is_padding_if_the_tokens_are_the_same(tmp_p
 
 def test_a_completion_with_padding_in_it_stops_a_teacher_without_that_row(pair):
     with alone():
-        frozen = make_engine(pair[1], {}, False)
+        frozen = make_trainer(pair[1], {}, False)
         rows = make_rows(preference=False)
         rows.tokens[keys.INPUT_IDS][3] = VOCAB
         with pytest.raises(RunError, match=f"token id {VOCAB}, which no token .* ends at {VOCAB}"):

@@ -13,8 +13,8 @@ from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 from ray.scripts.scripts import start
 
 from nemo_like import __version__
-from nemo_like.config.load import compose_config
-from nemo_like.config.plan import plan_run
+from nemo_like.compose.load import compose_config
+from nemo_like.planning.resources import plan_run
 from tests.small_runs import ROOT
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_like.algorithms.run_folder import claim
-from nemo_like.checkpoint import Checkpoints
-from nemo_like.config.schema import CheckpointConfig
+from nemo_like.config.run import CheckpointConfig
+from nemo_like.run.checkpoint import Checkpoints
+from nemo_like.run.folder import claim
 from tests.small_runs import ROOT, SMALL
 
 HF = "generation.backend=hf"
@@ -141,8 +141,8 @@ import time
 from pathlib import Path
 
 def counts(prompt, completion, **_):
-    with (Path(__file__).parent / "graded").open("a") as graded:
-        graded.write("x")
+    with (Path(__file__).parent / "scored").open("a") as scored:
+        scored.write("x")
     time.sleep(0.2)
     return float(len(completion) % 2)
 """
@@ -150,16 +150,16 @@ ROWS = 16
 """Of a step; see SMALL."""
 
 
-def graded(run):
-    path = run.folder.parent / "graded"
+def scored(run):
+    path = run.folder.parent / "scored"
     return path.stat().st_size if path.exists() else 0
 
 
 def while_sampling(run, rows=3):
     """In the second step, when so many of its rows, and those of its validation, have arrived."""
     at_step(1)(run)
-    before = graded(run)
-    run.wait_until(lambda: graded(run) >= before + rows)
+    before = scored(run)
+    run.wait_until(lambda: scored(run) >= before + rows)
 
 
 def while_training(run):
@@ -223,7 +223,7 @@ START = {
     "engines": logged("Refits: "),
 }
 STEPS = {
-    "first validation": logged("One optimizer step a batch"),
+    "first validation": logged("One optimizer step per batch"),
     "first step": soon_after_step(0),
     "second step": soon_after_step(1),
 }
@@ -295,7 +295,7 @@ def test_an_error_leaves_nothing(tmp_path, backend):
 @pytest.mark.full
 @pytest.mark.parametrize("phase", ["workers", "part"])
 def test_sigterm_ends_an_evaluation_at_once(tmp_path, phase):
-    rows = ("data.num_validation_rows=400", "eval.num_prompts_per_step=4")
+    rows = ("data.num_validation_rows=400", "validation.num_generations_per_prompt=2")
     options = (HF, *rows, "generation.max_new_tokens=32", "logging.tensorboard=false")
     run = Command(tmp_path, *options, script="run_eval.py")
     (logged("Starting: workers") if phase == "workers" else at_step(2))(run)
@@ -310,7 +310,7 @@ def test_a_step_longer_than_the_grace_is_abandoned(tmp_path):
     )
     slow = ("environment.reward=reward.py:slow", "validation.every_steps=0")
     run = Command(tmp_path, *SMALL, HF, *slow, "run.stop_grace_s=2", "checkpoint.every_steps=1")
-    run.wait_until("One optimizer step a batch")
+    run.wait_until("One optimizer step per batch")
     start = time.monotonic()
     run.send(signal.SIGTERM)
     assert run.end(60) == 75, run.text()
@@ -321,13 +321,13 @@ def test_a_step_longer_than_the_grace_is_abandoned(tmp_path):
 
 @pytest.mark.full
 def test_a_worker_that_dies_idle_is_named_in_the_phase_that_others_are_in(tmp_path):
-    """A policy rank while completions are sampled and graded, then an engine in the train step."""
+    """A policy rank while completions are sampled and scored, then an engine in the train step."""
     (tmp_path / "reward.py").write_text(
         "import time\ndef slow(prompt, completion, **_):\n    time.sleep(5)\n    return 1.0\n"
     )
     slow = ("environment.reward=reward.py:slow", "validation.every_steps=0")
     run = Command(tmp_path, *SMALL, HF, *slow)
-    run.wait_until("One optimizer step a batch")
+    run.wait_until("One optimizer step per batch")
     time.sleep(3.0)
     start = time.monotonic()
     the_process(run, "PolicyWorker").kill()

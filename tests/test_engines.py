@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from nemo_like.data.end_tokens import end_token_ids
+from nemo_like.data.tokenizer import end_token_ids
 from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
@@ -34,12 +34,12 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
-from nemo_like.generation.vllm_engine import VLLMEngine
-from nemo_like.generation.vllm_settings import CPU_BATCHED_TOKENS
-from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
-from nemo_like.weights.buckets import plan_buckets
-from nemo_like.weights.ipc import IpcLink, IpcSender
-from nemo_like.weights.manifest import TensorSpec, expected_tensors
+from nemo_like.generation.vllm.engine import VLLMEngine
+from nemo_like.generation.vllm.settings import CPU_BATCHED_TOKENS
+from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
+from nemo_like.refit.buckets import plan_buckets
+from nemo_like.refit.ipc import IpcLink, IpcSender
+from nemo_like.refit.manifest import TensorSpec, expected_tensors
 
 VOCAB_SIZE = 300
 CONTEXT = 128
@@ -166,7 +166,7 @@ class Case:
 
         return self.run(all_of_them())
 
-    def gap(self, requests: list[GenerationRequest]) -> float:
+    def mismatch(self, requests: list[GenerationRequest]) -> float:
         """Largest difference between the engine's logprobs and a forward's over the same tokens."""
         completions = self.generate(requests)
         assert all(completion.token_ids for completion in completions)
@@ -253,7 +253,7 @@ def test_generating_before_the_first_refit_is_refused(case):
 def test_logprobs_are_exact_after_each_of_five_refits(case):
     for seed in range(5):
         case.refit(seed)
-        assert case.gap(case.requests(4)) < case.tolerance
+        assert case.mismatch(case.requests(4)) < case.tolerance
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(case, sampling):
         pytest.skip("rounding decides which of two nearly equal tokens passes the filter")
     # The rounding of logits grows as they are divided by the temperature.
     tolerance = case.tolerance / (sampling.get("temperature") or 1)
-    assert case.gap(case.requests(4, **sampling)) < tolerance
+    assert case.mismatch(case.requests(4, **sampling)) < tolerance
 
 
 def test_greedy_completions_are_the_most_likely_tokens(case):
@@ -286,7 +286,7 @@ def test_more_prompt_tokens_than_one_forward_takes_give_exact_logprobs(case):
     prompts = [[first, *range(10, 109)] for first in range(64)]
     assert len(prompts) * len(prompts[0]) > CPU_BATCHED_TOKENS
     requests = [case.requests(1, prompt, max_new_tokens=3)[0] for prompt in prompts]
-    assert case.gap(requests) < case.tolerance
+    assert case.mismatch(requests) < case.tolerance
 
 
 def test_the_same_seed_gives_the_same_completion_and_other_seeds_others(case):
@@ -362,7 +362,7 @@ def test_a_refit_leaves_no_trace_of_the_old_weights_in_caches(case):
     case.refit(seed=8)
     after, _ = case.generate(case.requests(2))
     assert after.token_ids != before.token_ids
-    assert case.gap(case.requests(2)) < case.tolerance
+    assert case.mismatch(case.requests(2)) < case.tolerance
 
 
 def drop(specs: Specs) -> None:
@@ -395,7 +395,7 @@ def test_a_sender_of_other_tensors_is_refused_and_the_weights_stay(case, change,
     change(specs)
     with pytest.raises(RunError, match=message):
         case.run(case.engine.connect(NOWHERE, plan_buckets(specs, BUCKET_BYTES), TIMEOUT_S))
-    assert case.gap(case.requests(2)) < case.tolerance
+    assert case.mismatch(case.requests(2)) < case.tolerance
 
 
 def test_repeated_tensors_and_stale_refits_are_refused_and_the_weights_stay(case):
@@ -405,7 +405,7 @@ def test_repeated_tensors_and_stale_refits_are_refused_and_the_weights_stay(case
         case.run(case.engine.connect(NOWHERE, [*buckets, buckets[0]], TIMEOUT_S))
     with pytest.raises(RunError, match="stale"):
         case.run(case.engine.load_weights(case.version))
-    assert case.gap(case.requests(2)) < case.tolerance
+    assert case.mismatch(case.requests(2)) < case.tolerance
 
 
 @pytest.mark.parametrize("fault", ["version", "name"])

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_like.environments import reasoning_gym_reward
-from nemo_like.environments.grading_pool import GradingPool
-from nemo_like.environments.rewards import resolve_reward
+from nemo_like.data import reasoning_gym as reasoning_gym_reward
 from nemo_like.errors import UserError
+from nemo_like.rewards.function import resolve_reward
+from nemo_like.rewards.pool import RewardPool
 
 REWARDS = '''
 import asyncio, multiprocessing, os, signal, subprocess, sys, threading, time
@@ -68,7 +68,7 @@ def by_completion(prompt, completion, **fields):
         "none": None, "nan": float("nan"), "inf": float("inf"), "text": "0.5",
         "dict": {"reward": 0.5, "length": 3, "ok": True}, "bad metric": {"reward": 1, "x": "y"},
         "nan metric": {"reward": 1, "x": float("nan")}, "no reward": {"score": 1},
-        "skip": {"reward": None, "error": "cannot be graded"}, "lambda": lambda: 1,
+        "skip": {"reward": None, "error": "cannot be scored"}, "lambda": lambda: 1,
         "pair": _Pair(), "huge": 10**400, "int": 2, "bool": True, "pid": os.getpid(),
         "sibling": sibling.VALUE, "float64": 1e200, "complex": complex64(1),
     }.get(completion, 1.0)
@@ -112,7 +112,7 @@ def reward_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(reward_file):
-    pool = GradingPool(
+    pool = RewardPool(
         f"{reward_file}:by_completion", timeout_s=0.5, num_processes=2, memory_limit_bytes=1 << 30
     )
     yield pool
@@ -123,27 +123,27 @@ def test_sigterm_costs_no_row_and_ends_what_a_function_ends_by_it(reward_file):
     """Workers block it, which their children inherit."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        pool = GradingPool(f"{reward_file}:terminates", timeout_s=20.0)
+        pool = RewardPool(f"{reward_file}:terminates", timeout_s=20.0)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    (one,) = grade(pool, "")
+    (one,) = score(pool, "")
     pool.shutdown()
     assert one.reward == 1.0, one.error
     assert one.metrics == {"command": -signal.SIGTERM, "fork": -signal.SIGTERM}
 
 
-def grade(pool: GradingPool, *completions: str, **fields):
+def score(pool: RewardPool, *completions: str, **fields):
     async def all_of_them():
-        return await asyncio.gather(*(pool.grade("p", c, fields) for c in completions))
+        return await asyncio.gather(*(pool.score("p", c, fields) for c in completions))
 
     return asyncio.run(all_of_them())
 
 
 def test_numbers_and_dicts_become_rewards_and_metrics(pool):
-    grades = grade(pool, "int", "bool", "dict", "anything", "sibling")
-    assert [g.reward for g in grades] == [2.0, 1.0, 0.5, 1.0, 7.0]
-    assert grades[2].metrics == {"length": 3.0, "ok": 1.0}
-    assert all(g.error is None for g in grades)
+    results = score(pool, "int", "bool", "dict", "anything", "sibling")
+    assert [g.reward for g in results] == [2.0, 1.0, 0.5, 1.0, 7.0]
+    assert results[2].metrics == {"length": 3.0, "ok": 1.0}
+    assert all(g.error is None for g in results)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_numbers_and_dicts_become_rewards_and_metrics(pool):
         ("float64", "the reward is 1e+200, not a finite number of at most 3e+38"),
         ("complex", "the reward is a complex64, not a number"),
         ("no reward", "without 'reward'"),
-        ("skip", "cannot be graded"),
+        ("skip", "cannot be scored"),
         ("lambda", "function"),
         ("raise", "ValueError: no such luck"),
         ("recurse", "RecursionError"),
@@ -170,20 +170,20 @@ def test_numbers_and_dicts_become_rewards_and_metrics(pool):
     ],
 )
 def test_a_row_that_fails_has_no_reward_and_says_why(pool, completion, reason):
-    failed, good = grade(pool, completion, "good")
+    failed, good = score(pool, completion, "good")
     assert failed.reward is None
     assert reason in failed.error
     assert good.reward == 1.0
 
 
 def test_the_error_names_the_line_of_the_users_code(pool):
-    (failed,) = grade(pool, "raise")
+    (failed,) = score(pool, "raise")
     line = REWARDS.splitlines().index('        raise ValueError("no such luck")') + 1
     assert f"my_reward.py:{line}" in failed.error
 
 
 def test_a_process_that_the_function_forked_ends_with_its_row(pool):
-    forked, after = grade(pool, "fork")[0], grade(pool, "int")[0]
+    forked, after = score(pool, "fork")[0], score(pool, "int")[0]
     assert (forked.reward, after.reward) == (1.0, 2.0)
     state = Path(f"/proc/{forked.metrics['child']:.0f}/stat")
     for _ in range(100):
@@ -194,36 +194,36 @@ def test_a_process_that_the_function_forked_ends_with_its_row(pool):
 
 
 def test_three_hanging_rows_do_not_keep_a_pool_of_two_from_the_fourth(pool):
-    grades = grade(pool, "hang", "hang", "hang", "good")
-    assert [g.reward for g in grades] == [None, None, None, 1.0]
+    results = score(pool, "hang", "hang", "hang", "good")
+    assert [g.reward for g in results] == [None, None, None, 1.0]
 
 
 def test_a_process_that_dies_between_rows_costs_no_row(pool):
-    assert [g.reward for g in grade(pool, "die later", "die later")] == [1.0, 1.0]
+    assert [g.reward for g in score(pool, "die later", "die later")] == [1.0, 1.0]
     time.sleep(0.3)
-    assert [g.reward for g in grade(pool, "good", "good")] == [1.0, 1.0]
+    assert [g.reward for g in score(pool, "good", "good")] == [1.0, 1.0]
 
 
-def test_grades_come_in_the_order_of_the_calls(pool):
-    grades = grade(pool, *["int", "raise", "dict", "none"] * 5)
-    assert [g.reward for g in grades] == [2.0, None, 0.5, None] * 5
+def test_results_come_in_the_order_of_the_calls(pool):
+    results = score(pool, *["int", "raise", "dict", "none"] * 5)
+    assert [g.reward for g in results] == [2.0, None, 0.5, None] * 5
 
 
 def test_functions_run_in_the_main_thread_and_leave_no_alarm(pool):
-    assert [g.reward for g in grade(pool, "alarm")] == [1.0]
+    assert [g.reward for g in score(pool, "alarm")] == [1.0]
 
 
 def test_fields_that_cannot_be_sent_cost_their_row_only(pool):
-    (failed,) = grade(pool, "good", field=lambda: 1)
+    (failed,) = score(pool, "good", field=lambda: 1)
     assert failed.reward is None
     assert "field 'field' holds a function, which is not plain data" in failed.error
 
 
 def test_only_accepted_fields_are_passed_and_missing_ones_are_named(reward_file):
-    pool = GradingPool(f"{reward_file}:picky")
+    pool = RewardPool(f"{reward_file}:picky")
     try:
-        (right,) = grade(pool, "4", answer="4", unknown=1)
-        (lacking,) = grade(pool, "4", unknown=1)
+        (right,) = score(pool, "4", answer="4", unknown=1)
+        (lacking,) = score(pool, "4", unknown=1)
     finally:
         pool.shutdown()
     assert right.reward == 1.0
@@ -232,28 +232,28 @@ def test_only_accepted_fields_are_passed_and_missing_ones_are_named(reward_file)
 
 
 def test_async_functions_are_awaited(reward_file):
-    pool = GradingPool(f"{reward_file}:slow")
+    pool = RewardPool(f"{reward_file}:slow")
     try:
-        assert grade(pool, "x")[0].reward == 0.25
+        assert score(pool, "x")[0].reward == 0.25
     finally:
         pool.shutdown()
 
 
 def test_shutdown_ends_the_processes_and_what_they_started(reward_file):
-    pool = GradingPool(f"{reward_file}:by_completion", timeout_s=30)
+    pool = RewardPool(f"{reward_file}:by_completion", timeout_s=30)
     seconds = f"61.{os.getpid()}"
 
     async def shut_down_while_busy():
-        await pool.grade("p", "daemon", {"seconds": f"{seconds}2"})
-        waiting = [asyncio.create_task(pool.grade("p", "child", {"seconds": seconds}))] * 2
+        await pool.score("p", "daemon", {"seconds": f"{seconds}2"})
+        waiting = [asyncio.create_task(pool.score("p", "child", {"seconds": seconds}))] * 2
         while not running(f"sleep {seconds}1"):
             await asyncio.sleep(0.02)
         assert running(f"sleep {seconds}2")
         pool.shutdown()
         return await asyncio.gather(*waiting)
 
-    grades = asyncio.run(shut_down_while_busy())
-    assert all(g.reward is None and "shut down" in g.error for g in grades)
+    results = asyncio.run(shut_down_while_busy())
+    assert all(g.reward is None and "shut down" in g.error for g in results)
     assert not running(f"sleep {seconds}")
     assert not running(f"sleep {seconds}1"), "in a session of its own"
     assert not running(f"sleep {seconds}2"), "in a session of its own, whose leader had ended"
@@ -261,17 +261,17 @@ def test_shutdown_ends_the_processes_and_what_they_started(reward_file):
 
 def test_what_a_function_leaves_behind_and_ended_is_no_zombie(pool):
     """A process table that fills up over a run's rows would end it."""
-    pids = {int(g.reward) for g in grade(pool, *["pid"] * 8)}
-    grade(pool, *["daemon", "orphan"] * 4, seconds="0.01")
+    pids = {int(g.reward) for g in score(pool, *["pid"] * 8)}
+    score(pool, *["daemon", "orphan"] * 4, seconds="0.01")
     time.sleep(0.1)
     for _ in range(2):
-        grade(pool, *["int"] * 8)
+        score(pool, *["int"] * 8)
     assert not [
         one for pid in pids for one in psutil.Process(pid).children() if one.name() == "sleep"
     ]
 
 
-def test_grading_processes_do_not_outlive_a_killed_parent(reward_file):
+def test_reward_processes_do_not_outlive_a_killed_parent(reward_file):
     seconds = f"62.{os.getpid()}"
     parent = subprocess.Popen(
         [
@@ -279,10 +279,10 @@ def test_grading_processes_do_not_outlive_a_killed_parent(reward_file):
             "-c",
             textwrap.dedent(f"""
                 import asyncio
-                from nemo_like.environments.grading_pool import GradingPool
-                pool = GradingPool("{reward_file}:by_completion", timeout_s=50)
-                print(int(asyncio.run(pool.grade("p", "pid", {{}})).reward), flush=True)
-                asyncio.run(pool.grade("p", "child", {{"seconds": "{seconds}"}}))
+                from nemo_like.rewards.pool import RewardPool
+                pool = RewardPool("{reward_file}:by_completion", timeout_s=50)
+                print(int(asyncio.run(pool.score("p", "pid", {{}})).reward), flush=True)
+                asyncio.run(pool.score("p", "child", {{"seconds": "{seconds}"}}))
             """),
         ],
         stdout=subprocess.PIPE,
@@ -332,15 +332,15 @@ def test_a_reward_that_cannot_be_used_is_refused_in_one_sentence(reward_file, tm
 def test_the_pool_refuses_what_cannot_be_used(reward_file, tmp_path):
     (tmp_path / "dies.py").write_text("import os\nos._exit(9)\n")
     with pytest.raises(UserError, match="not_callable is a int"):
-        GradingPool(f"{reward_file}:not_callable", num_processes=2)
+        RewardPool(f"{reward_file}:not_callable", num_processes=2)
     with pytest.raises(UserError, match="exit code 9"):
-        GradingPool(f"{tmp_path}/dies.py:f")
+        RewardPool(f"{tmp_path}/dies.py:f")
 
 
 def test_rewards_are_found_by_relative_path_and_by_module(reward_file, monkeypatch):
     monkeypatch.chdir(reward_file.parent)
     assert resolve_reward("my_reward.py:by_completion")("p", "int", {}) == 2
-    by_name = resolve_reward("nemo_like.environments.math_reward.reward")
+    by_name = resolve_reward("nemo_like.rewards.math.reward.reward")
     assert by_name("p", r"\boxed{4}", {"answer": "4"})["reward"] == 1.0
     assert resolve_reward("math").required_fields == {"answer"}
 
@@ -350,7 +350,7 @@ def gold_rows(tasks: dict, num_rows: int = 12) -> list[dict]:
     return [json.loads(json.dumps(row)) for row in rows]
 
 
-def score(row: dict, completion: str) -> float:
+def task_score(row: dict, completion: str) -> float:
     fields = {key: value for key, value in row.items() if key != "prompt"}
     return reasoning_gym_reward.reward(row["prompt"], completion, **fields)["reward"]
 
@@ -369,7 +369,7 @@ def test_gold_answers_formatted_as_asked_earn_everything():
     rows = gold_rows(TASKS)
     assert [row["task"] for row in rows] == list(TASKS) * 2
     for row in rows:
-        assert score(row, f"Well. <answer> {row['answer']} </answer>") == 1.0, row["task"]
+        assert task_score(row, f"Well. <answer> {row['answer']} </answer>") == 1.0, row["task"]
 
 
 def test_a_verifier_sees_metadata_as_its_task_made_it():
@@ -381,8 +381,8 @@ def test_a_verifier_sees_metadata_as_its_task_made_it():
 def test_only_the_last_closed_answer_of_the_completion_counts():
     row = gold_rows({"chain_sum": {}}, 1)[0]
     gold = f"<answer>{row['answer']}</answer>"
-    assert score(row, "<answer>x</answer>" + gold) == 1.0
-    assert score(row, f"<think>hm <answer>x</answer></think>{gold}") == 1.0
+    assert task_score(row, "<answer>x</answer>" + gold) == 1.0
+    assert task_score(row, f"<think>hm <answer>x</answer></think>{gold}") == 1.0
     for completion in (
         row["answer"],
         gold + "<answer>x</answer>",
@@ -392,9 +392,9 @@ def test_only_the_last_closed_answer_of_the_completion_counts():
         f"<think>{gold}</think>",
         "",
     ):
-        assert score(row, completion) == 0.0, completion
+        assert task_score(row, completion) == 0.0, completion
     row["prompt"] = gold
-    assert score(row, "see above") == 0.0
+    assert task_score(row, "see above") == 0.0
 
 
 def test_rows_are_cheap_reproducible_and_differ_between_seeds():

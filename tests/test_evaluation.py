@@ -8,22 +8,21 @@ from itertools import combinations
 
 import pytest
 
-from nemo_like.algorithms.eval_report import Measured, table
-from nemo_like.algorithms.eval_statistics import (
+from nemo_like.algorithms.eval.config import EvalConfig, EvalSection
+from nemo_like.algorithms.eval.report import Measured, table
+from nemo_like.algorithms.eval.statistics import (
     majority_at,
     mean_of_prompts,
     pass_at,
     share_of_prompts,
 )
-from nemo_like.algorithms.evaluation import run_eval
-from nemo_like.algorithms.processes import started
-from nemo_like.config.load import compose_config
-from nemo_like.config.sampling_run_schema import EvalRunConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.sampling import ValidationConfig
 from nemo_like.data.datasets import Row
-from nemo_like.environments.protocol import Grade
 from nemo_like.errors import UserError
+from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.rollout import Sample
-from tests.small_runs import ROOT
+from tests.small_runs import ROOT, run_config
 
 SMALL = ("generation.backend=hf", "generation.max_new_tokens=32", "data.num_validation_rows=8")
 
@@ -31,8 +30,7 @@ SMALL = ("generation.backend=hf", "generation.max_new_tokens=32", "data.num_vali
 def evaluate(folder, *overrides, small=SMALL):
     """Run to the end; returns eval.json and the samples."""
     config = compose_config(ROOT / "configs", "eval", [*small, f"run.dir={folder}", *overrides])
-    with started(config, "eval") as processes:
-        run_eval(config, processes)
+    run_config(config)
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
     return json.loads((folder / "eval.json").read_text()), samples
 
@@ -111,22 +109,21 @@ def test_the_interval_of_a_share_is_wilsons_and_has_a_width_where_all_or_none_pa
 
 
 def sample(prompt, index, reward, answer="", num_tokens=3, truncated=False):
-    grade = Grade(reward=reward, answer=answer, error=None if reward is not None else "no")
+    score = RewardResult(reward=reward, answer=answer, error=None if reward is not None else "no")
     return Sample(
         prompt=prompt,
         index=index,
         text="t",
-        grade=grade,
+        result=score,
         num_tokens=num_tokens,
         truncated=truncated,
     )
 
 
 def measured(**changes):
-    config = EvalRunConfig()
-    config.eval.num_generations_per_prompt = 2
-    for name, value in changes.items():
-        setattr(config.eval, name, value)
+    config = EvalConfig(
+        validation=ValidationConfig(num_generations_per_prompt=2), eval=EvalSection(**changes)
+    )
     rows = [
         Row(index=i, messages=({"role": "user", "content": "q"},), fields={"kind": kind})
         for i, kind in enumerate("aab")
@@ -134,7 +131,7 @@ def measured(**changes):
     return Measured(config, rows)
 
 
-def test_a_failed_grade_is_left_out_and_counted():
+def test_a_failed_reward_is_left_out_and_counted():
     """Prompt 0: 1, 0; prompt 1: 0.5 and a failure; prompt 2: two failures."""
     found = measured(pass_at=[1, 2], category_field="kind")
     records = list(
@@ -157,13 +154,13 @@ def test_a_failed_grade_is_left_out_and_counted():
     assert report["accuracy"]["mean"] == 0.25
     assert report["pass_at"]["1"] == report["accuracy"]
     assert report["pass_at"]["2"]["mean"] == 1.0
-    assert report["pass_at"]["2"]["num_prompts"] == 1, "the other has one graded completion"
+    assert report["pass_at"]["2"]["num_prompts"] == 1, "the other has one scored completion"
     assert list(report["categories"]) == ["a"], "all of b failed"
     assert report["categories"]["a"]["reward"]["mean"] == 0.5
     assert report["completion_tokens"] == {"mean": 4.0, "median": 3.0, "min": 3, "max": 9}
     assert report["truncated_share"] == 1 / 6
     assert "all pass@2" in table(report)
-    assert "grading failed on 3" in table(report)
+    assert "the reward failed on 3" in table(report)
 
 
 def test_a_majority_needs_answers():
@@ -181,17 +178,16 @@ def test_a_majority_needs_answers():
         (["eval.pass_at=[2]"], "eval.pass_at=[2]: 2 must be between 1 and"),
         (["eval.majority_at=[0]"], "eval.majority_at=[0]: 0 must be between 1 and"),
         (
-            ["eval.temperature=0", "eval.num_generations_per_prompt=2"],
+            ["validation.temperature=0", "validation.num_generations_per_prompt=2"],
             "would sample the same completion again",
         ),
-        (["eval.temperature=0", "eval.top_k=5"], "eval.temperature=0 is greedy"),
+        (["validation.temperature=0", "validation.top_k=5"], "validation.temperature=0 is greedy"),
         (["model=smollm2"], "also says how to train, and an evaluation trains nothing; set policy"),
         (["policy.optimizer.lr=1.0"], "an evaluation trains nothing"),
         (["mismatch.max_mean_abs=1"], "only the engine computes logprobs"),
-        (["validation.every_steps=1"], "measures once, and samples as the section eval"),
-        (["generation.temperature=0.5"], "samples as the section eval says"),
+        (["validation.every_steps=1"], "an evaluation measures once"),
+        (["generation.temperature=0.5"], "samples as the section validation says"),
         (["data.train=rows.jsonl"], "set data.validation"),
-        (["eval.num_prompts_per_step=0"], "eval.num_prompts_per_step=0 must be at least 1"),
         (["policy.model=/no/such"], "no such folder"),
     ],
     ids=str,
@@ -217,13 +213,12 @@ def test_an_evaluation_repeats_the_validation_of_training(straight, exported):
 
 
 def test_a_checkpoint_is_evaluated_as_it_is(straight, exported, tmp_path):
-    """Two workers, batches of three: neither a layout nor a batch changes a completion."""
+    """Two workers: another layout changes no completion."""
     checkpoint = straight / "checkpoints" / "step_6"
     report, samples = evaluate(
         tmp_path,
         f"policy.model={checkpoint}",
         "cluster.cpu_workers_per_node=2",
-        "eval.num_prompts_per_step=3",
         "eval.category_field=task",
     )
     for one in samples:
@@ -231,7 +226,6 @@ def test_a_checkpoint_is_evaluated_as_it_is(straight, exported, tmp_path):
     assert samples == [{k: v for k, v in one.items() if k != "category"} for one in exported[1]]
     assert report["reward"] == exported[0]["reward"]
     assert report["categories"]["chain_sum"]["reward"] == report["reward"]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_checkpoint_with_adapters_is_evaluated_with_its_own(tmp_path):
@@ -249,7 +243,7 @@ def test_a_checkpoint_with_adapters_is_evaluated_with_its_own(tmp_path):
 
 
 def test_another_checkpoint_gives_other_completions(exported, tmp_path, local_ray):
-    _, samples = evaluate(tmp_path, "eval.num_generations_per_prompt=2")
+    _, samples = evaluate(tmp_path, "validation.num_generations_per_prompt=2")
     assert [one["index"] for one in samples] == [0, 1] * 8
     assert [one["completion"] for one in samples[::2]] != [one["completion"] for one in exported[1]]
 
@@ -268,7 +262,7 @@ def test_a_checkpoint_out_of_place_or_damaged_says_so(straight, tmp_path, local_
         compose_config(ROOT / "configs", "grpo", [f"policy.model={alone}"])
 
 
-def test_rows_of_a_file_are_graded_by_their_reward_function(tmp_path, local_ray):
+def test_rows_of_a_file_are_scored_by_their_reward_function(tmp_path, local_ray):
     rows = [{"prompt": "1+1=", "answer": "2", "kind": k} for k in ("a", "b", "b")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text(
@@ -278,7 +272,7 @@ def test_rows_of_a_file_are_graded_by_their_reward_function(tmp_path, local_ray)
     options = [
         f"data.validation={tmp_path / 'rows.jsonl'}",
         f"environment.reward={tmp_path / 'mine.py'}:reward",
-        "eval.num_generations_per_prompt=2",
+        "validation.num_generations_per_prompt=2",
         "eval.majority_at=[2]",
     ]
     report, samples = evaluate(

@@ -5,20 +5,17 @@ reader makes of it (``key_probes.py``) differs, a refusal, or another test. A ke
 fails.
 """
 
-import ast
-import dataclasses
 import json
 import shutil
-from functools import cache
 
 import pytest
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from nemo_like.algorithms.distillation import run_off_policy_distillation
-from nemo_like.algorithms.sft import run_sft
-from nemo_like.config.load import load
-from nemo_like.config.schemas import SCHEMAS
+from nemo_like.algorithms.session import launch
+from nemo_like.compose import registry
+from nemo_like.compose.load import load
+from nemo_like.config.section import keys_of, section_of
 from nemo_like.errors import UserError, WaitTimeoutError
 from nemo_like.models.resolve import resolve_model
 from tests.key_loops import looped
@@ -61,36 +58,33 @@ def files(tmp_path_factory):
         "overlong_prompts": write("long.jsonl", *prompts, {"prompt": "1 " * 2000, "answer": "1"}),
         "texts": write("texts.jsonl", *texts),
         "pairs": write("pairs.jsonl", *pairs),
-        "identical_pairs": write("same.jsonl", *pairs, pairs[0] | {"rejected": "1"}),
     }
 
 
 @pytest.fixture(scope="module")
-def process_group():
+def process_group(local_ray):
     with alone():
         yield
 
 
-structured = cache(OmegaConf.structured)
+def schema_of(algorithm):
+    return registry.find(algorithm).config
 
 
 def config_of(algorithm, overrides, files):
-    schema = SCHEMAS[f"{algorithm}_schema"]
+    schema = schema_of(algorithm)
     values = [one.format(s=schema.section, **files) for one in overrides]
-    return load(OmegaConf.merge(structured(schema), OmegaConf.from_dotlist(values)))
+    defaults = OmegaConf.create(schema().model_dump())
+    return load(OmegaConf.merge(defaults, OmegaConf.from_dotlist(values)), schema)
 
 
-def leaves(schema, prefix=""):
-    for field in dataclasses.fields(schema):
-        if dataclasses.is_dataclass(field.type):
-            yield from leaves(field.type, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}"
+def keys_in(algorithm):
+    return {key for key, field in keys_of(schema_of(algorithm)) if section_of(field) is None}
 
 
 def table_of(algorithm):
     entries, small = TABLES[algorithm]
-    section = SCHEMAS[f"{algorithm}_schema"].section
+    section = schema_of(algorithm).section
     return {key.replace("{s}", section): one for key, one in by_key(entries).items()}, small
 
 
@@ -141,14 +135,14 @@ def fault(entry, algorithm, small, files, known):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_documented_key_has_its_entry(algorithm):
     table, _ = table_of(algorithm)
-    keys = set(leaves(SCHEMAS[f"{algorithm}_schema"]))
+    keys = keys_in(algorithm)
     assert {*table} == keys
     page = (ROOT / "docs" / "config.md").read_text()
     assert not [key for key in keys if f"| `{key}` |" not in page]
 
 
 def test_every_algorithm_has_its_table():
-    assert {f"{name}_schema" for name in TABLES} == {*SCHEMAS}
+    assert set(TABLES) == set(registry.names())
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -160,7 +154,7 @@ def test_every_key_has_an_effect_or_is_refused(algorithm, files, process_group):
 
 
 def test_a_key_that_nothing_reads_would_be_found(files, process_group):
-    entry = Seen("checkpoint.export=false")
+    entry = Seen("checkpoint.every_minutes=60")
     assert fault(entry, "grpo", TABLES["grpo"][1], files, {}) == "loop sees no effect"
     assert fault(Refused("run.seed=1"), "grpo", (), files, {}) == "is accepted"
 
@@ -180,7 +174,8 @@ TEXTS = (
 def test_limits_of_waits_end_a_run(files, tmp_path):
     def run(limit):
         folder = {"folder": tmp_path / limit.partition("=")[0]}
-        run_sft(config_of("sft", (*TEXTS, "sft.max_steps=1", limit), files | folder))
+        config = config_of("sft", (*TEXTS, "sft.max_steps=1", limit), files | folder)
+        launch(registry.find("sft"), config)
 
     with pytest.raises(WaitTimeoutError, match=r"0\.01 s"):
         run("cluster.start_timeout_s=0.01")
@@ -194,39 +189,13 @@ def test_limits_of_waits_end_a_run(files, tmp_path):
 def test_the_temperature_of_given_texts_reaches_both_models(files, tmp_path):
     """So high a one makes any two distributions equal; at one of 1 these are 0.1 nats apart."""
     hot = ("distillation.max_steps=1", "teacher.model={other}", "distillation.temperature=1e4")
-    run_off_policy_distillation(
-        config_of("off_policy_distillation", (*TEXTS, *hot), files | {"folder": tmp_path})
-    )
+    name = "off_policy_distillation"
+    launch(registry.find(name), config_of(name, (*TEXTS, *hot), files | {"folder": tmp_path}))
     assert 0 <= records(tmp_path)[0]["validation/loss"] < 1e-5
     assert not (tmp_path / "final").exists()
 
 
-def test_a_run_exports_its_models_unless_it_is_told_not_to():
-    """Every ``….export(…)`` of an algorithm is under ``if config.checkpoint.export``."""
-    exporting = set()
-    for path in (ROOT / "nemo_like" / "algorithms").glob("*.py"):
-        tree = ast.parse(path.read_text())
-        exports = [node for node in ast.walk(tree) if is_export(node)]
-        guarded = [
-            node
-            for guard in ast.walk(tree)
-            if isinstance(guard, ast.If) and ast.unparse(guard.test) == "config.checkpoint.export"
-            for node in ast.walk(guard)
-            if is_export(node)
-        ]
-        assert {*exports} == {*guarded}, path.name
-        exporting |= {path.stem} if exports else set()
-    assert exporting == {"grpo", "ppo", "sft", "dpo", "reward_model", "distillation"}
-
-
-def is_export(node):
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "export"
-    )
-
-
+@pytest.mark.usefixtures("local_ray")
 def test_weights_and_biases_have_the_project(files, tmp_path):
     wandb = pytest.importorskip("wandb")
     overrides = (*TEXTS, "logging.wandb=offline", "logging.wandb_project=of-this-test")

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like.advantages import (
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.losses import AdvantageConfig, LossConfig
+from nemo_like.losses.advantages import (
     gae,
     group_advantages,
     has_signal,
@@ -20,10 +23,6 @@ from nemo_like.advantages import (
     whiten,
     zero_variance_share,
 )
-from nemo_like.batch import keys
-from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import AdvantageScale, Baseline, KLEstimator
-from nemo_like.config.loss_schema import AdvantageConfig, LossConfig
 from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators, apply_loss
@@ -49,7 +48,7 @@ class Case:
 
 def advantage(rewards, baseline, scale, groups=None, valid=None):
     rewards = torch.tensor(rewards)
-    config = AdvantageConfig(baseline=Baseline(baseline), scale=AdvantageScale(scale))
+    config = AdvantageConfig(baseline=baseline, scale=scale)
     groups = torch.zeros(len(rewards)) if groups is None else torch.tensor(groups)
     count = len(rewards)
     valid = torch.tensor([True] * count if valid is None else valid, dtype=torch.bool)
@@ -87,7 +86,7 @@ def whitened(x, mask):
 
 
 def kl(d, kind):
-    return kl_estimate(torch.tensor(d), KLEstimator(kind)).tolist()
+    return kl_estimate(torch.tensor(d), kind).tolist()
 
 
 def kl_with_slope(d, kind, ratio):
@@ -96,16 +95,14 @@ def kl_with_slope(d, kind, ratio):
     d is reference - current logprob, and ``ratio`` current / old probability.
     """
     current = torch.tensor(0.0, requires_grad=True)
-    term = kl_loss(d - current, (current + math.log(ratio)).exp(), KLEstimator(kind))
+    term = kl_loss(d - current, (current + math.log(ratio)).exp(), kind)
     (slope,) = torch.autograd.grad(term, current)
     return [term.item(), slope.item()]
 
 
 def row_kl(policy, reference, lengths, mask, sample, kind):
     batch = rows_of(lengths, [0.0] * len(lengths), {}, mask, sample)
-    return kl_of_rows(
-        torch.tensor(policy), torch.tensor(reference), batch, KLEstimator(kind)
-    ).tolist()
+    return kl_of_rows(torch.tensor(policy), torch.tensor(reference), batch, kind).tolist()
 
 
 def rows_of(lengths, advantages, columns, mask=None, sample=None):
@@ -228,13 +225,13 @@ ADVANTAGES = [
          {"rewards": [1.0, 1.0, 0.0, 1.0], "groups": [0, 1, 0, 1], "baseline": "mean",
           "scale": "std"},
          [ROOT_HALF, 0, -ROOT_HALF, 0]),
-    # E23: the row that was not graded is in no statistic: others of row 0 are 0, 0.5.
-    Case("E23 not graded", advantage,
+    # E23: the row that was not scored is in no statistic: others of row 0 are 0, 0.5.
+    Case("E23 not scored", advantage,
          {"rewards": [1.0, NAN, 0.0, 0.5], "valid": [True, False, True, True],
           "baseline": "leave_one_out", "scale": "none"},
          [0.75, 0.0, -0.75, 0.0]),
     *(
-        Case(f"nothing graded, {len(valid)}", advantage,
+        Case(f"nothing scored, {len(valid)}", advantage,
              {"rewards": [NAN] * len(valid), "valid": valid, "baseline": "leave_one_out",
               "scale": "batch"},
              [0.0] * len(valid))

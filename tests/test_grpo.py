@@ -7,6 +7,9 @@ import signal
 
 import pytest
 
+from nemo_like.algorithms.grpo import loop
+from nemo_like.algorithms.sampling import start_sampling
+from nemo_like.algorithms.session import opened
 from nemo_like.errors import RunError, StoppedError, UserError
 from tests.small_runs import ROOT, SMALL_ON_A_FILE, records, run, small_config
 
@@ -89,22 +92,18 @@ def stop():
 
 def run_until(config, step, act=stop):
     """Run as ``run_grpo`` does and ``act`` in the middle of ``step``, after its rollout."""
-    from nemo_like.algorithms import grpo
-    from nemo_like.algorithms.processes import started
-    from nemo_like.algorithms.setup import prepare, start
+    with opened(config, "grpo") as session:
+        live = start_sampling(config, session)
+        next_batch = live.rollouts.next_batch
 
-    with started(config, "grpo") as processes:
-        setup = start(config, processes, prepare(config, processes.rows, processes.model_path))
-        next_batch = setup.rollouts.next_batch
-
-        def breaking(current):
-            batch = next_batch(current)
+        def breaking(current, *keep):
+            batch = next_batch(current, *keep)
             if current == step:
                 act()
             return batch
 
-        setup.rollouts.next_batch = breaking
-        grpo.train(config, setup, processes.run)
+        live.rollouts.next_batch = breaking
+        loop.train(config, live)
 
 
 def test_resuming_a_finished_run_trains_nothing_more(tmp_path, straight):
@@ -173,8 +172,11 @@ def test_every_placement_and_transport_takes_the_same_steps(tmp_path, straight_s
     same_steps(run(tmp_path, "grpo.max_steps=2", "refit.bucket_mib=1", *overrides), straight_steps)
 
 
+EARLY_LOGPROBS = ["loss.kl_coef=0.1", "loss.kl_in=reward"]
+
+
 def test_a_logprob_pass_of_its_own_changes_nothing(tmp_path, straight_steps):
-    steps = run(tmp_path, "grpo.max_steps=2", "grpo.reuse_logprobs=false")
+    steps = run(tmp_path, "grpo.max_steps=2", "mismatch.action=mask", "mismatch.max_mean_abs=9")
     same_steps(steps, straight_steps)
     entropy = straight_steps[2]["policy/entropy"]
     assert steps[2]["policy/entropy"] == pytest.approx(entropy, abs=1e-5)
@@ -183,9 +185,8 @@ def test_a_logprob_pass_of_its_own_changes_nothing(tmp_path, straight_steps):
     assert "time/logprobs_s" not in straight_steps[1]
 
 
-@pytest.mark.parametrize("reuse", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_gap_above_the_limit_stops_the_run_before_the_step(tmp_path, reuse):
-    overrides = [f"grpo.reuse_logprobs={str(reuse).lower()}"]
+@pytest.mark.parametrize("overrides", [[], pytest.param(EARLY_LOGPROBS, marks=pytest.mark.full)])
+def test_a_gap_above_the_limit_stops_the_run_before_the_step(tmp_path, overrides):
     with pytest.raises(RunError, match=r"mismatch/mean_abs=.* limit 1e-12.*mismatch.action=stop"):
         run(tmp_path, *overrides, "mismatch.action=stop", "mismatch.max_mean_abs=1e-12")
     assert list(records(tmp_path)) == [0]

@@ -6,20 +6,18 @@ from itertools import chain
 import pytest
 import torch
 
-from nemo_like.algorithms.grpo import (
+from nemo_like.algorithms.grpo.loop import (
     add_advantages,
-    batch_metrics,
     choose_rows,
-    make_loss,
-    mini_batches,
     signal,
 )
+from nemo_like.algorithms.policy_gradient import batch_metrics, make_loss, mini_batches
 from nemo_like.algorithms.self_check import RewardWatch, warn_of_adapters
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps, values
-from nemo_like.rollout.sources import _join
+from nemo_like.rollout.rounds import join
 from tests.small_runs import run, small_config
 
 
@@ -27,7 +25,7 @@ def batch_of(rewards, groups, **columns):
     count = len(rewards)
     rows = {
         keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
-        keys.PROMPT_IDS: torch.tensor(groups),
+        keys.GROUP_IDS: torch.tensor(groups),
         keys.SAMPLE_MASK: torch.ones(count, dtype=torch.bool),
         keys.NUM_LOSS_TOKENS: torch.full((count,), 8),
         keys.TRUNCATED: torch.zeros(count, dtype=torch.bool),
@@ -72,7 +70,7 @@ def one_of_each_kind():
         **{
             keys.SAMPLE_MASK: [True] * 6 + [False],
             keys.TRUNCATED: [False] * 3 + [True] + [False] * 3,
-            keys.MEAN_GAPS: [0.1] * 3 + [0.3, 0.3, 0.1, 0.1],
+            keys.MEAN_MISMATCHES: [0.1] * 3 + [0.3, 0.3, 0.1, 0.1],
             keys.NUM_LOSS_TOKENS: [8] * 5 + [0, 8],
         },
     )
@@ -138,7 +136,7 @@ def test_without_masks_a_truncated_completion_trains_and_counts():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("", "all graded completions train; set grpo.mask_truncated=true or mismatch.action=mask"),
+        ("", "all scored completions train; set grpo.mask_truncated=true or mismatch.action=mask"),
         (
             "grpo.mask_truncated=true advantage.baseline=none advantage.scale=none",
             "advantage.baseline=none and advantage.scale=none count nothing",
@@ -177,11 +175,14 @@ def test_rewards_that_teach_nothing_for_five_steps_are_said_once(caplog):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("policy.dtype=bfloat16", "With policy.lora.refit=merged in bfloat16, engines round away"),
+        (
+            "policy.dtype=bfloat16",
+            "With policy.lora.refit=merged in bfloat16, small LoRA updates are lost to",
+        ),
         ("policy.dtype=float16 policy.lora.refit=adapters", None),
         (
             "policy.dtype=bfloat16 policy.lora.refit=adapters policy.compile=true",
-            "With policy.compile=true in bfloat16, engines round away",
+            "With policy.compile=true in bfloat16, small LoRA updates are lost to",
         ),
         ("policy.dtype=float32", None),
     ],
@@ -199,7 +200,10 @@ def test_without_a_signal_dynamic_sampling_trains_on_no_penalty_either():
 
 
 def test_rows_with_too_large_a_gap_leave_the_step_and_their_groups_baseline():
-    gaps = {keys.MEAN_GAPS: [0.3, 0.1, math.nan, 0.2], keys.SAMPLE_MASK: [True, True, True, False]}
+    gaps = {
+        keys.MEAN_MISMATCHES: [0.3, 0.1, math.nan, 0.2],
+        keys.SAMPLE_MASK: [True, True, True, False],
+    }
     batch = batch_of([1, 0, 1, math.nan], [0, 0, 1, 1], **gaps)
     options = ("mismatch.action=mask", "mismatch.max_mean_abs=0.2")
     metrics = choose_rows(batch, config_of(*options))
@@ -208,7 +212,7 @@ def test_rows_with_too_large_a_gap_leave_the_step_and_their_groups_baseline():
     assert advantages(batch, *options) == [0, 0, 0, 0]  # row 1 has no sibling left
 
 
-def test_metrics_of_a_batch_count_what_trains_and_what_was_graded():
+def test_metrics_of_a_batch_count_what_trains_and_what_was_scored():
     batch = batch_of(
         [1, 0, math.nan],
         [0, 0, 0],
@@ -226,19 +230,19 @@ def test_metrics_of_a_batch_count_what_trains_and_what_was_graded():
 def test_each_pass_deals_whole_groups_to_mini_batches_anew():
     batch = batch_of([0.0] * 12, [i // 2 for i in range(12)])
     config = config_of("grpo.num_mini_batches=3", "grpo.num_epochs_per_batch=2")
-    parts = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 1)]
+    parts = [one.rows[keys.GROUP_IDS].tolist() for one in mini_batches(batch, config, 1)]
     assert [len(part) for part in parts] == [4] * 6
     for first in (0, 3):
         assert sorted(chain(*parts[first : first + 3])) == [i // 2 for i in range(12)]
     assert parts[:3] != parts[3:]
-    again = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 1)]
+    again = [one.rows[keys.GROUP_IDS].tolist() for one in mini_batches(batch, config, 1)]
     assert again == parts
-    next_step = [one.rows[keys.PROMPT_IDS].tolist() for one in mini_batches(batch, config, 2)]
+    next_step = [one.rows[keys.GROUP_IDS].tolist() for one in mini_batches(batch, config, 2)]
     assert next_step[:3] != parts[:3]
 
 
 class Sampled:
-    """A round of sampling, as ``_join`` sees it."""
+    """A round of sampling, as ``join`` sees it."""
 
     def __init__(self, first, kept):
         groups = [first, first, first + 1, first + 1]
@@ -251,8 +255,8 @@ class Sampled:
 def joined(rounds, num_prompts):
     for one in rounds:
         one.batch.rows[keys.NUM_LOSS_TOKENS] = torch.full((4,), 8)
-    batch, metrics = _join(rounds, num_prompts, {})
-    return batch.rows[keys.PROMPT_IDS].tolist(), metrics
+    batch, metrics = join(rounds, num_prompts, {})
+    return batch.rows[keys.GROUP_IDS].tolist(), metrics
 
 
 def test_groups_without_a_signal_are_replaced_by_those_of_later_rounds(caplog):

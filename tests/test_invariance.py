@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from nemo_like.config.choices import Batching, Checkpointing
 from tests.layouts import LAYOUTS
 from tests.three_steps import Outcome, merged
 
@@ -20,7 +19,7 @@ TARGET = "tests.three_steps:three_steps"
 LOSSES = ("policy_gradient", "sft", "preference")
 ROWS = (0, 1, 2, 4)
 """Of a padded micro-batch; 0: packed."""
-RECOMPUTED = (Checkpointing.none, Checkpointing.full, Checkpointing.selective)
+RECOMPUTED = ("none", "full", "selective")
 MODELS = tuple(itertools.product(("llama", "qwen2", "qwen3"), (False, True)))
 """Architecture, tied embeddings."""
 
@@ -30,7 +29,7 @@ class Case:
     layout: str
     loss_kind: str = LOSSES[0]
     rows: int = ROWS[0]
-    recomputed: Checkpointing = RECOMPUTED[0]
+    recomputed: str = RECOMPUTED[0]
     model: tuple[str, bool] = MODELS[0]
 
     def __str__(self):
@@ -89,7 +88,7 @@ def baseline(pool, four_layers):
     def get(loss_kind, model=MODELS[0]):
         if (loss_kind, model) not in results:
             rows = 2 if loss_kind == "preference" else 1
-            config = {"batching": Batching.padded, "micro_batch_size": rows}
+            config = {"batching": "padded", "micro_batch_size": rows}
             outcome = merged(pool.run(1, TARGET, four_layers(*model), config, loss_kind))
             results[loss_kind, model] = outcome
         return results[loss_kind, model]
@@ -101,8 +100,8 @@ def check(case, pool, baseline, four_layers):
     ranks, parallel = LAYOUTS[case.layout]
     config = {"parallel": parallel, "micro_batch_tokens": 64}
     if case.rows:
-        config |= {"batching": Batching.padded, "micro_batch_size": case.rows}
-    if case.recomputed is not Checkpointing.none:
+        config |= {"batching": "padded", "micro_batch_size": case.rows}
+    if case.recomputed != "none":
         config |= {"activation_checkpointing": case.recomputed, "logprob_chunk_tokens": 5}
     actual = pool.run(ranks, TARGET, four_layers(*case.model), config, case.loss_kind)
     assert_same(merged(actual), baseline(case.loss_kind, case.model))

@@ -16,14 +16,12 @@ import pytest
 import torch
 
 import nemo_like
-from nemo_like.algorithms.evaluation import run_eval
-from nemo_like.algorithms.processes import started
-from nemo_like.checkpoint import is_private, open_checkpoint, others_who_write
-from nemo_like.config.load import compose_config
+from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
+from nemo_like.run.checkpoint import is_private, open_checkpoint, others_who_write
 from tests import loaded_code
 from tests.engine_cases import CASES
-from tests.small_runs import ROOT, run
+from tests.small_runs import ROOT, run, run_config
 
 PACKAGE = Path(nemo_like.__file__).parent
 
@@ -145,11 +143,8 @@ def test_an_evaluation_does_not_run_the_code_of_another_runs_checkpoint(
     checkpoint, file = attacked(straight, tmp_path / "run", loaded_code.with_pickled_weights)
     overrides = ("generation.backend=hf", "data.num_validation_rows=4", f"run.dir={tmp_path}/eval")
     config = compose_config(ROOT / "configs", "eval", [f"policy.model={checkpoint}", *overrides])
-    with (
-        pytest.raises(UserError, match=re.escape(f"Checkpoint file {file} ")),
-        started(config, "eval") as processes,
-    ):
-        run_eval(config, processes)
+    with pytest.raises(UserError, match=re.escape(f"Checkpoint file {file} ")):
+        run_config(config)
     assert not (tmp_path / "marker").exists()
 
 
@@ -230,16 +225,14 @@ RUNS_CODE = re.compile(
 )
 OUR_PROCESSES = "what our own process sent over a channel that no other user can open"
 ALLOWED = {
-    ("environments/rewards.py", "module_spec.loader.exec_module"): (
-        "the file that the user named as code"
-    ),
-    ("generation/vllm_worker.py", "pickle.loads"): OUR_PROCESSES,
-    ("policy/checkpoint_files.py", f"{loaded_code.DCP}.state_dict_loader.load"): (
+    ("doors.py", "spec.loader.exec_module"): "the file that the user named as code",
+    ("generation/vllm/worker.py", "pickle.loads"): OUR_PROCESSES,
+    ("policy/state/checkpoint_files.py", f"{loaded_code.DCP}.state_dict_loader.load"): (
         "with a reader and a planner of ours, which unpickle nothing"
     ),
-    ("policy/files.py", f"{loaded_code.DCP}.state_dict_loader.load"): "safetensors alone",
-    ("weights/ipc.py", "multiprocessing.connection.Listener"): "a key that only our processes have",
-    ("weights/ipc.py", "multiprocessing.connection.Client"): "a key that only our processes have",
+    ("policy/state/files.py", f"{loaded_code.DCP}.state_dict_loader.load"): "safetensors alone",
+    ("refit/ipc.py", "multiprocessing.connection.Listener"): "a key that only our processes have",
+    ("refit/ipc.py", "multiprocessing.connection.Client"): "a key that only our processes have",
 }
 
 

@@ -13,12 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching
-from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.head import Head
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.logprobs import token_logprobs
 from nemo_like.policy.model import HeadSettings, LogprobModel
+from nemo_like.policy.requests import ForwardRequest
 
 TOKENS, WIDTH, VOCABULARY = 7, 8, 17
 FLOAT32_BYTES = 4
@@ -425,13 +424,13 @@ def test_a_float32_head_has_no_copy_of_weights_that_went_before(tied):
     batch = TensorBatch(
         lengths=torch.tensor([9]), tokens={keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
     )
-    inputs = model_inputs(batch, InputLayout(batching=Batching.padded))
+    inputs = model_inputs(batch, InputLayout(batching="padded"))
     head = model.get_output_embeddings().weight
     for _ in range(3):
         hidden = model.model(input_ids=ids[None]).last_hidden_state[0, :-1]
         logits = hidden.float() @ head.float().t()
         expected = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        actual = wrapped(None, Calls([Call(inputs=inputs, temperature=1.0)]))[0]
+        actual = wrapped(None, ForwardRequest(inputs=inputs, temperature=1.0))[0]
         assert (actual[1:] - expected).abs().max() < 1e-6
         # Rounded to bfloat16, logits are others.
         rounded = logits.bfloat16().float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

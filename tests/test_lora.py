@@ -2,18 +2,18 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.choices import AdapterRefit
-from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, ParallelConfig
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import ParallelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
-from nemo_like.weights.adapters import expected_adapters, is_adapter, plan_refit
-from tests.engine_cases import CASES, TOLERANCE, ddp, largest_gap
+from nemo_like.refit.adapters import expected_adapters, is_adapter, plan_refit
+from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference
 from tests.small_runs import run, small_config
 from tests.test_evaluation import evaluate
 
@@ -55,11 +55,11 @@ def test_every_layout_takes_the_same_steps(ranks, config, pool, four_layers, one
     for ours, theirs in zip(metrics, expected, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=TOLERANCE)
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], abs=TOLERANCE)
-    assert largest_gap(parameters, after) < TOLERANCE
+    assert largest_difference(parameters, after) < TOLERANCE
 
 
 def test_refits_of_adapters_carry_the_model_as_it_was_and_what_trains(pool, four_layers):
-    path, lora = four_layers(), replace(LORA["lora"], refit=AdapterRefit.adapters)
+    path, lora = four_layers(), LORA["lora"].replace(refit="adapters")
     case = f"{CASES}:refits_after_one_step", path, LORA | {"lora": lora}
     (first, later), (first_of_two, later_of_two) = (pool.run(n, *case)[0] for n in (1, 2))
     plan = [s for b in plan_refit(path, torch.float32, lora, 2**20) for s in b.slots]
@@ -68,7 +68,7 @@ def test_refits_of_adapters_carry_the_model_as_it_was_and_what_trains(pool, four
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     assert all(torch.equal(plain[name], first[name]) for name in first.keys() - later.keys())
     assert all(later[name].any() for name in later)
-    assert largest_gap(first, first_of_two) < TOLERANCE
+    assert largest_difference(first, first_of_two) < TOLERANCE
 
 
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(
@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(
 ):
     expected = pool.run(2, f"{CASES}:save_then_go_on", four_layers(), LORA, str(tmp_path))[0]
     actual = pool.run(1, f"{CASES}:load_and_go_on", four_layers(), LORA, str(tmp_path))[0]
-    assert largest_gap(actual[1], expected[1]) < TOLERANCE
+    assert largest_difference(actual[1], expected[1]) < TOLERANCE
     stored = json.loads((tmp_path / "index.json").read_text())["tensors"]
     matrices = [name for name in stored if name.startswith("model/")]
     assert matrices
@@ -93,7 +93,7 @@ def test_a_target_that_matches_no_layer_is_refused(target, pool, four_layers):
 
 
 def test_only_the_targets_train(pool, four_layers, one_rank):
-    config = LORA | {"lora": replace(LORA["lora"], targets=["q_proj", "v_proj"])}
+    config = LORA | {"lora": LORA["lora"].replace(targets=["q_proj", "v_proj"])}
     _, after = pool.run(1, f"{CASES}:train", four_layers(), config, 1)[0]
     moved = {name for name in after if not torch.equal(after[name], one_rank[0][name])}
     assert moved == {name for name in after if "q_proj." in name or "v_proj." in name}
@@ -109,7 +109,7 @@ def test_only_the_targets_train(pool, four_layers, one_rank):
         ),
         (
             ["policy.lora.rank=513", "policy.lora.refit=adapters", "generation.backend=vllm"],
-            "rank=513 is more than vLLM computes with .* set policy.lora.refit=merged",
+            "rank=513 is more than .* computes with .* set policy.lora.refit=merged",
         ),
         (["policy.lora.rank=-1"], "policy.lora.rank=-1 must be at least 0"),
         (
@@ -164,7 +164,7 @@ def test_a_run_that_refits_adapters_alone_takes_the_steps_of_one_that_merges(mer
     assert_same_training(steps, expected)
     assert any("validation/reward" in record for record in steps.values())
     assert all(steps[step]["mismatch/max_abs"] < 1e-5 for step in (1, 2, 3))
-    lora = LoraConfig(rank=4, refit=AdapterRefit.adapters)
+    lora = LoraConfig(rank=4, refit="adapters")
     specs = expected_adapters(str(resolve_model("embedded")), torch.float32, lora)
     adapter_bytes = sum(4 * math.prod(shape) for shape, _ in specs.values())
     found = {step: record.get("refit/bytes") for step, record in steps.items()}
@@ -207,5 +207,5 @@ def test_a_run_refits_merged_weights_and_exports_both_forms(merged_run):
     adapted = peft.PeftModel.from_pretrained(base, final / "adapter")
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        gap = (merged(ids).logits - adapted(ids).logits).abs().max()
-    assert gap < 1e-4
+        difference = (merged(ids).logits - adapted(ids).logits).abs().max()
+    assert difference < 1e-4

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.environments.math_reward import extract, reward, verify
+from nemo_like.rewards.math.reward import extract, reward, verify
 
 DATA = Path(__file__).parent / "data"
 
@@ -58,13 +58,13 @@ def test_boxes_have_balanced_content(response, content):
 
 
 def test_a_verdict_is_the_same_in_a_thread():
-    verdicts: list[bool] = []
+    results: list[bool] = []
     thread = threading.Thread(
-        target=lambda: verdicts.append(verify(r"\boxed{\frac12}", r"\frac{1}{2}"))
+        target=lambda: results.append(verify(r"\boxed{\frac12}", r"\frac{1}{2}"))
     )
     thread.start()
     thread.join()
-    assert verdicts == [True]
+    assert results == [True]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.mismatch import MismatchSums, gap_of_rows
+from nemo_like.losses.mismatch import MismatchSums, mismatch_of_rows
 from nemo_like.observe.metrics import merge, values
 
 CPU = torch.device("cpu")
@@ -40,16 +40,19 @@ def report(*parts):
 
 
 def test_numbers_by_hand():
-    gaps = [math.log(1.5), -math.log(2), 0.0]
+    logprob_diffs = [math.log(1.5), -math.log(2), 0.0]
     nan = math.nan
-    generation = torch.tensor([nan, *(-1.0 - gap for gap in gaps)])
+    generation = torch.tensor([nan, *(-1.0 - logprob_diff for logprob_diff in logprob_diffs)])
     numbers = report(([nan, -1.0, -1.0, -1.0], batch_of(generation, [False, True, True, True])))
     weights = [1.5, 0.5, 1.0]
     expected = {
         "mismatch/mean_abs": (math.log(1.5) + math.log(2)) / 3,
         "mismatch/max_abs": math.log(2),
         "mismatch/mean_exp_abs": (1.5 + 2 + 1) / 3,
-        "mismatch/kl": sum(w - 1 - gap for w, gap in zip(weights, gaps, strict=True)) / 3,
+        "mismatch/kl": sum(
+            w - 1 - logprob_diff for w, logprob_diff in zip(weights, logprob_diffs, strict=True)
+        )
+        / 3,
         "mismatch/effective_sample_size": 3**2 / (3 * (1.5**2 + 0.5**2 + 1)),
         "policy/logprob": -1.0,
         "policy/entropy": 3.0,
@@ -76,9 +79,9 @@ def test_gaps_of_rows_by_hand():
         },
         rows={keys.SAMPLE_MASK: torch.tensor([True, False, True])},
     )
-    gaps = gap_of_rows(torch.full((n,), -1.5), batch)
-    assert gaps.tolist()[:2] == [0.5, 0.0]  # the second row does not train
-    assert gaps[2].isnan()
+    logprob_diffs = mismatch_of_rows(torch.full((n,), -1.5), batch)
+    assert logprob_diffs.tolist()[:2] == [0.5, 0.0]  # the second row does not train
+    assert logprob_diffs[2].isnan()
 
 
 def test_equal_logprobs_have_no_gap_at_all():
@@ -89,9 +92,9 @@ def test_equal_logprobs_have_no_gap_at_all():
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-2, 3.0])
 def test_the_quantile_is_numpys_to_the_width_of_a_bin(scale):
-    gaps = np.random.default_rng(0).exponential(scale, 100_000)
-    numbers = report((-1.0 - gaps, batch_of(np.full(len(gaps), -1.0))))
-    exact = np.quantile(gaps, 0.999, method="inverted_cdf")
+    logprob_diffs = np.random.default_rng(0).exponential(scale, 100_000)
+    numbers = report((-1.0 - logprob_diffs, batch_of(np.full(len(logprob_diffs), -1.0))))
+    exact = np.quantile(logprob_diffs, 0.999, method="inverted_cdf")
     assert exact * 0.999 <= numbers["mismatch/p999_abs"] <= exact * 1.03
 
 
@@ -112,9 +115,9 @@ def test_a_gap_that_is_no_number_shows(bad):
     assert not math.isfinite(numbers["mismatch/max_abs"])
 
 
-@pytest.mark.parametrize("gap", [99.0, 250.0, math.inf, math.nan])
-def test_gaps_above_all_bins_are_in_the_last_one(gap):
-    assert report(([gap], batch_of([0.0])))["mismatch/p999_abs"] == pytest.approx(100)
+@pytest.mark.parametrize("logprob_diff", [99.0, 250.0, math.inf, math.nan])
+def test_differences_above_all_bins_are_in_the_last_one(logprob_diff):
+    assert report(([logprob_diff], batch_of([0.0])))["mismatch/p999_abs"] == pytest.approx(100)
 
 
 def test_the_kl_of_tiny_gaps_does_not_cancel():
@@ -123,9 +126,9 @@ def test_the_kl_of_tiny_gaps_does_not_cancel():
     assert numbers["mismatch/kl"] == pytest.approx(1e-14 / 2, rel=1e-6, abs=0)
 
 
-@pytest.mark.parametrize("gap", [30.0, -30.0, math.inf, -math.inf])
-def test_the_kl_is_never_negative(gap):
-    assert report(([gap], batch_of([0.0])))["mismatch/kl"] > 0
+@pytest.mark.parametrize("logprob_diff", [30.0, -30.0, math.inf, -math.inf])
+def test_the_kl_is_never_negative(logprob_diff):
+    assert report(([logprob_diff], batch_of([0.0])))["mismatch/kl"] > 0
 
 
 def test_weights_that_vanish_are_reported():
@@ -170,7 +173,7 @@ def test_every_rank_has_the_report_of_all(pool):
 
 
 def report_of_a_nan_on(bad_rank):
-    """Ranks with one token each, of which one has a gap of NaN."""
+    """Ranks with one token each, of which one has a difference of NaN."""
     policy = torch.tensor([math.nan if dist.get_rank() == bad_rank else -2.0])
     sums = MismatchSums(CPU)
     sums.add(policy, torch.ones(1), batch_of([-1.0]))

@@ -16,29 +16,28 @@ from transformers import (
 )
 
 import nemo_like
-from nemo_like.algorithms.processes import find_model
-from nemo_like.config.choices import Output
-from nemo_like.config.file_checks import check_scores
-from nemo_like.config.load import compose_config
-from nemo_like.config.model_shape import read_settings
-from nemo_like.config.policy_schema import PolicyConfig
+from nemo_like.algorithms.session import find_model
+from nemo_like.cli import main
+from nemo_like.compose.files import SHIPPED as CONFIGS
+from nemo_like.compose.load import compose_config
+from nemo_like.config.paths import check_scores
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.remote_code import set_trust
-from nemo_like.config.rollout_schema import GradingModelConfig
-from nemo_like.data.end_tokens import end_token_ids
+from nemo_like.data.tokenizer import end_token_ids
 from nemo_like.errors import UserError
 from nemo_like.generation.hf_model import build_model
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.launch.console import CONFIGS, main
+from nemo_like.models.build import model_class
 from nemo_like.models.context import context_length
 from nemo_like.models.kinds import CAUSAL_LM, CLASSIFIER, has_class
 from nemo_like.models.resolve import resolve_model
-from nemo_like.policy.export_check import check_export
-from nemo_like.policy.loading import model_architecture, model_class
-from nemo_like.policy.probe import check_architecture
-from nemo_like.policy.twin import plain_attention
-from nemo_like.rollout.reward_model import RewardModel
-from nemo_like.weights.manifest import architecture
-from nemo_like.weights.model_settings import model_settings
+from nemo_like.models.settings import model_settings
+from nemo_like.planning.model_shape import read_settings
+from nemo_like.policy.state.export_check import check_export
+from nemo_like.policy.state.probe import check_architecture
+from nemo_like.policy.state.twin import plain_attention
+from nemo_like.refit.manifest import architecture
+from nemo_like.rewards.reward_model import RewardModel
 from tests import conftest
 from tests.small_runs import run
 
@@ -124,8 +123,8 @@ def test_what_gives_values_must_have_a_class_that_scores(model, name, key, capsy
         assert "(AutoModelForSequenceClassification); use another model." in said
 
 
-def test_a_grading_model_of_an_unknown_kind_is_refused_in_a_plan_too(model, capsys):
-    key, kind = "environment.reward_model.model", "LamaForSequenceClassification"
+def test_a_reward_model_of_an_unknown_kind_is_refused_in_a_plan_too(model, capsys):
+    key, kind = "environment.reward_model", "LamaForSequenceClassification"
     path = model(model_type="lama", architectures=[kind], id2label={"0": "x"})
     with pytest.raises(SystemExit) as ended:
         main(["plan", "environment.reward=reward_model", f"{key}={path}"])
@@ -204,14 +203,14 @@ def test_a_models_config_has_no_say_in_how_it_is_computed(model, changes):
     )
     built = [
         architecture(path, torch.float32).model,
-        model_architecture(path, Output.values, torch.float32).model,
+        architecture(path, torch.float32, "values").model,
         build_model(engine),
     ]
     for one in built:
         assert one.config._attn_implementation == "sdpa"
         assert one.config._experts_implementation == "eager"
     check_architecture(path, config)
-    check_export(path, config, Output.logprobs)
+    check_export(path, config, "logprobs")
 
 
 def test_a_models_config_has_no_say_in_its_parts_either(tmp_path):
@@ -231,7 +230,7 @@ def test_configurations_are_read_in_one_place():
         for path in package.rglob("*.py")
         if re.search(r"\bAutoConfig\.|PreTrainedConfig\.from_pretrained", path.read_text())
     ]
-    assert files == ["weights/model_settings.py"]
+    assert files == ["models/settings.py"]
 
 
 @pytest.fixture
@@ -256,7 +255,7 @@ def test_the_hf_engine_computes_with_the_policys_attention(capped, tmp_path, loc
 
 
 @pytest.mark.parametrize("says", [{}, {"attn_implementation": "somebody/some-kernels"}])
-def test_a_grading_model_computes_as_its_trainer_whatever_its_config_says(capped, tmp_path, says):
+def test_a_reward_model_computes_as_its_trainer_whatever_its_config_says(capped, tmp_path, says):
     torch.manual_seed(0)
     exact = AutoModelForSequenceClassification.from_pretrained(
         capped, num_labels=1, dtype=torch.float32, attn_implementation="eager"
@@ -265,19 +264,19 @@ def test_a_grading_model_computes_as_its_trainer_whatever_its_config_says(capped
     exact.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | says))
-    grader = RewardModel(GradingModelConfig(model=str(folder)))
-    row = grader.text.encode([{"role": "user", "content": "1 + 2 ="}], "3, which is odd")
+    scorer = RewardModel(str(folder), {})
+    row = scorer.text.encode([{"role": "user", "content": "1 + 2 ="}], "3, which is odd")
     with torch.no_grad():
         score = exact(input_ids=row.ids[None]).logits.item()
-    assert grader.scores([row]) == [pytest.approx(score, abs=1e-5)]
+    assert scorer.scores([row]) == [pytest.approx(score, abs=1e-5)]
 
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [("llama", "sdpa"), ("qwen3", "sdpa"), ("gpt2", "sdpa"), ("gemma2", "eager")],
 )
-def test_only_models_that_sdpa_gets_wrong_are_graded_without_it(kind, attention, tiny_model):
-    _, settings = model_class(tiny_model(kind), Output.values)
+def test_only_models_that_sdpa_gets_wrong_are_scored_without_it(kind, attention, tiny_model):
+    _, settings = model_class(tiny_model(kind), "values")
     assert plain_attention(AutoModelForSequenceClassification, settings) == attention
 
 
@@ -309,4 +308,4 @@ def test_a_models_code_that_fails_in_the_check_of_exports_is_one_sentence(model)
     check_architecture(path, config)
     wrong = r"^policy\.model=x cannot be exported .*: .*no way back.*; use another architecture\.$"
     with pytest.raises(UserError, match=wrong):
-        check_export(path, config, Output.logprobs)
+        check_export(path, config, "logprobs")

@@ -8,9 +8,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from nemo_like.config.choices import Transport
-from nemo_like.config.plan import NodeResources, check_fits, plan_resources
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.network import (
     NodeNetwork,
     listening_address,
@@ -22,9 +20,10 @@ from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.virtual_cluster import Bundle
 from nemo_like.distributed.worker_group import worker_contexts
 from nemo_like.errors import UserError
+from nemo_like.planning.resources import NodeResources, check_fits, plan_resources
 from nemo_like.policy.worker import SenderAddress
-from nemo_like.refit.weight_sync import links_to, receivers
-from nemo_like.weights.ipc import IpcAddress
+from nemo_like.refit.ipc import IpcAddress
+from nemo_like.rollout.weight_sync import links_to, receivers
 
 
 def node(**inherited):
@@ -114,7 +113,7 @@ def test_the_configured_interface_wins_over_all(several_nodes):
 
 def test_an_interface_that_a_node_lacks_is_refused_with_those_that_it_has():
     expected = (
-        r"network_interface=eth7 is no interface of node 10\.1\.0\.5, which has eth0, ib0, lo"
+        r"network_interface=eth7 is not an interface of node 10\.1\.0\.5, which has eth0, ib0, lo"
     )
     with pytest.raises(UserError, match=expected):
         worker_environment(node(), "eth7", several_nodes=True, uses_gpus=True)
@@ -184,11 +183,11 @@ def test_what_a_worker_is_told_at_start_does_not_grow_with_the_group():
     assert sizes[1000] <= sizes[1] + 16  # digits of numbers
 
 
-@pytest.mark.parametrize("transport", [Transport.ipc, Transport.broadcast])
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 def test_what_a_refit_tells_each_side_does_not_grow_with_the_group(transport):
     sizes = {}
     for num_nodes in (1, 1000):
-        separate = None if transport is Transport.ipc else 4 * num_nodes
+        separate = None if transport == "ipc" else 4 * num_nodes
         config = ClusterConfig(
             num_nodes=num_nodes, gpus_per_node=8, num_generation_workers=separate
         )
@@ -213,7 +212,7 @@ def test_every_engine_rank_has_a_place_of_its_own_in_the_group_of_a_broadcast(
     config = ClusterConfig(gpus_per_node=num_gpus, num_generation_workers=num_apart)
     plan = plan_resources(config, tensor_parallel, engines)
     senders = [SenderAddress(ipc=None, port=40000)] * len(plan.policy)
-    links = links_to(Transport.broadcast, plan, senders, "10.0.0.1")
+    links = links_to("broadcast", plan, senders, "10.0.0.1")
     sizes = [len(replica) for replica in plan.generation]
     places = [
         link.first_rank + rank
@@ -222,13 +221,13 @@ def test_every_engine_rank_has_a_place_of_its_own_in_the_group_of_a_broadcast(
     ]
     assert places == list(range(1, 1 + sum(sizes)))  # 0 sends
     assert {link.world_size for link in links} == {1 + sum(sizes)}
-    assert receivers(Transport.broadcast, plan) == (sum(sizes), *[0] * (len(plan.policy) - 1))
+    assert receivers("broadcast", plan) == (sum(sizes), *[0] * (len(plan.policy) - 1))
 
 
-def test_leaders_of_thousands_of_ranks_are_found_at_once():
+def test_output_ranks_of_thousands_of_ranks_are_found_at_once():
     layout = RankLayout({"pp": 4, "dp": 500, "tp": 4})
     start = time.thread_time()
-    assert len(layout.leaders("dp", last="pp")) == 500
+    assert len(layout.output_ranks("dp", last="pp")) == 500
     assert time.thread_time() - start < 2
 
 

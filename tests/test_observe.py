@@ -13,15 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
-from nemo_like.config.choices import Console, WandbMode
 from nemo_like.errors import RunError
 from nemo_like.observe.console import Column, Progress, live_terminal
 from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.observe.log import setup_logging
-from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge, values
+from nemo_like.observe.metrics import Metric, Metrics, Reduce, Spans, merge, values
 from nemo_like.observe.sinks import JsonlSink, Sinks, TensorBoardSink
-from nemo_like.observe.spans import Spans
-from nemo_like.observe.trajectories import TrajectoryRow, TrajectoryWriter
 
 DEV_FULL = Path("/dev/full")  # every write to it fails with "No space left on device"
 needs_dev_full = pytest.mark.skipif(not DEV_FULL.exists(), reason="Linux only")
@@ -286,25 +283,15 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(tmp_path: Path) -> No
 
 def test_trajectories_are_readable_text_and_resume_like_metrics(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
-    writer = TrajectoryWriter(path)
+    writer = JsonlFile(path)
     for step in (1, 2):
-        writer.write(
-            TrajectoryRow(
-                step=step,
-                prompt="1 + 1 = ?",
-                completion="z\u00e9ro\u2028\n\udc9f",  # a line separator and half a character
-                reward=None,
-                metrics={"format": 1.0},
-                finish_reason="length",
-                weight_version=step - 1,
-                num_tokens=5,
-            )
-        )
+        # A line separator and half a character.
+        writer.append({"step": step, "completion": "z\u00e9ro\u2028\n\udc9f", "reward": None})
     writer.truncate_after(1)
     writer.close()
     (row,) = records_of(path)
     assert row["completion"] == "z\u00e9ro\u2028\n\udc9f"
-    assert (row["step"], row["reward"], row["weight_version"]) == (1, None, 0)
+    assert (row["step"], row["reward"]) == (1, None)
     assert "z\u00e9ro" in path.read_text(encoding="utf-8")
 
 
@@ -318,7 +305,7 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path
     config = {"generation": {"engine_kwargs": {"hf_token": "s3cret", "max_num_seqs": 4}}}
     ids = []
     for step in (1, 2):
-        sink = WandbSink(tmp_path, mode=WandbMode.offline, project="p", config=config)
+        sink = WandbSink(tmp_path, mode="offline", project="p", config=config)
         sink.log(step, {"train/loss": 0.5})
         sink.close()
         ids.append((tmp_path / "wandb_run_id").read_text().strip())
@@ -334,9 +321,9 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path
 def test_a_missing_wandb_is_named_with_its_remedy(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib; sys.modules['wandb'] = None\n"
-        "from nemo_like.observe.wandb_sink import WandbMode, WandbSink\n"
+        "from nemo_like.observe.wandb_sink import WandbSink\n"
         f"run_dir = pathlib.Path({str(tmp_path)!r})\n"
-        "WandbSink(run_dir, mode=WandbMode.offline, project='p', config={})\n"
+        "WandbSink(run_dir, mode='offline', project='p', config={})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], check=False, capture_output=True, text=True
@@ -418,9 +405,9 @@ def test_plain_lines_are_short_and_aligned(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_output_that_is_no_terminal_gets_plain_lines_unless_live_is_asked_for() -> None:
-    assert live_terminal(Console.plain) is None
-    assert live_terminal(Console.auto) is None, "pytest captures stderr"
-    terminal = live_terminal(Console.live)
+    assert live_terminal("plain") is None
+    assert live_terminal("auto") is None, "pytest captures stderr"
+    terminal = live_terminal("live")
     assert terminal is not None
     assert terminal.is_terminal
 
@@ -430,10 +417,13 @@ def test_setting_up_logging_twice_writes_each_line_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("first", "second"):
-        setup_logging(tmp_path / name)
+        undo = setup_logging(tmp_path / name)
         logging.getLogger("nemo_like.x").info("in %s", name)
         logging.getLogger("httpx").info("noise")
-    logging.getLogger("nemo_like.x").error("bad")
+        if name == "second":
+            logging.getLogger("nemo_like.x").error("bad")
+        undo()
+    logging.getLogger("nemo_like.x").error("after it")
     console = capsys.readouterr().err.splitlines()
     assert [line[9:] for line in console] == ["in first", "in second", "ERROR bad"]
     log = (tmp_path / "second" / "run.log").read_text().splitlines()

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_like.config.choices import Dtype, OptimizerKind, Output
-from nemo_like.config.memory import GIB, Role, predict_memory
-from nemo_like.config.model_shape import ModelShape, read_model_shape
-from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, PolicyConfig
-from nemo_like.launch.console import main
-from nemo_like.policy.engine import EngineSetup, TrainEngine
+from nemo_like.cli import main
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.planning.memory import GIB, Role, predict_memory
+from nemo_like.planning.model_shape import ModelShape, read_model_shape
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 from tests.key_steps import TEMPERATURE, alone, sum_of_squares
 from tests.three_steps import denominators, make_rows
 
@@ -30,16 +31,16 @@ class Watched:
     """An engine's real bytes: what stays, and gradients just before they are used."""
 
     def __init__(self, folder, config, role):
-        setup = EngineSetup(
+        setup = TrainerSetup(
             config=config,
             model_path=folder,
             max_steps=4,
-            output=Output.values if role.scalar_head else Output.logprobs,
+            output="values" if role.scalar_head else "logprobs",
             trains=role.trains,
             with_reference=role.with_reference,
         )
-        self.engine = TrainEngine(setup, torch.device("cpu"))
-        models = [*self.engine.stages, *self.engine.reference]
+        self.trainer = Trainer(setup, torch.device("cpu"))
+        models = [*self.trainer.stages, *self.trainer.reference]
         self.parameters = num_bytes(p for one in models for p in one.parameters())
         self.gradients = 0
 
@@ -48,15 +49,15 @@ class Watched:
 
         def check(_):
             self.gradients = num_bytes(
-                p.grad for one in self.engine.stages for p in one.parameters()
+                p.grad for one in self.trainer.stages for p in one.parameters()
             )
 
         known = denominators(rows)
-        self.engine.train([rows], sum_of_squares, known, TEMPERATURE, check=check)
+        self.trainer.train([rows], sum_of_squares, known, TEMPERATURE, check=check)
 
     @property
     def optimizer(self):
-        states = [s for one in chain(*self.engine.optimizers) for s in one.state.values()]
+        states = [s for one in chain(*self.trainer.optimizers) for s in one.state.values()]
         return num_bytes(v for s in states for v in s.values() if v.dim() > 0)
 
 
@@ -97,7 +98,7 @@ def test_predicted_sizes_are_those_of_a_real_engine(tiny_model, role, lora, tied
 
 def test_each_optimizer_of_adapters_has_their_state(tiny_model):
     folder = tiny_model()
-    for kind in (OptimizerKind.sgd, OptimizerKind.adamw):
+    for kind in ("sgd", "adamw"):
         config = PolicyConfig(lora=ADAPTERS, optimizer=OptimizerConfig(kind=kind))
         phases = predict_memory(read_model_shape(Path(folder)), config, 1)
         real = Watched(folder, config, Role())
@@ -143,7 +144,7 @@ def test_the_plan_of_adapters_of_unknown_layers_says_what_it_lacks(capsys):
 
 
 def test_a_student_has_shares_beside_logits_and_a_critic_has_neither():
-    config = PolicyConfig(dtype=Dtype.bfloat16, micro_batch_tokens=100, logprob_chunk_tokens=10)
+    config = PolicyConfig(dtype="bfloat16", micro_batch_tokens=100, logprob_chunk_tokens=10)
     shape = ModelShape(
         layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_dim=2, vocab=1000, tied=False
     )

@@ -12,36 +12,26 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import (
-    Attention,
-    Batching,
-    Dtype,
-    KLEstimator,
-    Normalization,
-    Transport,
-)
-from nemo_like.config.loss_schema import LossConfig
-from nemo_like.config.plan import plan_resources
-from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.losses import LossConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.waiting import wait_together
 from nemo_like.errors import RunError
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import values
-from nemo_like.policy.policy import Policy
+from nemo_like.planning.resources import plan_resources
 from nemo_like.policy.process import policy_group
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.weights.ipc import IpcLink
+from nemo_like.refit.ipc import IpcLink
+from tests.three_steps import LENGTHS, TEMPERATURE, make_rows
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 TOLERANCE = 1e-5
-TEMPERATURE = 0.7
-# Unequal on purpose: any mean of means shows.
-LENGTHS = [9, 30, 4, 17, 23, 6, 12]
-PROMPTS = [3, 10, 2, 5, 20, 3, 11]
 
 
 @contextmanager
@@ -54,7 +44,7 @@ def make_policy(
             optimizer=OptimizerConfig(lr=3e-4), max_grad_norm=0.5, **config
         )
         log_dir = str(tmp_path / "logs")
-        policy = Policy(
+        policy = RemoteModel(
             policy_config,
             cluster_config,
             policy_group(policy_config, cluster_config, cluster, log_dir=log_dir),
@@ -71,35 +61,11 @@ def make_policy(
 
 
 def make_batch():
-    """Random rows in two chunks of the object store, as replicas would leave them."""
-    generator = torch.Generator().manual_seed(3)
-    n = sum(LENGTHS)
-    mask = torch.cat(
-        [torch.arange(length) >= prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
-    )
-    whole = TensorBatch(
-        lengths=torch.tensor(LENGTHS),
-        tokens={
-            keys.INPUT_IDS: torch.randint(3, 256, (n,), generator=generator),
-            keys.LOSS_MASK: mask,
-            keys.GENERATION_LOGPROBS: -5.5 + 0.5 * torch.randn(n, generator=generator),
-        },
-    )
-    rows = {
-        keys.ADVANTAGES: torch.tensor([1.0, -0.5, 2.0, 0.3, -1.0, 0.7, 1.5]),
-        keys.SAMPLE_MASK: torch.tensor([True, True, True, False, True, True, True]),
-        keys.NUM_LOSS_TOKENS: torch.tensor(LENGTHS) - torch.tensor(PROMPTS),
-    }
-    cuts = [list(range(i, len(LENGTHS), 2)) for i in range(2)]
-    chunks = [whole.select(cut) for cut in cuts]
-    return RemoteBatch.from_chunks(
-        [ray.put(chunk) for chunk in chunks],
-        [chunk.lengths for chunk in chunks],
-        [{name: column[cut] for name, column in rows.items()} for cut in cuts],
-    )
+    """In two chunks of the object store, as replicas would leave them."""
+    return RemoteBatch.put(make_rows(preference=False), rows_per_chunk=4)
 
 
-def three_steps(policy, tmp_path, kl_coef=0.1, normalization=Normalization.token):
+def three_steps(policy, tmp_path, kl_coef=0.1, normalization="token"):
     """Losses, gradient norms and final parameters of three steps, and the first logprobs."""
     loss = ClippedPGLoss(LossConfig(kl_coef=kl_coef, normalization=normalization))
     numbers, first = [], None
@@ -121,8 +87,8 @@ def assert_same(result, expected):
     expected_numbers, expected_batch, expected_parameters = expected
     assert numbers == pytest.approx(expected_numbers, abs=TOLERANCE)
     for name in (keys.POLICY_LOGPROBS, keys.REFERENCE_LOGPROBS):
-        gap = (batch.tokens[name] - expected_batch.tokens[name]).abs().max()
-        assert gap < TOLERANCE, name
+        difference = (batch.tokens[name] - expected_batch.tokens[name]).abs().max()
+        assert difference < TOLERANCE, name
     assert parameters.keys() == expected_parameters.keys()
     for name, tensor in parameters.items():
         assert (tensor - expected_parameters[name]).abs().max() < TOLERANCE, name
@@ -164,7 +130,7 @@ def baseline(four_layers, tmp_path_factory):
         four_layers(),
         tmp_path,
         with_reference=True,
-        batching=Batching.padded,
+        batching="padded",
         micro_batch_size=1,
     ) as policy:
         return three_steps(policy, tmp_path)
@@ -174,22 +140,38 @@ def baseline(four_layers, tmp_path_factory):
 LAYOUTS = {
     "packed_small_budget": {"micro_batch_tokens": 40},
     "three_ranks_packed_small_budget": {"ranks": 3, "micro_batch_tokens": 32},
-    "two_by_tensor": {"ranks": 2, "mesh_shape": [[2], ["tp"]], "micro_batch_tokens": 64},
-    "two_by_pipeline": {"ranks": 2, "mesh_shape": [[2], ["pp"]], "micro_batch_tokens": 64},
+    "two_by_tensor": {
+        "ranks": 2,
+        "parallel": ParallelConfig(tensor_parallel_size=2),
+        "micro_batch_tokens": 64,
+    },
+    "two_by_pipeline": {
+        "ranks": 2,
+        "parallel": ParallelConfig(pipeline_parallel_size=2),
+        "micro_batch_tokens": 64,
+    },
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("packed_small_budget", marks=pytest.mark.full),  # three ranks pack, too
+        *list(LAYOUTS)[1:],
+    ],
+)
 def test_loss_gradient_and_parameters_are_those_of_one_rank(
     layout, four_layers, baseline, tmp_path
 ):
     with make_policy(four_layers(), tmp_path, with_reference=True, **LAYOUTS[layout]) as policy:
         assert_same(three_steps(policy, tmp_path), baseline)
         few = make_batch().select([0, 1])  # fewer than three ranks
-        policy.logprobs(few, kl=KLEstimator.k1)
+        policy.logprobs(few, kl="k1")
         found = few.fetch()
-    gap = found.tokens[keys.POLICY_LOGPROBS] - found.tokens[keys.REFERENCE_LOGPROBS]
-    by_row = [part[mask].sum().item() for part, mask in zip(*_by_row(found, gap), strict=True)]
+    difference = found.tokens[keys.POLICY_LOGPROBS] - found.tokens[keys.REFERENCE_LOGPROBS]
+    by_row = [
+        part[mask].sum().item() for part, mask in zip(*_by_row(found, difference), strict=True)
+    ]
     assert few.rows[keys.REFERENCE_KL].tolist() == pytest.approx(by_row, abs=TOLERANCE)
     assert min(map(abs, by_row)) > 1e-3
 
@@ -210,6 +192,21 @@ def test_logprobs_are_those_of_the_plain_model_at_the_sampling_temperature(four_
         expected = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         assert torch.allclose(actual[mask], expected[mask[1:]], atol=TOLERANCE)
         assert (actual[~mask] == 0).all()
+
+
+def test_completions_without_policy_logprobs_train_with_the_weights_that_sampled_them(
+    tiny_model, tmp_path
+):
+    loss, batch = ClippedPGLoss(LossConfig()), make_batch()
+    batch.rows[keys.WEIGHT_VERSIONS] = torch.zeros(len(LENGTHS), dtype=torch.int64)
+    with make_policy(tiny_model(), tmp_path) as policy:
+        metrics = values(policy.train(batch, loss))
+        assert metrics["mismatch/mean_abs"] > 0  # measured by the step's own forward pass
+        assert "train/max_log_ratio" not in metrics
+        with pytest.raises(AssertionError, match="need policy logprobs"):
+            policy.train(batch, loss)
+        policy.logprobs(batch)
+        assert values(policy.train(batch, loss))["train/max_log_ratio"] < 1e-5
 
 
 def test_checkpoint_continues_bit_for_bit_and_on_other_rank_counts(tiny_model, tmp_path):
@@ -261,7 +258,7 @@ def test_export_is_a_complete_folder_with_ties_and_tokenizer_as_they_were(tiny_m
 
 
 def test_bfloat16_compute_stays_near_float32(four_layers, baseline, tmp_path):
-    config = {"with_reference": True, "dtype": Dtype.bfloat16}
+    config = {"with_reference": True, "dtype": "bfloat16"}
     with make_policy(four_layers(), tmp_path, **config) as policy:
         (loss, grad_norm, *_), _, _ = three_steps(policy, tmp_path)
     (_, exact_norm, *_), _, _ = baseline
@@ -274,7 +271,7 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     from nemo_like.errors import UserError
-    from nemo_like.policy.probe import check_architecture
+    from nemo_like.policy.state.probe import check_architecture
 
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -295,9 +292,7 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
     model = str(tmp_path / "gemma")
     with pytest.raises(UserError, match=r"Gemma2ForCausalLM cannot be trained.*batching=padded"):
         check_architecture(model, PolicyConfig(model=model))
-    check_architecture(
-        model, PolicyConfig(model=model, batching=Batching.padded, attention=Attention.eager)
-    )
+    check_architecture(model, PolicyConfig(model=model, batching="padded", attention="eager"))
 
 
 def test_a_rank_waits_for_a_silent_engine_as_long_as_for_a_call_not_as_for_a_save(
@@ -305,7 +300,7 @@ def test_a_rank_waits_for_a_silent_engine_as_long_as_for_a_call_not_as_for_a_sav
 ):
     with make_policy(tiny_model(), tmp_path, call_timeout_s=2.0) as policy:
         group = policy.group.waiting(60.0)
-        (sender,) = group.call(PolicyWorker.open_sender, 1, Transport.ipc, 1 << 20)
+        (sender,) = group.call(PolicyWorker.open_sender, 1, "ipc", 1 << 20)
         accepted = group.submit(PolicyWorker.accept_receivers)
         silent = IpcLink((sender.ipc,)).receiver(0, sender.buckets, torch.device("cpu"), 60.0)
         wait_together(accepted)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from nemo_like.batch import keys
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
+from nemo_like.losses.protocol import Denominators
 from nemo_like.models.resolve import resolve_model
-from nemo_like.policy.policy import Policy
+from nemo_like.policy.remote_model import RemoteModel
 
 LENGTHS = [9, 5, 4, 7, 6, 8]
 
@@ -24,16 +25,17 @@ class Ranks:
 
     def __init__(self, count):
         self.layout, self.world_size, self.shards = RankLayout({"dp": count}), count, []
+        self.denominators = None
 
-    def scatter(self, _, shards, **how):
-        self.shards = shards
+    def scatter(self, _, shards, loss, denominators, *args, **how):
+        self.shards, self.denominators = shards, denominators
         return [{} for _ in shards]
 
 
 def trained(num_ranks, num_tokens, sample_mask=(True,) * 6, **how):
-    """The policy after a step, and what each rank was sent."""
+    """The policy after a step, the shard that each rank was sent, and what all were."""
     ranks = Ranks(num_ranks)
-    policy = Policy(
+    policy = RemoteModel(
         PolicyConfig(),
         ClusterConfig(),
         ranks,  # pyright: ignore
@@ -46,38 +48,37 @@ def trained(num_ranks, num_tokens, sample_mask=(True,) * 6, **how):
         keys.SEEDS: torch.arange(6),  # by which a row is known
     }
     policy.train(RemoteBatch(lengths=torch.tensor(LENGTHS), rows=rows), CrossEntropyLoss(), **how)
-    return policy, ranks.shards
+    return policy, ranks.shards, ranks.denominators
 
 
 def rows_of(shards):
-    return sorted(row for one in shards for row in one.shard.batch.rows[keys.SEEDS].tolist())
+    return sorted(row for one in shards for row in one.batch.rows[keys.SEEDS].tolist())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_step_divides_by_what_trains_on_all_ranks_and_sends_nothing_else(num_ranks):
     mask = [True, True, False, True, True, True]
-    policy, shards = trained(num_ranks, [3, 0, 2, 4, 1, 2], mask)
+    policy, shards, denominators = trained(num_ranks, [3, 0, 2, 4, 1, 2], mask)
     assert len(shards) == num_ranks
     assert rows_of(shards) == [0, 3, 4, 5]  # 1 has no token, 2 is masked
-    assert {one.denominators.tokens for one in shards} == {3 + 4 + 1 + 2}
-    assert {one.denominators.sequences for one in shards} == {4}
+    assert denominators == Denominators(tokens=3 + 4 + 1 + 2, sequences=4)
     for one in shards:
-        assert sum(one.shard.bin_sizes) == len(one.shard.batch)
-        assert one.shard.batch.lengths.tolist() == [
-            LENGTHS[row] for row in one.shard.batch.rows[keys.SEEDS].tolist()
+        assert sum(one.bin_sizes) == len(one.batch)
+        assert one.batch.lengths.tolist() == [
+            LENGTHS[row] for row in one.batch.rows[keys.SEEDS].tolist()
         ]
     assert policy.weight_version == 1
 
 
 def test_of_a_pair_both_rows_train_or_neither():
     mask = [True, True, True, True, True, False]
-    _, shards = trained(2, [3, 0, 2, 4, 1, 2], mask, rows_per_unit=2)
+    _, shards, denominators = trained(2, [3, 0, 2, 4, 1, 2], mask, rows_per_unit=2)
     assert rows_of(shards) == [2, 3]
-    assert {(one.denominators.tokens, one.denominators.sequences) for one in shards} == {(6, 2)}
+    assert denominators == Denominators(tokens=6, sequences=2)
 
 
 def test_a_step_on_nothing_is_no_step(caplog):
-    policy, shards = trained(2, [0] * 6)
+    policy, shards, _ = trained(2, [0] * 6)
     assert not shards
     assert policy.weight_version == 0
     assert "No row of this step trains" in caplog.text

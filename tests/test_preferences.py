@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from nemo_like.config.data_schema import IdenticalPairs, OverlongRows, PreferenceDataConfig
+from nemo_like.config.data import PairsConfig
 from nemo_like.data import preferences
 from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.reasoning_gym import reward, rows
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow
-from nemo_like.environments.reasoning_gym_reward import reward, rows
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from tests.chat_templates import (
@@ -31,7 +31,7 @@ PLAIN = {"prompt": "which?", "chosen": "good", "rejected": "bad one"}
 
 def load(chat, source, with_validation=False, micro_batch_tokens=9999, context=9999, **config):
     return preferences.load(
-        PreferenceDataConfig(train=str(source), **config),
+        PairsConfig(train=str(source), **config),
         chat,
         micro_batch_tokens=micro_batch_tokens,
         context=context,
@@ -181,7 +181,6 @@ def test_scores_that_agree_and_numbers_that_are_none_are_read(tmp_path):
         ({"prompt": "x", "completions": ["a", "b"], "ranks": [1, 1]}, r"is \[1, 1\]"),
         ({"prompt": "x", "completions": ["a", "b"], "ranks": [1]}, "two different numbers"),
         ({"prompt": "x", "completions": ["a", "b"], "ranks": ["1", "2"]}, "two different numbers"),
-        ({**PLAIN, "rejected": "good"}, r"both completions are the same.*data\.identical=drop"),
         ({**PLAIN, "images": ["x.png"]}, "'images' is not supported"),
         *(
             (
@@ -235,10 +234,10 @@ def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
         load(chat, path)
 
 
-def test_pairs_that_prefer_nothing_can_be_dropped_and_are_counted(tmp_path, caplog):
+def test_pairs_that_prefer_nothing_are_left_out_and_counted(tmp_path, caplog):
     chat = build_chat(tmp_path, QWEN)
     path = write_rows(tmp_path / "r.jsonl", {**PLAIN, "rejected": "good"}, PLAIN)
-    batch, _ = load(chat, path, identical=IdenticalPairs.drop)
+    batch, _ = load(chat, path)
     assert len(batch) == 2
     assert "dropped 1 of 2 pairs as of two completions that are the same" in caplog.text
 
@@ -251,10 +250,10 @@ def test_overlong_pairs_are_refused_dropped_whole_or_cut(tmp_path, caplog):
     limit = before + len("bad one") + 1
     with pytest.raises(UserError, match=rf"line 1: the row has {before + 28} tokens"):
         load(chat, path, max_length=limit)
-    batch, _ = load(chat, path, max_length=limit, overlong=OverlongRows.drop)
+    batch, _ = load(chat, path, max_length=limit, overlong="drop")
     assert batch.lengths.tolist() == [before + 5, limit]
     assert "dropped 1 of 2 pairs" in caplog.text
-    batch, _ = load(chat, path, max_length=limit, overlong=OverlongRows.truncate)
+    batch, _ = load(chat, path, max_length=limit, overlong="truncate")
     assert batch.lengths.tolist() == [before + 5, limit] * 2
     assert "cut 1 of 2 pairs" in caplog.text
 
@@ -264,7 +263,7 @@ def test_a_pair_is_dropped_whose_kept_tokens_differ_no_more_or_do_not_train(tmp_
     before = len(chat.render([USER]))
     late = {**PLAIN, "chosen": "same beginning", "rejected": "same beginning!"}
     path = write_rows(tmp_path / "r.jsonl", late, {**PLAIN, "prompt": "a" * 99}, PLAIN)
-    batch, _ = load(chat, path, max_length=before + 8, overlong=OverlongRows.truncate)
+    batch, _ = load(chat, path, max_length=before + 8, overlong="truncate")
     assert batch.lengths.tolist() == [before + 5, before + 8]
     assert "dropped 1 of 3 pairs as of two rows with the same first" in caplog.text
     assert "dropped 1 of 3 pairs as without a token to train" in caplog.text
@@ -290,17 +289,17 @@ def test_validation_pairs_are_no_training_pairs(tmp_path):
 
 def test_the_default_pairs_have_a_right_and_a_wrong_answer():
     tasks = {"chain_sum": {"max_terms": 2}, "prime_factorization": None}
-    config = PreferenceDataConfig(tasks=tasks)
+    config = PairsConfig(tasks=tasks)
     pairs = preferences.read(config, "reasoning_gym", 24, 3, "data.train")
     assert pairs == preferences.read(config, "reasoning_gym", 24, 3, "data.train")
     assert pairs != preferences.read(config, "reasoning_gym", 24, 4, "data.train")
     for pair, record in zip(pairs, rows(tasks, 24, 3), strict=True):
         assert pair.chosen.messages[:-1] == pair.rejected.messages[:-1]
-        graded = [
+        scored = [
             reward(completion=one.messages[-1]["content"], **record)["accuracy"]
             for one in (pair.chosen, pair.rejected)
         ]
-        assert graded == [1.0, 0.0]
+        assert scored == [1.0, 0.0]
     train, validation = load(
         ChatTokenizer(str(resolve_model("embedded"))),
         "reasoning_gym",
@@ -312,7 +311,7 @@ def test_the_default_pairs_have_a_right_and_a_wrong_answer():
 
 
 def test_a_task_whose_rows_all_have_one_answer_has_no_wrong_one():
-    config = PreferenceDataConfig()
+    config = PairsConfig()
     with pytest.raises(UserError, match=r"row 0: no other row of data\.tasks\.chain_sum"):
         preferences.read(config, "reasoning_gym", 1, 0, "data.train")
 
@@ -324,7 +323,7 @@ def test_a_pair_of_which_only_one_row_keeps_a_token_to_train_is_dropped(first):
         TokenRow(ids=torch.tensor([1, 2, index]), mask=torch.tensor(mask))
         for index, mask in enumerate(masks)
     ]
-    limit = Limit(num_tokens=1, key="data.max_length", overlong=OverlongRows.truncate)
+    limit = Limit(num_tokens=1, key="data.max_length", overlong="truncate")
     rows = LengthFilter(limit=limit)
     assert rows.fit(pair, "row 1") == []
     assert dict(rows.dropped) == {"without a token to train within the first 1": 1}

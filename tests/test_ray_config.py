@@ -9,9 +9,10 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from nemo_like.config.load import compose_raw
-from nemo_like.config.schemas import SCHEMAS
-from nemo_like.launch.console import CONFIGS, main
+from nemo_like.cli import main
+from nemo_like.compose import registry
+from nemo_like.compose.files import SHIPPED as CONFIGS
+from nemo_like.compose.load import compose_raw
 
 IMAGE = ("--image", "registry:5000/team/nemo-like:1.0-gpu")
 KUBERNETES = (*IMAGE, "--volume", "claim:/shared", "--memory", "512Gi")
@@ -106,14 +107,13 @@ def test_pods_get_named_variables_and_no_others(ray_config, monkeypatch):
         ]
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_the_job_of_every_algorithm_runs_its_script(ray_config, schema):
-    name = schema.removesuffix("_schema")
+@pytest.mark.parametrize("name", registry.names())
+def test_the_job_of_every_algorithm_runs_its_script(ray_config, name):
     spec = ray_config("rayjob", *KUBERNETES, *required(name), name, RUN_DIR)["spec"]
     assert conforms(spec, JOB)
     script = shlex.split(spec["entrypoint"])[1]
     assert (CONFIGS.parent / script).is_file()
-    assert f'main("{name}"' in (CONFIGS.parent / script).read_text()
+    assert f'train("{name}")' in (CONFIGS.parent / script).read_text()
 
 
 def required(name: str) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_like.checkpoint import Checkpoints
-from nemo_like.config.schema import CheckpointConfig
+from nemo_like.config.run import CheckpointConfig
+from nemo_like.run.checkpoint import Checkpoints
 from tests.small_runs import ROOT, SMALL, records
 
 BIN = Path(sys.executable).parent
@@ -119,7 +119,8 @@ def project_copy(folder: Path) -> Path:
     for name in ("nemo_like", "configs", "examples", ".gitignore"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
-    shutil.copytree(ROOT / "tests" / "ray_job", folder, dirs_exist_ok=True)
+    bytecode = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tests" / "ray_job", folder, dirs_exist_ok=True, ignore=bytecode)
     (folder / "runs").mkdir()
     (folder / "runs" / "large").write_text("an earlier run")
     return folder
@@ -249,7 +250,7 @@ def test_a_stopped_job_leaves_its_checkpoints_and_nothing_else(jobs, tmp_path):
     log = "/api/jobs/stopped/logs"
     wait_for("second step in the log", lambda: "step   2/500" in jobs.ask(log)["logs"])
     started = processes_of(folder)
-    assert len(started) >= 4, "a shell, the driver, the worker of each role, and graders"
+    assert len(started) >= 4, "a shell, the driver, the worker of each role, and reward processes"
     result = jobs.ray_job("stop", "stopped")
     assert result.returncode == 0, result.stdout
     assert not psutil.wait_procs(started, timeout=10)[1]
@@ -263,7 +264,7 @@ def test_a_stopped_job_leaves_its_checkpoints_and_nothing_else(jobs, tmp_path):
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Driver, workers and graders of the run in ``folder``; what they start logs there too."""
+    """Driver, workers and reward processes of a run; what they start logs in ``folder`` too."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

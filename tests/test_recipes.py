@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from nemo_like.config.load import compose_config
-from nemo_like.config.rules import value_of
+from nemo_like.compose.load import compose_config
+from nemo_like.config.section import value_of
 from tests.small_runs import ROOT, run
 
 METHODS = {

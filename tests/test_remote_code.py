@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 import nemo_like
-from nemo_like.config.choices import Output
 from nemo_like.config.remote_code import set_trust, trust_variables
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.generation.vllm_settings import engine_args
+from nemo_like.generation.vllm.settings import engine_args
+from nemo_like.models.build import model_class
 from nemo_like.models.resolve import resolve_model
-from nemo_like.policy.loading import model_class
-from nemo_like.weights.manifest import expected_tensors
+from nemo_like.refit.manifest import expected_tensors
 from tests.small_runs import ROOT, SMALL, run
 
 CODE = """
@@ -81,7 +80,7 @@ COMMANDS = {
     "train": ["examples/run_grpo.py"],
     "sft": ["examples/run_sft.py"],
     "eval": ["examples/run_eval.py"],
-    "plan": [str(Path(sys.executable).with_name("nemo-like")), "plan", "grpo"],
+    "plan": ["-c", "from nemo_like.cli import main; main()", "plan", "grpo"],
 }
 
 
@@ -111,7 +110,7 @@ def test_code_of_a_model_is_refused_without_a_question(command, unknown, marker,
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("key", ["teacher.model", "critic.model", "environment.reward_model.model"])
+@pytest.mark.parametrize("key", ["teacher.model", "critic.model", "environment.reward_model"])
 def test_code_of_other_models_is_refused_under_their_own_keys(key, unknown, marker):
     with pytest.raises(UserError, match=rf"^{key}=.* has code of its own .*policy\.trust_remote"):
         resolve_model(str(unknown), key)
@@ -139,7 +138,7 @@ def test_where_transformers_has_the_classes_it_takes_these(known, marker):
     with_own_tokenizer(known, "PreTrainedTokenizerFast")
     path = str(resolve_model(str(known)))
     assert ChatTokenizer(path).token_ids()
-    _, settings = model_class(path, Output.logprobs)
+    _, settings = model_class(path, "logprobs")
     assert type(settings).__name__ == "LlamaConfig"
     import torch
 
@@ -208,5 +207,5 @@ def test_every_call_that_loads_a_model_says_whether_its_code_is_trusted():
             said = {one.arg: ast.unparse(one.value) for one in node.keywords}
             if said.get("trust_remote_code") not in ("False", "trusts_code()"):
                 silent.append(f"{path.relative_to(package)}:{node.lineno}")
-    assert found > 10
+    assert found >= 10
     assert not silent

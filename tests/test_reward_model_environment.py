@@ -1,4 +1,4 @@
-"""Completions are graded by a reward model exactly as its trainer would score them."""
+"""Completions are scored by a reward model exactly as its trainer would score them."""
 
 import asyncio
 import json
@@ -12,17 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from nemo_like.algorithms.reward_model import run_reward_model
-from nemo_like.algorithms.rows import read_rows
-from nemo_like.algorithms.setup import prepare
-from nemo_like.config.file_checks import GRADER_KEY
-from nemo_like.config.load import compose_config
-from nemo_like.config.rollout_schema import EnvironmentConfig, GradingModelConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.paths import REWARD_MODEL_KEY
+from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.errors import UserError
-from nemo_like.models.resolve import resolve_model
-from nemo_like.rollout.graders import start_pool
-from nemo_like.rollout.reward_model import RewardModel
-from tests.small_runs import ROOT, SEEDS, records, run, small_config
+from nemo_like.rewards.environment import start_pool
+from nemo_like.rewards.reward_model import RewardModel
+from tests.small_runs import ROOT, SEEDS, prompts_of, records, run, run_config, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -50,28 +46,27 @@ def trained(tmp_path_factory):
             f"run.dir={folder}/run",
         ],
     )
-    run_reward_model(config)
+    run_config(config)
     return SimpleNamespace(final=folder / "run" / "final", said=records(folder / "run")[6])
 
 
 @pytest.fixture(scope="module")
 def scorer(trained):
     """The model in this process, one text at a time."""
-    model = RewardModel(environment(trained.final).reward_model)
+    model = RewardModel(str(trained.final), {})
     return lambda messages, text: model.scores([model.text.encode(messages, text)])[0]
 
 
 def environment(model):
-    config = GradingModelConfig(model=str(model))
-    return EnvironmentConfig(reward="reward_model", reward_model=config)
+    return EnvironmentConfig(reward="reward_model", reward_model=str(model))
 
 
-def graded(model, conversations):
+def scored(model, conversations):
     pool = start_pool(environment(model))
 
     async def all_of_them():
         return await asyncio.gather(
-            *(pool.grade("", text, {"messages": messages}) for messages, text in conversations)
+            *(pool.score("", text, {"messages": messages}) for messages, text in conversations)
         )
 
     try:
@@ -84,21 +79,21 @@ def asked(prompt):
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
 
 
-def test_a_grade_is_the_score_that_the_trainer_gives_the_same_text(trained, scorer):
+def test_a_reward_is_the_score_that_the_trainer_gives_the_same_text(trained, scorer):
     texts = [(asked(p), text) for p, *pair in HELD_OUT for text in pair]
     alone = [scorer(*one) for one in texts]
     for i, name in enumerate(("chosen", "rejected")):
         mean = sum(alone[i::2]) / len(HELD_OUT)
         assert mean == pytest.approx(trained.said[f"validation/{name}_reward"], abs=2e-6)
     assert len({round(score, 3) for score in alone}) == len(texts)
-    too_long, *grades = graded(trained.final, [(asked("1"), "1" * 600), *texts])  # one batch
-    assert [grade.reward for grade in grades] == pytest.approx(alone, abs=2e-6)
+    too_long, *results = scored(trained.final, [(asked("1"), "1" * 600), *texts])  # one batch
+    assert [score.reward for score in results] == pytest.approx(alone, abs=2e-6)
     assert too_long.reward is None
     assert "tokens, and its context is 512" in too_long.error
 
 
 def test_a_text_has_one_score_whatever_it_is_batched_with(trained):
-    model = RewardModel(environment(trained.final).reward_model)
+    model = RewardModel(str(trained.final), {})
 
     def rows(*texts):
         return [model.text.encode([{"role": "user", "content": "1 + 2 ="}], one) for one in texts]
@@ -129,7 +124,7 @@ def test_grpo_learns_what_a_reward_model_likes(trained, seed, tmp_path):
     steps = run(
         tmp_path,
         "environment.reward=reward_model",
-        f"environment.reward_model.model={trained.final}",
+        f"environment.reward_model={trained.final}",
         f"run.seed={seed}",
         "grpo.max_steps=10",
         "validation.every_steps=10",
@@ -146,13 +141,13 @@ def test_grpo_learns_what_a_reward_model_likes(trained, seed, tmp_path):
 def damaged(good, folder, kind):
     """A copy of the reward model that is none, and what is said of it."""
     if kind == "absent":
-        return folder, f"{GRADER_KEY}={folder}: no such folder"
+        return folder, f"{REWARD_MODEL_KEY}={folder}: no such folder"
     shutil.copytree(good, folder)
     settings = json.loads((folder / "config.json").read_text())
     match kind:
         case "language model":
             settings["architectures"] = ["LlamaForCausalLM"]
-            said = "is no reward model: a LlamaForCausalLM has no scalar head"
+            said = "is not a reward model: a LlamaForCausalLM has no scalar head"
         case "classifier":
             settings["id2label"] = {"0": "bad", "1": "good"}
             said = "its LlamaForSequenceClassification has 2 labels, and a score is one number"
@@ -169,10 +164,6 @@ def damaged(good, folder, kind):
     return folder, said
 
 
-def prepared(config):
-    return prepare(config, read_rows(config), str(resolve_model("embedded")))
-
-
 @pytest.mark.parametrize(
     "kind", ["absent", "language model", "classifier", "no template", "picky template"]
 )
@@ -180,9 +171,9 @@ def test_a_folder_that_is_no_reward_model_is_refused_before_anything_starts(
     trained, kind, tmp_path
 ):
     folder, said = damaged(trained.final, tmp_path / "model", kind)
-    reward = ("environment.reward=reward_model", f"{GRADER_KEY}={folder}")
+    reward = ("environment.reward=reward_model", f"{REWARD_MODEL_KEY}={folder}")
     with pytest.raises(UserError, match=re.escape(said)):
-        prepared(small_config(tmp_path / "run", *reward))
+        prompts_of(small_config(tmp_path / "run", *reward))
 
 
 def test_what_only_loading_shows_is_one_sentence_too(trained, tmp_path, monkeypatch):
@@ -192,10 +183,10 @@ def test_what_only_loading_shows_is_one_sentence_too(trained, tmp_path, monkeypa
     del weights["score.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="no whole reward model: its files lack score"):
-        RewardModel(environment(folder).reward_model)
+        RewardModel(str(folder), {})
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
-    with pytest.raises(UserError, match="GiB in every grading process, and each may use 0"):
-        RewardModel(environment(trained.final).reward_model)
+    with pytest.raises(UserError, match="GiB in every reward process, and each may use 0"):
+        RewardModel(str(trained.final), {})
 
 
 def test_another_template_is_allowed_and_said(trained, tmp_path, caplog):
@@ -203,17 +194,17 @@ def test_another_template_is_allowed_and_said(trained, tmp_path, caplog):
     shutil.copytree(trained.final, folder)
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text("Judge this: " + template)
-    reward = ("environment.reward=reward_model", f"{GRADER_KEY}={folder}")
-    prepared(small_config(tmp_path / "run", *reward))
+    reward = ("environment.reward=reward_model", f"{REWARD_MODEL_KEY}={folder}")
+    prompts_of(small_config(tmp_path / "run", *reward))
     assert "template or end tokens are not the policy's" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["environment.reward=reward_model"], f"{GRADER_KEY} is not set"),
+        (["environment.reward=reward_model"], f"{REWARD_MODEL_KEY} is not set"),
         (
-            [f"{GRADER_KEY}=embedded"],
+            [f"{REWARD_MODEL_KEY}=embedded"],
             "would have no effect: environment.reward is not reward_model",
         ),
     ],

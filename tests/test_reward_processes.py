@@ -16,25 +16,25 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from nemo_like.config.plan import plan_resources
-from nemo_like.config.rollout_schema import EnvironmentConfig
-from nemo_like.config.schema import ClusterConfig
-from nemo_like.environments import variables
-from nemo_like.environments.frames import (
+from nemo_like.config.run import ClusterConfig
+from nemo_like.config.sampling import EnvironmentConfig
+from nemo_like.errors import UserError
+from nemo_like.planning.resources import plan_resources
+from nemo_like.rewards import variables
+from nemo_like.rewards.environment import start_pool
+from nemo_like.rewards.frames import (
     FrameError,
     Frames,
     PlainDataError,
+    read_result,
     read_rows,
-    read_verdict,
+    result_frame,
     rows_frame,
-    verdict_frame,
     write_row,
 )
-from nemo_like.environments.grading_pool import GradingPool, memory_share
-from nemo_like.environments.protocol import GradingRow, Verdict
-from nemo_like.errors import UserError
-from nemo_like.rollout.dropped_metrics import DroppedMetrics
-from nemo_like.rollout.graders import start_pool
+from nemo_like.rewards.pool import RewardPool, memory_share
+from nemo_like.rewards.protocol import RewardResult, RewardRow
+from nemo_like.rollout.rounds import warn_of_dropped
 from tests.small_runs import small_config
 
 REWARDS = '''
@@ -51,7 +51,7 @@ class Bomb:
 def frame(payload):
     return struct.pack(">I", len(payload)) + payload
 
-def verdict(**changes):
+def result(**changes):
     said = {"id": "0" * 32, "reward": 99.0, "metrics": {}, "error": None, "answer": None,
             "dropped": {}, "spent": None} | changes
     return frame(json.dumps(said).encode())
@@ -62,7 +62,7 @@ def written(what):
         "garbage": b"hello, pool, how are you?",
         "pickle": struct.pack("!i", len(bomb)) + bomb,
         "framed pickle": frame(bomb),
-        "forged": verdict(),
+        "forged": result(),
         "forged list": frame(b"[1.0]"),
         "first word": frame(b'{"refused": "no", "is_concurrent": true}'),
         "deep": frame(b"[" * 100_000),
@@ -104,7 +104,7 @@ def by_completion(prompt, completion, **fields):
         try:
             bytearray(4 << 30)
         except MemoryError as error:
-            raise RuntimeError("grading failed") from error
+            raise RuntimeError("the reward failed") from error
     if how == "open":
         resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
         FILES.append(open("/dev/null"))
@@ -208,14 +208,14 @@ def reward_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start(reward_file, home):
     """Starts pools, one of each kind, that see ``home`` as their HOME."""
-    pools: dict[str, GradingPool] = {}
+    pools: dict[str, RewardPool] = {}
 
     def started(function, **settings):
         key = json.dumps([function, settings])
         if key not in pools:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("HOME", str(home))
-                pools[key] = GradingPool(f"{reward_file}:{function}", **settings)
+                pools[key] = RewardPool(f"{reward_file}:{function}", **settings)
         return pools[key]
 
     yield started
@@ -233,9 +233,9 @@ def judges(start):
     return start("judge", timeout_s=2.0, memory_limit_bytes=1 << 30)
 
 
-def grade(pool, *completions):
+def score(pool, *completions):
     async def all_of_them():
-        return await asyncio.gather(*(pool.grade("p", c, {}) for c in completions))
+        return await asyncio.gather(*(pool.score("p", c, {}) for c in completions))
 
     return asyncio.run(all_of_them())
 
@@ -246,22 +246,22 @@ def grade(pool, *completions):
         ("write garbage", f"{SOCKET}: a frame of 1751477356 bytes"),
         ("write pickle", f"{SOCKET}: a frame that is not JSON"),
         ("write framed pickle", f"{SOCKET}: a frame that is not JSON"),
-        ("write forged", f"{SOCKET}: a verdict on a row that it does not hold"),
+        ("write forged", f"{SOCKET}: a result on a row that it does not hold"),
         ("write forged list", f"{SOCKET}: a value that is not an object"),
-        ("write first word", f"{SOCKET}: a frame that is not a verdict"),
+        ("write first word", f"{SOCKET}: a frame that is not a result"),
         ("write deep", f"{SOCKET}: a frame that is not JSON"),
         ("write long", f"{SOCKET}: a frame of {2 << 30} bytes"),
         ("write empty", f"{SOCKET}: a frame that is not JSON"),
         ("write latin", f"{SOCKET}: a frame that is not JSON"),
         ("stall half", "took longer than 2 s"),
-        ("close", "the grading process "),
+        ("close", "the reward process "),
         ("large", "returned 2097"),
     ],
 )
 def test_what_a_reward_writes_to_its_socket_costs_its_row_and_never_runs(
     pool, home, completion, reason
 ):
-    (before, failed), (after,) = grade(pool, "good", completion), grade(pool, "good")
+    (before, failed), (after,) = score(pool, "good", completion), score(pool, "good")
     assert failed.reward is None
     assert reason in failed.error
     assert (before.reward, after.reward) == (1.0, 1.0)
@@ -277,32 +277,32 @@ def test_the_bomb_of_these_tests_would_leave_its_marker(tmp_path):
 
 @pytest.mark.parametrize("what", ["garbage", "forged", "half"])
 def test_what_arrives_between_two_rows_costs_neither(pool, what):
-    (before,) = grade(pool, f"later {what}")
+    (before,) = score(pool, f"later {what}")
     time.sleep(0.2)
-    (after,) = grade(pool, "good")
+    (after,) = score(pool, "good")
     assert (before.reward, after.reward) == (1.0, 1.0)
     assert after.metrics["pid"] != before.metrics["pid"], "a new process"
 
 
 def test_what_a_reward_forks_has_no_socket(pool):
-    before, child, after = grade(pool, "good", "child garbage", "good")
+    before, child, after = score(pool, "good", "child garbage", "good")
     assert child.error is None
     assert before.metrics["pid"] == child.metrics["pid"] == after.metrics["pid"]
 
 
 def test_a_reward_that_reads_the_pools_words_costs_a_row_at_most(pool):
-    rewards = [grade(pool, completion)[0].reward for completion in ("steal", *["good"] * 4)]
+    rewards = [score(pool, completion)[0].reward for completion in ("steal", *["good"] * 4)]
     assert rewards[0] == 1.0
     assert rewards.count(1.0) >= 4
 
 
 def test_a_module_that_writes_to_its_socket_is_refused(tmp_path):
     (tmp_path / "noisy.py").write_text("import os, sys\nos.write(int(sys.argv[1]), b'hello' * 9)\n")
-    with pytest.raises(UserError, match=f"noisy.py:f: the grading process {SOCKET}"):
-        GradingPool(f"{tmp_path}/noisy.py:f")
+    with pytest.raises(UserError, match=f"noisy.py:f: the reward process {SOCKET}"):
+        RewardPool(f"{tmp_path}/noisy.py:f")
 
 
-GOOD = Verdict(reward=0.5, metrics={"a": 1.0}, answer="x", dropped={"b": "it is a str"})
+GOOD = RewardResult(reward=0.5, metrics={"a": 1.0}, answer="x", dropped={"b": "it is a str"})
 
 
 @pytest.mark.parametrize(
@@ -330,32 +330,32 @@ GOOD = Verdict(reward=0.5, metrics={"a": 1.0}, answer="x", dropped={"b": "it is 
     ],
 )
 def test_a_verdict_of_another_shape_is_refused(changes):
-    frame = verdict_frame("id", GOOD)
-    assert read_verdict(frame[4:]) == ("id", GOOD)
+    frame = result_frame("id", GOOD)
+    assert read_result(frame[4:]) == ("id", GOOD)
     said = json.loads(frame[4:]) | changes
     said = {key: value for key, value in said.items() if value is not ...}
     with pytest.raises(FrameError):
-        read_verdict(json.dumps(said).encode())
+        read_result(json.dumps(said).encode())
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000])
 def test_numbers_that_are_not_finite_are_refused(number):
-    payload = verdict_frame("id", GOOD)[4:].replace(b"0.5", number.encode())
+    payload = result_frame("id", GOOD)[4:].replace(b"0.5", number.encode())
     with pytest.raises(FrameError):
-        read_verdict(payload)
+        read_result(payload)
 
 
-def test_bytes_changed_at_random_are_refused_or_a_verdict():
+def test_bytes_changed_at_random_are_refused_or_a_result():
     draw, kinds = random.Random(0), Counter()
     for _ in range(2000):
-        stream = bytearray(verdict_frame("id", GOOD) * 2)
+        stream = bytearray(result_frame("id", GOOD) * 2)
         for _ in range(draw.randint(1, 3)):
             stream[draw.randrange(len(stream))] = draw.randrange(256)
         frames = Frames(1 << 20)
         try:
             for cut in range(0, len(stream), 7):  # as a socket may deliver them
                 for payload in frames.feed(bytes(stream[cut : cut + 7])):
-                    assert isinstance(read_verdict(payload)[1], Verdict)
+                    assert isinstance(read_result(payload)[1], RewardResult)
                     kinds["read"] += 1
         except FrameError:
             kinds["refused"] += 1
@@ -376,18 +376,18 @@ def test_bytes_changed_at_random_are_refused_or_a_verdict():
 )
 def test_fields_that_json_would_change_are_refused(value, reason):
     with pytest.raises(PlainDataError, match=reason):
-        write_row(GradingRow("id", "p", "c", {"field": value}))
+        write_row(RewardRow("id", "p", "c", {"field": value}))
 
 
 def test_fields_of_plain_data_arrive_as_they_are():
     fields = {"a": [1, 2.5, 1e-300, True, None, {"b": "\ud800 é"}], "n": 2**70, "": []}
-    rows = [GradingRow(str(i), "p\0", "c\udfff", fields) for i in range(3)]
+    rows = [RewardRow(str(i), "p\0", "c\udfff", fields) for i in range(3)]
     (payload,) = Frames(1 << 20).feed(rows_frame([write_row(row) for row in rows]))
     assert read_rows(payload) == rows
 
 
 def test_text_that_no_file_could_hold_is_escaped(pool):
-    (odd,) = grade(pool, "surrogate")
+    (odd,) = score(pool, "surrogate")
     assert odd.answer == "a\\udfff"
     assert odd.metrics == {"\\ud800": 1.0}
 
@@ -400,7 +400,7 @@ def test_a_reward_sees_listed_variables_only(start, monkeypatch):
         monkeypatch.setenv(name, "/tmp")
     monkeypatch.setenv("HTTP_PROXY", "http://me:secret@proxy:3128")
     pool = start("by_completion", pass_variables=["OPENAI_API_KEY"])
-    seen = json.loads(grade(pool, "environment")[0].answer)
+    seen = json.loads(score(pool, "environment")[0].answer)
     assert seen.pop("OPENAI_API_KEY") == "secret"
     assert "secret" not in json.dumps(seen)
     for name in ("PATH", "HOME", "LC_ALL", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TMPDIR"):
@@ -414,15 +414,15 @@ def test_a_reward_sees_listed_variables_only(start, monkeypatch):
 def test_a_variable_that_is_missed_is_named_with_its_key(start, monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
     pool = start("by_completion", timeout_s=2.0)
-    (failed,) = grade(pool, "need JUDGE_API_KEY")
+    (failed,) = score(pool, "need JUDGE_API_KEY")
     hint = "do not get JUDGE_API_KEY (set environment.pass_variables=[JUDGE_API_KEY])"
     assert hint in failed.error
     assert "KeyError: 'JUDGE_API_KEY'" in failed.error
-    (failed,) = grade(pool, "need NOT_SET_AT_ALL")
+    (failed,) = score(pool, "need NOT_SET_AT_ALL")
     assert "pass_variables" not in failed.error
     (tmp_path / "needs.py").write_text("import os\nKEY = os.environ['JUDGE_API_KEY']\n")
     with pytest.raises(UserError, match=re.escape(hint)):
-        GradingPool(f"{tmp_path}/needs.py:f")
+        RewardPool(f"{tmp_path}/needs.py:f")
     with pytest.raises(UserError, match="NOT_SET_AT_ALL is not set where the engines run"):
         start("by_completion", pass_variables=["NOT_SET_AT_ALL"])
 
@@ -439,29 +439,31 @@ def test_a_value_among_the_names_is_refused_and_not_shown(tmp_path):
 
 def test_a_leak_costs_no_row(start):
     pool = start("by_completion", timeout_s=20.0, memory_limit_bytes=1 << 30)
-    grades = grade(pool, *["leak"] * 45)
-    assert [g.error for g in grades] == [None] * 45
-    assert 3 <= len({g.metrics["pid"] for g in grades}) <= 8
+    results = score(pool, *["leak"] * 45)
+    assert [g.error for g in results] == [None] * 45
+    assert 3 <= len({g.metrics["pid"] for g in results}) <= 8
 
 
-@pytest.mark.parametrize(("completion", "reason"), [("hog", "Memory"), ("wrapped", "grading")])
+@pytest.mark.parametrize(
+    ("completion", "reason"), [("hog", "Memory"), ("wrapped", "reward failed")]
+)
 def test_a_process_that_ran_out_of_memory_is_replaced(pool, completion, reason):
-    before, failed, after = grade(pool, "good", completion, "good")
+    before, failed, after = score(pool, "good", completion, "good")
     assert reason in failed.error
     assert after.metrics["pid"] != before.metrics["pid"]
 
 
 def test_a_function_that_leaks_files_loses_one_row_a_process(start):
     pool = start("by_completion", timeout_s=20.0)
-    grades = grade(pool, *["open"] * 160)
-    failed = [g.error for g in grades if g.reward is None]
+    results = score(pool, *["open"] * 160)
+    failed = [g.error for g in results if g.reward is None]
     assert all("Too many open files" in error for error in failed)
     assert len(failed) <= 3
 
 
 def test_a_process_is_replaced_after_a_number_of_rows(start):
     pool = start("by_completion", most_rows=4)
-    pids = [g.metrics["pid"] for g in grade(pool, *["good"] * 10)]
+    pids = [g.metrics["pid"] for g in score(pool, *["good"] * 10)]
     assert list(Counter(pids).values()) == [4, 4, 2]
 
 
@@ -485,15 +487,15 @@ def reward(prompt, completion, **_):
 
 def test_rows_that_wait_do_not_start_one_process_each_when_none_can_load(tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS)
-    pool = GradingPool(f"{tmp_path}/breaks.py:reward", num_processes=2)
+    pool = RewardPool(f"{tmp_path}/breaks.py:reward", num_processes=2)
     try:
         assert (tmp_path / "loads").read_text() == "xx"
-        grades = grade(pool, *["die"] * 2, *["good"] * 30)
-        assert [g.reward for g in grades] == [None] * 32
-        assert "the disk is gone" in grades[-1].error
+        results = score(pool, *["die"] * 2, *["good"] * 30)
+        assert [g.reward for g in results] == [None] * 32
+        assert "the disk is gone" in results[-1].error
         assert (tmp_path / "loads").read_text() == "xxxxxx"  # each of the two tried it twice
         (tmp_path / "broken").unlink()
-        assert [g.reward for g in grade(pool, *["good"] * 4)] == [1.0] * 4
+        assert [g.reward for g in score(pool, *["good"] * 4)] == [1.0] * 4
     finally:
         pool.shutdown()
 
@@ -508,7 +510,7 @@ time.sleep(600)
 """
 KILL = """
 import os, sys
-from nemo_like.environments.process_tree import kill_tree
+from nemo_like.rewards.process_tree import kill_tree
 os.setuid(65534)
 kill_tree(int(sys.argv[1]))
 """
@@ -532,62 +534,61 @@ def test_the_engines_of_a_node_share_its_memory(reward_file):
     assert plan.engines_per_node == 6
     environment = EnvironmentConfig(reward=f"{reward_file}:by_completion", num_processes=2)
     for engines, gib, limit in ((6, None, memory_share(12)), (6, 0.75, 3 << 28)):
-        environment.process_memory_gib = gib
-        pool = start_pool(environment, engines)
-        assert grade(pool, "limit")[0].reward == limit
+        pool = start_pool(environment.replace(process_memory_gib=gib), engines)
+        assert score(pool, "limit")[0].reward == limit
         pool.shutdown()
     assert memory_share(12) == pytest.approx(memory_share(1) / 12, abs=1)
 
 
 def test_async_rewards_run_at_once_on_one_loop(judges):
-    grade(judges, "warm up")
+    score(judges, "warm up")
     seconds = []
     for _ in range(3):  # the machine may be busy
         start = time.monotonic()
-        grades = grade(judges, *["sleep 0.25"] * 32)
+        results = score(judges, *["sleep 0.25"] * 32)
         seconds.append(time.monotonic() - start)
-        assert [g.reward for g in grades] == [1.0] * 32
+        assert [g.reward for g in results] == [1.0] * 32
     assert min(seconds) <= 0.5
-    grades += grade(judges, "later", "still later")
-    assert all(g.metrics["same_loop"] for g in grades)
-    assert len({g.metrics["pid"] for g in grades}) == 1
+    results += score(judges, "later", "still later")
+    assert all(g.metrics["same_loop"] for g in results)
+    assert len({g.metrics["pid"] for g in results}) == 1
 
 
 def test_no_more_rows_run_at_once_than_the_limit(start):
     pool = start("judge", concurrency=3, num_processes=2)
-    grades = grade(pool, *["sleep 0.02"] * 24)
-    assert {g.metrics["at_once"] for g in grades[-4:]} == {3.0}
-    share = Counter(g.metrics["pid"] for g in grades)
+    results = score(pool, *["sleep 0.02"] * 24)
+    assert {g.metrics["at_once"] for g in results[-4:]} == {3.0}
+    share = Counter(g.metrics["pid"] for g in results)
     assert sorted(share.values())[0] >= 3, share
     assert len(share) == 2
 
 
 def test_async_rows_that_end_at_the_same_time_leave_nothing_to_later_ones(judges):
-    grade(judges, *["together"] * 3)
-    assert grade(judges, "x")[0].metrics["alarm"] == 0
+    score(judges, *["together"] * 3)
+    assert score(judges, "x")[0].metrics["alarm"] == 0
 
 
 def test_a_process_that_starts_again_holds_up_no_other(start):
     pool = start("judge", num_processes=2, timeout_s=5.0)
 
     async def while_one_starts():
-        await pool.grade("p", "die", {})
-        first = asyncio.create_task(pool.grade("p", "x", {}))
+        await pool.score("p", "die", {})
+        first = asyncio.create_task(pool.score("p", "x", {}))
         await asyncio.sleep(0.1)
-        rows = [pool.grade("p", "sleep 0.02", {}) for _ in range(8)]
+        rows = [pool.score("p", "sleep 0.02", {}) for _ in range(8)]
         return await asyncio.gather(first, *rows)
 
-    grades = asyncio.run(while_one_starts())
-    assert [g.reward for g in grades] == [1.0] * 9
-    assert max(g.metrics["at_once"] for g in grades) >= 4
+    results = asyncio.run(while_one_starts())
+    assert [g.reward for g in results] == [1.0] * 9
+    assert max(g.metrics["at_once"] for g in results) >= 4
 
 
 def test_a_process_that_cannot_start_again_leaves_no_row_waiting(reward_file, monkeypatch):
-    pool = GradingPool(f"{reward_file}:judge", concurrency=1)
+    pool = RewardPool(f"{reward_file}:judge", concurrency=1)
     monkeypatch.setattr(sys, "executable", "/missing/python")
 
     async def all_of_them():
-        rows = (pool.grade("p", completion, {}) for completion in ("die 0.3", "x", "x", "x"))
+        rows = (pool.score("p", completion, {}) for completion in ("die 0.3", "x", "x", "x"))
         return await asyncio.wait_for(asyncio.gather(*rows, return_exceptions=True), 10)
 
     died, *others = asyncio.run(all_of_them())
@@ -606,47 +607,47 @@ def test_a_process_that_cannot_start_again_leaves_no_row_waiting(reward_file, mo
     ],
 )
 def test_an_async_row_that_fails_costs_itself_only(judges, completion, reason):
-    grades = grade(judges, "sleep 0.3", completion, "sleep 0.5")
-    assert reason in grades[1].error
-    assert [g.reward for g in grades] == [1.0, None, 1.0]
-    assert [g.reward for g in grade(judges, "sleep 0.01", "x")] == [1.0, 1.0]
+    results = score(judges, "sleep 0.3", completion, "sleep 0.5")
+    assert reason in results[1].error
+    assert [g.reward for g in results] == [1.0, None, 1.0]
+    assert [g.reward for g in score(judges, "sleep 0.01", "x")] == [1.0, 1.0]
 
 
 def test_an_async_row_that_ignores_its_cancellation_costs_itself_and_then_its_process(
     start,
 ):
     pool = start("judge", timeout_s=0.5)
-    (before,) = grade(pool, "x")
+    (before,) = score(pool, "x")
     begin = time.monotonic()
-    stubborn, other = grade(pool, "stubborn", "sleep 0.2")
+    stubborn, other = score(pool, "stubborn", "sleep 0.2")
     assert time.monotonic() - begin < 3, "before the hard limit"
     assert "took longer than 0.5 s" in stubborn.error
-    (after,) = grade(pool, "x")
+    (after,) = score(pool, "x")
     assert before.metrics["pid"] == other.metrics["pid"] != after.metrics["pid"]
 
 
 def test_an_async_row_that_blocks_the_loop_meets_the_hard_limit(judges):
     start = time.monotonic()
-    blocked, other = grade(judges, "block", "sleep 0.1")
+    blocked, other = score(judges, "block", "sleep 0.1")
     assert time.monotonic() - start < 12
     assert "took longer than 2 s" in blocked.error
     assert other.reward is None
     assert "took longer than 2 s" in other.error
-    assert grade(judges, "x")[0].reward == 1.0
+    assert score(judges, "x")[0].reward == 1.0
 
 
 def test_a_fork_of_an_async_row_answers_nothing(judges):
-    grades = grade(judges, *["fork"] * 3, "sleep 0.2")
-    assert [g.reward for g in grades] == [1.0] * 4
-    assert len({g.metrics["pid"] for g in grades}) == 1
+    results = score(judges, *["fork"] * 3, "sleep 0.2")
+    assert [g.reward for g in results] == [1.0] * 4
+    assert len({g.metrics["pid"] for g in results}) == 1
 
 
 def test_a_broken_frame_costs_the_rows_that_the_process_holds(judges):
-    held, forger = grade(judges, "sleep 0.3", "write forged")
+    held, forger = score(judges, "sleep 0.3", "write forged")
     assert held.reward is None
     assert forger.reward is None
     assert SOCKET in held.error
-    assert grade(judges, "x")[0].reward == 1.0
+    assert score(judges, "x")[0].reward == 1.0
 
 
 def test_a_pool_works_where_another_loop_is_the_default(reward_file):
@@ -655,15 +656,15 @@ def test_a_pool_works_where_another_loop_is_the_default(reward_file):
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     try:
-        pool = GradingPool(f"{reward_file}:by_completion")
-        assert grade(pool, "good")[0].reward == 1.0
+        pool = RewardPool(f"{reward_file}:by_completion")
+        assert score(pool, "good")[0].reward == 1.0
         pool.shutdown()
     finally:
         asyncio.set_event_loop_policy(before)
 
 
 def test_plain_functions_may_run_a_loop_or_return_an_awaitable(pool):
-    assert [g.reward for g in grade(pool, "loop", "awaitable", "loop")] == [0.5, 0.75, 0.5]
+    assert [g.reward for g in score(pool, "loop", "awaitable", "loop")] == [0.5, 0.75, 0.5]
 
 
 def test_rows_at_once_of_a_plain_function_is_refused(reward_file):
@@ -673,7 +674,7 @@ def test_rows_at_once_of_a_plain_function_is_refused(reward_file):
 
 
 def test_a_metric_that_is_not_a_number_costs_itself_only(pool, caplog):
-    (mixed, other) = grade(pool, "metrics", "metrics 137")
+    (mixed, other) = score(pool, "metrics", "metrics 137")
     assert (mixed.reward, mixed.error) == (0.5, None)
     assert mixed.metrics == {"true": 1.0, "false": 0.0, "one": 1.5}
     assert mixed.dropped == {
@@ -684,12 +685,11 @@ def test_a_metric_that_is_not_a_number_costs_itself_only(pool, caplog):
         "pair": mixed.dropped["pair"],
     }
     assert (mixed.answer, other.answer) == ("", "137")
-    warnings = DroppedMetrics("my.py:f")
-    result = SimpleNamespace(dropped_metrics=mixed.dropped)
+    result, known = SimpleNamespace(dropped_metrics=mixed.dropped), set()
     for _ in range(3):
-        warnings.warn([result, result])
+        warn_of_dropped("my.py:f", [result, result], known)
     assert sorted(re.findall(r"metric '(\w+)'", caplog.text)) == sorted(mixed.dropped)
 
 
-def test_a_reward_that_prints_a_lot_is_graded(pool):
-    assert [g.reward for g in grade(pool, "print", "good")] == [1.0, 1.0]
+def test_a_reward_that_prints_a_lot_is_scored(pool):
+    assert [g.reward for g in score(pool, "print", "good")] == [1.0, 1.0]

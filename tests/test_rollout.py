@@ -10,26 +10,30 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.data.loader import PromptLoader
-from nemo_like.environments.protocol import Grade
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import values
-from nemo_like.rollout.collate import collate_rows, collate_tokens
-from nemo_like.rollout.rollout import RolloutTask, Trajectory
-from nemo_like.rollout.seeds import completion_seed
+from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rollout.rollout import (
+    RolloutTask,
+    Trajectory,
+    collate_rows,
+    collate_tokens,
+    completion_seed,
+)
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.worker import RolloutResult
 from tests.small_runs import records, small_config
 
 
 def rows_of(tasks):
-    """Columns of completions of eight tokens that were graded with 1 and 0 in turn."""
+    """Columns of completions of eight tokens that were scored with 1 and 0 in turn."""
     count = len(tasks)
     return {
         keys.REWARDS: torch.arange(count).double() % 2,
         keys.SAMPLE_MASK: torch.ones(count, dtype=torch.bool),
         keys.NUM_LOSS_TOKENS: torch.full((count,), 8),
         keys.TRUNCATED: torch.zeros(count, dtype=torch.bool),
-        keys.PROMPT_IDS: torch.tensor([task.prompt for task in tasks], dtype=torch.int64),
+        keys.GROUP_IDS: torch.tensor([task.prompt for task in tasks], dtype=torch.int64),
         keys.SEEDS: torch.tensor([task.seed for task in tasks], dtype=torch.int64),
     }
 
@@ -111,7 +115,7 @@ def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own(
     source, replicas = source_of()
 
     def odd(batch):
-        return batch.rows[keys.PROMPT_IDS] % 2 == 1
+        return batch.rows[keys.GROUP_IDS] % 2 == 1
 
     batch, metrics = source.next_batch(1, odd, 4)
     first, second, third = replicas.rounds
@@ -119,7 +123,7 @@ def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own(
     assert {task.prompt for task in second} == {4, 5}
     assert [task.row for task in third[::2]] == [6, 7]
     assert len({task.seed for tasks in replicas.rounds for task in tasks}) == 16
-    assert sorted(set(batch.rows[keys.PROMPT_IDS].tolist())) == [1, 3, 5, 7]
+    assert sorted(set(batch.rows[keys.GROUP_IDS].tolist())) == [1, 3, 5, 7]
     assert values(metrics)["rollout/kept_share"] == 0.5
     assert len(first) == 8
     assert replicas.rounds_before_sleep == [3]  # shared memory goes to the policy once, at the end
@@ -129,10 +133,10 @@ def test_of_more_groups_than_a_step_takes_the_first_are_kept():
     source, _ = source_of(num_replicas=3)  # three prompts are sampled where one is missing
 
     def all_but_the_first(batch):
-        return batch.rows[keys.PROMPT_IDS] > 0
+        return batch.rows[keys.GROUP_IDS] > 0
 
     batch, _ = source.next_batch(1, all_but_the_first, 4)
-    assert sorted(set(batch.rows[keys.PROMPT_IDS].tolist())) == [1, 2, 3, 4]
+    assert sorted(set(batch.rows[keys.GROUP_IDS].tolist())) == [1, 2, 3, 4]
 
 
 TASK = RolloutTask(row=None, prompt=5, index=0, seed=11, request_id="a")  # pyright: ignore
@@ -149,7 +153,7 @@ def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):
             weight_version=4,
         ),
         text="",
-        grade=Grade(reward=reward),
+        result=RewardResult(reward=reward),
     )
 
 
@@ -172,7 +176,7 @@ def test_a_completion_without_a_reward_is_masked_and_one_that_was_cut_off_is_mar
         keys.SAMPLE_MASK: [True, False],
         keys.NUM_LOSS_TOKENS: [2, 1],
         keys.TRUNCATED: [False, True],
-        keys.PROMPT_IDS: [1, 2],
+        keys.GROUP_IDS: [1, 2],
         keys.SEEDS: [11, 11],
         keys.WEIGHT_VERSIONS: [4, 4],
     }

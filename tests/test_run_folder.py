@@ -3,30 +3,31 @@
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.run_folder import note_end, note_start, save_config
-from nemo_like.algorithms.sft import run_sft
-from nemo_like.cli import main
-from nemo_like.config.choices import Decay, OptimizerKind
-from nemo_like.config.load import compose_config
-from nemo_like.config.policy_schema import LoraConfig, OptimizerConfig, PolicyConfig
-from nemo_like.config.run_schema import RunConfig
-from nemo_like.config.sampling_run_schema import GRPORunConfig
-from nemo_like.config.text_run_schema import SFTRunConfig
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.algorithms.sft.config import SFTConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import RunSection
 from nemo_like.errors import RunError, UserError
+from nemo_like.run.ending import end_on_error
+from nemo_like.run.folder import note_end, note_start, save_config
+from nemo_like.run.run import Run
+from nemo_like.run.stop_request import listen
+from tests.small_runs import run_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
-    save_config(tmp_path, GRPORunConfig(), continued=False)
-    save_config(tmp_path, GRPORunConfig(), continued=True)
-    other = SFTRunConfig(run=RunConfig(dir="x"))
+    save_config(tmp_path, GRPOConfig(), continued=False)
+    save_config(tmp_path, GRPOConfig(), continued=True)
+    other = SFTConfig(run=RunSection(dir="x"))
     with pytest.raises(UserError, match=r"run\.dir=x is .* of another kind: .* no section sft; "):
         save_config(tmp_path, other, continued=True)
 
@@ -35,8 +36,7 @@ def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
     ("policy", "key"),
     [
         (PolicyConfig(model="other"), "policy.model=other"),
-        (PolicyConfig(optimizer=OptimizerConfig(kind=OptimizerKind.sgd)), "policy.optimizer.kind"),
-        (PolicyConfig(optimizer=OptimizerConfig(decay=Decay.all)), "policy.optimizer.decay"),
+        (PolicyConfig(optimizer=OptimizerConfig(kind="sgd")), "policy.optimizer.kind"),
         (PolicyConfig(lora=LoraConfig(rank=8)), "policy.lora.rank=8"),
         (PolicyConfig(lora=LoraConfig(alpha=64)), "policy.lora.alpha=64"),
     ],
@@ -44,17 +44,17 @@ def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
 def test_a_run_goes_on_with_the_model_adapters_and_optimizer_of_its_checkpoints(
     policy, key, tmp_path
 ):
-    save_config(tmp_path, GRPORunConfig(), continued=False)
+    save_config(tmp_path, GRPOConfig(), continued=False)
     before = (tmp_path / "config.yaml").read_text()
     with pytest.raises(UserError, match=f"{key}.* is not that of the run to continue, "):
-        save_config(tmp_path, GRPORunConfig(policy=policy), continued=True)
+        save_config(tmp_path, GRPOConfig(policy=policy), continued=True)
     assert (tmp_path / "config.yaml").read_text() == before
 
 
 def test_a_value_that_the_checkpoint_keeps_stays_in_the_configuration(tmp_path, caplog):
-    save_config(tmp_path, GRPORunConfig(), continued=False)
+    save_config(tmp_path, GRPOConfig(), continued=False)
     before = (tmp_path / "config.yaml").read_text()
-    changed = GRPORunConfig(policy=PolicyConfig(optimizer=OptimizerConfig(lr=0.5)))
+    changed = GRPOConfig(policy=PolicyConfig(optimizer=OptimizerConfig(lr=0.5)))
     for _ in range(2):
         caplog.clear()
         save_config(tmp_path, changed, continued=True)
@@ -67,9 +67,9 @@ def test_a_value_that_the_checkpoint_keeps_stays_in_the_configuration(tmp_path, 
 def test_a_damaged_configuration_is_named(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match=r"config\.yaml is damaged, .*; restore it, or remove it"):
-        save_config(tmp_path, GRPORunConfig(), continued=True)
+        save_config(tmp_path, GRPOConfig(), continued=True)
     (tmp_path / "config.yaml").unlink()
-    save_config(tmp_path, GRPORunConfig(), continued=True)
+    save_config(tmp_path, GRPOConfig(), continued=True)
 
 
 def test_a_job_that_is_queued_again_and_again_without_progress_ends(tmp_path, caplog, monkeypatch):
@@ -90,14 +90,14 @@ def test_a_job_that_is_queued_again_and_again_without_progress_ends(tmp_path, ca
     note_start(tmp_path, 20)
 
 
-def test_a_run_that_was_refused_for_its_rows_does_not_hold_its_folder(tmp_path):
+def test_a_run_that_was_refused_for_its_rows_does_not_hold_its_folder(tmp_path, local_ray):
     """The same command, typed again with other rows, starts where nothing is lost."""
     rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
     options = [f"run.dir={folder}", f"data.train={rows}", "logging.tensorboard=false"]
     for text, fault in (('{"prompt": "x"}', "a row needs 'messages'"), ("x", "line 1: not JSON")):
         rows.write_text(text)
         with pytest.raises(UserError, match=fault):
-            run_sft(compose_config(CONFIGS, "sft", options))
+            run_config(compose_config(CONFIGS, "sft", options))
         assert (folder / "metrics.jsonl").is_file()
     compose_config(CONFIGS, "sft", options)
     (folder / "checkpoints" / "step_1").mkdir(parents=True)
@@ -109,18 +109,20 @@ def test_a_run_that_was_refused_for_its_rows_does_not_hold_its_folder(tmp_path):
         compose_config(CONFIGS, "sft", options)
 
 
-def test_a_stop_that_comes_before_the_run_is_remembered(tmp_path, monkeypatch, capsys):
-    def run(config):
+def test_a_stop_that_comes_before_the_run_is_remembered(tmp_path, capsys):
+    overrides = [f"run.dir={tmp_path}/run", "logging.tensorboard=false"]
+    config = compose_config(CONFIGS, "sft", overrides)
+
+    def run():
         os.kill(os.getpid(), signal.SIGUSR1)
         with Run(config, "sft") as run:
             run.start_phase("data")
 
-    options = [f"run.dir={tmp_path}/run", "logging.tensorboard=false"]
-    monkeypatch.setattr(sys, "argv", ["run_sft.py", *options])
     before = signal.getsignal(signal.SIGUSR1)
     try:
+        listen()
         with pytest.raises(SystemExit) as ended:
-            main("sft", run, CONFIGS)
+            end_on_error(run)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert ended.value.code == 75

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import yaml
 
-from nemo_like.checkpoint import Checkpoints
-from nemo_like.config.schema import CheckpointConfig
-from nemo_like.launch.console import main
+from nemo_like.cli import main
+from nemo_like.config.run import CheckpointConfig
+from nemo_like.run.checkpoint import Checkpoints
 from tests.slurm_cluster import NODES, Job, SlurmCluster, missing_programs, needs, wait_until
 from tests.small_runs import ROOT, SMALL, records
 
@@ -83,7 +83,7 @@ def submitted(
         }
         sections = {
             "defaults": ["grpo", "_self_"],
-            "grpo": {"max_steps": "${oc.env:STEPS}"},
+            "grpo": {"max_steps": "${oc.decode:${oc.env:STEPS}}"},
             "cluster": {"num_nodes": 2, "cpus_per_worker": 2, "slurm": batch},
             "checkpoint": {"every_steps": 1000, "export": False},
             "run": {"dir": str(run), "resume": True},

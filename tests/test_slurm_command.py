@@ -5,20 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nemo_like.config.choices import ContainerRuntime
-from nemo_like.config.launch_checks import check_slurm
-from nemo_like.config.launch_schema import SlurmConfig
-from nemo_like.config.load import compose_config
-from nemo_like.config.sampling_run_schema import GRPORunConfig
-from nemo_like.config.schema import CheckpointConfig, ClusterConfig, RunConfig
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.cli import main
+from nemo_like.compose.load import check, compose_config
+from nemo_like.config.run import CheckpointConfig, ClusterConfig, RunSection
+from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.console import main
 from nemo_like.launch.slurm_script import BatchJob, render_script
+from tests.small_runs import accept
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -47,7 +45,7 @@ def rendered(capsys, *words, script=SCRIPT):
 
 def job(commands=(("python", "x.py"),), folder=Path("/work"), num_nodes=1, gpus=0, **slurm):
     cluster = ClusterConfig(num_nodes=num_nodes, gpus_per_node=gpus, slurm=SlurmConfig(**slurm))
-    config = GRPORunConfig(cluster=cluster)
+    config = GRPOConfig(cluster=cluster)
     return BatchJob(name="grpo", config=config, commands=commands, folder=folder)
 
 
@@ -61,12 +59,11 @@ def test_a_whole_script(capsys, folder):
         "cluster.slurm.partition=gpu",
         "cluster.slurm.account=lab",
         "cluster.slurm.time=1-12:30:00",
-        "cluster.slurm.mem=0",
         "cluster.slurm.container=image.sqsh",
         "cluster.slurm.mounts=['/data:/data:ro','/home:/home']",
         "cluster.slurm.setup='source .venv/bin/activate'",
         "cluster.slurm.requeue=true",
-        "cluster.slurm.extra=['--constraint=h100|h200']",
+        "cluster.slurm.extra=['--constraint=h100|h200','--mem=0']",
         *RESUMED,
     )
     head, _, command = text.partition("command=(")
@@ -80,7 +77,6 @@ def test_a_whole_script(capsys, folder):
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=32
 #SBATCH --gpus-per-node=8
-#SBATCH --mem=0
 #SBATCH --time=1-12:30:00
 #SBATCH --partition=gpu
 #SBATCH --account=lab
@@ -88,6 +84,7 @@ def test_a_whole_script(capsys, folder):
 #SBATCH --signal=B:USR1@120
 #SBATCH --open-mode=append
 #SBATCH --constraint=h100|h200
+#SBATCH --mem=0
 
 """
     )
@@ -201,9 +198,9 @@ def test_scripts_are_good_bash(capsys, tmp_path):
 
 
 def test_a_config_of_the_users_own_is_named_in_the_command(capsys, folder):
-    (folder / "mine.yaml").write_text("defaults: [grpo, _self_]\ncluster: {slurm: {qos: high}}\n")
+    (folder / "mine.yaml").write_text("defaults: [grpo, _self_]\ncluster: {slurm: {time: 9}}\n")
     text = rendered(capsys, "--config-name=mine", "--config-dir=.", "grpo.max_steps=3")
-    assert "#SBATCH --qos=high\n" in text
+    assert "#SBATCH --time=9\n" in text
     found = f"python {SCRIPT} --config-name=mine --config-dir={folder} grpo.max_steps=3"
     assert f"command=({found})\n" in text
 
@@ -213,13 +210,12 @@ REFUSED = [
     ({"time": "12:30"}, "would be 12 minutes and 30 seconds; write 12:30:00, or 0:12:30"),
     ({"time": "soon"}, "time='soon' must be minutes, hours:minutes:seconds or days-hours"),
     ({"time": "1:60:00:00"}, "must be minutes"),
-    ({"mem": "12X"}, "mem='12X' must be a number with K, M, G or T"),
     ({"mounts": ["/a:/a"]}, "container names no image"),
-    ({"container_runtime": ContainerRuntime.apptainer}, "container names no image"),
+    ({"container_runtime": "apptainer"}, "container names no image"),
     ({"container": "x", "mounts": ["a:/a"]}, "mounts='a:/a' must be /outside:/inside"),
     ({"container": "x", "mounts": ["/a"]}, "must be /outside:/inside"),
     ({"container": "x", "mounts": ["/a:/b,/c:/d"]}, "must be /outside:/inside"),
-    ({"container": ""}, "container='' must be one line"),
+    ({"container": ""}, "container='': empty text has no meaning here"),
     ({"cpus_per_node": 3}, "is less than the 4 that the run's bundles reserve"),
     ({"cpus_per_node": 0}, "cpus_per_node=0 must be at least 1"),
     ({"requeue": True}, "needs run.resume=true and run.dir"),
@@ -239,15 +235,15 @@ REFUSED = [
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=str)
 def test_a_job_that_cannot_be_is_refused(settings, message):
     with pytest.raises(UserError) as error:
-        check_slurm(job(gpus=4, **settings).config)
+        accept(GRPOConfig, cluster={"gpus_per_node": 4, "slurm": settings})
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["partition", "account", "qos", "time", "mem", "log_dir", "extra"])
+@pytest.mark.parametrize("key", ["partition", "account", "time", "log_dir", "extra"])
 def test_a_line_break_cannot_end_the_header(key):
     value = "--x=1\nrm -rf /"
     with pytest.raises(UserError, match=rf"cluster\.slurm\.{key}='--x=1\\nrm -rf /' must be"):
-        check_slurm(job(**{key: [value] if key == "extra" else value}).config)
+        accept(GRPOConfig, cluster={"slurm": {key: [value] if key == "extra" else value}})
 
 
 def test_a_line_break_in_the_name_of_a_folder_is_refused_too():
@@ -270,17 +266,17 @@ def test_a_time_that_yaml_reads_as_a_number_is_refused_in_a_base_file_too(tmp_pa
 def test_a_requeued_job_must_find_its_own_checkpoints():
     def refusal(**slurm):
         with pytest.raises(UserError) as error:
-            check_slurm(replace(job(requeue=True, **slurm).config, run=run, checkpoint=checkpoint))
+            check(job(requeue=True, **slurm).config.replace(run=run, checkpoint=checkpoint))
         return str(error.value)
 
-    run, checkpoint = RunConfig(dir="runs/mine", resume=True), CheckpointConfig(every_minutes=0)
+    run, checkpoint = RunSection(dir="runs/mine", resume=True), CheckpointConfig(every_minutes=0)
     assert "needs checkpoint.every_steps or every_minutes" in refusal()
-    checkpoint.every_steps = 5
+    checkpoint = CheckpointConfig(every_minutes=0, every_steps=5)
     assert "signal_before_s=120 leaves nothing of cluster.slurm.time=0:02:00" in refusal(
         time="0:02:00"
     )
     fits = job(requeue=True, time="0:02:01").config
-    check_slurm(replace(fits, run=run, checkpoint=checkpoint))
+    check(fits.replace(run=run, checkpoint=checkpoint))
 
 
 # What is typed after "nemo-like slurm" -> exit code, and what the one sentence says.
@@ -338,7 +334,7 @@ def test_a_greeting_of_sbatch_is_no_job_id(capsys, monkeypatch, folder):
 
 def test_it_imports_neither_torch_nor_ray():
     code = (
-        "import sys; from nemo_like.launch.console import main;"
+        "import sys; from nemo_like.cli import main;"
         f"main(['slurm', 'render', {SCRIPT!r}]);"
         "heavy = {'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys();"
         "sys.exit(f'imported {heavy}' if heavy else 0)"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_like.launch.console import main
+from nemo_like.cli import main
 from tests.slurm_cluster import SlurmCluster, missing_programs, needs, wait_until
 
 SCRIPT = str(Path(__file__).parent.parent / "examples" / "run_grpo.py")

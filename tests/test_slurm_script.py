@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.config.load import compose_config
+from nemo_like.compose.load import compose_config
 from tests.slurm_cluster import needs
 from tests.small_runs import ROOT
 

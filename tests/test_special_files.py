@@ -9,12 +9,12 @@ import socket
 
 import pytest
 
-from nemo_like.checkpoint import Checkpoints, DriverState
-from nemo_like.config.load import compose_config
-from nemo_like.config.rollout_schema import DataConfig
-from nemo_like.config.schema import CheckpointConfig
+from nemo_like.compose.load import compose_config
+from nemo_like.config.data import PromptsConfig
+from nemo_like.config.run import CheckpointConfig
 from nemo_like.data.datasets import load_rows
 from nemo_like.errors import UserError
+from nemo_like.run.checkpoint import Checkpoints, DriverState
 from tests.small_runs import ROOT
 
 KINDS = ["a pipe", "a socket", "a device"]
@@ -42,7 +42,7 @@ def test_rows_come_of_regular_files_only(tmp_path, monkeypatch, kind):
     make_special(path, kind)
     told = rf"^data\.train={path} is {kind}, not a file; write its content to a file\.$"
     with pytest.raises(UserError, match=told):
-        load_rows(str(path), DataConfig(train=str(path)), 0, 0, "data.train")
+        load_rows(str(path), PromptsConfig(train=str(path)), 0, 0, "data.train")
     with pytest.raises(UserError, match=told):
         check(f"data.train={path}", "environment.reward=math")
 

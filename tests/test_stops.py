@@ -5,18 +5,16 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import psutil
 import pytest
 
-from nemo_like.algorithms.run import Run
-from nemo_like.algorithms.stop_request import LeftError, StopRequest
-from nemo_like.config.load import compose_config
+from nemo_like.compose.load import compose_config
 from nemo_like.errors import StoppedError, exit_code
 from nemo_like.observe.metrics import Metric
+from nemo_like.run.run import Run
+from nemo_like.run.stop_request import LeftError, StopRequest
 from tests.small_runs import ROOT
 
 
@@ -59,12 +57,12 @@ def composed(*overrides):
     return compose_config(ROOT / "configs", "sft", [*always, *overrides])
 
 
-def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2):
-    """``steps`` steps that add one; ``act`` is told of each phase. Returns the model."""
+def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2, began=None):
+    """``steps`` steps that add one; ``act`` gets the name of each phase. Returns the model."""
     config = composed(*overrides)
-    config = replace(config, run=replace(config.run, dir=str(folder)))
+    config = config.replace(run=config.run.replace(dir=str(folder)))
     model = Counter(act)
-    with Run(config, "sft") as run:
+    with Run(config, "sft", began) as run:
         with run.start_phase("data"):
             act("start")
         run.restore({"policy": model}, model)
@@ -155,7 +153,7 @@ def test_a_validation_is_left_for_a_stop_and_made_when_the_run_continues(tmp_pat
     ("phase", "number"), [("start", TERM), ("start", USR1), ("validate", TERM)]
 )
 def test_before_the_first_step_a_run_ends_without_a_checkpoint(tmp_path, phase, number):
-    with pytest.raises(StoppedError, match="before the first step, so that nothing is lost"):
+    with pytest.raises(StoppedError, match="before the first step, so nothing is lost"):
         run_counter(tmp_path, act=at(phase, 1, send(number)))
     assert saved(tmp_path) == []
     assert run_counter(tmp_path).value == 4
@@ -251,8 +249,8 @@ def test_a_run_saves_by_time_and_reasons_that_coincide_make_one_checkpoint(tmp_p
 
 def test_time_to_save_counts_from_the_start_of_the_process(tmp_path):
     """Start-up is lost as well, where a machine is taken away."""
-    age_s = time.time() - psutil.Process().create_time()
-    run_counter(tmp_path, f"checkpoint.every_minutes={age_s / 60}", "checkpoint.keep_last=9")
+    overrides = ("checkpoint.every_minutes=1", "checkpoint.keep_last=9")
+    run_counter(tmp_path, *overrides, began=time.time() - 60)
     assert saved(tmp_path) == [1, 4]
 
 

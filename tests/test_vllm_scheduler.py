@@ -20,7 +20,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from nemo_like.generation.vllm_scheduler import LOOKAHEAD_TOKENS, WholeCompletions
+from nemo_like.generation.vllm.scheduler import LOOKAHEAD_TOKENS, WholeCompletions
 
 BLOCK = 16
 STOP_ID = 2

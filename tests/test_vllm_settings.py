@@ -5,12 +5,12 @@ import tempfile
 
 import pytest
 
-from nemo_like.config.model_shape import ModelShape, kv_bytes_per_sequence
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.generation.vllm_environment import EngineDevices, start_fork_server
-from nemo_like.generation.vllm_settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
+from nemo_like.generation.vllm.environment import EngineDevices, start_fork_server
+from nemo_like.generation.vllm.settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
 from nemo_like.models.resolve import resolve_model
+from nemo_like.planning.model_shape import ModelShape, kv_bytes_per_sequence
 
 GIB = 2**30
 GPU_BYTES = 80 * GIB
@@ -65,7 +65,7 @@ def test_the_kv_cache_is_what_the_step_needs_within_the_share():
 
 
 def test_a_share_without_room_for_one_sequence_is_refused():
-    with pytest.raises(UserError, match=r"24.0 GiB .* beside 30.0 GiB of weights; set generation"):
+    with pytest.raises(UserError, match=r"24.0 GiB .* next to 30.0 GiB of weights; set generation"):
         args_of(gpu_memory_share=0.3, weight_bytes=30 * GIB)
 
 

@@ -11,9 +11,9 @@ import torch
 
 from nemo_like.distributed.store import listening_store
 from nemo_like.errors import RunError
-from nemo_like.weights.broadcast import BroadcastLink, BroadcastSender
-from nemo_like.weights.buckets import announced_tensors, plan_buckets
-from nemo_like.weights.ipc import IpcLink, IpcSender
+from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
+from nemo_like.refit.buckets import announced_tensors, plan_buckets
+from nemo_like.refit.ipc import IpcLink, IpcSender
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0

@@ -9,19 +9,18 @@ import torch.distributed as dist
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching
-from nemo_like.config.loss_schema import LossConfig
-from nemo_like.config.policy_schema import OptimizerConfig, PolicyConfig
-from nemo_like.config.preference_schema import DPOLossConfig
+from nemo_like.config.losses import DPOLossConfig, LossConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.preference import PreferenceLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import EngineSetup, TrainEngine
-from nemo_like.policy.stages import bins_for_pipeline
-from nemo_like.policy.state import full_tensors
+from nemo_like.policy.parallel.stages import bins_for_pipeline
+from nemo_like.policy.state.state import model_tensors
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 
 TEMPERATURE = 0.7
 # Unequal on purpose: any mean of means shows. Two rows make a preference pair.
@@ -35,7 +34,7 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is compared; empty on ranks that do not answer."""
+    """What is compared; empty on ranks without output."""
 
     numbers: dict[str, list[float]]
     logprobs: dict[int, torch.Tensor]
@@ -82,8 +81,8 @@ def three_steps(
     optimizer = OptimizerConfig(lr=3e-4, eps=1e-6)
     config = {"optimizer": optimizer, "max_grad_norm": 0.5} | config
     policy = PolicyConfig(**config)
-    engine = TrainEngine(
-        EngineSetup(config=policy, model_path=model_path, max_steps=10, with_reference=True),
+    trainer = Trainer(
+        TrainerSetup(config=policy, model_path=model_path, max_steps=10, with_reference=True),
         torch.device(device),
     )
     batch = make_rows(loss_kind == "preference")
@@ -93,20 +92,20 @@ def three_steps(
     for step in range(NUM_STEPS):
         plan = plan_micro_batches(
             LENGTHS,
-            num_ranks=engine.mesh.sizes.dp,
+            num_ranks=trainer.mesh.sizes.dp,
             max_tokens=policy.micro_batch_tokens,
             max_rows=policy.micro_batch_size,
-            padded=policy.batching is Batching.padded,
+            padded=policy.batching == "padded",
             rows_per_unit=2 if loss_kind == "preference" else 1,
-            **bins_for_pipeline(engine.mesh.parallel),
+            **bins_for_pipeline(trainer.mesh.parallel),
         )
-        bins = plan.bins[engine.mesh.coordinate("dp")]
+        bins = plan.bins[trainer.mesh.coordinate("dp")]
         shares = [batch.select(one).to(device) if one else None for one in bins]
-        with_logprobs(shares, bins, engine, first if step == 0 else {})
-        metrics = values(engine.train(shares, loss, denominators(batch), TEMPERATURE))
-        numbers["loss"].append(total_loss(metrics.get("train/loss", 0.0), engine))
+        with_logprobs(shares, bins, trainer, first if step == 0 else {})
+        metrics = values(trainer.train(shares, loss, denominators(batch), TEMPERATURE))
+        numbers["loss"].append(total_loss(metrics.get("train/loss", 0.0), trainer))
         numbers["grad_norm"].append(metrics["train/grad_norm"])
-    parameters = {name: each.cpu().clone() for name, each in full_tensors(engine, torch.float32)}
+    parameters = {name: each.cpu().clone() for name, each in model_tensors(trainer, torch.float32)}
     return Outcome(numbers=numbers, logprobs=first, parameters=parameters)
 
 
@@ -121,13 +120,13 @@ def denominators(batch: TensorBatch) -> Denominators:
 def with_logprobs(
     shares: list[TensorBatch | None],
     bins: tuple[tuple[int, ...], ...],
-    engine: TrainEngine,
+    trainer: Trainer,
     kept: dict[int, torch.Tensor],
 ) -> None:
     """Add the columns that a rollout's training starts with; the driver would bring them round."""
-    columns = scoring.logprobs(engine, shares, TEMPERATURE)
+    columns = scoring.logprobs(trainer, shares, TEMPERATURE)
     source = [columns["policy"], columns["reference"]]
-    pp = engine.mesh.group("pp")
+    pp = trainer.mesh.group("pp")
     if pp is not None:
         holder: list[Any] = [source]
         last = dist.get_global_rank(pp, dist.get_world_size(pp) - 1)
@@ -141,11 +140,11 @@ def with_logprobs(
             kept[row] = of_row.cpu()
 
 
-def total_loss(mine: float, engine: TrainEngine) -> float:
+def total_loss(mine: float, trainer: Trainer) -> float:
     """The driver adds what each data-parallel rank's last stage reports."""
-    mesh = engine.mesh
+    mesh = trainer.mesh
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine if mesh.answers else 0.0)
+    dist.all_gather_object(everyone, mine if mesh.is_output_rank else 0.0)
     return sum(everyone)
 
 

@@ -1,1 +1,1 @@
-"""One readable file an algorithm, and what their runs share."""
+"""One folder per algorithm, and what their runs share."""

@@ -1,4 +1,4 @@
-"""How large each engine is: as a step's completions need, within its share of a GPU."""
+"""Engine memory: what a step's completions need, within the engine's share of a GPU."""
 
 import math
 from dataclasses import replace
@@ -6,48 +6,46 @@ from pathlib import Path
 
 import torch
 
-from nemo_like.config.choices import Attention, Backend, Batching
-from nemo_like.config.model_shape import (
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.errors import UserError
+from nemo_like.generation.protocol import EngineConfig
+from nemo_like.planning.model_shape import (
     MOST_SEQUENCES,
     kv_bytes_per_sequence,
     read_model_shape,
 )
-from nemo_like.config.plan import ResourcePlan
-from nemo_like.config.run_schema import RolloutRunConfig
-from nemo_like.errors import UserError
-from nemo_like.generation.protocol import EngineConfig
-from nemo_like.weights.adapters import travels_apart
+from nemo_like.planning.resources import ResourcePlan
+from nemo_like.refit.adapters import travels_apart
 
 # Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
-# policy trains, and where the policy trains beside them.
+# policy trains, and where the policy trains next to them.
 _GPU_SHARE_SEPARATE = 0.85
 _GPU_SHARE_SLEEPING = 0.6
 _GPU_SHARE_BESIDE = 0.3
 
 
 def engine_config(
-    config: RolloutRunConfig, model_path: str, max_model_len: int, plan: ResourcePlan
+    config: SamplingRunConfig, model_path: str, max_model_len: int, plan: ResourcePlan
 ) -> EngineConfig:
     """One replica's engine, as large as a step's completions need."""
     generation = config.generation
     prompts = math.ceil(config.loop.num_prompts_per_step / len(plan.generation))
     most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     on_shared_gpus = plan.uses_gpus and plan.colocated
-    sleep = generation.sleep and on_shared_gpus and generation.backend is Backend.vllm
+    sleep = generation.sleep and on_shared_gpus and generation.kind.sleeps
     share = _GPU_SHARE_SEPARATE
     if plan.colocated:
         share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE
     engine = EngineConfig(
         model_path=model_path,
-        dtype=config.policy.dtype.value,
+        dtype=config.policy.dtype,
         seed=config.run.seed,
         max_model_len=max_model_len,
         max_num_seqs=generation.engine_kwargs.get("max_num_seqs", most),
         tensor_parallel_size=generation.tensor_parallel_size,
         device="cuda" if plan.uses_gpus else "cpu",
         gpu_memory_share=share / generation.num_engines_per_bundle,
-        eager_attention=config.policy.batching is Batching.padded
-        and config.policy.attention is Attention.eager,
+        eager_attention=config.policy.batching == "padded" and config.policy.attention == "eager",
         lora=config.policy.lora if travels_apart(config.policy.lora) else None,
         sleep=sleep,
         engine_kwargs=dict(generation.engine_kwargs),

@@ -1,27 +1,19 @@
-"""The rows of a run that samples, as far as they are known without a tokenizer."""
+"""The rows of a run that samples, before tokenization."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
-from nemo_like.config.file_checks import REASONING_GYM, REWARD_MODEL
-from nemo_like.config.rollout_checks import has_validation
-from nemo_like.config.run_schema import RolloutRunConfig
-from nemo_like.config.sampling_run_schema import EvalRunConfig
+from nemo_like.config.paths import REASONING_GYM, REWARD_MODEL
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
-from nemo_like.environments.rewards import resolve_reward
 from nemo_like.errors import UserError
+from nemo_like.rewards.function import resolve_reward
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """What a run reads; an evaluation only has held-out rows."""
+def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
+    """Read or generate ``data.train`` and ``data.validation``; raises UserError.
 
-    train: list[Row]
-    validation: list[Row]
-
-
-def read_rows(config: RolloutRunConfig) -> Rows:
-    """Read or generate the rows, and check them against the reward; raises UserError."""
+    Each row has the fields that the reward needs. An evaluation has validation rows only.
+    """
     required: frozenset[str] = frozenset()
     if config.environment.reward != REWARD_MODEL:  # whose errors need its tokenizer
         required = resolve_reward(config.environment.reward).required_fields
@@ -29,23 +21,22 @@ def read_rows(config: RolloutRunConfig) -> Rows:
     train: list[Row] = []
     validation: list[Row] = []
     source = data.validation or REASONING_GYM
-    if not isinstance(config, EvalRunConfig):
+    if config.trains:
         train = load_rows(data.train, data, data.num_train_rows, seed, "data.train")
         source = data.validation or data.train
-    if isinstance(config, EvalRunConfig) or has_validation(config):
+    if config.evaluates or config.validates:
         held_out = seed + VALIDATION_SEED_OFFSET
         validation = load_rows(source, data, data.num_validation_rows, held_out, "data.validation")
     if train and validation:
         train = without_overlap(train, validation)
-    for key, rows in (("data.train", train), ("data.validation", validation)):
+    found = {"data.train": train, "data.validation": validation}
+    for key, rows in found.items():
         _check_fields(rows, required, config.environment.reward, key)
-    if isinstance(config, EvalRunConfig):
-        _check_category(validation, config.eval.category_field)
-    return Rows(train=train, validation=validation)
+    return found
 
 
 def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
-    """Refuse rows that the reward function could not be called with."""
+    """Refuse rows that lack an argument of the reward function."""
     for row in rows:
         for name in sorted(required):
             if name not in row.fields:
@@ -54,13 +45,3 @@ def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, k
                     f"environment.reward={reward} needs the field '{name}', and row {row.index} of "
                     f"{key} does not have it (its fields: {found})."
                 )
-
-
-def _check_category(rows: list[Row], field: str | None) -> None:
-    for row in rows:
-        if field is not None and field not in row.fields:
-            found = ", ".join(row.fields) or "none"
-            raise UserError(
-                f"eval.category_field={field}: row {row.index} of data.validation has no such "
-                f"field (its fields: {found}); name one that every row has."
-            )

@@ -1,4 +1,4 @@
-"""Checks of the first steps: the errors that would otherwise pass for slow learning.
+"""Checks of the first steps, for errors that would look like slow learning.
 
 A run that fails one stops and says which; ``run.self_check=false`` turns them off.
 """
@@ -9,31 +9,30 @@ from dataclasses import dataclass
 import torch
 
 from nemo_like.batch import keys
-from nemo_like.config.choices import AdapterRefit, Dtype, MismatchAction
-from nemo_like.config.run_schema import RolloutRunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# Gap between the engine's and the trainer's logprobs of the same tokens and weights. Float32 leaves
-# 4e-7 on a CPU and 1.4e-4 on an H100, whose engine has other kernels. In bfloat16 a logit of 16 to
-# 32 is rounded to 1/8, so that SmolLM2-135M has a mean gap of 0.04 and single tokens 0.6. A stale
-# output head gives 1.1. Float16 has three bits more than bfloat16: an eighth of its rounding.
-MAX_MEAN_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.1, Dtype.float16: 0.1 / 8}
-MAX_GAP = {Dtype.float32: 5e-2, Dtype.bfloat16: 2.0, Dtype.float16: 2.0 / 8}
+# Difference between the engine's and the trainer's logprobs of the same tokens and weights. Float32
+# leaves 4e-7 on a CPU and 1.4e-4 on an H100, where the engine has other kernels. In bfloat16 a
+# logit of 16 to 32 is rounded to 1/8: SmolLM2-135M has a mean of 0.04 and single tokens 0.6. A
+# stale output head gives 1.1. Float16 has three bits more than bfloat16: an eighth of its rounding.
+MAX_MEAN_MISMATCH = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1 / 8}
+MAX_MISMATCH = {"float32": 5e-2, "bfloat16": 2.0, "float16": 2.0 / 8}
 # The trainer against itself, before and in the step: the same weights, perhaps other kernels.
-MAX_LOG_RATIO = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.5, Dtype.float16: 0.5 / 8}
+MAX_LOG_RATIO = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5 / 8}
 # Weights that an engine failed to replace show from the second refit on.
 NUM_CHECKED_STEPS = 3
 NUM_CONSTANT_STEPS = 5
 
 
 def check_sampled(
-    config: RolloutRunConfig, batch: RemoteBatch, weight_version: int, num_made: int
+    config: SamplingRunConfig, batch: RemoteBatch, weight_version: int, num_made: int
 ) -> None:
-    """What every batch must be, and the first ``num_made`` of an execution also are."""
+    """Check a batch; the first ones of an execution more thoroughly."""
     check_versions(batch, weight_version)
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
         check_seeds(batch)
@@ -60,8 +59,8 @@ def check_seeds(batch: RemoteBatch) -> None:
 
 
 @dataclass(frozen=True)
-class GapLimit:
-    """Most that a metric may be, and what to do where it is more."""
+class MismatchLimit:
+    """Upper limit of a metric, and what to do above it."""
 
     metric: str
     limit: float
@@ -69,79 +68,79 @@ class GapLimit:
 
 
 @dataclass(frozen=True)
-class GapCheck:
+class MismatchCheck:
     """Raises RunError if engine and policy disagree by more than a limit; runs in workers."""
 
-    limits: tuple[GapLimit, ...]
+    limits: tuple[MismatchLimit, ...]
 
     def __call__(self, metrics: Metrics) -> None:
         """Look at the metrics of a step."""
         for each in self.limits:
-            gap = metrics.get(each.metric)
-            if gap is not None and not gap.value <= each.limit:
+            mismatch = metrics.get(each.metric)
+            if mismatch is not None and not mismatch.value <= each.limit:
                 raise RunError(
                     "The logprobs of generation and policy differ too much "
-                    f"({each.metric}={gap.value:.3g}, limit {each.limit:.3g}). {each.remedy}"
+                    f"({each.metric}={mismatch.value:.3g}, limit {each.limit:.3g}). {each.remedy}"
                 )
 
 
-def gap_check(config: RolloutRunConfig, num_made: int) -> GapCheck:
+def mismatch_check(config: SamplingRunConfig, num_made: int) -> MismatchCheck:
     """What the ``num_made``-th step of an execution must pass before its optimizer step."""
-    limits: list[GapLimit] = []
+    limits: list[MismatchLimit] = []
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
         remedy = (
             "Self-check failed: either the refit is wrong or the engine computes this model in "
             "another way; run.self_check=false goes on regardless."
         )
         dtype = config.policy.dtype
-        limits.append(GapLimit("mismatch/mean_abs", MAX_MEAN_GAP[dtype], remedy))
-        limits.append(GapLimit("mismatch/max_abs", MAX_GAP[dtype], remedy))
-    if config.mismatch.action is MismatchAction.stop:
+        limits.append(MismatchLimit("mismatch/mean_abs", MAX_MEAN_MISMATCH[dtype], remedy))
+        limits.append(MismatchLimit("mismatch/max_abs", MAX_MISMATCH[dtype], remedy))
+    if config.mismatch.action == "stop":
         remedy = (
             "mismatch.action=stop ended the run before the optimizer step; continue from the last "
             "checkpoint with run.resume=true, or raise mismatch.max_mean_abs."
         )
-        limits.append(GapLimit("mismatch/mean_abs", max_mean_gap(config), remedy))
-    return GapCheck(tuple(limits))
+        limits.append(MismatchLimit("mismatch/mean_abs", max_mean_mismatch(config), remedy))
+    return MismatchCheck(tuple(limits))
 
 
-def max_mean_gap(config: RolloutRunConfig) -> float:
+def max_mean_mismatch(config: SamplingRunConfig) -> float:
     """The configured limit, or that of the number format."""
     limit = config.mismatch.max_mean_abs
-    return MAX_MEAN_GAP[config.policy.dtype] if limit is None else limit
+    return MAX_MEAN_MISMATCH[config.policy.dtype] if limit is None else limit
 
 
-def warn_of_gap(config: RolloutRunConfig, metrics: Metrics) -> None:
-    """Say so if a step's gap is above the limit."""
-    gap, limit = metrics.get("mismatch/mean_abs"), max_mean_gap(config)
-    if gap is not None and not gap.value <= limit:
+def warn_of_mismatch(config: SamplingRunConfig, metrics: Metrics) -> None:
+    """Warn if a step's mismatch is above the limit."""
+    mismatch, limit = metrics.get("mismatch/mean_abs"), max_mean_mismatch(config)
+    if mismatch is not None and not mismatch.value <= limit:
         logger.warning(
             "The logprobs of generation and policy differ by %.3g on average (limit %.3g, "
             "mismatch.max_mean_abs); mismatch.action=%s.",
-            gap.value,
+            mismatch.value,
             limit,
             config.mismatch.action,
         )
 
 
-def warn_of_adapters(config: RolloutRunConfig) -> None:
-    """Say so where engines lose more of what small adapters add than the policy does.
+def warn_of_adapters(config: SamplingRunConfig) -> None:
+    """Warn where engines lose more of a small LoRA update to rounding than the policy does.
 
-    Summed with numbers of 16 bits, what is below half of their last digit is gone: of weights where
-    adapters are merged, of activations where they are apart. Compiled, the policy adds before it
-    rounds, as engines do not.
+    A 16-bit sum drops what is below half of its last digit: in the weights if adapters are merged,
+    in the activations if they are separate. A compiled policy adds before it rounds, engines do
+    not.
     """
     policy = config.policy
     causes = {
-        "policy.lora.refit=merged": policy.lora.refit is AdapterRefit.merged,
+        "policy.lora.refit=merged": policy.lora.refit == "merged",
         "policy.compile=true": policy.compile,
     }
     found = [key for key, applies in causes.items() if applies]
-    if policy.lora.rank > 0 and policy.dtype is not Dtype.float32 and found:
+    if policy.lora.rank > 0 and policy.dtype != "float32" and found:
         logger.warning(
-            "With %s in %s, engines round away what small adapters add and sample from a policy "
-            "that lags behind (mismatch/mean_abs); policy.lora.refit=adapters with "
-            "policy.compile=false agrees best.",
+            "With %s in %s, small LoRA updates are lost to rounding in the engine, which then "
+            "samples from a policy that lags behind (mismatch/mean_abs); "
+            "policy.lora.refit=adapters with policy.compile=false agrees best.",
             " and ".join(found),
             policy.dtype,
         )
@@ -149,7 +148,7 @@ def warn_of_adapters(config: RolloutRunConfig) -> None:
 
 @dataclass
 class RewardWatch:
-    """Says so if rewards teach nothing: those of several steps in a row were all one number."""
+    """Warns if rewards teach nothing: several steps in a row had one constant reward."""
 
     reward: str
     """``environment.reward``."""
@@ -178,17 +177,17 @@ class RewardWatch:
         )
 
 
-def check_ratios(config: RolloutRunConfig, metrics: Metrics, num_made: int) -> None:
+def check_ratios(config: SamplingRunConfig, metrics: Metrics, num_made: int) -> None:
     """Raise RunError unless importance ratios of an execution's first update are 1.
 
     ``metrics`` are that update's; without a logprob pass before it they have no ratio.
     """
-    gap, dtype = metrics.get("train/max_log_ratio"), config.policy.dtype
-    if not config.run.self_check or num_made > 1 or gap is None:
+    ratio, dtype = metrics.get("train/max_log_ratio"), config.policy.dtype
+    if not config.run.self_check or num_made > 1 or ratio is None:
         return
-    if not gap.value <= MAX_LOG_RATIO[dtype]:
+    if not ratio.value <= MAX_LOG_RATIO[dtype]:
         raise RunError(
             f"Self-check failed: importance ratios of the first step are not 1 "
-            f"(max |log ratio| {gap.value:.3g}, limit {MAX_LOG_RATIO[dtype]:g} in {dtype}); the "
+            f"(max |log ratio| {ratio.value:.3g}, limit {MAX_LOG_RATIO[dtype]:g} in {dtype}); the "
             "logprob pass and the train step compute different things."
         )

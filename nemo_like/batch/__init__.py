@@ -1,1 +1,1 @@
-"""Rows of tokens without padding, and how they are dealt to ranks and micro-batches."""
+"""Rows of tokens without padding, and their distribution to ranks and micro-batches."""

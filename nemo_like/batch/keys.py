@@ -1,4 +1,4 @@
-"""THE table of column names: who writes a column, and what one entry of it means.
+"""The table of column names: who writes a column, and what one entry of it means.
 
 Legend: ``B`` rows (sequences), ``N`` tokens of all rows end to end. Token column entry ``t`` always
 speaks of the token at ``t`` itself, never of the one it predicts.
@@ -37,13 +37,13 @@ ADVANTAGES = "advantages"
 the algorithm."""
 REFERENCE_KL = "reference_kl"
 """float64, estimate of KL(policy || reference) over the row's tokens. Written by the policy."""
-MEAN_GAPS = "mean_gaps"
+MEAN_MISMATCHES = "mean_mismatches"
 """float64, mean |policy - generation logprob| over the row's tokens. Written by the policy."""
 SAMPLE_MASK = "sample_mask"
 """bool, True for rows that train. Written by rollout (failed rewards are False)."""
 REWARDS = "rewards"
-"""float64, NaN where grading failed. Written by rollout."""
-PROMPT_IDS = "prompt_ids"
+"""float64, NaN where the reward failed. Written by rollout."""
+GROUP_IDS = "group_ids"
 """int64, position of the row's prompt in the step: rows of one group share it."""
 NUM_LOSS_TOKENS = "num_loss_tokens"
 """int64, trained tokens of the row: the sum of its loss mask."""

@@ -1,4 +1,4 @@
-"""A batch without padding: columns of tokens laid end to end, and columns of one entry a row.
+"""A batch without padding: columns of tokens laid end to end, and columns of one entry per row.
 
 Legend: ``B`` rows (sequences), ``N`` tokens of all rows together.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class TensorBatch:
-    """Rows of unequal length, kept flat so that no code below can mistake padding for data.
+    """Rows of unequal length, kept flat: no code below can mistake padding for data.
 
     >>> batch = TensorBatch(lengths=torch.tensor([2, 1]), tokens={"x": torch.tensor([5, 6, 7])})
     >>> batch.row_of_token.tolist()

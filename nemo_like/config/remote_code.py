@@ -9,7 +9,7 @@ import os
 
 _VARIABLE = "NEMO_LIKE_TRUST_REMOTE_CODE"
 TRUSTED = "trust_remote_code"
-"""The decision's name in what a grading process is given."""
+"""The decision's name in what a reward process is given."""
 
 
 def set_trust(trusted: bool) -> None:

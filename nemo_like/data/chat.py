@@ -10,19 +10,20 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from nemo_like.data.empty_blocks import num_unwritten, template_block
-from nemo_like.data.end_tokens import end_token_ids, load_tokenizer
-from nemo_like.data.lost_text import (
+from nemo_like.data.messages import Message
+from nemo_like.data.templates import (
+    SWITCHES,
+    as_template_takes,
+    check_switches,
     refuse_losses,
     refuse_lost_reasoning,
     refuse_marks,
     refuse_unasked_header,
+    those_known,
     turn_marks,
 )
-from nemo_like.data.messages import Message
-from nemo_like.data.template_switches import SWITCHES, check_switches, those_known
-from nemo_like.data.token_cuts import TokenCuts
-from nemo_like.data.tool_calls import as_template_takes
+from nemo_like.data.thinking import num_unwritten, template_block
+from nemo_like.data.tokenizer import TokenCuts, end_token_ids, load_tokenizer
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -198,10 +199,7 @@ class ChatTokenizer:
     def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                add_generation_prompt=to_answer,
-                tokenize=False,
-                **self.switches,
+                list(messages), add_generation_prompt=to_answer, tokenize=False, **self.switches
             )
         except Exception as error:  # the boundary of a template, which is a program of the model's
             raise UserError(f"the chat template fails: {error}") from error

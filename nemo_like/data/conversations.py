@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.data_schema import SFTDataConfig, TrainOn
+from nemo_like.config.data import ConversationsConfig, TrainOn
 from nemo_like.data import datasets
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import (
@@ -23,7 +23,7 @@ from nemo_like.data.messages import (
     with_system_prompt,
     without_nulls,
 )
-from nemo_like.data.own_weights import refuse_message_weights, refuse_row_weight
+from nemo_like.data.refusals import refuse_message_weights, refuse_row_weight
 from nemo_like.data.shapes import Purpose, how_to_load, refuse_bad_answer, refuse_unsupported
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
@@ -55,7 +55,7 @@ class Conversation:
 
 
 def load(
-    config: SFTDataConfig,
+    config: ConversationsConfig,
     chat: ChatTokenizer,
     *,
     micro_batch_tokens: int,
@@ -78,12 +78,12 @@ def load(
 
 
 def read(
-    config: SFTDataConfig, source: str, num_rows: int, seed: int, key: str
+    config: ConversationsConfig, source: str, num_rows: int, seed: int, key: str
 ) -> list[Conversation]:
     """Rows of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
     records = datasets.records(source, config.tasks, num_rows, seed, key)
     if source == datasets.REASONING_GYM:
-        from nemo_like.data.generated import solved
+        from nemo_like.data.reasoning_gym import solved
 
         records = solved(records)
     return [_conversation(record, config.system_prompt, where) for where, record in records]
@@ -95,7 +95,7 @@ def tokenize(
     """The rows that fit ``limit``, as ``collate`` makes them; those left out are in the log."""
     lengths = LengthFilter(limit=limit)
     kept: list[TokenRow] = []
-    everything = train_on is TrainOn.all
+    everything = train_on == "all"
     remedy = "set data.train_on=assistant" if everything else _REMEDY
     for row in rows:
         refuse_message_weights(row.messages, trained(row, train_on), remedy, row.where)
@@ -106,9 +106,9 @@ def tokenize(
 
 def trained(row: Conversation, train_on: TrainOn) -> list[bool]:
     """Which messages train."""
-    if train_on is TrainOn.all:
+    if train_on == "all":
         return [True] * len(row.messages)
-    is_last = train_on is TrainOn.last_assistant
+    is_last = train_on == "last_assistant"
     first = len(row.messages) - 1 if is_last else row.num_prompt_messages
     return [i >= first and one["role"] == "assistant" for i, one in enumerate(row.messages)]
 
@@ -122,11 +122,11 @@ def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRo
         if row.text is not None:
             ids = chat.encode_text(row.text)
             mask = [True] * len(ids)
-        elif train_on is TrainOn.all:
+        elif train_on == "all":
             ids, mask = chat.render_conversation(row.messages, from_message=len(row.messages))
             mask = [True] * len(ids)
         else:
-            only_last = train_on is TrainOn.last_assistant
+            only_last = train_on == "last_assistant"
             first = len(row.messages) - 1 if only_last else row.num_prompt_messages
             ids, mask = chat.render_conversation(row.messages, from_message=first)
     except UserError as error:
@@ -185,9 +185,7 @@ def _conversation(record: dict[str, Any], system_prompt: str | None, where: str)
         prompt = prompt_messages(record["prompt"], "prompt", system_prompt, where)
         completion = completion_messages(record["completion"], "completion", where)
         return Conversation(
-            where=where,
-            messages=(*prompt, *completion),
-            num_prompt_messages=len(prompt),
+            where=where, messages=(*prompt, *completion), num_prompt_messages=len(prompt)
         )
     messages = cleaned(record["messages"])
     if not is_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":

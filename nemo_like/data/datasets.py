@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nemo_like.config.choices import OverlongPrompts
-from nemo_like.config.data_schema import TextDataConfig
-from nemo_like.config.file_checks import REASONING_GYM
-from nemo_like.config.rollout_schema import DEFAULT_TASKS, DataConfig
-from nemo_like.config.special_files import refuse_special
+from nemo_like.config.data import DEFAULT_TASKS, PromptsConfig, TextsConfig
+from nemo_like.config.paths import REASONING_GYM
 from nemo_like.data import json_rows
 from nemo_like.data.messages import Message, prompt_key, prompt_messages, without_nulls
 from nemo_like.data.shapes import UNSUPPORTED, Purpose, how_to_load, refuse_unsupported
 from nemo_like.errors import UserError
+from nemo_like.special_files import refuse_special
 
 if TYPE_CHECKING:
     from nemo_like.data.chat import ChatTokenizer
@@ -35,7 +33,7 @@ class HasPrompt(Protocol):
 
     @property
     def prompt_key(self) -> str:
-        """What no two rows share that have different prompts."""
+        """Key that identifies a row's prompt."""
         ...
 
 
@@ -66,7 +64,7 @@ class Row:
         return prompt_key(self.messages)
 
 
-def load_rows(source: str, config: DataConfig, num_rows: int, seed: int, key: str) -> list[Row]:
+def load_rows(source: str, config: PromptsConfig, num_rows: int, seed: int, key: str) -> list[Row]:
     """Rows of ``source``: ``reasoning_gym``, or a .jsonl file.
 
     Raises UserError naming ``key`` and the line for a missing or empty file and for a bad row.
@@ -85,7 +83,7 @@ def records(
     Raises UserError naming ``key``, and the line of what is not a JSON object.
     """
     if source == REASONING_GYM:
-        from nemo_like.environments.reasoning_gym_reward import rows as generate
+        from nemo_like.data.reasoning_gym import rows as generate
 
         generated = generate(tasks or DEFAULT_TASKS, num_rows, seed)
         found = ((f"row {index}", record) for index, record in enumerate(generated))
@@ -103,7 +101,7 @@ def records(
 
 
 def load_both(
-    config: TextDataConfig,
+    config: TextsConfig,
     read: Callable[[str, int, int, str], list[R]],
     tokenize: Callable[[list[R], str], B],
     *,
@@ -154,13 +152,13 @@ def check_lengths(
     micro_batch_tokens: int,
     context: int,
     max_new_tokens: int,
-    config: DataConfig,
+    config: PromptsConfig,
     key: str,
 ) -> tuple[list[Row], int]:
     """Render every prompt once; the rows that fit with a completion, and the longest one's tokens.
 
     Raises UserError for a row whose template fails, and for one that is too long unless
-    ``data.overlong_prompts=drop``, by its number.
+    ``data.overlong=drop``, by its number.
     """
     most = min(context, micro_batch_tokens) - max_new_tokens
     limit = "policy.micro_batch_tokens" if micro_batch_tokens < context else "the model's context"
@@ -174,11 +172,11 @@ def check_lengths(
         if length <= most:
             kept.append(replace(row, prompt_ids=prompt_ids))
             longest = max(longest, length)
-        elif config.overlong_prompts is OverlongPrompts.refuse:
+        elif config.overlong == "refuse":
             raise UserError(
                 f"{key}: the prompt of row {row.index} has {length} tokens, and {limit} leaves "
                 f"{most} beside the completion; shorten it, lower generation.max_new_tokens, or "
-                "set data.overlong_prompts=drop."
+                "set data.overlong=drop."
             )
     if len(kept) < len(rows):
         dropped = len(rows) - len(kept)

@@ -4,11 +4,10 @@ Loaders live in the driver, which deals each batch's rows to ranks: no rank can 
 """
 
 import logging
+import math
 import random
 from collections.abc import Sequence
 from typing import Any, Generic, Self, TypeVar
-
-from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +87,8 @@ class PromptLoader(Generic[T]):
 class EpochLoader(Generic[T]):
     """Batches of ``batch_size`` rows, pass by pass for ``num_epochs`` passes; none spans two.
 
-    The last batch of a pass has the rows that are left, and no other, unless ``drop_last`` leaves
-    it out. A position is one of rows, so it can be continued with another batch size.
+    The last batch of a pass has the rows that are left, and no other. A position is one of rows, so
+    it can be continued with another batch size.
     """
 
     def __init__(
@@ -101,22 +100,14 @@ class EpochLoader(Generic[T]):
         num_epochs: int | None,
         seed: int,
         shuffle: bool,
-        drop_last: bool,
     ) -> None:
-        """``num_epochs`` None: endless passes. Raises UserError if no pass has a batch."""
+        """``num_epochs`` None: endless passes."""
         self._batch_size = batch_size
         self._num_epochs = num_epochs
-        self._smallest = batch_size if drop_last else 1
         self._passes = PromptLoader(rows, fingerprint=fingerprint, seed=seed, shuffle=shuffle)
         self._num_rows = len(rows)
-        whole, left = divmod(len(rows), batch_size)
-        self.steps_per_epoch: int = whole + (left >= self._smallest)
+        self.steps_per_epoch: int = math.ceil(len(rows) / batch_size)
         """Batches of one whole pass."""
-        if self.steps_per_epoch == 0:
-            raise UserError(
-                f"The batch size of {batch_size} leaves no batch of the {len(rows)} rows, because "
-                "an incomplete one is dropped; use a smaller batch, or keep the last one."
-            )
 
     @property
     def epochs_done(self) -> float:
@@ -128,15 +119,15 @@ class EpochLoader(Generic[T]):
         """Batches from here to the end of the last pass; None: endless."""
         if self._num_epochs is None:
             return None
-        whole, left = divmod(self._passes.rows_left, self._batch_size)
         later = self._num_epochs - 1 - self._passes.epoch
-        return max(0, whole + (left >= self._smallest) + later * self.steps_per_epoch)
+        here = math.ceil(self._passes.rows_left / self._batch_size)
+        return max(0, here + later * self.steps_per_epoch)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> list[T]:
-        if self._passes.rows_left < self._smallest:
+        if self._passes.rows_left == 0:
             self._passes.start_next_epoch()
         if self._num_epochs is not None and self._passes.epoch >= self._num_epochs:
             raise StopIteration

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any, TypeGuard
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.data_schema import IdenticalPairs, PreferenceDataConfig, TrainOn
+from nemo_like.config.data import PairsConfig
 from nemo_like.data import conversations, datasets
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation
@@ -20,8 +20,7 @@ from nemo_like.data.messages import (
     prompt_messages,
     without_nulls,
 )
-from nemo_like.data.own_weights import refuse_message_weights
-from nemo_like.data.scores import refuse_contrary_scores
+from nemo_like.data.refusals import refuse_contrary_scores, refuse_message_weights
 from nemo_like.data.shapes import Purpose, how_to_load
 from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
 from nemo_like.errors import UserError
@@ -47,7 +46,7 @@ class Pair:
 
 
 def load(
-    config: PreferenceDataConfig,
+    config: PairsConfig,
     chat: ChatTokenizer,
     *,
     micro_batch_tokens: int,
@@ -68,27 +67,23 @@ def load(
     return datasets.load_both(
         config,
         partial(read, config),
-        lambda pairs, key: tokenize(pairs, chat, config.identical, limit, key),
+        lambda pairs, key: tokenize(pairs, chat, limit, key),
         seed=seed,
         with_validation=with_validation,
     )
 
 
-def read(
-    config: PreferenceDataConfig, source: str, num_rows: int, seed: int, key: str
-) -> list[Pair]:
+def read(config: PairsConfig, source: str, num_rows: int, seed: int, key: str) -> list[Pair]:
     """Pairs of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
     records = datasets.records(source, config.tasks, num_rows, seed, key)
     if source == datasets.REASONING_GYM:
-        from nemo_like.data.generated import with_wrong_answers
+        from nemo_like.data.reasoning_gym import with_wrong_answers
 
         records = with_wrong_answers(list(records))
     return [_pair(record, config.system_prompt, where) for where, record in records]
 
 
-def tokenize(
-    pairs: Sequence[Pair], chat: ChatTokenizer, identical: IdenticalPairs, limit: Limit, key: str
-) -> TensorBatch:
+def tokenize(pairs: Sequence[Pair], chat: ChatTokenizer, limit: Limit, key: str) -> TensorBatch:
     """Both rows of the pairs that fit ``limit``; pairs left out are in the log."""
     lengths = LengthFilter(limit=limit)
     kept: list[TokenRow] = []
@@ -97,17 +92,12 @@ def tokenize(
         if pair.chosen.messages != pair.rejected.messages:
             both = (pair.chosen, pair.rejected)
             for one in both:
-                trains = conversations.trained(one, TrainOn.assistant)
+                trains = conversations.trained(one, "assistant")
                 refuse_message_weights(one.messages, trains, "take the row out", where)
-            unit = [conversations.encode(one, chat, TrainOn.assistant) for one in both]
+            unit = [conversations.encode(one, chat, "assistant") for one in both]
             kept += lengths.fit(unit, where)
-        elif identical is IdenticalPairs.drop:
-            lengths.dropped["of two completions that are the same"] += 1
         else:
-            raise UserError(
-                f"{where}: both completions are the same, so that none is preferred; take the row "
-                "out, or set data.identical=drop."
-            )
+            lengths.dropped["of two completions that are the same"] += 1
     lengths.report(key, len(pairs), "pairs")
     return collate(kept)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.data_schema import OverlongRows, TextDataConfig
+from nemo_like.config.data import OverlongRows, TextsConfig
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Limit:
 
 
 def length_limit(
-    config: TextDataConfig, *, context: int, micro_batch_tokens: int, rows_per_unit: int = 1
+    config: TextsConfig, *, context: int, micro_batch_tokens: int, rows_per_unit: int = 1
 ) -> Limit:
     """``data.max_length``, or what the model's context and a micro-batch hold.
 
@@ -94,12 +94,12 @@ class LengthFilter:
         """
         most, overlong = self.limit.num_tokens, self.limit.overlong
         length = max(len(row.ids) for row in unit)
-        if length > most and overlong is OverlongRows.refuse:
+        if length > most and overlong == "refuse":
             raise UserError(
                 f"{where}: the row has {length} tokens, and {self.limit.key} allows {most}; "
                 "shorten it, raise the limit, or set data.overlong to drop or truncate."
             )
-        if length > most and overlong is OverlongRows.drop:
+        if length > most and overlong == "drop":
             self.dropped[f"longer than {most} tokens"] += 1
             return []
         kept = [TokenRow(ids=row.ids[:most], mask=row.mask[:most]) for row in unit]

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster and leaving it, with a limit where Ray itself would wait for minutes."""
+"""Joining and leaving a Ray cluster, with limits where Ray itself would wait for minutes."""
 
 import atexit
 import logging
@@ -30,6 +30,7 @@ _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ANSWER_TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 30.0
 _HOST_AND_PORT = re.compile(r"[^\s/]+:[0-9]{1,5}")
+_ABANDONED = "ray.init, abandoned"
 _BUSY = 3.0
 """Processes that want to run, for each processor, from where on Ray may miss its own limits."""
 _SLOW_S = 25.0
@@ -45,17 +46,19 @@ def connect() -> Callable[[], None]:
     Raises UserError if no Ray of this version answers at RAY_ADDRESS, RunError if its head does not
     go on answering, both within half a minute; RunError if Ray cannot be started here.
     """
+    for thread in threading.enumerate():
+        if thread.name == _ABANDONED:
+            thread.join()  # It ends a Ray whose start was interrupted, in a notebook.
     if ray.is_initialized():
         return lambda: None
     # The next call to a worker tells of a failure that nobody waited for, and one rank's of all
-    # others'; Ray would print their tracebacks beside that sentence.
+    # others'; Ray would print their tracebacks next to that sentence.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
         leave = partial(_leave, _start())
     else:
-        _join(address)
-        leave = _leave
+        leave = partial(_leave, _join(address))
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler, below Python's, would print a traceback before ours is called.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -63,7 +66,7 @@ def connect() -> Callable[[], None]:
 
 
 def check_head() -> None:
-    """RunError if the cluster's head does not answer, for which Ray itself waits for ever."""
+    """RunError if the cluster's head does not answer; Ray itself would wait forever."""
     address = ray.get_runtime_context().gcs_address
     try:
         _expect_head(address)
@@ -74,7 +77,8 @@ def check_head() -> None:
         ) from error
 
 
-def _leave(sweeper: Sweeper | None = None) -> None:
+def _leave(end: Callable[[], None]) -> None:
+    """``end`` is called once Ray has ended."""
     cause = sys.exc_info()[1]
     try:
         check_head()
@@ -92,13 +96,12 @@ def _leave(sweeper: Sweeper | None = None) -> None:
             for process in below:  # Agents that still start notice only later that Ray has ended.
                 with suppress(psutil.Error):
                     process.kill()
-            if sweeper is not None:
-                sweeper.close()
+            end()
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Without Ctrl-C and its like: a Ray that ends half-way ends this process, with code 1."""
+    """Ignore Ctrl-C and similar: a half-ended Ray would end this process with code 1."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
@@ -111,7 +114,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _give_up_ray(cause: BaseException | None) -> None:
-    """Let this process end without Ray's consent, and with the exit code that ``cause`` has.
+    """Let this process end without waiting for Ray, with the exit code of ``cause``.
 
     Ray's own end waits for the head for two minutes and then ends the process unheard; without it
     Ray's threads crash an interpreter that is being taken down.
@@ -126,13 +129,17 @@ def _end_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _start() -> Sweeper:
+def _start() -> Callable[[], None]:
     began = time.monotonic()
     try:
         sweeper = Sweeper()
         with _on_loopback(), _variables(sweeper.environment | {"TMPDIR": str(sweeper.folder)}):
-            _init_in_thread(
-                None, address="local", include_dashboard=False, _temp_dir=str(sweeper.folder)
+            end_thread = _init_in_thread(
+                None,
+                sweeper.close,
+                address="local",
+                include_dashboard=False,
+                _temp_dir=str(sweeper.folder),
             )
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         told = why_not_started(
@@ -142,11 +149,16 @@ def _start() -> Sweeper:
             free_gib=psutil.virtual_memory().available / 2**30,
         )
         raise RunError(f"Ray could not be started on this machine: {told}") from error
-    return sweeper
+
+    def end() -> None:
+        end_thread()
+        sweeper.close()
+
+    return end
 
 
 def why_not_started(error: Exception, *, waited_s: float, load: float, free_gib: float) -> str:
-    """What is known of a Ray that did not come up, and what to look at, likely causes first.
+    """Why Ray did not start: known facts, then what to check, likely causes first.
 
     ``load``: processes that wanted to run, for each processor, over the last minute.
     """
@@ -202,7 +214,7 @@ def _in_a_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _join(address: str) -> None:
+def _join(address: str) -> Callable[[], None]:
     if address.startswith("ray://"):
         raise UserError(
             f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
@@ -211,12 +223,12 @@ def _join(address: str) -> None:
     if address != "auto" and not _HOST_AND_PORT.fullmatch(address):
         raise UserError(
             f"RAY_ADDRESS={address!r} is not an address of a cluster, which is host:port (port "
-            "6379 unless told otherwise), or auto for one on this machine; for a job server's "
+            "6379 by default), or auto for one on this machine; for a job server's "
             "address, use ray job submit --address."
         )
     _check_answer(address)
     try:
-        _init_in_thread(_JOIN_TIMEOUT_S, address=address)
+        return _init_in_thread(_JOIN_TIMEOUT_S, lambda: None, address=address)
     except AuthenticationError as error:
         raise UserError(
             f"RAY_ADDRESS={address} wants a token, and none was found; put the cluster's into "
@@ -236,14 +248,19 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _init_in_thread(limit_s: float | None, **options: Any) -> None:
-    """ray.init; TimeoutError after ``limit_s``.
+def _init_in_thread(
+    limit_s: float | None, if_abandoned: Callable[[], None], **options: Any
+) -> Callable[[], None]:
+    """ray.init; TimeoutError after ``limit_s``. Returns how to end the thread, and all it started.
+
+    If it is interrupted, Ray ends as soon as it has started, and then ``if_abandoned`` is called.
 
     Its waits are in C++, where no signal reaches them, so it has a thread, which may be left. There
     it leaves our handler of SIGTERM alone, and what it starts never sees that signal, which many
     send to all processes of a run: workers must live until the driver has saved.
     """
     done: Future[None] = Future()
+    left = threading.Event()
 
     def init() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
@@ -254,14 +271,22 @@ def _init_in_thread(limit_s: float | None, **options: Any) -> None:
             done.set_exception(error)
         else:
             done.set_result(None)
-            threading.Event().wait()  # The kernel ends what this thread has started with it.
+            left.wait()  # The kernel ends what this thread has started with it.
+        if threading.current_thread().name == _ABANDONED:
+            ray.shutdown()
+            if_abandoned()
+            atexit.unregister(_end_at_once)
 
-    threading.Thread(target=init, name="ray.init", daemon=True).start()
+    thread = threading.Thread(target=init, name="ray.init", daemon=True)
+    thread.start()
     try:
         done.result(limit_s)
     except (TimeoutError, KeyboardInterrupt, StoppedError) as error:
+        thread.name = _ABANDONED
+        left.set()
         _give_up_ray(error)
         raise
+    return left.set
 
 
 def _check_answer(address: str) -> None:
@@ -276,7 +301,7 @@ def _check_answer(address: str) -> None:
 
 
 def _expect_head(address: str) -> None:
-    """OSError if nothing, something that says nothing, or something else listens there."""
+    """OSError unless Ray listens there and answers."""
     host, _, port = address.rpartition(":")
     if not host:
         return  # "auto": Ray looks the address up itself

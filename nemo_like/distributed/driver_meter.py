@@ -1,4 +1,4 @@
-"""What passes through the driver, and how long it waits: that it stays light, as metrics."""
+"""Metrics of the driver's load: bytes that pass through it, and time spent waiting."""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""What a worker's failure is called: who, where, in which phase, why, and the end of its log."""
+"""Describes a worker's failure: who, where, in which phase, why, and the end of its log."""
 
 import socket
 
@@ -15,14 +15,14 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 def is_disconnection(cause: BaseException) -> bool:
-    """Whether ranks could not reach each other, which is no bug of ours."""
+    """Whether ranks could not reach each other; that is not a bug of ours."""
     from torch.distributed import DistError  # The driver starts workers before it imports torch.
 
     return isinstance(cause, DistError) or _GLOO in str(cause)
 
 
 def disconnection_message(context: WorkerContext, when: str, cause: BaseException) -> str:
-    """A rank that others left, or that never reached them."""
+    """A rank that lost the others, or never reached them."""
     reason = str(cause).strip().splitlines()
     return (
         f"{context.name} on {context.address} has no connection to other ranks {when}: "
@@ -32,7 +32,7 @@ def disconnection_message(context: WorkerContext, when: str, cause: BaseExceptio
 
 
 def death_message(context: WorkerContext, when: str, error: Exception) -> str:
-    """A process that ended by itself, or with its node."""
+    """A process that ended on its own, or with its node."""
     tail = _log_tail(context)
     return (
         f"{context.name} on {context.address} died {when}: "
@@ -43,7 +43,7 @@ def death_message(context: WorkerContext, when: str, error: Exception) -> str:
 
 
 def _reason(node_id: str, error: Exception) -> str:
-    """The line that says most: Ray names a lost node on the last of many."""
+    """The most informative line: Ray names a lost node on the last of many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lost = next((line for line in lines if line.startswith(_NODE_LOST)), None)
     if lost is not None:
@@ -74,7 +74,7 @@ def _log_tail(context: WorkerContext) -> str:
 
 
 def _memory_note(address: str) -> str:
-    """Memory of the driver's node, if the worker was on it: the OOM killer leaves no word."""
+    """Memory of the driver's node, if the worker was on it: the OOM killer leaves no message."""
     if address != ray.util.get_node_ip_address():
         return ""
     memory = psutil.virtual_memory()

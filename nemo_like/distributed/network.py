@@ -19,7 +19,7 @@ _CHOICES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 @dataclass(frozen=True, kw_only=True)
 class NodeNetwork:
-    """What a node says of itself."""
+    """What a node reports about itself."""
 
     address: str
     """Ray's address of the node."""
@@ -52,9 +52,9 @@ def worker_environment(
     if wanted is not None:
         if wanted not in node.interfaces:
             raise UserError(
-                f"cluster.network_interface={wanted} is no interface of node {node.address}, which "
-                f"has {', '.join(sorted(node.interfaces))}; use one that every node has, or null "
-                "for the one with Ray's address."
+                f"cluster.network_interface={wanted} is not an interface of node {node.address}, "
+                f"which has {', '.join(sorted(node.interfaces))}; use one that every node has, or "
+                "null for the one with Ray's address."
             )
     else:
         _check_inherited(node, uses_gpus)

@@ -1,4 +1,4 @@
-"""What workers are about, in words for who waits long: how far, and what is usual."""
+"""What workers are doing, for long waits: progress, and what is usual."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ IMPORTING = (
 )
 IMPORTING_ENGINE = f"{IMPORTING}; vLLM takes as long once more"
 STARTING_ENGINE = (
-    "it starts its engine, and what grades; vLLM takes 10 to 60 s, with "
+    "it starts its engine, and what scores; vLLM takes 10 to 60 s, with "
     "engine_kwargs.enforce_eager=false and empty caches a few minutes"
 )
 
@@ -35,7 +35,7 @@ def gb(count: float) -> str:
 
 
 def written(folder: Path, expected: int) -> Callable[[], str]:
-    """How much of what is expected is in ``folder`` by the time that one asks."""
+    """Progress of writing ``folder``, evaluated when the message is shown."""
     return lambda: f"{gb(num_bytes(folder))} of about {gb(expected)} are written to {folder}"
 
 

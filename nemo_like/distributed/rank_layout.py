@@ -9,9 +9,9 @@ class RankLayout:
     """A grid of ranks; the last axis varies fastest, so its ranks are physical neighbours.
 
     >>> layout = RankLayout({"dp": 2, "tp": 2})
-    >>> layout.coordinate(2, "dp"), layout.leaders("dp")
+    >>> layout.coordinate(2, "dp"), layout.output_ranks("dp")
     (1, (0, 2))
-    >>> RankLayout({"pp": 2, "dp": 2}).leaders("dp", last="pp")
+    >>> RankLayout({"pp": 2, "dp": 2}).output_ranks("dp", last="pp")
     (2, 3)
     """
 
@@ -28,7 +28,7 @@ class RankLayout:
         stride = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
         return rank // stride % self.sizes[axis]
 
-    def leaders(self, axis: str, last: str | None = None) -> tuple[int, ...]:
+    def output_ranks(self, axis: str, last: str | None = None) -> tuple[int, ...]:
         """The rank at each position of ``axis`` that is first along every other (last on ``last``).
 
         The last stage of a pipeline has the results.

@@ -1,4 +1,4 @@
-"""What Ray's processes complain of, which Ray would print in the user's terminal."""
+"""Errors of Ray's processes, logged; Ray would print them in the user's terminal."""
 
 import logging
 import threading

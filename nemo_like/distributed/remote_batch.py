@@ -1,4 +1,4 @@
-"""A batch whose tokens stay with the workers: the driver holds references and one number a row.
+"""A batch by reference: tokens stay with the workers, the driver holds a few numbers per row.
 
 Legend: ``B`` rows of the whole batch.
 """

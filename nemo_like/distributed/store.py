@@ -1,4 +1,4 @@
-"""Where ranks meet: a key-value store of torch's, on one address.
+"""Where ranks meet: torch's key-value store, on one address.
 
 It has no authentication: who can connect can read and write what ranks tell each other there. Left
 alone, torch listens on every interface of the node.

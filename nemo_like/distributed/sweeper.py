@@ -1,4 +1,4 @@
-"""A small process that outlives this one, and clears away what it leaves, however it ends.
+"""A small process that outlives this one and removes what it leaves, however it ends.
 
 Nobody else can after ``kill -9``: Ray's processes and vLLM's have folders and sockets, and some of
 them live on. As a script this file is that process, without site-packages: 10 MB, up in 20 ms.
@@ -23,7 +23,7 @@ _LOOK_EVERY_S = 0.5
 
 
 class Sweeper:
-    """``folder`` is for temporary files; what is started with ``environment`` is to end with us."""
+    """``folder`` is for temporary files; processes started with ``environment`` end with us."""
 
     def __init__(self) -> None:
         """Raises OSError where the folder cannot be made."""
@@ -47,7 +47,7 @@ class Sweeper:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells the sweeper that a process is to be ended."""
+        """The mark of processes that the sweeper ends."""
         above = os.environ.get(MARK)
         return {MARK: f"{above}:{self.folder}" if above else str(self.folder)}
 

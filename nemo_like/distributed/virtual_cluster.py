@@ -13,15 +13,8 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_like.config.plan import (
-    NodeResources,
-    ResourcePlan,
-    check_fits,
-    in_words,
-    what_each_has,
-)
 from nemo_like.config.remote_code import trust_variables
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.connection import check_head
 from nemo_like.distributed.network import (
     NodeNetwork,
@@ -30,6 +23,13 @@ from nemo_like.distributed.network import (
     worker_environment,
 )
 from nemo_like.errors import RunError, WaitTimeoutError
+from nemo_like.planning.resources import (
+    NodeResources,
+    ResourcePlan,
+    check_fits,
+    in_words,
+    what_each_has,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class VirtualCluster:
         self.plan = plan
         self._network_interface = network_interface
         check_fits(plan, alive_nodes())
-        # Ray grants all nodes or none, so that two runs never wait for each other's half. To Ray a
+        # Ray grants all nodes or none: two runs never wait for each other's half. To Ray a
         # node is one bundle: our workers take nothing from it, so it need not be cut up.
         self._group = placement_group(
             [plan.node_resources] * len(plan.bundles_per_node), strategy="STRICT_SPREAD"

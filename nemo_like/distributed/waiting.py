@@ -1,4 +1,4 @@
-"""Waiting for workers: with a limit, an eye on idle ones, and a word on what takes long."""
+"""Waiting for workers, with a limit, a watch on idle ones, and reports of long waits."""
 
 import logging
 import time
@@ -92,7 +92,7 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
 
 
 def _some_of(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """ray.wait, which wraps all that a signal's handler raises in it but KeyboardInterrupt."""
+    """ray.wait; it wraps whatever a signal handler raises, except KeyboardInterrupt."""
     try:
         return ray.wait(refs, timeout=timeout_s)
     except SystemError as error:
@@ -107,7 +107,7 @@ def check_idle(
     """WorkerDiedError if a worker of the run, or its engine, has died; ``when`` it is noticed.
 
     Those that are ``busy`` (role and rank) say so themselves. What is read here the cluster has
-    told this process by itself, so that looking costs no call.
+    already reported to this process, so looking costs no call.
     """
     idle = f"{when}, while it was idle"
     for group in _groups_of(of_run):
@@ -137,7 +137,7 @@ def _busy(owner: Mapping[Any, Pending[Any]], pending: Collection[Any]) -> set[tu
 
 
 def progress(call: Pending[Any], pending: Collection[Any], waited_s: float) -> str:
-    """Who is still awaited, for how long, and what they are about."""
+    """Who is still awaited, for how long, and what they are doing."""
     names = ", ".join(context.name for context in call.late(pending)[:4])
     doing = call.group.doing()
     return f"Waiting for {names} in {call.phase}, {waited_s:.0f} s{f': {doing}' if doing else ''}"
@@ -159,7 +159,7 @@ def _timeout_message(calls: Sequence[Pending[Any]], pending: Collection[Any]) ->
 
 
 def _root_cause(error: RunError, pending: Mapping[Any, Pending[Any]]) -> RunError:
-    """``error``, or the death of a worker that ``error`` may be but the echo of."""
+    """``error``, or the worker death that caused it."""
     if not pending or isinstance(error, WorkerDiedError):
         return error
     done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_ECHO_S)

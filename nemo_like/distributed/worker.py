@@ -36,7 +36,7 @@ class WorkerContext:
     listens_on: str
     """Address that its rendezvous listens on; empty: all of the node's."""
     log_dir: str
-    """Folder of ``<role>-<rank>.log``, which takes all that the process writes to stderr."""
+    """Folder of ``<role>-<rank>.log``, which receives everything the process writes to stderr."""
 
     @property
     def name(self) -> str:

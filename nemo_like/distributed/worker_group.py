@@ -1,4 +1,4 @@
-"""N actors of one class, one a bundle, called by typed methods; waits have a limit and an owner."""
+"""N actors of one class, one per bundle, with typed calls; every wait has a limit and an owner."""
 
 import copy
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,7 +32,7 @@ R = TypeVar("R")
 def worker_contexts(
     role: str, bundles: Sequence[Sequence[Bundle]], log_dir: str
 ) -> list[WorkerContext]:
-    """What the process of each rank is told."""
+    """What the process of each rank starts with."""
     return [
         WorkerContext(
             role=role,
@@ -52,7 +52,7 @@ def worker_contexts(
 class WorkerGroup(Generic[W]):
     """Ranks of one role. ``bundles[rank]`` are the bundles of a rank; it runs in the first of them.
 
-    Methods are passed as methods, ``group.call(PolicyWorker.save, path)``, so that an editor can
+    Methods are passed as methods, ``group.call(PolicyWorker.save, path)``: an editor can
     follow them and a type checker sees their arguments. A call blocks until every rank answered;
     the first failure ends the wait, and so does ``timeout_s``.
     """
@@ -152,7 +152,7 @@ class WorkerGroup(Generic[W]):
         axis: str = "dp",
         last: str | None = None,
     ) -> list[R]:
-        """Shard i to all ranks at position i of ``axis``; results of its leaders, in order.
+        """Shard i to all ranks at position i of ``axis``; results of its output ranks, in order.
 
         Leaders are first along every other axis, and last along ``last``. ``args`` go to all.
         """
@@ -162,7 +162,7 @@ class WorkerGroup(Generic[W]):
             for rank in range(self.world_size)
         }
         results = self._call_all(work, method)
-        return [results[rank] for rank in self.layout.leaders(axis, last)]
+        return [results[rank] for rank in self.layout.output_ranks(axis, last)]
 
     def call_rank(
         self,
@@ -245,7 +245,7 @@ class WorkerGroup(Generic[W]):
         return Pending(group=self, refs=refs, phase=name)
 
     def result(self, ref: Any, rank: int, when: str) -> Any:
-        """What a finished call returned; its failure, told in terms of this group.
+        """What a finished call returned; a failure names this group's rank and phase.
 
         ``when``: in or before which phase that is seen, and what of the rank.
         """

@@ -8,7 +8,7 @@ from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_togeth
 from nemo_like.errors import RunError, WaitTimeoutError
 from nemo_like.generation.protocol import EngineMemory, Link
 from nemo_like.generation.worker import GenerationWorker
-from nemo_like.weights.buckets import Bucket
+from nemo_like.refit.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ W = TypeVar("W", bound=GenerationWorker)
 
 
 class Generation(Generic[W]):
-    """Replicas of one engine, whose weights move together from version to version."""
+    """Replicas of one engine; their weights change version together."""
 
     def __init__(self, group: WorkerGroup[W]) -> None:
         self.group = group
@@ -29,7 +29,7 @@ class Generation(Generic[W]):
         self._asleep = False
 
     def submit_connect(self, links: Sequence[Link], buckets: Sequence[Bucket]) -> Pending[None]:
-        """Begin to connect each replica to what will send it weights."""
+        """Start connecting each replica to its sender of weights."""
         return self.group.submit_each(
             GenerationWorker.connect, links, buckets, self.group.timeout_s
         )
@@ -46,7 +46,7 @@ class Generation(Generic[W]):
         self._asleep = True
 
     def wake(self, memory: EngineMemory) -> None:
-        """Take one kind of memory again, weights first; nothing if generation is awake."""
+        """Reclaim one kind of memory, weights first; no effect if generation is awake."""
         if not self._asleep:
             return
         self.group.call(GenerationWorker.wake, memory)

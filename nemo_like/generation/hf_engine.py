@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_like.data.end_tokens import load_tokenizer
+from nemo_like.data.tokenizer import load_tokenizer
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_model import build_model, copy_weights
 from nemo_like.generation.protocol import (
@@ -22,12 +22,12 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     Link,
     SamplingParams,
+    no_weights,
 )
-from nemo_like.weights.adapters import check_adapters, check_buckets
-from nemo_like.weights.broadcast import BroadcastReceiver
-from nemo_like.weights.buckets import Bucket
-from nemo_like.weights.ipc import IpcReceiver
-from nemo_like.weights.manifest import check_version
+from nemo_like.refit.adapters import check_buckets, check_refit
+from nemo_like.refit.broadcast import BroadcastReceiver
+from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.ipc import IpcReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class HFEngine:
         self._last_logits_only: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Build the model without weights; UserError for what this engine has no use for."""
+        """Build the model without weights; UserError for settings this engine lacks."""
         if self._config.engine_kwargs:
             raise UserError(
                 f"generation.engine_kwargs.{next(iter(self._config.engine_kwargs))} has no effect "
@@ -77,10 +77,7 @@ class HFEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; RunError if the model fails."""
         if self._model is None or self._version is None:
-            raise RunError(
-                f"Request {request.request_id} is refused: the engine holds no usable weights "
-                "(before its first refit, within one, or after one that failed)."
-            )
+            raise no_weights(request)
         self._check_prompt(request)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._num_running += 1
@@ -101,13 +98,13 @@ class HFEngine:
         """Replace weights; RunError as the protocol says. There is no cache to reset."""
         if self._model is None or self._receiver is None:
             raise RunError(f"Refit {version} came before the engine had started.")
-        if self._num_running:
-            raise RunError(
-                f"Refit {version} came while {self._num_running} completions were being sampled; "
-                "wait for them first."
-            )
-        check_version(version, self._version)
-        check_adapters(version, self._version, self._config.lora, adapters_only=adapters_only)
+        check_refit(
+            version,
+            self._version,
+            self._config.lora,
+            adapters_only=adapters_only,
+            running=self._num_running,
+        )
         # Without a version the engine refuses to generate until every tensor is in place.
         self._version = None
         async with self._model_in_use:  # By a batch whose callers have all given up.
@@ -131,7 +128,7 @@ class HFEngine:
             _fail(self._queue.get_nowait()[1], RunError("The engine was shut down."))
 
     async def _serve(self) -> None:
-        """Batch what arrived and sample it, for ever."""
+        """Batch what arrived and sample it, until cancelled."""
         while True:
             batch = [await self._queue.get()]
             # Callers that became ready together all get to enqueue before the batch closes.
@@ -260,7 +257,7 @@ class _Row:
 
 
 def processed_logprobs(logits: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Turn logits [B, V] into the float32 logprobs [B, V] that each row is drawn from.
+    """Float32 logprobs [B, V] that each row is drawn from, of its logits [B, V].
 
     Greedy rows keep the plain softmax, as with vLLM: temperature 1 and no filters.
     """

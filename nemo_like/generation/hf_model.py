@@ -3,26 +3,23 @@
 from collections.abc import Iterator
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from nemo_like.config.remote_code import trusts_code
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.models.adapters import inject_adapters
-from nemo_like.weights.manifest import architecture
-from nemo_like.weights.model_settings import model_settings
-from nemo_like.weights.naming import plain_name
+from nemo_like.models.adapter_places import inject_adapters
+from nemo_like.models.build import new_model
+from nemo_like.models.naming import plain_name
+from nemo_like.refit.manifest import architecture
 
 
 def build_model(config: EngineConfig) -> PreTrainedModel:
     """Build the architecture with random weights, which the first refit replaces."""
-    settings = model_settings(config.model_path)
     with torch.device(config.device):
-        model = AutoModelForCausalLM.from_config(
-            settings,
+        model = new_model(
+            config.model_path,
             dtype=getattr(torch, config.dtype),
             # None: sdpa, or eager for models that lack it.
             attn_implementation="eager" if config.eager_attention else None,
-            trust_remote_code=trusts_code(),
         )
         if config.lora is not None:
             inject_adapters(model, config.lora)

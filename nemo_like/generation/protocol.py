@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
-from nemo_like.config.policy_schema import LoraConfig
-from nemo_like.weights.broadcast import BroadcastLink
-from nemo_like.weights.buckets import Bucket
-from nemo_like.weights.ipc import IpcLink
+from nemo_like.config.lora import LoraConfig
+from nemo_like.errors import RunError
+from nemo_like.refit.broadcast import BroadcastLink
+from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.ipc import IpcLink
 
 Link = IpcLink | BroadcastLink
 """How a replica reaches what sends it weights."""
 
 
 class EngineMemory(StrEnum):
-    """What an engine frees in its sleep, in the order in which it is taken again."""
+    """What an engine frees when it sleeps, in the order of waking."""
 
     weights = "weights"
     kv_cache = "kv_cache"
@@ -53,6 +54,14 @@ class GenerationRequest:
     seed: int
 
 
+def no_weights(request: GenerationRequest) -> RunError:
+    """The refusal of an engine that would sample from noise."""
+    return RunError(
+        f"Request {request.request_id} is refused: the engine holds no usable weights (before its "
+        "first refit, within one, or after one that failed)."
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """Sampled tokens, the stop token included, and the logprob of each as it was sampled.
@@ -71,7 +80,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine needs to start; plain values, so that it travels to any process."""
+    """What an engine needs to start, as plain values that travel to any process."""
 
     model_path: str
     dtype: str
@@ -93,8 +102,8 @@ class EngineConfig:
     eager_attention: bool = False
     """Whether the policy computes with ``policy.attention=eager``; for engines that have it."""
     lora: LoraConfig | None = None
-    """Adapters that the engine computes with beside the model. None: it gets them merged into it,
-    or there are none."""
+    """Adapters that the engine applies separately from the model. None: they are merged into it, or
+    there are none."""
     sleep: bool = False
     """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]
@@ -117,7 +126,7 @@ class Engine(Protocol):
         ...
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Connect to the sender of weights, whose refits come as ``buckets``.
+        """Connect to the sender of weights; its refits come as ``buckets``.
 
         Raises RunError unless their names, shapes and dtypes together are exactly those of the
         model's own architecture (tied copies sent once) and of the adapters it was started with.
@@ -125,7 +134,7 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, version: int, *, adapters_only: bool = False) -> None:
-        """Replace weights, all or those of adapters, by what is sent, then reset every cache.
+        """Receive weights, all or those of adapters, then reset every cache.
 
         Raises RunError if ``version`` is not newer than that of the weights held, if adapters come
         alone to an engine that lacks weights of a model or was started without, or if the sender
@@ -138,7 +147,7 @@ class Engine(Protocol):
         ...
 
     async def wake(self, memory: EngineMemory) -> None:
-        """Take one kind of memory again: weights, then a refit, then the KV cache."""
+        """Reclaim one kind of memory: weights, then a refit, then the KV cache."""
         ...
 
     async def shutdown(self) -> None:

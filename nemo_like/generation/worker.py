@@ -5,23 +5,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from nemo_like.config.choices import Backend
+from nemo_like.config.generation import engine_kind
 from nemo_like.distributed.worker import Worker
+from nemo_like.doors import import_path
 from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, HasProcesses, Link
-from nemo_like.weights.buckets import Bucket
+from nemo_like.refit.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
 
-def engine_class(backend: Backend) -> Callable[[EngineConfig], Engine]:
-    """The engine of a backend; only the one that is asked for is imported."""
-    if backend is Backend.vllm:
-        from nemo_like.generation.vllm_engine import VLLMEngine
-
-        return VLLMEngine
-    from nemo_like.generation.hf_engine import HFEngine
-
-    return HFEngine
+def engine_class(backend: str) -> Callable[[EngineConfig], Engine]:
+    """The engine of a backend, imported."""
+    engine = engine_kind(backend).engine
+    return import_path(engine) if isinstance(engine, str) else engine
 
 
 class GenerationWorker(Worker):
@@ -29,7 +25,7 @@ class GenerationWorker(Worker):
 
     _engine: Engine | None = None
 
-    async def start_engine(self, backend: Backend, config: EngineConfig) -> None:
+    async def start_engine(self, backend: str, config: EngineConfig) -> None:
         """Bring the engine up, without weights."""
         begin = time.monotonic()
         # In a thread: importing vLLM takes seconds, in which the event loop would answer nobody.
@@ -41,7 +37,7 @@ class GenerationWorker(Worker):
         logger.info("Engine: import %.1f s, start %.1f s", imported - begin, up - imported)
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Connect to what will send this replica weights; see ``Engine.connect``."""
+        """Connect to this replica's sender of weights; see ``Engine.connect``."""
         await self.engine.connect(link, buckets, timeout_s)
 
     async def load_weights(self, version: int, adapters_only: bool) -> float:
@@ -64,7 +60,7 @@ class GenerationWorker(Worker):
             await self.engine.watch()
 
     async def shutdown_engine(self) -> None:
-        """End the engine and its processes, if it got as far as having any."""
+        """End the engine and its processes, if it has any."""
         if self._engine is not None:
             await self._engine.shutdown()
 

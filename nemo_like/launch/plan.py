@@ -5,20 +5,28 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_like.config.choices import Batching
-from nemo_like.config.layout import ParallelSizes, parallel_sizes, resolve_mesh_shape
-from nemo_like.config.model_checks import check_model_fits
-from nemo_like.config.model_shape import ModelShape, read_model_shape
-from nemo_like.config.plan import ResourcePlan, plan_run
+from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.config.remote_code import set_trust
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.config.sampling_run_schema import EvalRunConfig
-from nemo_like.config.step_time import predict_step
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.console import ConfigParser
-from nemo_like.launch.plan_memory import longest_row, memory_lines, micro_batches, predict_models
-from nemo_like.launch.tables import LAST_ROWS, MOST_ROWS, abbreviated, table
+from nemo_like.launch.command import ConfigParser
+from nemo_like.launch.plan_memory import (
+    LAST_ROWS,
+    MOST_ROWS,
+    abbreviated,
+    longest_row,
+    memory_lines,
+    micro_batches,
+    predict_models,
+    table,
+)
 from nemo_like.models.resolve import refuse_other_models, resolve_policy
+from nemo_like.planning.layout import ParallelSizes, parallel_sizes
+from nemo_like.planning.model_fit import check_model_fits
+from nemo_like.planning.model_shape import ModelShape, read_model_shape
+from nemo_like.planning.resources import ResourcePlan, plan_run
+from nemo_like.planning.step_time import predict_step
 
 _USAGE = "nemo-like plan [config name] [key=value ...] [--config-name NAME] [--config-dir DIR]"
 
@@ -35,7 +43,7 @@ def run(arguments: Sequence[str]) -> None:
     sys.stdout.write("\n".join([*lines, ""]))
 
 
-def plan_lines(config: TrainingRunConfig, model_folder: Path) -> Iterator[str]:
+def plan_lines(config: RunConfig, model_folder: Path) -> Iterator[str]:
     """The whole report on a checked configuration, line by line.
 
     Raises UserError, before the first line, if the model cannot be cut as configured.
@@ -55,13 +63,13 @@ def plan_lines(config: TrainingRunConfig, model_folder: Path) -> Iterator[str]:
         yield f"Memory is not predicted: {error}"
         return
     yield from memory_lines(config, predicted)
-    trains = not isinstance(config, EvalRunConfig)
-    if isinstance(config, RolloutRunConfig) and trains and plan.uses_gpus:
+    trains = not isinstance(config, EvalConfig)
+    if isinstance(config, SamplingRunConfig) and trains and plan.uses_gpus:
         yield ""
         yield from _times(config, read_model_shape(model_folder), plan)
 
 
-def _summary(config: TrainingRunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
+def _summary(config: RunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
     kind = "GPU" if plan.uses_gpus else "CPU worker"
     roles = "the policy has all"
     if plan.generation:
@@ -70,14 +78,14 @@ def _summary(config: TrainingRunConfig, plan: ResourcePlan, sizes: ParallelSizes
             roles = f"policy and generation share {'them' if plan.critic else 'all bundles'}"
         if plan.critic:
             roles += f", but for {len(plan.critic)} of the critic"
-    data_parallel = resolve_mesh_shape(config.policy, sizes.num_ranks).data_parallel
+    data_parallel = config.policy.parallel.data_parallel
     yield (
         f"Cluster     {len(plan.bundles_per_node)} node(s) x {plan.bundles_per_node[0]} {kind}(s), "
         f"one bundle each: {roles}"
     )
     grid = " x ".join(f"{axis} {getattr(sizes, axis)}" for axis in sizes.coordinates(0))
     yield f"Policy      {sizes.num_ranks} rank(s) = {grid} ({data_parallel})"
-    if isinstance(config, RolloutRunConfig):
+    if isinstance(config, SamplingRunConfig):
         yield (
             f"Generation  {len(plan.generation)} replica(s) of {len(plan.generation[0])} worker(s) "
             f"({config.generation.backend})"
@@ -109,14 +117,14 @@ def _places(plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
         yield f"({hidden} bundles between the first and the last {LAST_ROWS} are left out)"
 
 
-def _batch(config: TrainingRunConfig, sizes: ParallelSizes) -> Iterator[str]:
+def _batch(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
     policy, rows = config.policy, config.rows_per_step
     what = ""
-    if isinstance(config, RolloutRunConfig):
+    if isinstance(config, SamplingRunConfig):
         loop = config.loop
         what = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} "
         what += "completions = "
-    if isinstance(config, EvalRunConfig):
+    if isinstance(config, EvalConfig):
         yield f"Batch       {what}{rows} rows a step, which train nothing"
         return
     yield (
@@ -126,20 +134,20 @@ def _batch(config: TrainingRunConfig, sizes: ParallelSizes) -> Iterator[str]:
     bound = f"policy.micro_batch_tokens={policy.micro_batch_tokens}"
     if policy.micro_batch_size is not None:
         bound += f", policy.micro_batch_size={policy.micro_batch_size}"
-    layout = "padded" if policy.batching is Batching.padded else "packed"
+    layout = "padded" if policy.batching == "padded" else "packed"
     yield (
         f"            {bound}: about {micro_batches(config, sizes)} micro-batch(es) a rank, "
         f"{layout}, if rows have {_row_tokens(config)}"
     )
 
 
-def _row_tokens(config: TrainingRunConfig) -> str:
-    if isinstance(config, RolloutRunConfig):
+def _row_tokens(config: RunConfig) -> str:
+    if isinstance(config, SamplingRunConfig):
         return f"{longest_row(config)} new tokens; prompts add to it"
     return f"{longest_row(config)} tokens; shorter ones share micro-batches"
 
 
-def _times(config: RolloutRunConfig, shape: ModelShape, plan: ResourcePlan) -> Iterator[str]:
+def _times(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> Iterator[str]:
     phases = predict_step(config, shape, plan)
     total = sum(phase.seconds for phase in phases)
     yield "Time        of a step on H100s, predicted for completions of full length, at least:"

@@ -5,26 +5,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_like.config.layout import ParallelSizes, parallel_sizes
-from nemo_like.config.memory import PhaseMemory, Role, predict_memory
-from nemo_like.config.model_shape import ModelShape, read_model_shape
-from nemo_like.config.plan import ResourcePlan
-from nemo_like.config.policy_schema import LoraConfig, PolicyConfig
-from nemo_like.config.rules import value_of
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.config.sampling_run_schema import (
-    DistillationRunConfig,
-    EvalRunConfig,
-    PPORunConfig,
-)
-from nemo_like.config.text_run_schema import (
-    OffPolicyDistillationRunConfig,
-    RewardModelRunConfig,
-    TextRunConfig,
-)
-from nemo_like.launch.tables import abbreviated, gib, table
+from nemo_like.algorithms.distillation.config import DistillationConfig, OffPolicyDistillationConfig
+from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.algorithms.rm.config import RewardModelConfig
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.section import value_of
+from nemo_like.config.texts import TextRunConfig
 from nemo_like.models.resolve import resolve_model
+from nemo_like.planning.layout import ParallelSizes, parallel_sizes
+from nemo_like.planning.memory import PhaseMemory, Role, predict_memory
+from nemo_like.planning.model_shape import ModelShape, read_model_shape
+from nemo_like.planning.resources import ResourcePlan
 
+# Rows of a table at most, and how many of its end are among them.
+MOST_ROWS = 24
+LAST_ROWS = 4
 # Columns of the memory table, from what lasts to what comes and goes.
 _PARTS = (
     "parameters",
@@ -55,7 +54,7 @@ _Predicted = Sequence[tuple[_Model, dict[int, tuple[PhaseMemory, ...]]]]
 """Each model, the policy first, with its phases by pipeline rank, of those that are shown."""
 
 
-def predict_models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) -> _Predicted:
+def predict_models(config: RunConfig, plan: ResourcePlan, folder: Path) -> _Predicted:
     """What ``memory_lines`` shows; UserError for a model whose size is not known.
 
     ``folder``: the policy's model.
@@ -63,10 +62,10 @@ def predict_models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) 
     return [(model, _phases(config, model)) for model in _models(config, plan, folder)]
 
 
-def _models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]:
-    distills = isinstance(config, DistillationRunConfig | OffPolicyDistillationRunConfig)
+def _models(config: RunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]:
+    distills = isinstance(config, DistillationConfig | OffPolicyDistillationConfig)
     role = Role(
-        scalar_head=isinstance(config, RewardModelRunConfig),
+        scalar_head=isinstance(config, RewardModelConfig),
         with_reference=config.keeps_reference,
         many_ids=distills,
     )
@@ -74,7 +73,7 @@ def _models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) -> list
     shape = read_model_shape(folder)
     policy = _Model(name="policy", config=config.policy, shape=shape, sizes=sizes, role=role)
     models = [policy]
-    if isinstance(config, PPORunConfig) and config.critic.enabled:
+    if isinstance(config, PPOConfig) and config.critic.enabled:
         critic = config.critic_policy
         models.append(
             _Model(
@@ -88,7 +87,7 @@ def _models(config: TrainingRunConfig, plan: ResourcePlan, folder: Path) -> list
         )
     if distills:
         assert config.teacher.model is not None
-        teacher = replace(config.policy, model=config.teacher.model, lora=LoraConfig())
+        teacher = config.policy.replace(model=config.teacher.model, lora=LoraConfig())
         shape = _shape_of(teacher.model, "teacher.model")
         asked = Role(trains=False)
         models.append(replace(policy, name="teacher", config=teacher, shape=shape, role=asked))
@@ -99,8 +98,8 @@ def _shape_of(model: str, key: str) -> ModelShape:
     return read_model_shape(resolve_model(model, key, only_config=True))
 
 
-def _phases(config: TrainingRunConfig, model: _Model) -> dict[int, tuple[PhaseMemory, ...]]:
-    shown = 1 if isinstance(config, EvalRunConfig) else None  # it starts, and refits once
+def _phases(config: RunConfig, model: _Model) -> dict[int, tuple[PhaseMemory, ...]]:
+    shown = 1 if isinstance(config, EvalConfig) else None  # it starts, and refits once
     return {
         pipeline_rank: predict_memory(
             model.shape,
@@ -114,7 +113,7 @@ def _phases(config: TrainingRunConfig, model: _Model) -> dict[int, tuple[PhaseMe
     }
 
 
-def memory_lines(config: TrainingRunConfig, predicted: _Predicted) -> Iterator[str]:
+def memory_lines(config: RunConfig, predicted: _Predicted) -> Iterator[str]:
     """A table for each model (and stage), and the peak of models that share bundles."""
     gpu = config.cluster.gpus_per_node > 0
     for model, phases_of in predicted:
@@ -187,7 +186,7 @@ def _phase_table(phases: Sequence[PhaseMemory]) -> Iterator[str]:
     yield f"peak: {gib(most.total)} GiB ({most.name})"
 
 
-def micro_batches(config: TrainingRunConfig, sizes: ParallelSizes) -> int:
+def micro_batches(config: RunConfig, sizes: ParallelSizes) -> int:
     """Micro-batches of one rank if every row is as long as it may be, without prompts."""
     policy = config.policy
     fitting = policy.micro_batch_tokens // longest_row(config)
@@ -195,10 +194,37 @@ def micro_batches(config: TrainingRunConfig, sizes: ParallelSizes) -> int:
     return math.ceil(rows / min(fitting, policy.micro_batch_size or fitting))
 
 
-def longest_row(config: TrainingRunConfig) -> int:
+def longest_row(config: RunConfig) -> int:
     """Most tokens of a row, without its prompt where that is not known."""
-    if isinstance(config, RolloutRunConfig):
+    if isinstance(config, SamplingRunConfig):
         return config.generation.max_new_tokens
     assert isinstance(config, TextRunConfig)
     longest: int | None = value_of(config, "data.max_length")
     return longest or config.policy.micro_batch_tokens // config.passes.rows_per_unit
+
+
+def abbreviated(count: int) -> list[int]:
+    """Indices to show of ``count``: all, or the first ones and the last few."""
+    if count <= MOST_ROWS:
+        return list(range(count))
+    return [*range(MOST_ROWS - LAST_ROWS), *range(count - LAST_ROWS, count)]
+
+
+def gib(size: float) -> str:
+    """Three digits where there are that many.
+
+    >>> [gib(size) for size in (0.0, 0.00012, 0.0456, 23.04, 1234.5)]
+    ['-', '<0.001', '0.0456', '23.0', '1234']
+    """
+    if size == 0:
+        return "-"
+    if size < 0.001:
+        return "<0.001"
+    return f"{size:#.3g}" if size < 100 else f"{size:.0f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines with columns flush right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

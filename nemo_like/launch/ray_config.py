@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from nemo_like.config.plan import ResourcePlan, plan_run
-from nemo_like.config.run_schema import TrainingRunConfig
-from nemo_like.config.schemas import SCHEMAS
+from nemo_like.compose import registry
+from nemo_like.config.run import RunConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.console import ConfigParser
+from nemo_like.launch.command import ConfigParser
+from nemo_like.planning.resources import ResourcePlan, plan_run
 
 _USAGE = (
     "nemo-like ray-config --kind {raycluster,rayjob,autoscaler} --image IMAGE:TAG "
@@ -153,7 +153,7 @@ def _job(entrypoint: str, cluster: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entrypoint(
-    options: argparse.Namespace, config: TrainingRunConfig, name: str, overrides: Sequence[str]
+    options: argparse.Namespace, config: RunConfig, name: str, overrides: Sequence[str]
 ) -> str:
     """The command of the run, in the image's working folder, where nemo-like is."""
     path = options.volume.partition(":")[2]
@@ -163,8 +163,7 @@ def _entrypoint(
             f"run.dir={folder or 'null'} must be a folder below {path}, the volume that all pods "
             f"share; set run.dir={path}/NAME."
         )
-    schema = next(key for key, value in SCHEMAS.items() if type(config) is value)
-    script = schema.removesuffix("_schema")
+    script = registry.name_of(type(config))
     command = ["python", f"examples/run_{script}.py", *overrides]
     given = {
         "--config-name": name if name != script else None,
@@ -181,7 +180,7 @@ def _cluster(options: argparse.Namespace, plan: ResourcePlan) -> dict[str, Any]:
     """A head without CPUs for Ray, and one pod a node of the plan."""
     size = _node_size(plan)
     resources = {
-        # No limit of CPUs: engines and graders may use more than Ray reserves.
+        # No limit of CPUs: engines and reward processes may use more than Ray reserves.
         "requests": {"cpu": str(size["num-cpus"]), "memory": options.memory},
         "limits": {"memory": options.memory},
     }

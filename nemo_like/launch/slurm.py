@@ -1,9 +1,10 @@
 """``nemo-like slurm``: a run as a batch job of Slurm.
 
-``render`` prints the batch script of ``python SCRIPT key=value ...``, after checking the
-configuration; ``submit`` hands it to sbatch. The job has ``cluster.num_nodes`` nodes with
-``cluster.gpus_per_node`` GPUs each; all else that Slurm is asked for is in ``cluster.slurm``
-(docs/config.md). With ``--multirun`` each combination is one task of a job array.
+``render`` prints the batch script of ``python SCRIPT key=value ...``, or for the name of an
+algorithm of ``nemo-like NAME key=value ...``, after checking the configuration; ``submit`` hands it
+to sbatch. The job has ``cluster.num_nodes`` nodes with ``cluster.gpus_per_node`` GPUs each; all
+else that Slurm is asked for is in ``cluster.slurm`` (docs/config.md). With ``--multirun`` each
+combination is one task of a job array.
 
 ``status``, ``logs`` and ``cancel`` take the id of a job, or of one task of an array (12_3).
 """
@@ -16,17 +17,22 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_like.cli import check_run_dirs, jobs
-from nemo_like.config.launch_schema import SlurmConfig
-from nemo_like.config.load import check_algorithm, compose_raw, load
-from nemo_like.config.run_schema import TrainingRunConfig
-from nemo_like.config.schemas import SCHEMAS
+from nemo_like.compose import registry
+from nemo_like.compose.files import SHIPPED
+from nemo_like.compose.load import check_algorithm, compose_raw
+from nemo_like.compose.main import check_run_dirs, jobs
+from nemo_like.config.run import RunConfig
+from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.console import CONFIGS, CommandParser, ConfigParser
+from nemo_like.launch.command import CommandParser, ConfigParser
 from nemo_like.launch.slurm_jobs import cancel, print_log, status_lines, submit
 from nemo_like.launch.slurm_script import BatchJob, render_script
 
-_RAY_SCRIPT = CONFIGS.parent / "slurm" / "ray.sbatch"
+_RAY_SCRIPT = next(
+    folder / "slurm" / "ray.sbatch"
+    for folder in (SHIPPED, SHIPPED.parent)
+    if (folder / "slurm").is_dir()
+)
 _RUN_USAGE = "SCRIPT [key=value ...] [--config-name NAME] [--config-dir DIR] [--multirun]"
 _JOB_USAGE = "JOB [--log-dir DIR]"
 
@@ -79,10 +85,11 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     parser.add_argument("--multirun", "-m", action="store_true", help="one task a combination")
     options = parser.parse_intermixed_args(arguments)
     script, *options.words = options.words or [""]
-    if not script.endswith(".py") or not Path(script).is_file():
+    is_command = script in registry.names()
+    if not is_command and not (script.endswith(".py") and Path(script).is_file()):
         raise UserError(
             f"SCRIPT={script!r} is no Python file; use nemo-like slurm {command} {_RUN_USAGE}, "
-            "for example with examples/run_grpo.py."
+            "for example with examples/run_grpo.py, or with grpo alone for nemo-like grpo."
         )
     own = Path(script).stem.removeprefix("run_")
     named = options.config_name
@@ -91,13 +98,15 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     configs = []
     typed = jobs(folder, name, overrides, extra_dir, multirun=options.multirun)
     for job in typed:
-        raw = compose_raw(folder, name, job, extra_dir)
-        configs.append(load(raw))
-        _check_run_dir(raw, configs)
+        composed = compose_raw(folder, name, job, extra_dir)
+        configs.append(composed.load())
+        _check_run_dir(composed.raw, configs)
     check_run_dirs(configs)
-    if f"{own}_schema" in SCHEMAS:  # Scripts of the user's own may run any.
-        check_algorithm(script, configs[0], SCHEMAS[f"{own}_schema"])
-    head = ["python", script, *([f"--config-name={named}"] if named else [])]
+    if own in registry.names():  # Scripts of the user's own may run any.
+        check_algorithm(script, type(configs[0]), registry.find(own).config)
+    head = ["nemo-like" if is_command else "python", script]
+    if named:
+        head.append(f"--config-name={named}")
     # Hydra looks for relative ones beside the script; here they are where they are typed.
     if options.config_path:
         head.append(f"--config-path={folder.resolve()}")
@@ -107,7 +116,7 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     return BatchJob(name=own, config=configs[0], commands=commands, folder=Path.cwd())
 
 
-def _check_run_dir(raw: DictConfig, configs: Sequence[TrainingRunConfig]) -> None:
+def _check_run_dir(raw: DictConfig, configs: Sequence[RunConfig]) -> None:
     """Tasks have the same machines, and a job that is queued again must find its folder."""
     config = configs[-1]
     written = OmegaConf.to_container(raw.run, resolve=False)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_like.config.launch_checks import cpus_per_node
-from nemo_like.config.run_schema import TrainingRunConfig
+from nemo_like.config.run import RunConfig
+from nemo_like.config.slurm import cpus_per_node
 from nemo_like.errors import UserError
 
 
@@ -20,7 +20,7 @@ class BatchJob:
     """A run as it was typed, or the tasks of a sweep."""
 
     name: str
-    config: TrainingRunConfig
+    config: RunConfig
     """That of the first task; all have the same ``cluster``."""
     commands: Sequence[Sequence[str]]
     """Words of each task's command line."""
@@ -59,7 +59,7 @@ def _options(job: BatchJob) -> Iterator[str]:
     yield f"--cpus-per-task={slurm.cpus_per_node or cpus_per_node(job.config)}"
     if cluster.gpus_per_node:
         yield f"--gpus-per-node={cluster.gpus_per_node}"
-    for option in ("mem", "time", "partition", "account", "qos"):
+    for option in ("time", "partition", "account"):
         value = getattr(slurm, option)
         if value is not None:
             yield f"--{option}={_word(value)}"

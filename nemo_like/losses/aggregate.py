@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Normalization
+from nemo_like.config.losses import Normalization
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
@@ -46,7 +46,8 @@ class GlobalMean:
 
     >>> row, whole = torch.tensor([0, 1, 1, 1]), Denominators(tokens=4.0, sequences=2.0)
     >>> x = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    >>> [GlobalMean(kind, row, 2, whole, 8)(x).item() for kind in Normalization]
+    >>> kinds = ("token", "sequence", "constant")
+    >>> [GlobalMean(kind, row, 2, whole, 8)(x).item() for kind in kinds]
     [0.25, 0.5, 0.0625]
     """
 
@@ -56,17 +57,17 @@ class GlobalMean:
     num_rows: int
     denominators: Denominators
     constant_tokens: int | None = None
-    """What ``Normalization.constant`` divides each sequence by (Dr. GRPO, arXiv:2503.20783)."""
+    """What ``"constant"`` divides each sequence by (Dr. GRPO, arXiv:2503.20783)."""
 
     def __call__(self, per_token: Tensor) -> Tensor:
         """``per_token`` [M] -> scalar."""
         match self.normalization:
-            case Normalization.token:
+            case "token":
                 return per_token.sum() / self.denominators.tokens
-            case Normalization.sequence:
+            case "sequence":
                 count = torch.bincount(self.row, minlength=self.num_rows)
                 return (per_token / count[self.row]).sum() / self.denominators.sequences
-            case Normalization.constant:
+            case "constant":
                 assert self.constant_tokens is not None
                 return per_token.sum() / (self.denominators.sequences * self.constant_tokens)
 
@@ -79,7 +80,7 @@ def as_metrics(
 ) -> Metrics:
     """One transfer from the device for all numbers of a micro-batch.
 
-    ``sums`` are scalars that a global denominator has already divided, so that parts add up.
+    ``sums`` are scalars that a global denominator has already divided: parts add up.
     ``means`` and ``maxima`` hold one entry for each thing measured (token, pair); a mean weighs by
     how many these are. What was measured over nothing is left out.
     """

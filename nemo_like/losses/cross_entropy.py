@@ -6,13 +6,15 @@ from torch import Tensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 
 @dataclass(frozen=True)
 class CrossEntropyLoss:
-    """Mean of -log p(token) over the trained tokens of the *global* batch, in nats a token."""
+    """Mean of -log p(token) over the trained tokens of the *global* batch, in nats per token."""
+
+    needs = Needs()
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators

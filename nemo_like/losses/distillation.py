@@ -6,17 +6,15 @@ of the teacher.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Divergence, TeacherTail
-from nemo_like.config.preference_schema import DistillationLossConfig
+from nemo_like.config.losses import DistillationLossConfig, TeacherTail
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 # Of a logprob of -infinity, 0 * infinity would make NaN; the exponential of this is 0 as well.
@@ -27,7 +25,7 @@ _MIN_TAIL = 1e-6
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """Mean of ``divergence`` over the trained tokens of the *global* batch, in nats a token.
+    """Mean of ``divergence`` over the trained tokens of the *global* batch, in nats per token.
 
     No factor of temperature^2 is applied (arXiv:1503.02531): scale the learning rate if need be.
     """
@@ -36,7 +34,11 @@ class DistillationLoss:
     vocabulary: int | None = None
     """Ids from here on are padding that the teacher does not have: the student's distribution is
     renormalised over the others. None: none."""
-    ids_column: ClassVar[str] = keys.TEACHER_IDS
+
+    @property
+    def needs(self) -> Needs:
+        """The student's logprobs of the teacher's ids."""
+        return Needs(ids_column=keys.TEACHER_IDS, vocabulary=self.vocabulary)
 
     def __call__(
         self, logprobs_at: Tensor, batch: TensorBatch, denominators: Denominators
@@ -68,7 +70,7 @@ def divergence(teacher: Tensor, student: Tensor, config: DistillationLossConfig)
     the whole vocabulary, all tails give the same. Finite, as is its gradient, for any logprobs.
 
     >>> teacher, student = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.25]]).log()
-    >>> for tail in TeacherTail:
+    >>> for tail in ("ignore", "renormalize", "bucket"):
     ...     value = divergence(teacher, student, DistillationLossConfig(tail=tail)).item()
     ...     f"{tail} {value:.6f}"
     'ignore 0.346574'
@@ -79,13 +81,13 @@ def divergence(teacher: Tensor, student: Tensor, config: DistillationLossConfig)
     student = _with_tail(student.clamp(min=_MIN_LOGPROB), config.tail)
     alpha = config.alpha
     match config.kind:
-        case Divergence.forward_kl:
+        case "forward_kl":
             return _kl(teacher, student)
-        case Divergence.reverse_kl:
+        case "reverse_kl":
             return _kl(student, teacher)
-        case Divergence.mixed:
+        case "mixed":
             return alpha * _kl(teacher, student) + (1 - alpha) * _kl(student, teacher)
-        case Divergence.jsd:  # Eq. 1 of arXiv:2306.13649, where beta is our alpha, P the teacher
+        case "jsd":  # Eq. 1 of arXiv:2306.13649, where beta is our alpha, P the teacher
             mixture = torch.logaddexp(teacher + math.log(alpha), student + math.log1p(-alpha))
             return alpha * _kl(teacher, mixture) + (1 - alpha) * _kl(student, mixture)
 
@@ -93,11 +95,11 @@ def divergence(teacher: Tensor, student: Tensor, config: DistillationLossConfig)
 def _with_tail(logprobs: Tensor, tail: TeacherTail) -> Tensor:
     """Logprobs [M, K], or [M, K + 1] with the rest of the mass as the last outcome."""
     match tail:
-        case TeacherTail.ignore:
+        case "ignore":
             return logprobs
-        case TeacherTail.renormalize:
+        case "renormalize":
             return logprobs.log_softmax(-1)
-        case TeacherTail.bucket:
+        case "bucket":
             rest = 1 - logprobs.exp().sum(-1, keepdim=True)
             return torch.cat([logprobs, rest.clamp(min=_MIN_TAIL).log()], dim=-1)
 

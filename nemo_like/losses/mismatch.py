@@ -22,11 +22,11 @@ _NUM_BINS = 11 * _BINS_PER_DECADE + 1
 _MAX_LOG_WEIGHT = 20.0
 
 
-def gap_of_rows(policy_logprobs: Tensor, batch: TensorBatch) -> Tensor:
+def mismatch_of_rows(policy_logprobs: Tensor, batch: TensorBatch) -> Tensor:
     """Mean |d| of each row, float64 [B]; 0 where a row does not train."""
     at, row = trained_tokens(batch)
-    gap = (policy_logprobs[at].double() - batch.tokens[keys.GENERATION_LOGPROBS][at]).abs()
-    return row_means(gap, row, len(batch))
+    logprob_diff = (policy_logprobs[at].double() - batch.tokens[keys.GENERATION_LOGPROBS][at]).abs()
+    return row_means(logprob_diff, row, len(batch))
 
 
 class MismatchSums:
@@ -48,12 +48,12 @@ class MismatchSums:
         at, _ = trained_tokens(batch)
         policy = policy_logprobs[at].double()
         d = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
-        gap, bounded = d.abs(), d.clamp(max=_MAX_LOG_WEIGHT)
+        logprob_diff, bounded = d.abs(), d.clamp(max=_MAX_LOG_WEIGHT)
         weight = bounded.exp()
         per_token = [
             torch.ones_like(d),
-            gap,
-            gap.exp(),
+            logprob_diff,
+            logprob_diff.exp(),
             bounded.expm1() - bounded,  # exp(d) - 1 - d would cancel where engines agree best
             weight,
             weight.square(),
@@ -61,12 +61,12 @@ class MismatchSums:
             entropies[at].double(),
         ]
         self._sums += torch.stack(per_token).sum(1)
-        decades = (gap.clamp(_LOWEST, _HIGHEST) / _LOWEST).log10()
+        decades = (logprob_diff.clamp(_LOWEST, _HIGHEST) / _LOWEST).log10()
         index = (
             (decades * _BINS_PER_DECADE).ceil().nan_to_num(_NUM_BINS - 1).clamp(0, _NUM_BINS - 1)
         )
         self._bins.index_add_(0, index.long(), torch.ones_like(d))
-        self._most = torch.cat([gap, self._most]).amax(0, keepdim=True)
+        self._most = torch.cat([logprob_diff, self._most]).amax(0, keepdim=True)
 
     def all_reduce(self) -> None:
         """Add up over all ranks of the process group, if there is one; collective."""
@@ -80,15 +80,15 @@ class MismatchSums:
         """The report, in one transfer from the device; {} if nothing was measured.
 
         ``p999_abs`` is the upper edge of a bin: 0 where the quantile is at most 1e-9, and 100 where
-        it is more or NaN. A gap of NaN or infinity shows in ``mean_abs`` and ``max_abs``.
+        it is more or NaN. A difference of NaN or infinity shows in ``mean_abs`` and ``max_abs``.
         """
-        count, gap, exp_gap, kl, weight, square, logprob, entropy = self._sums
+        count, logprob_diff, exp_diff, kl, weight, square, logprob, entropy = self._sums
         numbers = {
-            "mismatch/mean_abs": gap / count,
+            "mismatch/mean_abs": logprob_diff / count,
             "mismatch/p999_abs": self._quantile(),
             # The maximum over ranks may have lost a NaN (gloo compares); a sum never does.
-            "mismatch/max_abs": torch.where(gap.isnan(), gap, self._most[0]),
-            "mismatch/mean_exp_abs": exp_gap / count,
+            "mismatch/max_abs": torch.where(logprob_diff.isnan(), logprob_diff, self._most[0]),
+            "mismatch/mean_exp_abs": exp_diff / count,
             "mismatch/kl": kl / count,
             # Kong (1992): the share of independent samples from the policy that these are worth.
             "mismatch/effective_sample_size": weight.square() / (count * square),

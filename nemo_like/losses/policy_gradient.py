@@ -11,18 +11,10 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import (
-    ImportanceCorrection,
-    ImportanceLevel,
-    KLPlace,
-    Normalization,
-    Objective,
-    RatioLevel,
-)
-from nemo_like.config.loss_schema import LossConfig
+from nemo_like.config.losses import OBJECTIVES, LossConfig, RatioLevel
 from nemo_like.losses.aggregate import GlobalMean, as_metrics, row_means, row_sums, trained_tokens
 from nemo_like.losses.kl import kl_estimate, kl_loss
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 # A ratio of e^20 has long left any trust region; above it float32 would overflow in the backward.
@@ -46,13 +38,13 @@ class ClippedPGLoss:
     """``constant_tokens`` must be a number where the normalization is ``constant``."""
 
     def __post_init__(self) -> None:
-        constant = self.config.normalization is Normalization.constant
+        constant = self.config.normalization == "constant"
         assert not constant or self.config.constant_tokens is not None
 
     @property
-    def needs_entropy(self) -> bool:
-        """See ``Loss``."""
-        return self.config.entropy_coef > 0
+    def needs(self) -> Needs:
+        """Entropies, if they have a weight."""
+        return Needs(entropy=self.config.entropy_coef > 0)
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
@@ -66,26 +58,26 @@ class ClippedPGLoss:
         mean = GlobalMean(
             config.normalization, row, len(batch), denominators, config.constant_tokens
         )
-        gap = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
-        weight, was_cut = importance_weights(gap, row, len(batch), config)
+        logprob_diff = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
+        weight, was_cut = importance_weights(logprob_diff, row, len(batch), config)
 
         ratio = probability_ratio(current, policy, row, len(batch), config.ratio_level)
-        objective, was_clipped = policy_objective(
+        objective, was_clipped = OBJECTIVES.load("loss.objective", config.objective)(
             ratio, current, _advantages(batch, at, row), config
         )
         loss = mean(weight * objective)
         sums, means = {"train/policy_loss": loss}, {}
-        if config.importance is not ImportanceCorrection.none:
+        if config.importance != "none":
             means["mismatch/clipped_share"] = was_cut
-        if config.objective is not Objective.reinforce:
+        if config.objective != "reinforce":
             means["train/clip_share"] = was_clipped
-        if config.kl_coef > 0 and config.kl_in is KLPlace.loss:
+        if config.kl_coef > 0 and config.kl_in == "loss":
             to_reference = batch.tokens[keys.REFERENCE_LOGPROBS][at] - current
-            of_token = probability_ratio(current, policy, row, len(batch), RatioLevel.token)
+            of_token = probability_ratio(current, policy, row, len(batch), "token")
             kl = mean(weight * kl_loss(to_reference, of_token, config.kl_estimator))
             loss = loss + config.kl_coef * kl
             means["train/kl"] = kl_estimate(to_reference, config.kl_estimator)
-        if self.needs_entropy:
+        if self.needs.entropy:
             entropy = batch.tokens[keys.ENTROPIES][at].float()
             loss = loss - config.entropy_coef * mean(weight * entropy)
             means["train/entropy"] = entropy
@@ -103,11 +95,11 @@ def probability_ratio(
     Eq. 7); the gradient reaches all of the row's tokens.
 
     >>> old, new, row = torch.zeros(3), torch.tensor([1.0, 3.0, 0.0]), torch.tensor([0, 0, 1])
-    >>> probability_ratio(new, old, row, 2, RatioLevel.sequence).log().tolist()
+    >>> probability_ratio(new, old, row, 2, "sequence").log().tolist()
     [2.0, 2.0, 0.0]
     """
     log_ratio = current - policy
-    if level is RatioLevel.sequence:
+    if level == "sequence":
         log_ratio = row_means(log_ratio, row, num_rows)[row]
     return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
 
@@ -123,12 +115,12 @@ def policy_objective(
     gradient (arXiv:2506.13585 Eq. 4): each token keeps a gradient, of bounded weight.
     ``reinforce``: -A log p.
     """
-    if config.objective is Objective.reinforce:
+    if config.objective == "reinforce":
         return -advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
     low = 0.0 if config.clip_low is None else 1 - config.clip_low
     high = math.inf if config.clip_high is None else 1 + config.clip_high
     below, above, clipped = ratio < low, ratio > high, ratio.clamp(low, high)
-    if config.objective is Objective.cispo:
+    if config.objective == "cispo":
         return -clipped.detach() * advantages * logprobs, above | below
     term = -torch.minimum(ratio * advantages, clipped * advantages)
     was_clipped = (advantages > 0) & above | (advantages < 0) & below
@@ -140,25 +132,25 @@ def policy_objective(
 
 
 def importance_weights(
-    gap: Tensor, row: Tensor, num_rows: int, config: LossConfig
+    logprob_diff: Tensor, row: Tensor, num_rows: int, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Weights [M] for ``gap`` = policy - generation logprobs [M], and where a bound changed one.
+    """Weights [M] of tokens, and where a bound changed one.
 
-    ``truncate``: min(exp(gap), cap) (truncated importance sampling, Ionides 2008;
-    https://fengyao.notion.site/off-policy-rl). ``mask``: exp(gap) within [floor, cap], 0 outside
-    (as in IcePop). At the level of sequences the exponent is the sum over the row: the weight of
-    the whole completion, exact and of high variance.
+    With d = ``logprob_diff`` [M] = policy - generation logprobs: ``truncate`` is min(exp(d), cap)
+    (truncated importance sampling, Ionides 2008; https://fengyao.notion.site/off-policy-rl),
+    ``mask`` is exp(d) within [floor, cap] and 0 outside (as in IcePop). At the level of sequences
+    d is summed over the row: the weight of the full completion, exact and of high variance.
     """
-    exponent = gap
-    if config.importance_level is ImportanceLevel.sequence:
-        exponent = row_sums(gap, row, num_rows)[row]
+    exponent = logprob_diff
+    if config.importance_level == "sequence":
+        exponent = row_sums(logprob_diff, row, num_rows)[row]
     raw = exponent.clamp(max=_MAX_LOG_RATIO).exp()
     match config.importance:
-        case ImportanceCorrection.none:
+        case "none":
             return torch.ones_like(raw), torch.zeros_like(raw, dtype=torch.bool)
-        case ImportanceCorrection.truncate:
+        case "truncate":
             return raw.clamp(max=config.importance_cap), raw > config.importance_cap
-        case ImportanceCorrection.mask:
+        case "mask":
             inside = (raw >= config.importance_floor) & (raw <= config.importance_cap)
             return torch.where(inside, raw, 0.0), ~inside
 

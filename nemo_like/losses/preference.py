@@ -16,10 +16,9 @@ from torch.nn.functional import logsigmoid
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import PreferenceKind
-from nemo_like.config.preference_schema import DPOLossConfig
+from nemo_like.config.losses import DPOLossConfig
 from nemo_like.losses.aggregate import as_metrics, row_means, row_sums, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 
@@ -34,11 +33,12 @@ class PreferenceLoss:
     """
 
     config: DPOLossConfig
+    needs = Needs()
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics of one micro-batch; see ``Loss``. A tie is no win in the accuracy."""
+        """Loss and metrics of one micro-batch; see ``Loss``. A tie is not a win in the accuracy."""
         config = self.config
         at, row = trained_tokens(batch)
         trains = training_pairs(row, len(batch))
@@ -76,18 +76,19 @@ def pair_loss(margin: Tensor, config: DPOLossConfig) -> Tensor:
     """Loss of each pair for ``margin`` = log ratio of chosen - that of rejected, any shape.
 
     >>> margin = torch.tensor(2.0)
-    >>> losses = [pair_loss(margin, DPOLossConfig(kind=kind)) for kind in PreferenceKind]
+    >>> kinds = ("sigmoid", "ipo", "hinge")
+    >>> losses = [pair_loss(margin, DPOLossConfig(kind=kind)) for kind in kinds]
     >>> [round(loss.item(), 6) for loss in losses]
     [0.598139, 9.0, 0.8]
     """
 
     def clean(margin: Tensor) -> Tensor:
         match config.kind:
-            case PreferenceKind.sigmoid:
+            case "sigmoid":
                 return sigmoid_loss(margin, config.beta, config.target_margin)
-            case PreferenceKind.hinge:
+            case "hinge":
                 return (1 + config.target_margin - config.beta * margin).relu()
-            case PreferenceKind.ipo:  # Eq. 17 of arXiv:2310.12036, where tau is our beta
+            case "ipo":  # Eq. 17 of arXiv:2310.12036, where tau is our beta
                 return (margin - 1 / (2 * config.beta)).square()
 
     return smoothed(clean, margin, config.label_smoothing, robust=config.robust)

@@ -1,4 +1,4 @@
-"""What a loss is: a function of logprobs and batch that is told what to divide by."""
+"""What a loss is: a function of logprobs and batch that says what it needs of them."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,14 +23,29 @@ class Denominators:
     """Rows that train and have at least one trained token."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a loss gets besides the logprob of each token."""
+
+    entropy: bool = False
+    """Token column ``keys.ENTROPIES``, with gradient."""
+    ids_column: str | None = None
+    """A token column of vocabulary ids [N, K]: logprobs [N, K] of these take the place of each
+    token's own."""
+    vocabulary: int | None = None
+    """With ``ids_column``: they are under a softmax over lower ids alone. None: over all."""
+
+
 class Loss(Protocol):
     """Called once per micro-batch; the sum over micro-batches and ranks is the loss of the step.
 
-    A loss with an attribute ``needs_entropy`` that is True finds the token column
-    ``keys.ENTROPIES`` in its batch. One with an attribute ``ids_column``, the name of a token
-    column of vocabulary ids [N, K], is given logprobs [N, K] of these in place of each token's own;
-    if it has an attribute ``vocabulary``, a number, they are under a softmax over lower ids alone.
+    It travels to the workers: an instance of a dataclass, or of another class that can be pickled.
     """
+
+    @property
+    def needs(self) -> Needs:
+        """What the loss needs."""
+        ...
 
     def __call__(
         self, logprobs: Tensor, /, batch: TensorBatch, denominators: Denominators
@@ -40,21 +55,6 @@ class Loss(Protocol):
         ...
 
 
-def needs_entropy(loss: Loss) -> bool:
-    """Whether ``loss`` is to be given entropies with gradient."""
-    return getattr(loss, "needs_entropy", False)
-
-
-def ids_column(loss: Loss) -> str | None:
-    """The token column of ids whose logprobs ``loss`` is to be given; None: those of each token."""
-    return getattr(loss, "ids_column", None)
-
-
-def vocabulary(loss: Loss) -> int | None:
-    """Where the ids end that ``loss`` is about; None: with the model's vocabulary."""
-    return getattr(loss, "vocabulary", None)
-
-
 def apply_loss(
     loss: Loss, output: Tensor, batch: TensorBatch, denominators: Denominators
 ) -> tuple[Tensor, Metrics]:
@@ -62,8 +62,8 @@ def apply_loss(
 
     ``output`` [2 or 2 + K, N]: logprobs, entropies, and the logprobs of K ids.
     """
-    if ids_column(loss):
+    if loss.needs.ids_column is not None:
         return loss(output[2:].t(), batch, denominators)
-    if needs_entropy(loss):
+    if loss.needs.entropy:
         batch = replace(batch, tokens=batch.tokens | {keys.ENTROPIES: output[1]})
     return loss(output[0], batch, denominators)

@@ -9,10 +9,10 @@ from functools import partial
 from torch import Tensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.preference_schema import RewardModelLossConfig
+from nemo_like.config.losses import RewardModelLossConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
 from nemo_like.losses.preference import of_pairs, sigmoid_loss, smoothed, training_pairs
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 
@@ -25,6 +25,7 @@ class RewardModelLoss:
     """
 
     config: RewardModelLossConfig
+    needs = Needs()
 
     def __call__(
         self, values: Tensor, batch: TensorBatch, denominators: Denominators
@@ -32,7 +33,7 @@ class RewardModelLoss:
         """``values`` [N] with gradient -> loss and metrics of one micro-batch; see ``Loss``.
 
         An entry is the scalar head's output where the model has read that token and all before it.
-        A row's score is that of its last token, trained or not. A tie is no win in the accuracy.
+        A row's score is that of its last token, trained or not. A tie is not a win in the accuracy.
         """
         config = self.config
         last = batch.starts + batch.lengths - 1

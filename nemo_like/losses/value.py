@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.preference_schema import ValueLossConfig
+from nemo_like.config.losses import ValueLossConfig
 from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 
 _ROUNDING = 1e-6
@@ -29,6 +29,7 @@ class ValueLoss:
     """
 
     config: ValueLossConfig
+    needs = Needs()
 
     def __call__(
         self, values: Tensor, batch: TensorBatch, denominators: Denominators

@@ -8,7 +8,7 @@ from nemo_like.errors import UserError
 @functools.cache
 def context_length(model_path: str) -> int:
     """Most positions that the model of a folder was made for."""
-    from nemo_like.weights.model_settings import model_settings
+    from nemo_like.models.settings import model_settings
 
     config = model_settings(model_path).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""Which kinds of models transformers has a class for, without importing it where it has one."""
+"""Which models transformers has a class for, usually without importing it."""
 
 import ast
 import functools
@@ -40,7 +40,7 @@ def is_known(model_type: object) -> bool:
 
 
 def why_not(model_type: object, lacking: Sequence[str]) -> str:
-    """A sentence, without its subject, about a model whose classes are ``lacking``."""
+    """End of a sentence about a model that needs the ``lacking`` classes."""
     if not isinstance(model_type, str):
         return (
             "has no model_type in its config.json, by which transformers finds a model's classes; "

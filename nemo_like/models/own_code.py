@@ -1,4 +1,4 @@
-"""Models that bring code of their own along, which runs only if the user trusts it."""
+"""Models with code of their own, which runs only if the user trusts it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ def _refuse(folder: Path, key: str, file: str) -> None:
 
 
 def _brings(settings: dict[str, Any], lacking: Sequence[str]) -> bool:
-    """Whether a folder's own code has classes for all that transformers is ``lacking``."""
+    """Whether a folder's own code has every class that transformers is ``lacking``."""
     brought = settings.get("auto_map")
     if not isinstance(brought, dict):
         return False

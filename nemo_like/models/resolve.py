@@ -4,18 +4,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_like.config.file_checks import (
+from nemo_like.config.paths import (
     BUILT_IN_MODELS,
-    GRADER_KEY,
     REWARD_MODEL,
+    REWARD_MODEL_KEY,
     is_checkpoint,
     model_of_checkpoint,
-    other_models,
 )
 from nemo_like.config.remote_code import trusts_code
-from nemo_like.config.run_schema import RolloutRunConfig, TrainingRunConfig
-from nemo_like.config.sampling_run_schema import PPORunConfig
-from nemo_like.config.text_run_schema import RewardModelRunConfig
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.models.kinds import CAUSAL_LM, CLASSIFIER
 from nemo_like.models.own_code import refuse_code
@@ -32,28 +30,26 @@ GIVES_VALUES = (CAUSAL_LM, CLASSIFIER)
 """A model with a scalar head is checked as a language model before."""
 
 
-def resolve_policy(config: TrainingRunConfig, *, only_config: bool = False) -> Path:
+def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
     """The folder of the policy's model, of a checkpoint's run too; see ``resolve_model``."""
     model = config.policy.model
     if is_checkpoint(model):
         model = model_of_checkpoint(model)
-    with_values = isinstance(config, RewardModelRunConfig) or (
-        isinstance(config, PPORunConfig) and config.critic.enabled and config.critic.model is None
-    )
+    with_values = config.scalar_heads and not any(config.other_models())
     classes = GIVES_VALUES if with_values else GIVES_LOGPROBS
     return resolve_model(model, only_config=only_config, classes=classes)
 
 
-def refuse_other_models(config: TrainingRunConfig) -> None:
-    """Refuse critics, teachers and reward models of which config.json says that they cannot serve.
+def refuse_other_models(config: RunConfig) -> None:
+    """Refuse critics, teachers and reward models that cannot serve, by their config.json.
 
     Raises UserError.
     """
-    others = list(other_models(config))
-    if isinstance(config, RolloutRunConfig) and config.environment.reward == REWARD_MODEL:
-        assert config.environment.reward_model.model is not None
-        others.append((GRADER_KEY, config.environment.reward_model.model))
-    classes = {"critic.model": GIVES_VALUES, GRADER_KEY: (CLASSIFIER,)}
+    others = list(config.other_models())
+    if isinstance(config, SamplingRunConfig) and config.environment.reward == REWARD_MODEL:
+        assert config.environment.reward_model is not None
+        others.append((REWARD_MODEL_KEY, config.environment.reward_model))
+    classes = {"critic.model": GIVES_VALUES, REWARD_MODEL_KEY: (CLASSIFIER,)}
     for key, name in others:
         if name not in BUILT_IN_MODELS:
             resolve_model(name, key, only_config=True, classes=classes.get(key, GIVES_LOGPROBS))

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nemo_like.config.choices import Console
+from nemo_like.config.run import Console
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,8 @@ def live_terminal(choice: Console) -> Terminal | None:
 
     ``auto`` is live on a terminal that can move its cursor.
     """
-    live = choice is Console.live or (
-        choice is Console.auto
-        and sys.stderr.isatty()
-        and not Terminal(stderr=True).is_dumb_terminal
+    live = choice == "live" or (
+        choice == "auto" and sys.stderr.isatty() and not Terminal(stderr=True).is_dumb_terminal
     )
     return Terminal(stderr=True, force_terminal=True) if live else None
 

@@ -73,7 +73,7 @@ class JsonlFile:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Step of a record; None if the line is no record, as when a kill or a crash tore it."""
+    """Step of a record; None if the line is not a record, such as one that a crash cut off."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):

@@ -2,14 +2,13 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-_CONSOLE_HANDLER = "nemo_like.console"
-_FILE_HANDLER = "nemo_like.file"
 _FULL_FORMAT = "%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s"
 _NOISY_LIBRARIES = (
     *("ray", "vllm", "httpx", "httpcore", "urllib3", "filelock", "wandb"),
@@ -17,23 +16,30 @@ _NOISY_LIBRARIES = (
 )
 
 
-def setup_logging(run_dir: Path, terminal: "Terminal | None" = None) -> None:
+def setup_logging(run_dir: Path, terminal: "Terminal | None" = None) -> Callable[[], None]:
     """Send the root logger to the console and to ``<run_dir>/run.log``.
 
     ``terminal`` is the one that ``Progress`` draws on, so that lines appear above its table; None:
-    plain lines on stderr. A second call replaces the handlers of the first (several runs in one
-    process); handlers of others, such as pytest's, stay.
+    plain lines on stderr. Handlers of others, such as pytest's, stay. Returns how to undo it.
     """
     root = logging.getLogger()
+    loggers = [root, *map(logging.getLogger, _NOISY_LIBRARIES)]
+    levels = [logger.level for logger in loggers]
+    handlers = [_console_handler(terminal), _file_handler(run_dir / "run.log")]
     root.setLevel(logging.INFO)
-    for handler in [*root.handlers]:
-        if handler.name in (_CONSOLE_HANDLER, _FILE_HANDLER):
+    for logger in loggers[1:]:
+        logger.setLevel(logging.WARNING)
+    for handler in handlers:
+        root.addHandler(handler)
+
+    def undo() -> None:
+        for handler in handlers:
             root.removeHandler(handler)
             handler.close()
-    root.addHandler(_console_handler(terminal))
-    root.addHandler(_file_handler(run_dir / "run.log"))
-    for library in _NOISY_LIBRARIES:
-        logging.getLogger(library).setLevel(logging.WARNING)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+    return undo
 
 
 def file_only(record: logging.LogRecord) -> bool:
@@ -75,7 +81,6 @@ def _console_handler(terminal: "Terminal | None") -> logging.Handler:
             highlighter=NullHighlighter(),
             keywords=["WARNING", "ERROR", "CRITICAL"],
         )
-    handler.name = _CONSOLE_HANDLER
     handler.setFormatter(ShortFormatter())
     handler.addFilter(lambda record: not file_only(record))
     return handler
@@ -84,6 +89,5 @@ def _console_handler(terminal: "Terminal | None") -> logging.Handler:
 def _file_handler(path: Path) -> logging.Handler:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
-    handler.name = _FILE_HANDLER
     handler.setFormatter(logging.Formatter(_FULL_FORMAT))
     return handler

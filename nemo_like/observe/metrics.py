@@ -1,10 +1,12 @@
-"""Numbers that know how to be combined, so that no batch size or rank count changes what is shown.
+"""Numbers that know how to combine: no batch size or rank count changes the result.
 
 Names are ``area/name[_unit]``: ``train/loss``, ``rollout/reward``, ``time/refit_s``.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -110,3 +112,35 @@ def _total(terms: Iterable[float]) -> float:
     numbers = list(terms)
     plain = sum(numbers)
     return math.fsum(numbers) if math.isfinite(plain) else plain
+
+
+class Spans:
+    """Wall-clock seconds by phase, for one thread.
+
+    Spans may nest; each counts its whole duration, so an outer span contains its inner ones.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._running: list[str] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to ``name``, also if the block raises."""
+        assert name not in self._running, f"span {name!r} inside itself would count twice"
+        self._running.append(name)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._running.pop()
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def pop(self) -> Metrics:
+        """``time/<name>_s`` of the spans that ended since the last call; the slowest rank wins."""
+        finished, self._seconds = self._seconds, {}
+        return {
+            f"time/{name}_s": Metric(seconds, reduce=Reduce.max)
+            for name, seconds in finished.items()
+        }

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: ``metrics.jsonl`` always, TensorBoard and others beside it."""
+"""Where the numbers of a step go: always ``metrics.jsonl``, then TensorBoard and others."""
 
 import logging
 import time
@@ -61,7 +61,7 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(directory), purge_step=purge_step)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Add one scalar for each number and flush, so that the browser follows the run."""
+        """Add one scalar for each number and flush, to keep the browser current."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.choices import WandbMode
+from nemo_like.config.run import WandbMode
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ class WandbSink:
                 f"logging.wandb={mode} needs the package wandb; pip install 'nemo-like[wandb]', "
                 "or set logging.wandb=off"
             ) from error
-        assert mode is not WandbMode.off, "logging.wandb=off makes no sink"
+        assert mode != "off", "logging.wandb=off makes no sink"
         run_dir.mkdir(parents=True, exist_ok=True)
         run_id, is_resumed = _run_id(run_dir)
-        online = mode is WandbMode.online
+        online = mode == "online"
         try:
             self._run = wandb.init(
                 project=project,

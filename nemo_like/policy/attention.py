@@ -16,15 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from nemo_like.policy.exchange import all_to_all
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
+from nemo_like.policy.parallel.collectives import all_to_all
 
 PACKED = "nemo_like_packed"
 
@@ -33,6 +29,7 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 # The dense kernel is the faster one: on an H100 with rows of 4096 tokens, a training step of a 1.5B
 # model took 1.43 s with it and 1.53 s with the variable-length one. It is worth this much padding.
 _MOST_PADDING = 1.25
+_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def row_index(lengths: Tensor, within: Tensor, row_of_token: Tensor) -> dict[str, Any]:
@@ -85,7 +82,7 @@ def packed_attention(
     if context_group is not None:
         q, k, v = _heads_for_tokens(q, k, v, context_group)
     shape = (len(cu_seq_lens_q) - 1, max_length_q)
-    can_vary = varlen_attn is not None and q.is_cuda and q.dtype != torch.float32
+    can_vary = q.is_cuda and q.dtype != torch.float32
     if can_vary and shape[0] * shape[1] > _MOST_PADDING * len(q):
         out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling)
     else:
@@ -118,20 +115,10 @@ def _pad(x: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
     return padded.view(*shape, *x.shape[1:]).transpose(1, 2)
 
 
-if varlen_attn is not None:
-    _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
-    # torch 2.10 asks is_causal=True for what later versions call window_size=(-1, 0).
-    _CAUSAL = (
-        {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
-    )
-    _HAS_GQA = "enable_gqa" in _VARLEN_PARAMETERS
-
-
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None
 ) -> Tensor:
-    assert varlen_attn is not None
-    options: dict[str, Any] = dict(_CAUSAL)
+    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
     if q.shape[1] != k.shape[1] and _HAS_GQA:
         options["enable_gqa"] = True
     return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, **options)  # pyright: ignore

@@ -8,7 +8,6 @@ sum_k g_k (onehot(id_k) - p) by z. Chunks, and ranks that hold slices of the voc
 of ``logprobs.py``; only maxima, sums and the K logprobs travel.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from nemo_like.policy.head import Head, HeadCall, add_product_, multiply
+from nemo_like.policy.head import Head, HeadCall, multiply
+from nemo_like.policy.parallel.collectives import gather_columns
 
 
 def logprobs_at(
@@ -36,7 +36,7 @@ def logprobs_at(
     Second: the entropies [M], without gradient, if they are wanted. Precision and ranks are as in
     ``token_logprobs``.
     """
-    call = _Call.of(head, temperature, chunk_tokens, with_entropy=with_entropy)
+    call = HeadCall.of(head, temperature, chunk_tokens, with_entropy=with_entropy)
     return _LogprobsAt.apply(  # pyright: ignore[reportReturnType]
         hidden, head.weight, head.bias, ids, call
     )
@@ -73,22 +73,17 @@ def _top_of_chunk(
         missing = min(k, head.widest or own) - best.shape[1]
         if missing > 0:  # ranks exchange equally many; k is at most what all have together
             best, ids = pad(best, (0, missing), value=-torch.inf), pad(ids, (0, missing))
-        best, ids = _gather(best, call.group), _gather(ids, call.group)
+        best, ids = gather_columns(best, call.group), gather_columns(ids, call.group)
         if k < best.shape[1]:
             best, at = best.topk(k)
             ids = ids.gather(1, at)
     return best - normalizer[:, None], ids
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call(HeadCall):
-    with_entropy: bool
-
-
 class _LogprobsAt(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, call: _Call
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, call: HeadCall
     ) -> tuple[Tensor, Tensor | None]:
         rows_of, here = call.own_rows(ids, len(weight))
         columns = weight.to(call.factor_dtype(hidden, weight)).t()
@@ -119,36 +114,24 @@ class _LogprobsAt(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: HeadCall = ctx.call
         hidden, weight, bias, ids, normalizer = ctx.saved_tensors
         rows_of, here = call.own_rows(ids, len(weight))
-        factor = weight.to(call.factor_dtype(hidden, weight))
+        dtype = call.factor_dtype(hidden, weight)
         pulls = gradients[0] * call.transform.rate
         totals = pulls.sum(-1, keepdim=True)
         if here is not None:
             pulls = pulls.masked_fill(~here, 0)
-        inputs = (hidden, weight, bias)
-        d_hidden, d_weight, d_bias = sums = [
-            torch.zeros_like(x, dtype=torch.float32) if wanted else None
-            for x, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
-        ]
-        for rows in call.chunks(len(hidden)):
-            logits = _logits(hidden[rows], factor.t(), bias, call)
+
+        def of_products(rows: slice, products: Tensor) -> Tensor:
+            logits = call.transform.apply_(products, bias)
             shares = (logits - normalizer[rows, None]).exp_().mul_(-totals[rows])
             shares.scatter_add_(1, rows_of[rows], pulls[rows])
             if call.transform.limit is not None:
                 shares.mul_(call.transform.bend_(logits))
-            d_products = shares.to(factor.dtype)
-            if d_hidden is not None:
-                d_hidden[rows] = multiply(d_products, factor)
-            if d_weight is not None:
-                add_product_(d_weight, d_products.t(), hidden[rows].to(factor.dtype))
-            if d_bias is not None:
-                d_bias += d_products.sum(0, dtype=torch.float32)
-        if d_hidden is not None and call.group is not None:
-            dist.all_reduce(d_hidden, group=call.group)
-        cast = [None if d is None else d.to(x.dtype) for d, x in zip(sums, inputs, strict=True)]
-        return *cast, None, None
+            return shares.to(dtype)
+
+        return *call.gradients(ctx, (hidden, weight, bias), of_products), None, None
 
 
 def _logits(hidden: Tensor, columns: Tensor, bias: Tensor | None, call: HeadCall) -> Tensor:
@@ -165,10 +148,3 @@ def _normalizer(logits: Tensor, call: HeadCall) -> Tensor:
     total = (logits - peak[:, None]).exp_().sum(-1)
     dist.all_reduce(total, group=call.group)
     return peak + total.log()
-
-
-def _gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[C, k] of each rank, side by side."""
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine.contiguous(), group=group)
-    return torch.cat(parts, dim=1)

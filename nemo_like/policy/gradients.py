@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from nemo_like.errors import RunError
-from nemo_like.policy.shards import local_part
+from nemo_like.policy.parallel.full_tensors import local_part
 
 # Keeps the clipping factor finite; the number is that of torch.nn.utils.clip_grad_norm_.
 _EPS = 1e-6

@@ -3,9 +3,9 @@
 Legend: ``H`` hidden width, ``V`` rows of this rank's slice of the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,15 +86,16 @@ class HeadCall:
     first_token_id: int
     group: dist.ProcessGroup | None
     chunk_tokens: int
+    with_entropy: bool = False
+    entropy_trains: bool = False
+    compile: bool = False
 
     @classmethod
-    def of(cls, head: Head, temperature: float, chunk_tokens: int, **options: bool) -> Self:
+    def of(cls, head: Head, temperature: float, chunk_tokens: int, **options: bool) -> "HeadCall":
         """``head`` at ``temperature``, ``chunk_tokens`` tokens at a time."""
+        limit = None if head.softcap is None else head.softcap / temperature
         return cls(
-            transform=Transform(
-                rate=head.scale / temperature,
-                limit=None if head.softcap is None else head.softcap / temperature,
-            ),
+            transform=Transform(rate=head.scale / temperature, limit=limit),
             float32=head.float32,
             first_token_id=head.first_token_id,
             group=head.group,
@@ -124,6 +125,39 @@ class HeadCall:
         if self.group is None:
             return rows, None
         return rows.clamp(0, num_rows - 1), (rows >= 0) & (rows < num_rows)
+
+    def gradients(
+        self,
+        ctx: Any,
+        inputs: tuple[Tensor, Tensor, Tensor | None],
+        of_products: Callable[[slice, Tensor], Tensor],
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients by ``inputs`` (hidden states, weight, bias), as far as ``ctx`` wants them.
+
+        ``of_products``: a chunk's rows and float32 product [C, V], which it may overwrite, to the
+        gradient by that product in the dtype of the factors. Sums over chunks are float32.
+        """
+        hidden, weight, _ = inputs
+        dtype = self.factor_dtype(hidden, weight)
+        factor = weight.to(dtype)
+        d_hidden, d_weight, d_bias = totals = [
+            torch.zeros_like(x, dtype=torch.float32) if x is not None and wanted else None
+            for x, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
+        ]
+        for rows in self.chunks(len(hidden)):
+            chunk = hidden[rows].to(dtype)
+            d_products = of_products(rows, multiply(chunk, factor.t()))
+            if d_hidden is not None:
+                d_hidden[rows] = multiply(d_products, factor)
+            if d_weight is not None:
+                add_product_(d_weight, d_products.t(), chunk)
+            if d_bias is not None:
+                d_bias += d_products.sum(0, dtype=torch.float32)
+            del d_products  # before the next chunk's product exists
+        if d_hidden is not None and self.group is not None:
+            dist.all_reduce(d_hidden, group=self.group)
+        pairs = zip(totals, inputs, strict=True)
+        return tuple(None if d is None or x is None else d.to(x.dtype) for d, x in pairs)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:

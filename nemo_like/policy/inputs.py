@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import Batching
+from nemo_like.config.policy import Batching
 from nemo_like.policy.attention import row_index
 
 
@@ -42,7 +42,7 @@ class InputLayout:
 
     def shape_of(self, batch: TensorBatch) -> InputShape:
         """The least shape that holds ``batch``."""
-        if self.batching is Batching.packed:
+        if self.batching == "packed":
             return InputShape(rows=1, positions=_round_up(batch.num_tokens, self.multiple))
         longest = int(batch.lengths.max())
         return InputShape(rows=len(batch), positions=_round_up(longest, self.multiple))
@@ -84,15 +84,18 @@ def model_inputs(
     targets = batch.tokens[keys.LOSS_MASK].nonzero(as_tuple=True)[0]
     num_outputs = len(ids) if shape is None else shape.size
     shape = shape or layout.shape_of(batch)
-    if layout.batching is Batching.packed:
+    if layout.batching == "packed":
         return _packed(batch, targets, shape, num_outputs, layout.context_group)
     return _padded(batch, targets, shape, num_outputs)
 
 
-def made_up_rows(lengths: Sequence[int], device: torch.device | str) -> TensorBatch:
-    """Rows of zeros, all of whose tokens are targets but each first one."""
+def made_up_rows(
+    lengths: Sequence[int], device: torch.device | str = "cpu", ids: Tensor | None = None
+) -> TensorBatch:
+    """Rows of zeros, or of ``ids``, all of whose tokens are targets but each first one."""
     batch = TensorBatch(lengths=torch.tensor(lengths, device=device))
-    ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
+    if ids is None:
+        ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[batch.starts] = False
     batch.tokens = {keys.INPUT_IDS: ids, keys.LOSS_MASK: mask}
@@ -110,7 +113,7 @@ def empty_batch(device: torch.device | str) -> TensorBatch:
 def _at_every_token(batch: TensorBatch, layout: InputLayout) -> ModelInputs:
     every = torch.arange(batch.num_tokens, device=batch.lengths.device)
     shape = layout.shape_of(batch)
-    if layout.batching is Batching.packed:
+    if layout.batching == "packed":
         inputs = _packed(batch, every[:0], shape, len(every), None)
         return replace(inputs, predictors=every, targets=every)
     inputs = _padded(batch, every[:0], shape, len(every))

@@ -11,7 +11,6 @@ and sums of [M] travel, and the gradient of ``hidden``.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from nemo_like.policy.head import Head, HeadCall, Transform, add_product_, multiply
+from nemo_like.policy.head import Head, HeadCall, Transform, multiply
 
 
 def token_logprobs(
@@ -49,7 +48,7 @@ def token_logprobs(
     With ``head.group`` all its ranks call this with the same ``hidden`` and ``token_ids`` and go on
     in the same way: each gets the whole gradient of ``hidden`` and that of its own slice.
     """
-    call = _Call.of(
+    call = HeadCall.of(
         head,
         temperature,
         chunk_tokens,
@@ -62,16 +61,6 @@ def token_logprobs(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call(HeadCall):
-    with_entropy: bool
-    entropy_trains: bool
-    compile: bool
-
-    def fused(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return _compiled(function) if self.compile else function
-
-
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(
@@ -80,12 +69,12 @@ class _TokenLogprobs(Function):
         weight: Tensor,
         bias: Tensor | None,
         token_ids: Tensor,
-        call: _Call,
+        call: HeadCall,
     ) -> tuple[Tensor, Tensor | None]:
         ids, here = call.own_rows(token_ids, len(weight))
         dtype = call.factor_dtype(hidden, weight)
         columns = weight.to(dtype).t()
-        summarize = call.fused(_summarize)
+        summarize = _compiled(_summarize) if call.compile else _summarize
         sums = hidden.new_empty(3 + call.with_entropy, len(hidden), dtype=torch.float32)
         for rows in call.chunks(len(hidden)):
             products = multiply(hidden[rows].to(dtype), columns)
@@ -108,11 +97,10 @@ class _TokenLogprobs(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: HeadCall = ctx.call
         hidden, weight, bias, token_ids, target, logprobs, normalizer, entropy = ctx.saved_tensors
         ids, here = call.own_rows(token_ids, len(weight))
         dtype = call.factor_dtype(hidden, weight)
-        factor = weight.to(dtype)
         pull, spread = gradients[0] * call.transform.rate, None
         # Set, not added to -p: rounded to 16 bits, a p near 1 has lost the digits of 1 - p.
         at_target = -logprobs.expm1() * pull
@@ -122,16 +110,11 @@ class _TokenLogprobs(Function):
             at_target -= logprobs.exp() * spread * (logprobs + entropy)
             pull = pull + spread * entropy
         at_target *= call.transform.bend_(target.clone())
-        differentiate = call.fused(_differentiate)
-        inputs = (hidden, weight, bias)
-        d_hidden, d_weight, d_bias = totals = [
-            torch.zeros_like(x, dtype=torch.float32) if wanted else None
-            for x, wanted in zip(inputs, ctx.needs_input_grad, strict=False)
-        ]
-        for rows in call.chunks(len(hidden)):
-            chunk = hidden[rows].to(dtype)
+        differentiate = _compiled(_differentiate) if call.compile else _differentiate
+
+        def of_products(rows: slice, products: Tensor) -> Tensor:
             d_products = differentiate(
-                multiply(chunk, factor.t()),
+                products,
                 bias,
                 normalizer[rows],
                 pull[rows],
@@ -140,17 +123,9 @@ class _TokenLogprobs(Function):
                 dtype,
             )
             _set_(d_products, ids[rows], at_target[rows], None if here is None else here[rows])
-            if d_hidden is not None:
-                d_hidden[rows] = multiply(d_products, factor)
-            if d_weight is not None:
-                add_product_(d_weight, d_products.t(), chunk)
-            if d_bias is not None:
-                d_bias += d_products.sum(0, dtype=torch.float32)
-            del d_products  # before the next chunk's product exists
-        if d_hidden is not None and call.group is not None:
-            dist.all_reduce(d_hidden, group=call.group)
-        cast = [None if d is None else d.to(x.dtype) for d, x in zip(totals, inputs, strict=True)]
-        return *cast, None, None
+            return d_products
+
+        return *call.gradients(ctx, (hidden, weight, bias), of_products), None, None
 
 
 def _summarize(

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from nemo_like.config.policy_schema import LoraConfig
-from nemo_like.models.adapters import NAME, inject_adapters
-from nemo_like.policy.shards import local_part
-from nemo_like.weights.adapter_places import peft_targets
-from nemo_like.weights.naming import plain_name
+from nemo_like.config.lora import LoraConfig
+from nemo_like.models.adapter_places import NAME, inject_adapters, peft_targets
+from nemo_like.models.naming import plain_name
+from nemo_like.policy.parallel.full_tensors import local_part
 
 _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 
@@ -48,21 +47,23 @@ def initialize_adapters(model: nn.Module) -> None:
             nn.init.zeros_(local_part(parameter))
         if name.endswith(_A):
             generator = torch.Generator().manual_seed(zlib.crc32(plain_name(name).encode()))
-            whole = torch.empty(parameter.shape)
-            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-            whole = whole.to(parameter.device)
+            full = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+            full = full.to(parameter.device)
             if isinstance(parameter, DTensor):
                 # Every rank has drawn the same: nothing needs to travel.
-                whole = distribute_tensor(
-                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                full = distribute_tensor(
+                    full, parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
-            local_part(parameter).copy_(local_part(whole))
+            local_part(parameter).copy_(local_part(full))
 
 
 @contextmanager
 def adapters_off(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within, the models are those that training began with; without adapters, nothing changes."""
-    layers = [each for module in modules for each in _adapted(module)]
+    layers: list[Any] = [
+        each for module in modules for each in module.modules() if hasattr(each, "lora_A")
+    ]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -82,16 +83,16 @@ class Adapter:
     input_first: bool
     num_experts: int
 
-    def merged(self, whole: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """Float32 ``whole`` + scale * b @ a; ``gather`` makes a shard whole, in float32."""
+    def merged(self, full: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Float32 ``full`` + scale * b @ a; ``gather`` gives a shard's full tensor, in float32."""
         a, b = gather(self.a), gather(self.b)
-        if whole.dim() == 3:
+        if full.dim() == 3:
             # As peft has them: A is [experts * rank, in], B is [out, rank * experts].
             a = a.unflatten(0, (self.num_experts, -1))
             b = b.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
         factors = (a.mT, b.mT) if self.input_first else (b, a)
-        add = torch.baddbmm if whole.dim() == 3 else torch.addmm
-        return add(whole, *factors, alpha=self.scale)
+        add = torch.baddbmm if full.dim() == 3 else torch.addmm
+        return add(full, *factors, alpha=self.scale)
 
 
 def adapters_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Adapter]:
@@ -138,7 +139,3 @@ def write_adapter(
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def _adapted(module: nn.Module) -> list[Any]:
-    return [each for each in module.modules() if hasattr(each, "lora_A")]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from nemo_like.config.policy_schema import LossScaleConfig
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Metrics
+
+_LEAST = 1.0
 
 
 class LossScale:
@@ -17,16 +18,16 @@ class LossScale:
     Section 3.2 of Micikevicius et al., arXiv:1710.03740: halved at each overflow, whose step is
     skipped, and doubled after ``growth_steps`` steps in a row without one.
 
-    >>> scale = LossScale(LossScaleConfig(initial=8.0, growth_steps=2))
+    >>> scale = LossScale(8.0, growth_steps=2)
     >>> for overflowed in (True, False, False, False):
     ...     scale.update(overflowed)
     >>> scale.factor, scale.skipped_steps
     (8.0, 1)
     """
 
-    def __init__(self, config: LossScaleConfig) -> None:
-        self._config = config
-        self.factor = config.initial
+    def __init__(self, initial: float, growth_steps: int = 200) -> None:
+        self.factor = initial
+        self._growth_steps = growth_steps
         self.skipped_steps = 0
         self._good_steps = 0
 
@@ -37,17 +38,16 @@ class LossScale:
         """
         if not overflowed:
             self._good_steps += 1
-            if self._good_steps == self._config.growth_steps:
+            if self._good_steps == self._growth_steps:
                 self.factor *= 2
                 self._good_steps = 0
             return
-        if self.factor <= self._config.min:
+        if self.factor <= _LEAST:
             raise RunError(
-                f"Gradients overflow float16 at the least loss scale, policy.loss_scale.min="
-                f"{self._config.min:g}, so every further step would be skipped; set "
-                "policy.dtype=bfloat16 or lower policy.optimizer.lr."
+                "Gradients overflow float16 without any loss scale, so every further step would be "
+                "skipped; set policy.dtype=bfloat16 or lower policy.optimizer.lr."
             )
-        self.factor = max(self.factor / 2, self._config.min)
+        self.factor = max(self.factor / 2, _LEAST)
         self.skipped_steps += 1
         self._good_steps = 0
 

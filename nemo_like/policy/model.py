@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nemo_like.policy.calls import Call, Calls
 from nemo_like.policy.distributions import logprobs_at, top_logprobs
-from nemo_like.policy.exchange import join_parts
 from nemo_like.policy.head import Head
 from nemo_like.policy.logprobs import token_logprobs
-from nemo_like.policy.shards import local_part
+from nemo_like.policy.parallel.collectives import join_parts
+from nemo_like.policy.parallel.full_tensors import local_part
+from nemo_like.policy.requests import ForwardRequest, RequestQueue
 
 # The head is applied here in chunks, so what a model does to its logits after it is applied too.
 _DIVIDES_LOGITS = "logits_scaling"  # Granite
@@ -60,15 +60,15 @@ class LogprobModel(nn.Module):
         self.vocab_group: dist.ProcessGroup | None = None
         """Ranks that hold the other rows of the output head."""
 
-    def forward(self, hidden: Tensor | None, calls: Calls) -> Tensor:
+    def forward(self, hidden: Tensor | None, requests: ForwardRequest | RequestQueue) -> Tensor:
         """Hidden states [.., H] of the last layer here; from the last stage, float32 [R, N]:
 
-        logprobs and entropies (zeros unless asked for), then the logprobs of ``call.ids`` if there
-        are any; or, with ``call.top_k``, K logprobs and K ids (exact in float32 below 2^24). 0
-        where none is wanted. ``hidden`` comes from the stage before; the first ignores it.
+        logprobs and entropies (zeros unless requested), then logprobs of any ``request.ids``; or,
+        with ``request.top_k``, K logprobs and K ids (exact in float32 below 2^24). 0 where none
+        is wanted. ``hidden`` comes from the previous stage; the first ignores it.
         """
-        call = calls.next_for(self)
-        inputs = call.inputs
+        request = requests.next_for(self)
+        inputs = request.inputs
         forward = dict(inputs.forward)
         if not self.is_first:
             forward["inputs_embeds"] = hidden
@@ -77,16 +77,16 @@ class LogprobModel(nn.Module):
         assert hidden is not None
         if not self.is_last:
             return hidden
-        wanted = self._wanted(hidden, call)
+        wanted = self._wanted(hidden, request)
         out = wanted.new_zeros(len(wanted), inputs.num_outputs)
         out = out.index_copy(1, inputs.targets, wanted)
         if inputs.context_group is not None:
             out = join_parts(out, inputs.context_group)
         return out
 
-    def _wanted(self, hidden: Tensor, call: Call) -> Tensor:
+    def _wanted(self, hidden: Tensor, request: ForwardRequest) -> Tensor:
         """Float32 [R, M] from hidden states [.., H]: what is put at the targets."""
-        inputs = call.inputs
+        inputs = request.inputs
         device = hidden.device.type
         if self.settings.float32:
             hidden = hidden.float()
@@ -94,39 +94,41 @@ class LogprobModel(nn.Module):
             hidden = hidden.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):  # it does not look into our own gradient
             at, head = hidden.flatten(0, 1)[inputs.predictors], self._head(hidden.dtype)
-            if call.top_k or call.ids is not None:
-                return self._several(at, head, call)
+            if request.top_k or request.ids is not None:
+                return self._several(at, head, request)
             logprobs, entropy = token_logprobs(
                 at,
                 inputs.target_ids,
                 head,
-                temperature=call.temperature,
+                temperature=request.temperature,
                 chunk_tokens=self.settings.chunk_tokens,
-                with_entropy=call.with_entropy,
-                entropy_trains=call.entropy_trains,
+                with_entropy=request.with_entropy,
+                entropy_trains=request.entropy_trains,
                 compile=self.settings.compile,
             )
         return torch.stack([logprobs, logprobs.detach() * 0 if entropy is None else entropy])
 
-    def _several(self, at: Tensor, head: Head, call: Call) -> Tensor:
+    def _several(self, at: Tensor, head: Head, request: ForwardRequest) -> Tensor:
         """Float32 [2 K or 2 + K, M]: of the most likely tokens, or of each token and given ids."""
-        chunks = {"temperature": call.temperature, "chunk_tokens": self.settings.chunk_tokens}
-        if call.top_k:
-            common = head if call.vocabulary is None else head.below(call.vocabulary)
-            logprobs, ids = top_logprobs(at, common, call.top_k, **chunks)
+        chunks = {"temperature": request.temperature, "chunk_tokens": self.settings.chunk_tokens}
+        if request.top_k:
+            common = head if request.vocabulary is None else head.below(request.vocabulary)
+            logprobs, ids = top_logprobs(at, common, request.top_k, **chunks)
             return torch.cat([logprobs.t(), ids.t().to(logprobs.dtype)])
-        assert call.ids is not None
-        own_ids = call.inputs.target_ids[:, None]
-        if call.vocabulary is None:
-            ids = torch.cat([own_ids, call.ids], dim=1)
-            logprobs, entropy = logprobs_at(at, ids, head, with_entropy=call.with_entropy, **chunks)
+        assert request.ids is not None
+        own_ids = request.inputs.target_ids[:, None]
+        if request.vocabulary is None:
+            ids = torch.cat([own_ids, request.ids], dim=1)
+            logprobs, entropy = logprobs_at(
+                at, ids, head, with_entropy=request.with_entropy, **chunks
+            )
             own, others = logprobs[:, :1].t(), logprobs[:, 1:].t()
         else:  # the token itself was sampled from all of the vocabulary
             own, entropy = logprobs_at(
-                at.detach(), own_ids, head, with_entropy=call.with_entropy, **chunks
+                at.detach(), own_ids, head, with_entropy=request.with_entropy, **chunks
             )
-            common = head.below(call.vocabulary)
-            own, others = own.t(), logprobs_at(at, call.ids, common, **chunks)[0].t()
+            common = head.below(request.vocabulary)
+            own, others = own.t(), logprobs_at(at, request.ids, common, **chunks)[0].t()
         return torch.cat([own, own.detach() * 0 if entropy is None else entropy[None], others])
 
     def _head(self, dtype: torch.dtype) -> Head:
@@ -161,8 +163,8 @@ class ValueModel(LogprobModel):
     after token t - 1; like logprobs it speaks of the token at t, and is 0 elsewhere.
     """
 
-    def _wanted(self, hidden: Tensor, call: Call) -> Tensor:
-        at = hidden.flatten(0, 1)[call.inputs.predictors]
+    def _wanted(self, hidden: Tensor, request: ForwardRequest) -> Tensor:
+        at = hidden.flatten(0, 1)[request.inputs.predictors]
         weight = self.causal_lm.get_parameter("score.weight")
         with torch.autocast(hidden.device.type, enabled=False):  # values are sums of many terms
             values = (at.float() @ local_part(weight).float().t()).squeeze(-1)

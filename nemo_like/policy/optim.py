@@ -1,7 +1,7 @@
 """Optimizers, and the learning rate in optimizer steps.
 
 Parameters are plain tensors or DTensors under any mesh. AdamW and SGD work element by element, so
-each rank updates its shard; Muon and Adafactor look at whole matrices and have subclasses here.
+each rank updates its shard; Muon and Adafactor look at full matrices and have subclasses here.
 """
 
 import math
@@ -16,10 +16,9 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from nemo_like.config.choices import Decay, OptimizerKind, Schedule
-from nemo_like.config.policy_schema import OptimizerConfig, SchedulerConfig
+from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
 from nemo_like.errors import UserError
-from nemo_like.policy.shards import local_part
+from nemo_like.policy.parallel.full_tensors import local_part
 
 _Named = list[tuple[str, Parameter]]
 
@@ -37,15 +36,15 @@ def make_optimizers(
     """
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
     match config.kind:
-        case OptimizerKind.adamw:
+        case "adamw":
             return [_adamw(named, config)]
-        case OptimizerKind.sgd:
+        case "sgd":
             return [SGD(_groups(named, config), lr=config.lr, momentum=config.momentum)]
-        case OptimizerKind.adafactor:
-            return [WholeMatrixAdafactor(_groups(named, config), lr=config.lr)]
-        case OptimizerKind.adamw8bit:
+        case "adafactor":
+            return [FullMatrixAdafactor(_groups(named, config), lr=config.lr)]
+        case "adamw8bit":
             return [_adamw8bit(named, config)]
-        case OptimizerKind.muon:
+        case "muon":
             return _muon_and_adamw(named, config)
 
 
@@ -70,25 +69,25 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
 def lr_factor(step: int, config: SchedulerConfig, max_steps: int) -> float:
     """Share of the peak learning rate at optimizer step ``step``, counted from 0.
 
-    >>> config = SchedulerConfig(kind=Schedule.linear, warmup_steps=2, min_lr_ratio=0.0)
+    >>> config = SchedulerConfig(kind="linear", warmup_steps=2, min_lr_ratio=0.0)
     >>> [round(lr_factor(i, config, 5), 3) for i in range(5)]
     [0.5, 1.0, 0.667, 0.333, 0.0]
-    >>> config = SchedulerConfig(kind=Schedule.wsd, decay_steps=2)
+    >>> config = SchedulerConfig(kind="wsd", decay_steps=2)
     >>> [lr_factor(i, config, 5) for i in range(5)]
     [1.0, 1.0, 1.0, 0.5, 0.0]
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
-    if config.kind is Schedule.constant:
+    if config.kind == "constant":
         return 1.0
     last = max_steps - 1
     # The last step at the peak: where warm-up ends, or where the decay of ``wsd`` begins.
     peak = max(config.warmup_steps - 1, 0)
-    if config.kind is Schedule.wsd:
+    if config.kind == "wsd":
         peak = max(peak, last - config.decay_steps)
     progress = min(max(step - peak, 0) / max(last - peak, 1), 1.0)
     shape = 1 - progress
-    if config.kind is Schedule.cosine:
+    if config.kind == "cosine":
         shape = (1 + math.cos(math.pi * progress)) / 2
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
@@ -109,7 +108,7 @@ class ShardwiseAdamW(AdamW):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """What ``step`` works on; moments are kept as shards of a whole, as checkpoints need."""
+        """What ``step`` works on; moments are kept as DTensors, as checkpoints need."""
         ours = (params_with_grad, grads, exp_avgs, exp_avg_sqs)
         has_complex = super()._init_group(group, *ours, max_exp_avg_sqs, state_steps)
         for tensors in ours:
@@ -117,12 +116,12 @@ class ShardwiseAdamW(AdamW):
         return has_complex
 
 
-class WholeMatrixMuon(Muon):
+class FullMatrixMuon(Muon):
     """torch.optim.Muon (https://kellerjordan.github.io/posts/muon) for sharded matrices.
 
     torch's own orthogonalises DTensors by distributed products in bfloat16, whose rounding depends
     on the number of shards (4e-4 after three steps at lr 0.01). Here momentum stays sharded, while
-    every rank gathers and orthogonalises one whole matrix at a time: a step costs one all-gather of
+    every rank gathers and orthogonalises one full matrix at a time: a step costs one all-gather of
     all matrices, and no rank spares another the products. The bfloat16 products still amplify what
     gradients themselves differ by: a relative 1e-7 becomes 4e-5 after three steps at lr 0.001.
     """
@@ -146,7 +145,7 @@ class WholeMatrixMuon(Muon):
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         # Without momentum and decay, a step from zero is the orthogonalised update itself.
         change = Parameter(torch.zeros(parameter.shape, device=parameter.device))
-        change.grad = _whole(update)
+        change.grad = _full(update)
         options = {
             key: group[key] for key in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
         }
@@ -157,7 +156,7 @@ class WholeMatrixMuon(Muon):
         local_part(parameter).add_(_shard_like(parameter, change.detach()))
 
 
-class WholeMatrixAdafactor(Adafactor):
+class FullMatrixAdafactor(Adafactor):
     """torch.optim.Adafactor (arXiv:1804.04235) for sharded parameters, which torch's own refuses.
 
     ``lr`` is relative to a parameter's root mean square. Parameter and gradient are gathered, one
@@ -173,12 +172,12 @@ class WholeMatrixAdafactor(Adafactor):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                whole = Parameter(_whole(parameter))
-                whole.grad = _whole(parameter.grad)
-                optimizer = Adafactor([whole], **options)
-                optimizer.state[whole] = self.state[parameter]
+                full = Parameter(_full(parameter))
+                full.grad = _full(parameter.grad)
+                optimizer = Adafactor([full], **options)
+                optimizer.state[full] = self.state[parameter]
                 optimizer.step()
-                local_part(parameter).copy_(_shard_like(parameter, whole.detach()))
+                local_part(parameter).copy_(_shard_like(parameter, full.detach()))
 
 
 def _adamw(named: _Named, config: OptimizerConfig) -> AdamW:
@@ -218,7 +217,7 @@ def _muon_and_adamw(named: _Named, config: OptimizerConfig) -> list[Optimizer]:
             "policy.optimizer.kind=adamw."
         )
     optimizers: list[Optimizer] = [
-        WholeMatrixMuon(
+        FullMatrixMuon(
             _groups(matrices, config),
             lr=config.lr,
             momentum=config.momentum,
@@ -249,23 +248,22 @@ def _groups(named: _Named, config: OptimizerConfig) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[Parameter]] = {}
     for _, p in named:
-        decays = config.decay is Decay.all or p.ndim > 1
         mesh = p.device_mesh if isinstance(p, DTensor) else None
-        groups.setdefault((decays, mesh), []).append(p)
+        groups.setdefault((p.ndim > 1, mesh), []).append(p)
     return [
         {"params": params, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), params in groups.items()
     ]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of ``whole``, cut as ``parameter`` is; moves no data between ranks."""
+def _shard_like(parameter: Tensor, full: Tensor) -> Tensor:
+    """This rank's part of ``full``, cut as ``parameter`` is; moves no data between ranks."""
     if not isinstance(parameter, DTensor):
-        return whole
+        return full
     mesh = parameter.device_mesh
-    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    copies = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return copies.redistribute(placements=parameter.placements).to_local()

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nemo_like.config.layout import parallel_sizes
-from nemo_like.config.policy_schema import PolicyConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.planning.layout import parallel_sizes
 
 if TYPE_CHECKING:
     from nemo_like.policy.worker import PolicyWorker
@@ -25,7 +25,7 @@ def policy_group(
     on: Sequence[int] = (),
     meter: DriverMeter | None = None,
 ) -> "WorkerGroup[PolicyWorker]":
-    """Ranks without a model as yet; see ``Policy``.
+    """Ranks without a model as yet; see ``RemoteModel``.
 
     ``role`` names them in errors and logs. ``on``: bundles of their own, if not the policy's.
     """

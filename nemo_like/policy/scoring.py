@@ -3,8 +3,7 @@
 Legend: ``N`` tokens of a micro-batch, ``K`` most likely tokens in place of each.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +13,14 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.errors import RunError
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.observe.metrics import Metrics, merge
-from nemo_like.policy.calls import Call, MicroBatches, calls_for_loss
-from nemo_like.policy.engine import TrainEngine
 from nemo_like.policy.lora import adapters_off
 from nemo_like.policy.model import LogprobModel
+from nemo_like.policy.requests import MicroBatches
+from nemo_like.policy.trainer import Trainer
 
 
 def logprobs(
-    engine: TrainEngine,
+    trainer: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
     *,
@@ -29,60 +28,56 @@ def logprobs(
 ) -> dict[str, list[Tensor]]:
     """Logprobs [N] of each micro-batch by ``policy`` and, if there is one, ``reference``.
 
-    Also ``entropy`` [N] of the policy's distributions. Only ranks that answer for the driver
-    (``mesh.answers``) have them; the lists are empty elsewhere.
+    Also ``entropy`` [N] of the policy's distributions. Only output ranks (``mesh.is_output_rank``)
+    have them; the lists are empty elsewhere.
     """
     columns: dict[str, list[Tensor]] = {}
-    with engine.diagnostics.phase("logprobs"):
+    with trainer.diagnostics.phase("logprobs"):
         if with_policy:
-            outputs = _outputs(engine, micro_batches, temperature, _with_entropy)
+            outputs = _outputs(trainer, micro_batches, temperature, with_entropy=True)
             columns["policy"] = [output[0] for output, _ in outputs]
             columns["entropy"] = [output[1] for output, _ in outputs]
-        if engine.setup.with_reference:
-            stages = engine.reference or engine.stages
-            with adapters_off(engine.stages):
-                outputs = _outputs(engine, micro_batches, temperature, stages=stages)
+        if trainer.setup.with_reference:
+            stages = trainer.reference or trainer.stages
+            with adapters_off(trainer.stages):
+                outputs = _outputs(trainer, micro_batches, temperature, stages=stages)
             columns["reference"] = [output[0] for output, _ in outputs]
     return columns
 
 
 def evaluate(
-    engine: TrainEngine,
+    trainer: Trainer,
     micro_batches: MicroBatches,
     loss: Loss,
     denominators: Denominators,
     temperature: float,
 ) -> Metrics:
-    """The metrics of ``loss`` on this rank's micro-batches; none on ranks that do not answer."""
-
-    def ask(calls: Sequence[Call]) -> list[Call]:
-        return calls_for_loss(loss, calls, micro_batches)
-
-    with engine.diagnostics.phase("evaluate"):
-        outputs = _outputs(engine, micro_batches, temperature, ask)
+    """The metrics of ``loss`` on this rank's micro-batches; none on ranks without output."""
+    with trainer.diagnostics.phase("evaluate"):
+        outputs = _outputs(trainer, micro_batches, temperature, loss=loss)
     return merge([apply_loss(loss, output, batch, denominators)[1] for output, batch in outputs])
 
 
-def scores(engine: TrainEngine, micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
-    """Logprobs or values, [N], of each micro-batch's tokens; none on ranks that do not answer."""
-    with engine.diagnostics.phase("score"):
-        return [output[0] for output, _ in _outputs(engine, micro_batches, temperature)]
+def scores(trainer: Trainer, micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
+    """Logprobs or values, [N], of each micro-batch's tokens; none on ranks without output."""
+    with trainer.diagnostics.phase("score"):
+        return [output[0] for output, _ in _outputs(trainer, micro_batches, temperature)]
 
 
 def top_logprobs(
-    engine: TrainEngine,
+    trainer: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
     k: int,
     vocabulary: int | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Ids int64 [N, K] and logprobs [N, K] of each micro-batch; none on ranks that do not answer.
+    """Ids int64 [N, K] and logprobs [N, K] of each micro-batch; none on ranks without output.
 
     Of the ``k`` most likely tokens, in falling order; all tokens in order of id if there are fewer.
-    Zeros where no token trains. ``vocabulary``: see ``Call``. Raises RunError for a row with an id
-    that this model has no embedding of.
+    Zeros where no token trains. ``vocabulary``: see ``ForwardRequest``. Raises RunError for a row
+    with an id that this model has no embedding of.
     """
-    known = engine.stages[0].causal_lm.config.get_text_config().vocab_size
+    known = trainer.stages[0].causal_lm.config.get_text_config().vocab_size
     for batch in micro_batches:
         highest = 0 if batch is None else int(batch.tokens[keys.INPUT_IDS].max())
         if highest >= known:
@@ -92,31 +87,24 @@ def top_logprobs(
                 "vocabulary; give the teacher's embedding as many rows."
             )
 
-    def ask(calls: Sequence[Call]) -> list[Call]:
-        return [replace(call, top_k=k, vocabulary=vocabulary) for call in calls]
-
-    with engine.diagnostics.phase("top_logprobs"):
-        outputs = _outputs(engine, micro_batches, temperature, ask)
+    with trainer.diagnostics.phase("top_logprobs"):
+        outputs = _outputs(trainer, micro_batches, temperature, top_k=k, vocabulary=vocabulary)
     halves = [output.t().chunk(2, dim=1) for output, _ in outputs]
     return [(ids.to(torch.int64), logprobs) for logprobs, ids in halves]
 
 
-def _with_entropy(calls: Sequence[Call]) -> list[Call]:
-    return [replace(call, with_entropy=True) for call in calls]
-
-
 def _outputs(
-    engine: TrainEngine,
+    trainer: Trainer,
     micro_batches: MicroBatches,
     temperature: float,
-    ask: Callable[[Sequence[Call]], list[Call]] = list,
     *,
     stages: list[LogprobModel] | None = None,
+    **wanted: Any,
 ) -> list[tuple[Tensor, TensorBatch]]:
-    """What the model gives, [R, N], for each real micro-batch; ``ask`` says what is wanted."""
-    calls, shape = engine.calls(micro_batches, temperature)
-    with torch.no_grad(), engine.precision():
-        outputs = engine.score(stages or engine.stages, ask(calls), shape)
+    """Outputs [R, N] for each real micro-batch; ``wanted``: see ``Trainer.requests``."""
+    requests, shape = trainer.requests(micro_batches, temperature=temperature, **wanted)
+    with torch.no_grad(), trainer.precision():
+        outputs = trainer.score(stages or trainer.stages, requests, shape)
     return [
         (output[:, : batch.num_tokens], batch)
         for output, batch in zip(outputs, micro_batches, strict=bool(outputs))

@@ -1,7 +1,7 @@
 """Advantages of single tokens: what ranks compute of rows whose tokens the driver never sees.
 
-Each class is called with the rows of one rank (``Policy.derive``) and gives token columns, and a
-summary for the driver. Legend: ``N`` tokens of the rows, ``M`` trained ones among them.
+Each class is called with the rows of one rank (``RemoteModel.derive``) and gives token columns,
+and a summary for the driver. Legend: ``N`` tokens of the rows, ``M`` trained ones among them.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_like.advantages import Moments, gae
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import KLEstimator
+from nemo_like.config.losses import KLEstimator
+from nemo_like.losses.advantages import Moments, gae
 from nemo_like.losses.aggregate import trained_tokens
 from nemo_like.losses.kl import kl_estimate
 

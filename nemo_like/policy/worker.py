@@ -3,8 +3,9 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,20 +18,21 @@ from torch._C._distributed_c10d import TCPStore
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.choices import KLEstimator, Transport
+from nemo_like.config.generation import Transport
+from nemo_like.config.losses import KLEstimator
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
-from nemo_like.losses.mismatch import MismatchSums, gap_of_rows
+from nemo_like.losses.mismatch import MismatchSums, mismatch_of_rows
+from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy import scoring
-from nemo_like.policy.engine import EngineSetup, TrainEngine
-from nemo_like.policy.export_check import check_export
-from nemo_like.policy.loading import unused_tensors
-from nemo_like.policy.probe import check_architecture
-from nemo_like.policy.row_shards import Shard, TrainShard
-from nemo_like.policy.state import (
+from nemo_like.policy.requests import MicroBatches
+from nemo_like.policy.state.export_check import check_export
+from nemo_like.policy.state.loading import unused_tensors
+from nemo_like.policy.state.probe import check_architecture
+from nemo_like.policy.state.state import (
     export_folder,
     load_checkpoint,
     load_weights,
@@ -38,11 +40,12 @@ from nemo_like.policy.state import (
     save_checkpoint,
     state_bytes,
 )
+from nemo_like.policy.trainer import Trainer, TrainerSetup
 from nemo_like.policy.warm_up import warm_up
-from nemo_like.weights.adapters import plan_refit, travels_apart
-from nemo_like.weights.broadcast import BroadcastSender
-from nemo_like.weights.buckets import Bucket
-from nemo_like.weights.ipc import IpcAddress, IpcSender
+from nemo_like.refit.adapters import plan_refit, travels_apart
+from nemo_like.refit.broadcast import BroadcastSender
+from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.ipc import IpcAddress, IpcSender
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +53,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicySetup:
-    """What every rank needs to start."""
+class Shard:
+    """The rows of one data-parallel rank, in the order of its micro-batches."""
 
-    engine: EngineSetup
-    num_threads: int
-    timeout_s: float
-    """Of collectives."""
-    refit_timeout_s: float
-    """Of each wait for an engine."""
+    batch: RemoteBatch
+    bin_sizes: tuple[int, ...]
+    """Rows of each micro-batch; 0 where only other ranks have one."""
+    temperature: float
+
+    def micro_batches(self, device: torch.device) -> MicroBatches:
+        """Fetch the rows and cut them; None for an empty micro-batch."""
+        local = self.batch.fetch()
+        ends = list(accumulate(self.bin_sizes))
+        return [
+            local.select(range(end - size, end)).to(device) if size else None
+            for size, end in zip(self.bin_sizes, ends, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +76,7 @@ class SenderAddress:
     """Where a rank's sender is reached."""
 
     buckets: Sequence[Bucket] = ()
-    """Bucket boundaries of all ranks; rank 0 alone tells them, so that the driver stays light."""
+    """Of all ranks; from rank 0 alone, to keep the driver light."""
     ipc: IpcAddress | None = None
     port: int = 0
 
@@ -76,7 +86,7 @@ class Started:
     """What a rank found when it loaded its model."""
 
     num_trained: int
-    """Parameters that the whole model trains, all ranks' shards together."""
+    """Trained parameters of the full model, not of this rank's shard."""
     unused: Sequence[str] = ()
     """Rank 0: tensors that the model's files hold and that it has no use for."""
 
@@ -94,16 +104,16 @@ class PolicyWorker(Worker):
         self._store = listening_store(self.context.listens_on, self.context.world_size)
         return self._store.port
 
-    def start(self, setup: PolicySetup, address: str, port: int) -> Started:
+    def start(self, setup: TrainerSetup, address: str, port: int) -> Started:
         """Join the process group, load the model, shard it; collective."""
-        path, output = setup.engine.model_path, setup.engine.output
+        path, output = setup.model_path, setup.output
         self._refit_timeout_s = setup.refit_timeout_s
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
         if self.context.rank == 0:
-            check_architecture(path, setup.engine.config)
-            if setup.engine.trains:
-                check_export(path, setup.engine.config, output)
+            check_architecture(path, setup.config)
+            if setup.trains:
+                check_export(path, setup.config, output)
         else:
             world_size = self.context.world_size
             self._store = TCPStore(address, port, world_size, False, timeout)
@@ -117,115 +127,103 @@ class PolicyWorker(Worker):
             world_size=self.context.world_size,
             timeout=timeout,
         )
-        self._engine = TrainEngine(setup.engine, self._device)
+        self._trainer = Trainer(setup, self._device)
         unused = [] if self.context.rank else unused_tensors(path, output)
-        return Started(num_trained=self._engine.num_parameters(), unused=unused)
+        return Started(num_trained=self._trainer.num_parameters(), unused=unused)
 
     def warm_up(self) -> None:
         """Compile before the first step, if anything is compiled; collective."""
-        if self._engine.config.compile and self._engine.setup.trains:
-            warm_up(self._engine)
+        if self._trainer.config.compile and self._trainer.setup.trains:
+            warm_up(self._trainer)
 
     def logprobs(
         self, shard: Shard, with_policy: bool, kl: KLEstimator | None
     ) -> tuple[ObjectRef | None, Metrics, dict[str, Tensor]]:
-        """Logprobs of the policy (``with_policy``) and of the reference, if there is one.
+        """Logprobs of the policy (``with_policy``) and of any reference; collective.
 
-        Returns a reference to their columns (from ranks that answer; None from others); metrics
-        that compare the policy's with the generation logprobs; and row columns: how far these are
-        apart, and the estimate ``kl`` of the KL to the reference, if it is asked for; collective.
+        Returns their columns (see ``score``), metrics of the mismatch with the generation logprobs,
+        and row columns: each row's mean mismatch, and the KL to the reference as ``kl`` estimates.
         """
-        micro_batches = shard.micro_batches(self._device)
+        trainer, micro_batches = self._trainer, shard.micro_batches(self._device)
         columns = scoring.logprobs(
-            self._engine, micro_batches, shard.temperature, with_policy=with_policy
+            trainer, micro_batches, shard.temperature, with_policy=with_policy
         )
-        metrics = self._engine.diagnostics.pop()
+        metrics = trainer.diagnostics.pop()
         real = [each for each in micro_batches if each is not None]
+        policy, entropy, reference = (
+            columns.get(name, []) for name in ("policy", "entropy", "reference")
+        )
         if with_policy:
             sums = MismatchSums(self._device)
-            if self._engine.mesh.answers:
-                for batch, logprobs, entropy in zip(
-                    real, columns["policy"], columns["entropy"], strict=True
-                ):
-                    sums.add(logprobs, entropy, batch)
+            for part in zip(policy, entropy, real, strict=trainer.mesh.is_output_rank):
+                sums.add(*part)
             sums.all_reduce()
             metrics |= sums.metrics()
-        if not self._engine.mesh.answers:
+        if not trainer.mesh.is_output_rank:
             return None, {}, {}
-        names = {"policy": keys.POLICY_LOGPROBS, "reference": keys.REFERENCE_LOGPROBS}
-        tokens = {
-            names[name]: torch.cat(parts).cpu() if parts else torch.zeros(0)
-            for name, parts in columns.items()
-            if name in names
-        }
-        found: dict[str, list[Tensor]] = {}
+        tokens, of_rows = {}, {}
         if with_policy:
-            parts = zip(columns["policy"], real, strict=True)
-            found[keys.MEAN_GAPS] = [gap_of_rows(*part) for part in parts]
+            tokens[keys.POLICY_LOGPROBS] = policy
+            parts = zip(policy, real, strict=True)
+            of_rows[keys.MEAN_MISMATCHES] = [mismatch_of_rows(*part) for part in parts]
+        if "reference" in columns:
+            tokens[keys.REFERENCE_LOGPROBS] = reference
         if kl is not None:
-            parts = zip(columns["policy"], columns["reference"], real, strict=True)
-            found[keys.REFERENCE_KL] = [kl_of_rows(*part, kl) for part in parts]
+            parts = zip(policy, reference, real, strict=True)
+            of_rows[keys.REFERENCE_KL] = [kl_of_rows(*part, kl) for part in parts]
         none = torch.zeros(0, dtype=torch.float64)  # of a rank without rows
-        rows = {name: torch.cat([none, *(p.cpu() for p in each)]) for name, each in found.items()}
-        ref = ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
-        return ref, metrics, rows
+        rows = {name: torch.cat([none, *(p.cpu() for p in each)]) for name, each in of_rows.items()}
+        return self._put(shard, tokens), metrics, rows
 
-    def train(self, work: TrainShard) -> Metrics:
-        """One optimizer step over all ranks' shards; collective."""
-        shard = work.shard
-        return self._engine.train(
+    def train(
+        self,
+        shard: Shard,
+        loss: Loss,
+        denominators: Denominators,
+        on_policy: bool,
+        check: Callable[[Metrics], None] | None,
+    ) -> Metrics:
+        """One optimizer step over all ranks' shards, see ``Trainer.train``; collective."""
+        return self._trainer.train(
             shard.micro_batches(self._device),
-            work.loss,
-            work.denominators,
+            loss,
+            denominators,
             shard.temperature,
-            on_policy=work.on_policy,
-            check=work.check,
+            on_policy=on_policy,
+            check=check,
         )
 
-    def evaluate(self, work: TrainShard) -> Metrics:
+    def evaluate(self, shard: Shard, loss: Loss, denominators: Denominators) -> Metrics:
         """The loss's metrics of a shard; collective."""
-        shard = work.shard
-        return scoring.evaluate(
-            self._engine,
-            shard.micro_batches(self._device),
-            work.loss,
-            work.denominators,
-            shard.temperature,
-        )
+        micro_batches = shard.micro_batches(self._device)
+        return scoring.evaluate(self._trainer, micro_batches, loss, denominators, shard.temperature)
 
     def score(self, shard: Shard, column: str) -> ObjectRef | None:
         """A reference to what the model gives for each token, as token column ``column``.
 
-        None from ranks that do not answer; collective.
+        None from ranks without output or rows; collective.
         """
-        parts = scoring.scores(self._engine, shard.micro_batches(self._device), shard.temperature)
-        if not self._engine.mesh.answers:
-            return None
-        tokens = {column: torch.cat(parts).cpu() if parts else torch.zeros(0)}
-        return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
+        parts = scoring.scores(self._trainer, shard.micro_batches(self._device), shard.temperature)
+        return self._put(shard, {column: parts})
 
     def top_logprobs(self, shard: Shard, k: int, vocabulary: int | None) -> ObjectRef | None:
         """A reference to token columns ``teacher_ids`` and ``teacher_logprobs``; see ``score``."""
         micro_batches = shard.micro_batches(self._device)
-        temperature = shard.temperature
-        parts = scoring.top_logprobs(self._engine, micro_batches, temperature, k, vocabulary)
-        if not self._engine.mesh.answers:
+        parts = scoring.top_logprobs(self._trainer, micro_batches, shard.temperature, k, vocabulary)
+        ids, logprobs = [ids for ids, _ in parts], [logprobs for _, logprobs in parts]
+        return self._put(shard, {keys.TEACHER_IDS: ids, keys.TEACHER_LOGPROBS: logprobs})
+
+    def _put(self, shard: Shard, columns: dict[str, list[Tensor]]) -> ObjectRef | None:
+        """A reference to token columns, given as parts of micro-batches."""
+        if not (self._trainer.mesh.is_output_rank and len(shard.batch)):
             return None
-        none = (torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k))
-        ids, logprobs = zip(*(parts or [none]), strict=True)
-        tokens = {
-            keys.TEACHER_IDS: torch.cat(ids).cpu(),
-            keys.TEACHER_LOGPROBS: torch.cat(logprobs).cpu(),
-        }
+        tokens = {name: torch.cat(parts).cpu() for name, parts in columns.items()}
         return ray.put(TensorBatch(lengths=shard.batch.lengths, tokens=tokens))
 
     def derive(
         self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
     ) -> tuple[ObjectRef, T] | None:
-        """A reference to the token columns that ``make`` gives for rows, and what else it gives.
-
-        None where there are no rows.
-        """
+        """The token columns that ``make`` gives, put, and its summary; None without rows."""
         if not len(batch):
             return None
         columns, summary = make(batch.fetch())
@@ -234,21 +232,22 @@ class PolicyWorker(Worker):
     def open_sender(
         self, num_receivers: int, transport: Transport, bucket_bytes: int
     ) -> SenderAddress:
-        """Plan the buckets and listen for ``num_receivers`` engine ranks; tells them where."""
-        engine, timeout_s = self._engine, self._refit_timeout_s
-        lora = engine.config.lora if travels_apart(engine.config.lora) else None
-        buckets = plan_refit(engine.setup.model_path, engine.dtype, lora, bucket_bytes)
-        told = buckets if self.context.rank == 0 else ()
-        if not num_receivers:  # This rank only takes part in gathering.
-            return SenderAddress(buckets=told)
-        if transport is Transport.ipc:
-            sender = IpcSender(buckets, self._device, num_receivers, timeout_s)
-            self._sender = sender
-            return SenderAddress(buckets=told, ipc=sender.address)
-        store = listening_store(self.context.listens_on, None, timedelta(seconds=timeout_s))
-        broadcast = BroadcastSender(store, buckets, self._device, num_receivers, timeout_s)
-        self._sender = broadcast
-        return SenderAddress(buckets=told, port=broadcast.port)
+        """Plan the buckets and listen for ``num_receivers`` engine ranks.
+
+        A rank without receivers only takes part in gathering.
+        """
+        trainer, timeout_s = self._trainer, self._refit_timeout_s
+        lora = trainer.config.lora if travels_apart(trainer.config.lora) else None
+        buckets = plan_refit(trainer.setup.model_path, trainer.dtype, lora, bucket_bytes)
+        address = SenderAddress(buckets=buckets if self.context.rank == 0 else ())
+        if num_receivers and transport == "ipc":
+            self._sender = IpcSender(buckets, self._device, num_receivers, timeout_s)
+            return replace(address, ipc=self._sender.address)
+        if num_receivers:
+            store = listening_store(self.context.listens_on, None, timedelta(seconds=timeout_s))
+            self._sender = BroadcastSender(store, buckets, self._device, num_receivers, timeout_s)
+            return replace(address, port=self._sender.port)
+        return address
 
     def accept_receivers(self) -> None:
         """Wait until the engines of ``open_sender`` have connected."""
@@ -258,7 +257,7 @@ class PolicyWorker(Worker):
     def send_weights(self, version: int, adapters_only: bool) -> float:
         """Hand weights to the engines; returns the seconds that it took; collective."""
         start = time.monotonic()
-        tensors = refit_tensors(self._engine, self._engine.dtype, adapters_only=adapters_only)
+        tensors = refit_tensors(self._trainer, self._trainer.dtype, adapters_only=adapters_only)
         if self._sender is not None:
             self._sender.send(tensors, version, adapters_only=adapters_only)
         else:
@@ -274,20 +273,20 @@ class PolicyWorker(Worker):
 
     def state_bytes(self) -> int:
         """About what ``save`` writes of this rank's pipeline stages."""
-        return state_bytes(self._engine)
+        return state_bytes(self._trainer)
 
     def save(self, folder: str) -> None:
         """Write model, optimizer and schedule; collective."""
-        save_checkpoint(Path(folder), self._engine)
+        save_checkpoint(Path(folder), self._trainer)
 
     def load(self, folder: str) -> None:
         """Restore what ``save`` wrote; collective."""
-        load_checkpoint(Path(folder), self._engine)
+        load_checkpoint(Path(folder), self._trainer)
 
     def load_weights(self, folder: str) -> None:
         """Restore the model alone of what ``save`` wrote; collective."""
-        load_weights(Path(folder), self._engine)
+        load_weights(Path(folder), self._trainer)
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder; collective."""
-        export_folder(self._engine, Path(folder), write=self.context.rank == 0)
+        export_folder(self._trainer, Path(folder), write=self.context.rank == 0)

@@ -1,1 +1,1 @@
-"""The policy's weights on their way to generation: complete, versioned, and checked."""
+"""Policy weights → engines: complete, versioned and checked."""

@@ -1,1 +1,1 @@
-"""From prompts to graded trajectories, beside the engines; the driver gets references."""
+"""From prompts to scored trajectories, beside the engines; the driver gets references."""

@@ -3,13 +3,13 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nemo_like.config.choices import Backend
-from nemo_like.config.rollout_schema import GenerationConfig
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.generation import GenerationConfig, engine_kind
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import WorkerGroup
-from nemo_like.generation.vllm_environment import EngineDevices, start_fork_server
+from nemo_like.doors import absolute, import_path
+from nemo_like.generation.vllm.environment import EngineDevices
 
 if TYPE_CHECKING:
     from nemo_like.rollout.worker import RolloutWorker
@@ -30,7 +30,7 @@ def rollout_group(
         engine_kwargs=dict(config.engine_kwargs),
     )
     return WorkerGroup(
-        partial(_worker_class, config.backend, devices),
+        partial(_worker_class, absolute(config.backend), devices),
         "generation",
         [[cluster.bundles[i] for i in replica] for replica in cluster.plan.generation],
         timeout_s=cluster_config.call_timeout_s,
@@ -40,9 +40,9 @@ def rollout_group(
     )
 
 
-def _worker_class(backend: Backend, devices: EngineDevices) -> "type[RolloutWorker]":
-    if backend is Backend.vllm:
-        start_fork_server(devices)  # It imports vLLM beside us, which takes each of us seconds.
+def _worker_class(backend: str, devices: EngineDevices) -> "type[RolloutWorker]":
+    if (prepare := engine_kind(backend).prepare) is not None:
+        import_path(prepare)(devices)  # vLLM's begins to import it beside us, which takes seconds.
     from nemo_like.generation.worker import engine_class
     from nemo_like.rollout.worker import RolloutWorker
 

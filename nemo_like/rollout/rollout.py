@@ -1,10 +1,19 @@
-"""One trajectory: sample a completion, grade it."""
+"""One trajectory: sample a completion and score it; and trajectories as columns of a batch.
 
+Sampled ids are kept as they are, never decoded and encoded again.
+"""
+
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
-from nemo_like.environments.protocol import Environment, Grade
 from nemo_like.generation.protocol import (
     Completion,
     Engine,
@@ -12,6 +21,7 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
+from nemo_like.rewards.protocol import Environment, RewardResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +47,8 @@ class Trajectory:
     prompt_ids: list[int]
     completion: Completion
     text: str
-    """Completion without special tokens: what was graded."""
-    grade: Grade
+    """Completion without special tokens: what was scored."""
+    result: RewardResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +60,7 @@ class Sample:
     index: int
     """Position in the group."""
     text: str
-    grade: Grade
+    result: RewardResult
     num_tokens: int
     """Sampled tokens, the stop token included."""
     truncated: bool
@@ -63,7 +73,7 @@ def as_sample(trajectory: Trajectory) -> Sample:
         prompt=trajectory.task.prompt,
         index=trajectory.task.index,
         text=trajectory.text,
-        grade=trajectory.grade,
+        result=trajectory.result,
         num_tokens=len(completion.token_ids),
         truncated=completion.finish_reason is FinishReason.length,
     )
@@ -76,7 +86,7 @@ async def run_task(
     chat: ChatTokenizer,
     sampling: SamplingParams,
 ) -> Trajectory:
-    """Sample and grade one completion; a failed grade is part of the result, not an exception."""
+    """Sample and score one completion; a failed reward is a result, not an exception."""
     prompt_ids = list(task.row.prompt_ids)
     completion = await engine.generate(
         GenerationRequest(
@@ -85,7 +95,60 @@ async def run_task(
     )
     text = chat.decode(completion.token_ids)
     fields = task.row.fields | {"messages": list(task.row.messages)}
-    grade = await environment.grade(task.row.prompt, text, fields)
+    result = await environment.score(task.row.prompt, text, fields)
     return Trajectory(
-        task=task, prompt_ids=prompt_ids, completion=completion, text=text, grade=grade
+        task=task, prompt_ids=prompt_ids, completion=completion, text=text, result=result
     )
+
+
+def completion_seed(run_seed: int, phase: str, step: int, prompt: int, index: int) -> int:
+    """Seed of completion ``index`` of prompt ``prompt`` in ``step`` of ``phase``.
+
+    >>> completion_seed(0, "train", 1, 2, 3) == completion_seed(0, "train", 1, 2, 3)
+    True
+    """
+    text = f"{run_seed}/{phase}/{step}/{prompt}/{index}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # fits an int64 column
+
+
+def collate_tokens(trajectories: Sequence[Trajectory]) -> TensorBatch:
+    """Token columns: prompt, then completion, which alone is trained."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    lengths = []
+    for trajectory in trajectories:
+        prompt, completion = trajectory.prompt_ids, trajectory.completion
+        assert len(completion.token_ids) == len(completion.logprobs)
+        ids += prompt + completion.token_ids
+        mask += [False] * len(prompt) + [True] * len(completion.token_ids)
+        logprobs += [0.0] * len(prompt) + completion.logprobs
+        lengths.append(len(prompt) + len(completion.token_ids))
+    return TensorBatch(
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        tokens={
+            keys.INPUT_IDS: torch.tensor(ids, dtype=torch.int64),
+            keys.LOSS_MASK: torch.tensor(mask, dtype=torch.bool),
+            keys.GENERATION_LOGPROBS: torch.tensor(logprobs, dtype=torch.float32),
+        },
+    )
+
+
+def collate_rows(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """Row columns: what the driver needs to know of each trajectory."""
+    nan = float("nan")
+    rewards = [nan if t.result.reward is None else t.result.reward for t in trajectories]
+    num_tokens = [len(t.completion.token_ids) for t in trajectories]
+    scored = [t.result.reward is not None for t in trajectories]
+    return {
+        keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
+        keys.SAMPLE_MASK: torch.tensor(scored, dtype=torch.bool),
+        keys.NUM_LOSS_TOKENS: torch.tensor(num_tokens, dtype=torch.int64),
+        keys.TRUNCATED: torch.tensor(
+            [t.completion.finish_reason is FinishReason.length for t in trajectories]
+        ),
+        keys.GROUP_IDS: torch.tensor([t.task.prompt for t in trajectories]),
+        keys.SEEDS: torch.tensor([t.task.seed for t in trajectories]),
+        keys.WEIGHT_VERSIONS: torch.tensor([t.completion.weight_version for t in trajectories]),
+    }

@@ -2,35 +2,46 @@
 
 import asyncio
 from collections import ChainMap, Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.config.choices import Backend
-from nemo_like.config.rollout_schema import EnvironmentConfig
+from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.environments.grading_pool import GradingPool
 from nemo_like.generation.protocol import EngineConfig, SamplingParams
 from nemo_like.generation.worker import GenerationWorker
+from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.observe.metrics import Metric, Metrics, merge
-from nemo_like.observe.trajectories import TrajectoryRow, TrajectoryWriter
-from nemo_like.rollout import graders
-from nemo_like.rollout.collate import collate_rows, collate_tokens
-from nemo_like.rollout.rollout import RolloutTask, Sample, Trajectory, as_sample, run_task
+from nemo_like.rewards.environment import start_pool
+from nemo_like.rewards.pool import RewardPool
+from nemo_like.rollout.rollout import (
+    RolloutTask,
+    Sample,
+    Trajectory,
+    as_sample,
+    collate_rows,
+    collate_tokens,
+    run_task,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSetup:
     """What every replica needs to start."""
 
-    backend: Backend
+    backend: str
     engine: EngineConfig
     environment: EnvironmentConfig
+    template_switches: Mapping[str, Any]
+    num_reward_threads: int
+    """Threads of each reward process that has a reward model."""
     engines_per_node: int
-    """Replicas on one node: their grading processes share its memory."""
+    """Replicas on one node: their reward processes share its memory."""
     trajectories_path: str
     resumed_step: int
     """Trajectories of later steps are dropped; 0 for a new run."""
@@ -59,7 +70,7 @@ class RolloutResult:
     metrics: Metrics
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
-    """Grading failures by message; only the most frequent ones."""
+    """Reward failures by message; only the most frequent ones."""
     dropped_metrics: dict[str, str]
     """Metrics of the environment that are not numbers in some rows, and why."""
     samples: tuple[Sample, ...] = ()
@@ -71,20 +82,26 @@ _MAX_ERROR_CHARS = 300
 
 
 class RolloutWorker(GenerationWorker):
-    """A generation replica that also decodes and grades completions."""
+    """A generation replica that also decodes and scores completions."""
 
-    _environment: GradingPool | None = None
+    _environment: RewardPool | None = None
 
     async def start(self, setup: RolloutSetup) -> None:
-        """Bring up the engine, the grading processes and the tokenizer, at the same time."""
+        """Bring up the engine, the reward processes and the tokenizer, at the same time."""
         self._environment, self._chat, _ = await asyncio.gather(
-            asyncio.to_thread(graders.start_pool, setup.environment, setup.engines_per_node),
+            asyncio.to_thread(
+                start_pool,
+                setup.environment,
+                setup.engines_per_node,
+                switches=setup.template_switches,
+                num_threads=setup.num_reward_threads,
+            ),
             asyncio.to_thread(ChatTokenizer, setup.engine.model_path),
             self.start_engine(setup.backend, setup.engine),
         )
-        self._trajectories: TrajectoryWriter | None = None
+        self._trajectories: JsonlFile | None = None
         if self.context.rank == 0:
-            self._trajectories = TrajectoryWriter(Path(setup.trajectories_path))
+            self._trajectories = JsonlFile(Path(setup.trajectories_path))
             self._trajectories.truncate_after(setup.resumed_step)
 
     async def rollout(self, request: RolloutRequest) -> RolloutResult:
@@ -99,9 +116,9 @@ class RolloutWorker(GenerationWorker):
         self._record(request.step, trajectories)
         tokens = collate_tokens(trajectories)
         errors = Counter(
-            (t.grade.error or "no reason given")[:_MAX_ERROR_CHARS]
+            (t.result.error or "no reason given")[:_MAX_ERROR_CHARS]
             for t in trajectories
-            if t.grade.reward is None
+            if t.result.reward is None
         )
         return RolloutResult(
             tokens=ray.put(tokens),
@@ -109,12 +126,12 @@ class RolloutWorker(GenerationWorker):
             rows=collate_rows(trajectories),
             metrics=merge([_metrics(t) for t in trajectories]),
             errors=dict(errors.most_common(_MAX_ERRORS)),
-            dropped_metrics=dict(ChainMap(*(t.grade.dropped for t in trajectories))),
+            dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),
             samples=tuple(map(as_sample, trajectories)) if request.with_samples else (),
         )
 
     async def shutdown_engine(self) -> None:
-        """End the grading processes too."""
+        """End the reward processes too."""
         if self._environment is not None:
             self._environment.shutdown()
         await super().shutdown_engine()
@@ -125,22 +142,22 @@ class RolloutWorker(GenerationWorker):
             return
         for t in trajectories:
             if t.task.record:
-                self._trajectories.write(
-                    TrajectoryRow(
-                        step=step,
-                        prompt=t.task.row.prompt,
-                        completion=t.text,
-                        reward=t.grade.reward,
-                        metrics=t.grade.metrics,
-                        finish_reason=t.completion.finish_reason.value,
-                        weight_version=t.completion.weight_version,
-                        num_tokens=len(t.completion.token_ids),
-                    )
+                self._trajectories.append(
+                    {
+                        "step": step,
+                        "prompt": t.task.row.prompt,
+                        "completion": t.text,
+                        "reward": t.result.reward,  # None where it failed
+                        "metrics": t.result.metrics,
+                        "finish_reason": t.completion.finish_reason.value,
+                        "weight_version": t.completion.weight_version,
+                        "num_tokens": len(t.completion.token_ids),  # with the stop token
+                    }
                 )
 
 
 def _metrics(trajectory: Trajectory) -> Metrics:
-    graded = {name: Metric(value) for name, value in trajectory.grade.metrics.items()}
+    scored = {name: Metric(value) for name, value in trajectory.result.metrics.items()}
     prompt = len(trajectory.prompt_ids)
     cached = trajectory.completion.num_cached_tokens / prompt
-    return graded | {"cached_prompt_share": Metric(cached, weight=prompt)}
+    return scored | {"cached_prompt_share": Metric(cached, weight=prompt)}

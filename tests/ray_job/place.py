@@ -8,12 +8,12 @@ from pathlib import Path
 import ray
 
 import nemo_like
-from nemo_like.config.plan import plan_resources
-from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.connection import connect
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.planning.resources import plan_resources
 
 
 class Place(Worker):

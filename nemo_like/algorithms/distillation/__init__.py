@@ -1,0 +1,1 @@
+"""Distillation on the student's samples, and on given texts."""

@@ -1,0 +1,65 @@
+"""Measure a model on held-out prompts, with the engines, environment and prompts of training.
+
+The model's weights reach the engines as in training: a policy loads them, and a refit brings them.
+With the ``data``, ``run.seed`` and sampling of a training run's validations, an evaluation of its
+checkpoint samples the very same completions. Left out here: several models in one run.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_like.algorithms.eval.config import PROMPTS_AT_ONCE, EvalConfig
+from nemo_like.algorithms.eval.report import Measured, write_report
+from nemo_like.algorithms.sampling import start_sampling
+from nemo_like.algorithms.session import Session
+from nemo_like.config.paths import is_checkpoint
+from nemo_like.data.datasets import Row
+from nemo_like.errors import UserError
+from nemo_like.observe.jsonl import JsonlFile
+from nemo_like.policy.remote_model import RemoteModel
+from nemo_like.run.checkpoint import open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: EvalConfig, session: Session) -> None:
+    """From a run's processes to ``eval.json`` and ``samples.jsonl`` in ``run.dir``."""
+    run, name = session.run, config.policy.model
+    check_category(session.rows["data.validation"], config.eval.category_field)
+    live = start_sampling(config, session)
+    if is_checkpoint(name):
+        with run.start_phase("checkpoint"):
+            load_checkpoint(live.policy, Path(name).expanduser().resolve())
+    rows, size = live.validation_rows, PROMPTS_AT_ONCE
+    measured = Measured(config, rows)
+    file = JsonlFile(run.dir / "samples.jsonl")
+    session.stack.callback(file.close)
+    for step in run.rounds(math.ceil(len(rows) / size)):
+        first = (step - 1) * size
+        samples, metrics = live.rollouts.sample(
+            step, rows[first : first + size], first, config.validation
+        )
+        for record in measured.add(samples):
+            file.append(record)
+        run.log(metrics | session.meter.pop())
+    write_report(measured.report(), run.dir / "eval.json")
+
+
+def check_category(rows: Sequence[Row], field: str | None) -> None:
+    """Raise UserError for a row without the field that results are broken down by."""
+    for row in rows:
+        if field is not None and field not in row.fields:
+            found = ", ".join(row.fields) or "none"
+            raise UserError(
+                f"eval.category_field={field}: row {row.index} of data.validation has no such "
+                f"field (its fields: {found}); name one that every row has."
+            )
+
+
+def load_checkpoint(policy: RemoteModel, folder: Path) -> None:
+    """Bring the policy to a run's checkpoint, which is checked byte for byte."""
+    state = open_checkpoint(folder)
+    policy.load_weights(str(folder / "policy"), state.weight_versions["policy"])
+    logger.info("Weights of %s, after step %d.", folder, state.step)

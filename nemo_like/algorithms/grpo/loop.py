@@ -1,0 +1,122 @@
+"""Group Relative Policy Optimization (arXiv:2402.03300) and its relatives, by their parameters.
+
+For each prompt a group of completions is sampled and scored; a completion's advantage is its reward
+less a baseline; the policy-gradient loss moves the policy. ``configs/recipes`` has the settings of
+GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``losses/advantages.py`` and
+``losses/policy_gradient.py`` name the equations). By default a batch takes one optimizer step,
+which is on-policy: its own forward pass gives the policy's logprobs, and no extra pass is made.
+Left out here: asynchronous rollouts, token-level rewards.
+"""
+
+import logging
+
+from torch import Tensor
+
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.algorithms.policy_gradient import PolicyGradient, batch_metrics, mask_mismatch
+from nemo_like.algorithms.sampling import Sampling, start_sampling
+from nemo_like.algorithms.session import Session
+from nemo_like.batch import keys
+from nemo_like.config.losses import ADVANTAGES
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.losses.advantages import (
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+    zero_variance_share,
+)
+from nemo_like.observe.metrics import Metric, Metrics
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: GRPOConfig, session: Session) -> None:
+    """From a run's processes to a trained model in ``run.dir``."""
+    live = start_sampling(config, session)
+    train(config, live)
+    session.finish({"final": live.policy}, generation_backend=config.generation.backend)
+
+
+def train(config: GRPOConfig, live: Sampling) -> None:
+    """The loop."""
+    grpo, steps = config.grpo, PolicyGradient(config, live)
+    if config.reuses_logprobs:
+        logger.info(
+            "One optimizer step per batch: its own forward pass gives the policy's logprobs."
+        )
+
+    def keep(batch: RemoteBatch) -> Tensor:
+        return signal(batch, config)
+
+    for step, batch, metrics in live.batches(
+        keep if grpo.dynamic_sampling else None, grpo.max_sampling_rounds
+    ):
+        metrics |= steps.logprobs(batch, metrics)
+        metrics |= choose_rows(batch, config)
+        add_advantages(batch, config)
+        metrics |= batch_metrics(batch)
+        metrics |= steps.train(step, batch)
+        live.log(metrics)
+
+
+def trainable(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
+    """Bool [B]: scored completions with tokens, unless ``grpo.mask_truncated`` leaves them out."""
+    rows = batch.rows
+    trains = rows[keys.SAMPLE_MASK] & (rows[keys.NUM_LOSS_TOKENS] > 0)
+    return trains & ~rows[keys.TRUNCATED] if config.grpo.mask_truncated else trains
+
+
+def counted(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
+    """Bool [B]: completions that count in baselines and scales.
+
+    They are those that train: what is left out of the loss would otherwise shift the advantages of
+    its siblings, whose sum is then no longer 0.
+    """
+    if config.advantage.count_untrained:
+        return ~batch.rows[keys.REWARDS].isnan()
+    return trainable(batch, config)
+
+
+def signal(batch: RemoteBatch, config: GRPOConfig) -> Tensor:
+    """Bool [B]: rows of groups with different raw rewards."""
+    rows = batch.rows
+    return has_signal(rows[keys.REWARDS], rows[keys.GROUP_IDS], counted(batch, config))
+
+
+def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
+    """Take completions that do not train out of ``SAMPLE_MASK``, before anything counts them.
+
+    Groups without a signal, which dynamic sampling gives where it found no other, do not train.
+    """
+    rows = batch.rows
+    rows[keys.SAMPLE_MASK] = trainable(batch, config)
+    metrics = mask_mismatch(batch, config) | group_metrics(batch, config)
+    if config.grpo.dynamic_sampling:
+        rows[keys.SAMPLE_MASK] = rows[keys.SAMPLE_MASK] & signal(batch, config)
+    return metrics
+
+
+def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
+    """Add row column ``advantages``, from rewards, penalties and KL."""
+    rows, advantage = batch.rows, config.advantage
+    rewards = rows[keys.REWARDS].double()
+    if advantage.overlong_buffer_tokens:
+        rewards = rewards + overlong_penalty(
+            rows[keys.NUM_LOSS_TOKENS],
+            config.generation.max_new_tokens,
+            advantage.overlong_buffer_tokens,
+            advantage.overlong_penalty,
+        )
+    if config.kl_in_reward:
+        rewards = rewards - config.loss.kl_coef * rows[keys.REFERENCE_KL]
+    make = group_advantages
+    if advantage.function is not None:
+        make = ADVANTAGES.load("advantage.function", advantage.function)
+    rows[keys.ADVANTAGES] = make(rewards, rows[keys.GROUP_IDS], counted(batch, config), advantage)
+
+
+def group_metrics(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
+    """How many groups have no signal."""
+    rows = batch.rows
+    share = zero_variance_share(rows[keys.REWARDS], rows[keys.GROUP_IDS], counted(batch, config))
+    return {"rollout/zero_variance_share": Metric(share)}

@@ -1,0 +1,30 @@
+"""Training a reward model on given pairs: a scalar head that scores the chosen completion higher.
+
+The model is the language model with one number in place of its vocabulary, read at the last token
+of prompt and completion; the loss is Bradley-Terry's (``losses/reward_model.py``). What is exported
+is transformers' own model for sequence classification with one label. Left out here: tensor,
+context and pipeline parallelism, which the scalar head does not know.
+"""
+
+from nemo_like.algorithms.rm.config import RewardModelConfig
+from nemo_like.algorithms.session import Session
+from nemo_like.algorithms.texts import Texts, restore, start_texts
+from nemo_like.data import preferences
+from nemo_like.losses.reward_model import RewardModelLoss
+
+
+def run(config: RewardModelConfig, session: Session) -> None:
+    """From a run's processes to a trained model in ``run.dir``."""
+    live = start_texts(config, session, preferences.load, output="values")
+    restore(config, live)
+    train(config, live)
+    session.finish({"final": live.policy})
+
+
+def train(config: RewardModelConfig, live: Texts) -> None:
+    """The loop."""
+    loss = RewardModelLoss(config.loss)
+    for batch in live.batches(loss):
+        with live.session.run.span("train"):
+            metrics = live.policy.train(batch, loss, rows_per_unit=2)
+        live.log(batch, metrics)

@@ -1,0 +1,265 @@
+"""From a session to the live parts of a run that samples: models, engines, a source of batches."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from nemo_like.algorithms.engine_size import engine_config
+from nemo_like.algorithms.self_check import (
+    MismatchCheck,
+    check_sampled,
+    mismatch_check,
+    warn_of_adapters,
+    warn_of_mismatch,
+)
+from nemo_like.algorithms.session import Session
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.datasets import Row, check_lengths, fingerprint
+from nemo_like.data.loader import PromptLoader
+from nemo_like.distributed.progress import IMPORTING_ENGINE, STARTING_ENGINE
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.worker import Worker
+from nemo_like.doors import absolute
+from nemo_like.errors import UserError
+from nemo_like.generation.generation import Generation
+from nemo_like.generation.protocol import EngineConfig
+from nemo_like.models.context import context_for
+from nemo_like.observe.metrics import Metrics
+from nemo_like.planning.resources import ResourcePlan
+from nemo_like.policy.remote_model import RemoteModel
+from nemo_like.rewards.environment import check_reward_model, for_other_folders
+from nemo_like.rollout.sources import SyncRolloutSource
+from nemo_like.rollout.weight_sync import WeightSync
+from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
+from nemo_like.run.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Sampling:
+    """Live parts of a run that samples."""
+
+    config: SamplingRunConfig
+    session: Session
+    policy: RemoteModel
+    critic: RemoteModel | None
+    rollouts: SyncRolloutSource
+    loader: PromptLoader[Row]
+    validation_rows: list[Row]
+    num_made: int = 0
+    """Steps that this execution has begun."""
+
+    def batches(
+        self, keep: Callable[[RemoteBatch], Tensor] | None = None, max_rounds: int = 1
+    ) -> Iterator[tuple[int, RemoteBatch, Metrics]]:
+        """A batch for each step, sampled with the policy's weights, and what its rollout measured.
+
+        ``keep``: bool [B] of rows worth training on; up to ``max_rounds`` times, prompts are
+        sampled again in place of the others. Validates, logs and saves between steps.
+        """
+        config, run = self.config, self.session.run
+        models = _by_role(self.policy, self.critic)
+        validator = self.rollouts if config.validates else None
+        every = config.validation.every_steps
+        for step in run.steps(config.max_steps, models, self.loader, validator, every):
+            self.session.meter.pop()  # what a validation before this step came to
+            batch, metrics = self.rollouts.next_batch(step, keep, max_rounds)
+            self.num_made = step - run.first_step
+            check_sampled(config, batch, self.policy.weight_version, self.num_made)
+            yield step, batch, metrics
+
+    def mismatch_check(self) -> MismatchCheck:
+        """What the logprobs of the step in progress must pass before its optimizer step."""
+        return mismatch_check(self.config, self.num_made)
+
+    def log(self, metrics: Metrics) -> None:
+        """Log the metrics of the step in progress."""
+        warn_of_mismatch(self.config, metrics)
+        self.session.run.log(metrics | self.session.meter.pop())
+
+
+def start_sampling(
+    config: SamplingRunConfig, session: Session, critic: RemoteModel | None = None
+) -> Sampling:
+    """Render and check every prompt, then bring up models and engines; raises UserError.
+
+    ``critic``: one of ``new_critic``, which starts at the same time.
+    """
+    run, plan = session.run, session.cluster.plan
+    with run.start_phase("prompts"):
+        chat = ChatTokenizer(session.model_path, config.data.template_switches)
+        loader, validation_rows, longest = read_prompts(
+            config, session.rows, session.model_path, chat
+        )
+    policy = RemoteModel(
+        config.policy,
+        config.cluster,
+        session.policy_group,
+        model_path=session.model_path,
+        temperature=config.generation.temperature,
+        max_steps=config.max_updates,
+        with_reference=config.keeps_reference,
+    )
+    assert session.rollout_group is not None
+    generation = Generation(session.rollout_group)
+    session.stack.callback(generation.shutdown)
+    models = _by_role(policy, critic)
+    setup = rollout_setup(
+        config, run, plan, engine_config(config, session.model_path, longest, plan)
+    )
+    with run.start_phase("workers"):
+        if (reward_model := setup.environment.reward_model) is not None:
+            session.ask_for(generation.group, reward_model)
+        session.check_folders()
+        _start_workers(config, list(models.values()), generation, setup, plan)
+    run.restore(models, loader)
+    rollouts = SyncRolloutSource(
+        config,
+        generation=generation,
+        sync=WeightSync(config.refit, policy, generation, plan, setup.engine),
+        loader=loader,
+        validation_rows=validation_rows,
+        stop_token_ids=chat.eos_token_ids,
+        span=run.span,
+    )
+    return Sampling(
+        config=config,
+        session=session,
+        policy=policy,
+        critic=critic,
+        rollouts=rollouts,
+        loader=loader,
+        validation_rows=validation_rows,
+    )
+
+
+def rollout_setup(
+    config: SamplingRunConfig, run: Run, plan: ResourcePlan, engine: EngineConfig
+) -> RolloutSetup:
+    """What a generation worker starts with."""
+    return RolloutSetup(
+        backend=absolute(config.generation.backend),
+        engine=engine,
+        environment=for_other_folders(config.environment),
+        template_switches=config.data.template_switches,
+        num_reward_threads=max(
+            1, int(config.cluster.cpus_per_worker) // config.environment.num_processes
+        ),
+        engines_per_node=plan.engines_per_node,
+        trajectories_path=str(run.dir / "trajectories.jsonl"),
+        resumed_step=run.first_step,
+    )
+
+
+def new_critic(
+    config: PolicyConfig, session: Session, model_path: str, max_updates: int
+) -> RemoteModel:
+    """A model that gives values, on the policy's bundles or its own; not started yet."""
+    group = session.new_group(config, model_path, "critic", session.cluster.plan.critic)
+    return RemoteModel(
+        config,
+        session.run.config.cluster,
+        group,
+        model_path=model_path,
+        max_steps=max_updates,
+        output="values_before",
+    )
+
+
+def _by_role(policy: RemoteModel, critic: RemoteModel | None) -> dict[str, RemoteModel]:
+    return {"policy": policy} if critic is None else {"policy": policy, "critic": critic}
+
+
+def read_prompts(
+    config: SamplingRunConfig,
+    rows_of: Mapping[str, list[Row]],
+    model_path: str,
+    chat: ChatTokenizer,
+) -> tuple[PromptLoader[Row], list[Row], int]:
+    """Training rows in order, validation rows, and the tokens of the longest row.
+
+    ``rows_of``: see ``Session.rows``. Raises UserError for a row that does not fit.
+    """
+    _check_stop_ids(config, chat)
+    key, most_new = config.longest_completion
+    context = context_for(model_path, key, most_new)
+    check_reward_model(config.environment, rows_of, chat)
+    longest = 0
+    checked: dict[str, list[Row]] = {}
+    for name, rows in rows_of.items():
+        most_tokens = config.policy.micro_batch_tokens if config.trains else context
+        checked[name], most = check_lengths(
+            rows, chat, most_tokens, context, most_new, config.data, name
+        )
+        longest = max(longest, most)
+    train = checked["data.train"]
+    least = config.loop.num_prompts_per_step
+    if config.trains and len(train) < least:
+        logger.warning(
+            "data.train has %d prompts, and %s.num_prompts_per_step=%d repeats some within a step.",
+            len(train),
+            config.section,
+            least,
+        )
+    if config.trains:
+        warn_of_adapters(config)
+    loader = PromptLoader(
+        train, fingerprint=fingerprint(train), seed=config.run.seed, shuffle=config.data.shuffle
+    )
+    return loader, checked["data.validation"], longest + most_new
+
+
+def _check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:
+    """Raise UserError for a stop id that the model never writes."""
+    known = set(chat.token_ids().values())
+    for one in config.generation.stop_token_ids:
+        if one not in known:
+            raise UserError(
+                f"generation.stop_token_ids: {one} is not a token of the model's tokenizer; leave "
+                "it out."
+            )
+
+
+def _start_workers(
+    config: SamplingRunConfig,
+    models: Sequence[RemoteModel],
+    generation: Generation[RolloutWorker],
+    setup: RolloutSetup,
+    plan: ResourcePlan,
+) -> None:
+    """Start models and engines at once; the first failure, or an interrupt, ends all.
+
+    An engine that measures how much of a shared GPU it may use waits for the models: what becomes
+    used meanwhile, it would take for its own.
+    """
+    limit_s = config.cluster.start_timeout_s
+
+    def start_engines() -> None:
+        # Ray unpickles arguments while a worker still imports; two threads that import the same
+        # modules may find them half done. ``ready`` has no arguments.
+        group = generation.group
+        group.waiting(limit_s, "start_timeout_s", IMPORTING_ENGINE).call(Worker.ready)
+        starting = group.waiting(limit_s, "start_timeout_s", STARTING_ENGINE)
+        starting.call(RolloutWorker.start, setup)
+        generation.watch()
+
+    with ThreadPoolExecutor(len(models) + 1) as threads:
+        try:
+            starts: list[Future[Any]] = [threads.submit(model.start) for model in models]
+            if plan.uses_gpus and plan.colocated and setup.engine.kv_cache_bytes is None:
+                wait(starts)
+            starts.append(threads.submit(start_engines))
+            for one in as_completed(starts):
+                one.result()
+        except BaseException:
+            for model in models:
+                model.shutdown()
+            generation.group.shutdown()
+            raise

@@ -1,0 +1,159 @@
+"""From a configuration to a run's folder, Ray, and the processes of its workers.
+
+Workers start before this process imports torch, which takes longer than most of what follows: all
+import at the same time. Nothing here imports torch; the algorithm's loop is imported last.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nemo_like.algorithms.rows import read_rows
+from nemo_like.config.algorithm import Algorithm
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.remote_code import set_trust
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.section import named_outside
+from nemo_like.data.datasets import Row
+from nemo_like.distributed.connection import connect
+from nemo_like.distributed.driver_meter import DriverMeter
+from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
+from nemo_like.distributed.worker import Worker
+from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
+from nemo_like.errors import UserError
+from nemo_like.models.resolve import refuse_other_models, resolve_policy
+from nemo_like.planning.model_fit import check_model_fits
+from nemo_like.planning.resources import plan_run
+from nemo_like.policy.process import policy_group
+from nemo_like.rollout.process import rollout_group
+from nemo_like.run.run import Run
+
+if TYPE_CHECKING:
+    from nemo_like.policy.remote_model import RemoteModel
+    from nemo_like.policy.worker import PolicyWorker
+    from nemo_like.rollout.worker import RolloutWorker
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A run and its processes, without models and engines yet; ``stack`` ends them."""
+
+    run: Run
+    stack: ExitStack
+    model_path: str
+    cluster: VirtualCluster
+    meter: DriverMeter
+    policy_group: "WorkerGroup[PolicyWorker]"
+    rollout_group: "WorkerGroup[RolloutWorker] | None"
+    rows: Mapping[str, list[Row]] = field(default_factory=dict)
+    """Rows of a run that samples, by key: ``data.train`` and ``data.validation``."""
+    _asked: list[Pending[list[str]]] = field(default_factory=list)
+
+    def new_group(
+        self, config: PolicyConfig, model_path: str, role: str, on: Sequence[int] = ()
+    ) -> "WorkerGroup[PolicyWorker]":
+        """Processes of another model, on the policy's bundles or ``on`` its own."""
+        cluster_config = self.run.config.cluster
+        group = policy_group(
+            config,
+            cluster_config,
+            self.cluster,
+            log_dir=self.run.log_dir,
+            role=role,
+            on=on,
+            meter=self.meter,
+        )
+        self.stack.callback(group.shutdown)
+        self.ask_for(group, model_path)
+        return group
+
+    def ask_for(self, group: WorkerGroup[Any], *folders: str) -> None:
+        """Start checking that the nodes of a group see the shared folders."""
+        starting = group.waiting(
+            self.run.config.cluster.start_timeout_s, "start_timeout_s", "Ray starts its process"
+        )
+        self._asked.append(starting.submit_missing(list(folders)))
+
+    def check_folders(self) -> None:
+        """Refuse a run folder or model that a worker's node does not see."""
+        for call, found in zip(self._asked, wait_together(*self._asked), strict=True):
+            for context, missing in zip(call.group.contexts, found, strict=True):
+                if missing:
+                    raise UserError(
+                        f"{context.name} on {context.address} does not see {missing[0]}; run.dir "
+                        "and the model must be in folders that every node of the run shares."
+                    )
+        self._asked.clear()
+
+    def finish(self, models: "Mapping[str, RemoteModel]", **facts: Any) -> None:
+        """Export each model to its folder in ``run.dir``, and write the summary with ``facts``."""
+        if self.run.config.checkpoint.export:
+            for folder, model in models.items():
+                model.export(str(self.run.dir / folder))
+        self.run.finish(**facts)
+
+
+def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) -> None:
+    """A whole run: its processes, then the algorithm's loop; everything it starts ends with it.
+
+    ``began``: see ``Run``.
+    """
+    with opened(config, algorithm.name, began) as session:
+        with session.run.start_phase("imports"):
+            loop = algorithm.loop()
+        loop(config, session)
+
+
+@contextmanager
+def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator[Session]:
+    """A session of a run that is called ``name``."""
+    model_path = find_model(config)  # what is refused here leaves no folder behind
+    for key, door, spec in named_outside(config):
+        if spec not in door.ours:
+            door.load(key, spec)
+    with Run(config, name, began) as run, ExitStack() as stack:
+        rows: Mapping[str, list[Row]] = {}
+        if isinstance(config, SamplingRunConfig):
+            with run.start_phase("data"):
+                rows = read_rows(config)
+        with run.start_phase("ray"):
+            stack.callback(connect())
+            cluster = stack.enter_context(reserve(plan_run(config), config.cluster))
+        meter = DriverMeter()
+        trainers = policy_group(
+            config.policy, config.cluster, cluster, log_dir=run.log_dir, meter=meter
+        )
+        stack.callback(trainers.shutdown)
+        replicas = None
+        if isinstance(config, SamplingRunConfig):
+            replicas = rollout_group(
+                config.generation, config.cluster, cluster, log_dir=run.log_dir, meter=meter
+            )
+            stack.callback(replicas.shutdown)
+        session = Session(
+            run=run,
+            stack=stack,
+            model_path=model_path,
+            cluster=cluster,
+            meter=meter,
+            policy_group=trainers,
+            rollout_group=replicas,
+            rows=rows,
+        )
+        groups: list[WorkerGroup[Any]] = [trainers, *([replicas] if replicas else [])]
+        for group in groups:
+            session.ask_for(group, str(run.dir / "config.yaml"), model_path)
+        for group in groups:
+            group.submit(Worker.ready)  # A process imports at its first call; nobody waits for it.
+        yield session
+
+
+def find_model(config: RunConfig) -> str:
+    """The model's folder; raises UserError if it can't be laid out as configured."""
+    set_trust(config.policy.trust_remote_code)
+    folder = resolve_policy(config)
+    refuse_other_models(config)
+    check_model_fits(config.policy, len(plan_run(config).policy), folder)
+    return str(folder)

@@ -1,0 +1,208 @@
+"""What runs that train on given texts share: rows by reference, their order, a held-out loss."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nemo_like.algorithms.session import Session
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.policy import Output
+from nemo_like.config.section import value_of
+from nemo_like.config.texts import TextRunConfig
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.loader import EpochLoader
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.errors import UserError
+from nemo_like.losses.protocol import Loss
+from nemo_like.models.context import context_length
+from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.policy.remote_model import RemoteModel
+from nemo_like.run.run import Run
+
+logger = logging.getLogger(__name__)
+
+# A step fetches whole chunks of the rows that it needs; smaller ones are more objects to keep.
+_ROWS_PER_CHUNK = 64
+# Rows of one call to a model: a whole data set at once may not fit a device.
+_ROWS_PER_CALL = 1024
+
+
+@dataclass(kw_only=True)
+class Texts:
+    """Live parts of a run on given texts. Rows that belong together (pairs) follow each other."""
+
+    policy: RemoteModel
+    train: RemoteBatch
+    held_out: RemoteBatch | None
+    loader: EpochLoader
+    """Deals out units of rows: row i, or rows 2i and 2i + 1."""
+    rows_per_unit: int
+    max_steps: int
+    session: Session
+
+    def batches(self, loss: Loss) -> Iterator[RemoteBatch]:
+        """The rows of each step; measures ``loss`` on held-out rows, logs and saves between."""
+        run = self.session.run
+        validator = None if self.held_out is None else HeldOutLoss(self, loss, run)
+        every = value_of(run.config, "validation.every_steps")
+        for _ in run.steps(self.max_steps, {"policy": self.policy}, self.loader, validator, every):
+            yield self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
+
+    def log(self, batch: RemoteBatch, metrics: Metrics) -> None:
+        """Log the metrics of the step that trained on ``batch``."""
+        num_tokens = int(batch.rows[keys.NUM_LOSS_TOKENS].sum())
+        self.session.run.log(
+            metrics
+            | {
+                "train/num_tokens": Metric(num_tokens, reduce=Reduce.sum),
+                "train/epoch": Metric(self.loader.epochs_done),
+            }
+            | self.session.meter.pop()
+        )
+
+
+class HeldOutLoss:
+    """The loss's own metrics on rows that never train, as ``validation/...``."""
+
+    def __init__(self, texts: Texts, loss: Loss, run: Run) -> None:
+        self._texts, self._loss, self._run = texts, loss, run
+
+    def validate(self, step: int) -> Metrics:
+        """See ``Validator``."""
+        texts = self._texts
+        assert texts.held_out is not None
+        with self._run.span("validation"):
+            found = texts.policy.evaluate(
+                texts.held_out, self._loss, rows_per_unit=texts.rows_per_unit
+            )
+        return {f"validation/{name.rpartition('/')[2]}": metric for name, metric in found.items()}
+
+
+def start_texts(
+    config: TextRunConfig,
+    session: Session,
+    load: Callable[..., tuple[TensorBatch, TensorBatch | None]],
+    *,
+    output: Output = "logprobs",
+    temperature: float = 1.0,
+) -> Texts:
+    """Tokenize all rows by ``load`` (of ``conversations`` or ``preferences``), start the model.
+
+    The model is not restored yet; see ``restore``. Raises UserError.
+    """
+    passes, run = config.passes, session.run
+    with run.start_phase("data"):
+        train, held_out = read_texts(config, load, session.model_path)
+        loader = _loader(config, train)
+        max_steps = passes.max_steps or passes.num_epochs * loader.steps_per_epoch
+        for sentence in config.policy.schedule_rules("policy", config, max_steps):
+            raise UserError(sentence)
+        logger.info(
+            "%d rows, %d tokens of %d train; %d steps of %d.",
+            len(train),
+            int(train.rows[keys.NUM_LOSS_TOKENS].sum()),
+            train.num_tokens,
+            max_steps,
+            passes.units_per_step,
+        )
+    policy = RemoteModel(
+        config.policy,
+        config.cluster,
+        session.policy_group,
+        model_path=session.model_path,
+        max_steps=max_steps,
+        output=output,
+        temperature=temperature,
+        with_reference=config.keeps_reference,
+    )
+    with run.start_phase("workers"):
+        session.check_folders()
+        policy.start()
+    return Texts(
+        policy=policy,
+        train=RemoteBatch.put(train, _ROWS_PER_CHUNK),
+        held_out=None if held_out is None else RemoteBatch.put(held_out, _ROWS_PER_CHUNK),
+        loader=loader,
+        rows_per_unit=passes.rows_per_unit,
+        max_steps=max_steps,
+        session=session,
+    )
+
+
+def read_texts(
+    config: TextRunConfig,
+    load: Callable[..., tuple[TensorBatch, TensorBatch | None]],
+    model_path: str,
+) -> tuple[TensorBatch, TensorBatch | None]:
+    """Training and held-out rows, tokenized by ``load``; raises UserError."""
+    return load(
+        config.texts,
+        ChatTokenizer(model_path, config.texts.template_switches),
+        micro_batch_tokens=config.policy.micro_batch_tokens,
+        context=context_length(model_path),
+        seed=config.run.seed,
+        with_validation=config.validation.every_steps > 0,
+    )
+
+
+def _loader(config: TextRunConfig, train: TensorBatch) -> EpochLoader:
+    passes = config.passes
+    return EpochLoader(
+        range(len(train) // passes.rows_per_unit),
+        batch_size=passes.units_per_step,
+        num_epochs=passes.num_epochs if passes.max_steps is None else None,
+        seed=config.run.seed,
+        shuffle=config.texts.shuffle,
+        fingerprint=_fingerprint(train),
+    )
+
+
+def restore(config: TextRunConfig, texts: Texts) -> None:
+    """``Run.restore``; UserError if the remaining rows do not match the remaining steps."""
+    run = texts.session.run
+    run.restore({"policy": texts.policy}, texts.loader)
+    done, left = run.first_step, texts.loader.steps_left
+    if left is None or done + left == texts.max_steps or (left == 0 and done > texts.max_steps):
+        return
+    raise UserError(
+        f"{config.section}.num_epochs={config.passes.num_epochs} makes {texts.max_steps} steps, "
+        f"and after step {done} the rows that are left make {left}: rows, run.seed or "
+        f"{config.section}.{config.passes.size_key} are not those that the run began with; restore "
+        f"them, or set {config.section}.max_steps."
+    )
+
+
+def unit_rows(units: list[int], rows_per_unit: int) -> torch.Tensor:
+    """Row numbers of units, in order.
+
+    >>> unit_rows([4, 0], 2).tolist()
+    [8, 9, 0, 1]
+    """
+    first = torch.tensor(units, dtype=torch.int64)[:, None] * rows_per_unit
+    return (first + torch.arange(rows_per_unit)).flatten()
+
+
+def in_parts(batch: RemoteBatch, add: Callable[[RemoteBatch], None]) -> RemoteBatch:
+    """``batch`` with the columns that ``add`` gives to each of its parts, one call after another.
+
+    Rows of a unit stay in one part.
+    """
+    parts = [
+        batch.select(range(first, min(first + _ROWS_PER_CALL, len(batch))))
+        for first in range(0, len(batch), _ROWS_PER_CALL)
+    ]
+    for part in parts:
+        add(part)
+    return RemoteBatch.concatenate(parts)
+
+
+def _fingerprint(batch: TensorBatch) -> str:
+    """Short hash of all tokens: identifies the rows that a data position belongs to."""
+    digest = hashlib.blake2b(batch.lengths.numpy().tobytes(), digest_size=8)
+    for column in batch.tokens.values():
+        digest.update(column.numpy().tobytes())
+    return digest.hexdigest()

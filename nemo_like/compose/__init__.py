@@ -1,0 +1,1 @@
+"""From the command line and YAML files to a checked configuration."""

@@ -1,0 +1,173 @@
+"""From the command line and YAML files to a checked configuration; errors name the key."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_like.compose import registry
+from nemo_like.compose.files import check_choice, check_config_files, find_file, schema_of
+from nemo_like.compose.keys import did_you_mean
+from nemo_like.compose.overrides import accept_free_keys, check_overrides
+from nemo_like.compose.values import checked
+from nemo_like.config.paths import check_files
+from nemo_like.config.run import RunConfig
+from nemo_like.config.section import check_sections
+from nemo_like.errors import UserError
+from nemo_like.planning.placement import check_placement
+
+
+def store_schema(schema: type[RunConfig], folders: Sequence[Path]) -> None:
+    """Make the defaults of ``schema`` known to Hydra as the base of YAML files.
+
+    An algorithm without a YAML file of its name in ``folders`` gets one that changes nothing.
+    """
+    name, node = registry.name_of(schema), schema().model_dump(mode="json")
+    defaults = [f"{name}{registry.SUFFIX}", "hydra_settings", "_self_"]
+    ConfigStore.instance().store(name=defaults[0], node=node)
+    ConfigStore.instance().repo.pop(f"{name}.yaml", None)  # Hydra takes it for the file's schema
+    if find_file(folders, name) is None:
+        quiet = [{f"override hydra/{one}_logging": "none"} for one in ("job", "hydra")]
+        ConfigStore.instance().store(name=name, node={"defaults": [*defaults, *quiet]})
+
+
+def load(
+    raw: DictConfig, schema: type[RunConfig], *, files_are_here: bool = True, runs: bool = True
+) -> Any:
+    """The configuration that Hydra composed, as ``schema`` and checked; raises UserError.
+
+    ``files_are_here`` is false for a run on other machines: their files cannot be checked here;
+    ``runs`` is false where the run is only planned, for which models need no tokenizer.
+    """
+    config = typed(raw, schema)
+    check(config, files_are_here=files_are_here, runs=runs)
+    return config
+
+
+def typed(raw: DictConfig, schema: type[RunConfig]) -> Any:
+    """``load`` without the rules that keys have together; raises UserError."""
+    try:
+        values = OmegaConf.to_container(raw, resolve=True)
+    except OmegaConfBaseException as error:
+        raise explain(error, schema) from error
+    assert isinstance(values, dict)
+    return checked(schema, {str(key): value for key, value in values.items()})
+
+
+def check(config: RunConfig, *, files_are_here: bool = True, runs: bool = True) -> None:
+    """Raise UserError for the first rule that ``config`` breaks; see ``load``."""
+    check_sections(config, config.unused)
+    check_placement(config)
+    if files_are_here:
+        check_files(config, runs=runs)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra made of YAML files and overrides, not checked yet."""
+
+    raw: DictConfig
+    schema: type[RunConfig]
+
+    def load(self, *, files_are_here: bool = True, runs: bool = True) -> Any:
+        """The checked configuration; raises UserError. See ``load``."""
+        return load(self.raw, self.schema, files_are_here=files_are_here, runs=runs)
+
+
+def check_algorithm(script: str, schema: type[RunConfig], own: type[RunConfig]) -> None:
+    """``run_sft.py`` cannot run a configuration of DPO; ``own``: what ``script`` runs."""
+    if schema is not own:
+        raise UserError(
+            f"{script} cannot run this configuration, which is one of "
+            f"run_{registry.name_of(schema)}.py; use that, or another --config-name."
+        )
+
+
+def compose_config(config_dir: Path, config_name: str, overrides: Sequence[str] = ()) -> Any:
+    """What ``examples/run_*.py`` would run with, for tests and other programs."""
+    return compose_raw(config_dir, config_name, overrides).load()
+
+
+def compose_raw(
+    config_dir: Path, config_name: str, overrides: Sequence[str], extra_dir: Path | None = None
+) -> Composed:
+    """Compose without running; every error of Hydra and OmegaConf becomes one clear UserError.
+
+    ``extra_dir`` is searched after ``config_dir``, like Hydra's ``--config-dir``.
+    """
+    folders = [config_dir] + ([extra_dir] if extra_dir else [])
+    check_config_files(folders, config_name)
+    schema = schema_of(folders, config_name)
+    store_schema(schema, folders)
+    check_overrides(overrides, schema)
+    try:
+        with _hydra(folders):
+            accepted = accept_free_keys(overrides, schema)
+            raw = compose(config_name, accepted, return_hydra_config=True)
+        for group, choice in raw.hydra.runtime.choices.items():
+            check_choice(folders, f"{group}/{choice}", schema)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise explain(error, schema) from error
+    with open_dict(raw):
+        del raw["hydra"]
+    return Composed(raw, schema)
+
+
+@contextmanager
+def _hydra(folders: Sequence[Path]) -> Iterator[None]:
+    """Hydra, searching ``folders`` in turn, as ``initialize_config_dir`` does with one."""
+    search_path = create_config_search_path(str(folders[0].resolve()))
+    for folder in folders[1:]:
+        before = SearchPathQuery(provider="schema")
+        search_path.prepend("command-line", f"file://{folder.resolve()}", anchor=before)
+    GlobalHydra.instance().clear()
+    version.setbase("1.3")
+    Hydra.create_main_hydra2(task_name="nemo_like", config_search_path=search_path)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def explain(error: Exception, schema: type[RunConfig]) -> UserError:
+    """One sentence from an exception of Hydra or OmegaConf."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    lines = [line.strip() for line in str(cause).strip().splitlines()]
+    if len(lines) > 1 and "raised while composing config" in lines[0]:
+        lines = lines[1:]
+    key = getattr(cause, "full_key", None) or _full_key(lines)
+    text = lines[0].rstrip(".")
+    if key and "not in" in text:
+        return UserError(f"{key} is not a key of the configuration; {did_you_mean(key, schema)}")
+    if group := re.match(r"In '.*': Could not find '(\w+)/(.*)'", text):
+        first = next(i for i, line in enumerate(lines) if line.startswith("Available options")) + 1
+        last = next(i for i, line in enumerate(lines) if line.startswith("Config search path"))
+        options = ", ".join(lines[first:last])
+        return UserError(f"{group[1]}={group[2]} is not a choice; use one of {options}.")
+    if "Ambiguous value" in text:
+        return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
+    if "Cannot merge DictConfig with ListConfig" in text:
+        return UserError(f"{key} must be a dictionary, {key}={{name: value}}, not a list.")
+    if "HydraConfig was not set" in text:
+        return UserError(f"{key}: ${{hydra:...}} is not known here; use keys, as in ${{run.seed}}.")
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip('"')
+    return UserError(f"{key}: {text}." if key and key not in text else f"{text}.")
+
+
+def _full_key(lines: Sequence[str]) -> str | None:
+    for line in lines:
+        if line.startswith("full_key: "):
+            return line.removeprefix("full_key: ")
+    return None

@@ -1,0 +1,122 @@
+"""What is typed as ``key=value``: refused here where Hydra's words would not help, or would differ.
+
+Hydra accepts more than has a meaning for a schema, such as removing a section, which then has its
+defaults again.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+from nemo_like.compose.keys import changes_as_text, did_you_mean, free_dicts, is_in_free_dict
+from nemo_like.config.run import RunConfig
+from nemo_like.config.section import keys_of
+from nemo_like.errors import UserError
+
+_GROUPS = ("model",)
+_KEY = re.compile(r"~?\+{0,2}[A-Za-z0-9_]+([./@-][A-Za-z0-9_]+)*")
+
+
+def check_overrides(overrides: Sequence[str], schema: type[RunConfig]) -> None:
+    """Refuse what cannot be read, and keys that do not exist, with the nearest one that does."""
+    parser, kinds = OverridesParser.create(), dict(keys_of(schema))
+    for typed in overrides:
+        try:
+            override = parser.parse_override(typed)
+        except HydraException as error:
+            raise _unreadable(typed, schema) from error
+        if not override.key_or_group:
+            raise _unreadable(typed, schema)
+        if not re.match(r"hydra([./]|$)", override.key_or_group):
+            _check_key(typed, override, kinds, schema)
+
+
+def accept_free_keys(overrides: Sequence[str], schema: type[RunConfig]) -> list[str]:
+    """Let dictionaries that take any key be set like all others, without Hydra's ``+``.
+
+    ``data.tasks.gcd={}`` becomes ``++data.tasks.gcd={}``.
+    """
+    free = tuple(free_dicts(schema))
+    keys = [one.partition("=")[0] for one in overrides]
+    return [
+        f"++{one}" if key in free or is_in_free_dict(key, schema) else one
+        for key, one in zip(keys, overrides, strict=True)
+    ]
+
+
+def as_typed(keys: Mapping[str, Any]) -> list[str]:
+    """Python values as one would type them.
+
+    >>> as_typed({"a.b": 'say "so"', "c": {"d": [1, None, True]}})
+    ['a.b="say \\\\"so\\\\""', 'c={d:[1,null,true]}']
+    """
+    return [f"{key}={_written(value)}" for key, value in keys.items()]
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_written(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_written, value)) + "]"
+    if isinstance(value, int | float):
+        return repr(value)
+    return QuotedString(str(value), Quote.double).with_quotes()
+
+
+def _unreadable(typed: str, schema: type[RunConfig]) -> UserError:
+    key, equals, value = typed.partition("=")
+    if not equals or not key:
+        return UserError(f"'{typed}' is not key=value.")
+    if not _KEY.fullmatch(key):
+        return UserError(f"{key} is not a key of the configuration; {did_you_mean(key, schema)}")
+    quoted = value.replace('"', r"\"")
+    piece = "each piece of text" if value.startswith(("[", "{")) else "text"
+    example = "" if value.startswith(("[", "{")) else f": '{key}=\"{quoted}\"'"
+    return UserError(
+        f"{typed}: Hydra cannot read this value; put {piece} that has more than letters, digits "
+        f"and -_./:+%@ in quotes{example}."
+    )
+
+
+def _check_key(
+    typed: str, override: Override, kinds: Mapping[str, Any], schema: type[RunConfig]
+) -> None:
+    key, written = override.key_or_group, typed.partition("=")[2].strip()
+    if is_in_free_dict(key, schema):
+        return
+    if key not in kinds and key not in _GROUPS:
+        raise UserError(f"{key} is not a key of the configuration; {did_you_mean(key, schema)}")
+    if override.is_delete():
+        raise UserError(f"~{key}: keys cannot be removed; leave it out, and it has its default.")
+    if override.is_add():
+        raise UserError(f"+{key}={written}: the key exists; write {key}={written}, without +.")
+    if override.is_sweep_override():
+        return  # each job of it is checked
+    if key in _GROUPS and not isinstance(override.value(), str):
+        raise UserError(f"{key}={written} must be one name, such as {key}=embedded.")
+    if key in _GROUPS and schema.evaluates and override.value() != "embedded":
+        raise UserError(
+            f"{key}={written} also says how to train, and an evaluation trains nothing; set "
+            "policy.model and policy.dtype, as recipes/eval_smollm2_1gpu does."
+        )
+    for leaf, value in _leaves(key, override.value()):
+        whole = leaf == key
+        shown = f"{leaf}={written if whole else value}"
+        if changes_as_text(kinds.get(leaf), value, written if whole else repr(value).lower()):
+            raise UserError(
+                f"{shown} would be read as {value}; put text in quotes: '{leaf}=\"{written}\"'."
+            )
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from _leaves(f"{key}.{name}", one)
+    else:
+        yield key, value

@@ -1,0 +1,140 @@
+"""Sections ``generation``, ``refit`` and ``mismatch``: engines, their weights, and their agreement
+with the policy."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from nemo_like.config.section import Count, Instead, OnlyIf, Positive, Section
+from nemo_like.doors import Door
+from nemo_like.errors import UserError
+
+_KEY = "generation.backend"
+
+Transport = Literal["ipc", "broadcast"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """What an engine can do, and where it is. Keys that need more than it can are refused."""
+
+    engine: Any
+    """A class with the methods of ``Engine`` (``generation/protocol.py``), called with an
+    ``EngineConfig``; or its path, ``package.module:name``, imported only where an engine runs."""
+    transports: tuple[Transport, ...] = ("ipc", "broadcast")
+    """How weights can reach it."""
+    tensor_parallel: bool = False
+    """Whether several workers can share it."""
+    takes_kwargs: bool = False
+    """Whether ``engine_kwargs`` means anything to it."""
+    sleeps: bool = False
+    """Whether ``sleep`` frees memory."""
+    lowest_temperature: float = 0.0
+    """Least temperature above 0 whose logprobs are right."""
+    most_adapter_rank: int = 0
+    """Largest rank of LoRA adapters that it computes with apart from the model. 0: none."""
+    float32_adapters_on_gpus: bool = True
+    """Whether it computes with adapters of 32 bits there."""
+    prepare: str | None = None
+    """``module:function``, called with ``EngineDevices`` before its process imports the engine."""
+
+
+VLLM = EngineKind(
+    engine="nemo_like.generation.vllm.engine:VLLMEngine",
+    tensor_parallel=True,
+    takes_kwargs=True,
+    sleeps=True,
+    lowest_temperature=0.01,  # it raises lower temperatures to this
+    most_adapter_rank=512,
+    float32_adapters_on_gpus=False,
+    prepare="nemo_like.generation.vllm.environment:start_fork_server",
+)
+HF = EngineKind(engine="nemo_like.generation.hf_engine:HFEngine", most_adapter_rank=2**31)
+ENGINES = Door(
+    "nemo_like.engines",
+    {name: f"{__name__}:{name.upper()}" for name in ("vllm", "hf")},
+    kind="EngineKind",
+)
+
+
+def engine_kind(backend: str) -> EngineKind:
+    """That of ``generation.backend``; raises UserError."""
+    kind = ENGINES.load(_KEY, backend)
+    if not isinstance(kind, EngineKind):
+        raise UserError(f"{_KEY}={backend} is a {type(kind).__name__}, not an EngineKind.")
+    return kind
+
+
+def _needs(ability: str) -> OnlyIf:
+    return OnlyIf(
+        lambda here, _: bool(getattr(here.kind, ability)),
+        "this generation.backend does not have it; generation.backend=vllm does",
+    )
+
+
+class GenerationConfig(Section):
+    """The engine that samples completions for training."""
+
+    backend: Annotated[str, ENGINES] = "vllm"
+    """``vllm``; ``hf``: a plain loop over the transformers model, for odd models and exact tests;
+    or an ``EngineKind`` of your own, ``file.py:NAME`` or ``package.module.NAME``."""
+    temperature: Annotated[
+        Positive, Instead("only validation and evaluation have greedy sampling")
+    ] = 1.0
+    """Sampling temperature; the policy's logprobs use it too. (Top-p and top-k exist for validation
+    only: truncated sampling has no exact importance ratio.)"""
+    max_new_tokens: Count = 64
+    """Most tokens of one completion."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a completion; the tokens that form them are kept and trained."""
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """Token ids that end a completion, in addition to the model's end-of-sequence ids."""
+    tensor_parallel_size: Annotated[Count, _needs("tensor_parallel")] = 1
+    """Workers that share one engine (vllm)."""
+    num_engines_per_bundle: Count = 1
+    """Engines that share each bundle (GPU). Two help small models, which an engine's CPU side
+    slows down."""
+    sleep: bool = True
+    """Free the engine's GPU memory while the policy trains on the same GPU (vllm). False saves
+    about 0.1 s per step where memory holds both."""
+    engine_kwargs: Annotated[dict[str, Any], _needs("takes_kwargs")] = Field(default_factory=dict)
+    """Passed to vLLM's engine unchanged; arguments that follow from other keys are refused."""
+
+    @property
+    def kind(self) -> EngineKind:
+        """What the engine can do."""
+        return engine_kind(self.backend)
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """Ids that exist, and a temperature that the engine samples at."""
+        for token in self.stop_token_ids:
+            if token < 0:
+                yield f"{here}.stop_token_ids: {token} is not the id of a token; leave it out."
+        if self.temperature < (least := self.kind.lowest_temperature):
+            yield f"{here}.temperature={self.temperature:g} must be at least {least:g}."
+
+
+class RefitConfig(Section):
+    """The policy's weights on their way to generation."""
+
+    transport: Transport | None = None
+    """``ipc``: each bundle's policy rank shares its memory with the engines on it (CUDA IPC; mapped
+    memory on the CPU); ``broadcast``: policy rank 0 sends to all engines (NCCL; gloo on the CPU).
+    None: ``ipc`` where both sides share bundles, else ``broadcast``."""
+    bucket_mib: Count = 512
+    """Most MiB of tensors in one bucket (a larger tensor gets its own). A sender holds three: two
+    on their way and one that is gathered."""
+
+
+class MismatchConfig(Section):
+    """Difference between the logprobs of the sampling engine and of the policy, same weights."""
+
+    action: Literal["warn", "mask", "stop"] = "warn"
+    """What to do above the limit. ``warn``: log it; ``mask``: completions above it do not train,
+    which takes a pass for the policy's logprobs before the step; ``stop``: end the run before the
+    optimizer step."""
+    max_mean_abs: Positive | None = None
+    """Limit of the mean absolute difference. None: by ``policy.dtype``: 1e-3, 0.1 (bfloat16),
+    0.0125 (float16)."""

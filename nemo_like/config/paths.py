@@ -1,0 +1,233 @@
+"""Rules about files that the configuration names: model, data, reward function, run folder.
+
+They are looked at, never loaded or run.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_like.config.data import REASONING_GYM
+from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
+from nemo_like.config.run import RunConfig
+from nemo_like.config.sampling import REWARD_MODEL, SamplingRunConfig
+from nemo_like.config.section import named_outside, value_of
+from nemo_like.errors import UserError
+from nemo_like.special_files import refuse_special
+
+BUILT_IN_MODELS = ("embedded", "smollm2")
+REWARD_MODEL_KEY = "environment.reward_model"
+_SCORES = "ForSequenceClassification"
+_PART_BYTES = 2**16
+# Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
+_RAY_PACKAGES = "/runtime_resources/working_dir_files/"
+
+
+def check_files(config: RunConfig, *, runs: bool = True) -> None:
+    """Raise UserError for the first file or folder that cannot serve.
+
+    ``runs`` is false where only sizes are read, for which a model's config.json is enough.
+    """
+    model = config.policy.model
+    if is_checkpoint(model):
+        if not config.evaluates:
+            raise UserError(
+                f"policy.model={model} is a checkpoint, not a model; give the folder final/ of its "
+                "run, or continue that run with run.resume=true."
+            )
+        model = model_of_checkpoint(model)
+        _check_adapters(config)
+    check_model("policy.model", model, has_tokenizer=runs)
+    for key, other in config.other_models():
+        check_model(key, other, has_tokenizer=runs)
+    if isinstance(config, SamplingRunConfig):
+        _check_data(config.data.train, config.data.validation, config.environment.reward)
+        if config.environment.reward == REWARD_MODEL:
+            _check_reward_model(config.environment.reward_model, has_tokenizer=runs)
+    else:
+        _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
+    for key, door, spec in named_outside(config):
+        door.look(key, spec)
+    check_run_dir(config)
+
+
+def is_checkpoint(model: str) -> bool:
+    """Whether ``policy.model`` is a checkpoint, ``<run.dir>/checkpoints/step_<n>``."""
+    return (Path(model).expanduser() / "driver.json").is_file()
+
+
+def model_of_checkpoint(folder: str) -> str:
+    """The model of the run that wrote a checkpoint; UserError if it cannot be told or sampled."""
+    settings = _settings_of_run(folder)
+    if "reward_model" in settings:
+        raise UserError(
+            f"policy.model={folder} is a checkpoint of a reward model, which samples nothing; give "
+            "one of a language model."
+        )
+    return settings["policy"]["model"]
+
+
+def _settings_of_run(folder: str) -> dict[str, Any]:
+    """``config.yaml`` of the run that wrote a checkpoint."""
+    path = Path(folder).expanduser().resolve().parent.parent / "config.yaml"
+    refuse_special(f"policy.model={folder} is a checkpoint, and {path}", path)
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(settings["policy"]["model"], str):
+            raise TypeError
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(
+            f"policy.model={folder} is a checkpoint, and {path}, which names its model, cannot be "
+            f"read ({type(error).__name__}); leave checkpoints in their run's folder, or give its "
+            "folder final/."
+        ) from error
+    return settings
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Adapters of a checkpoint are applied as in its run: with another alpha they weigh more."""
+    saved = _settings_of_run(config.policy.model)["policy"].get("lora", {})
+    for name in ("rank", "alpha", "targets"):
+        value = getattr(config.policy.lora, name)
+        if value != (wanted := saved.get(name, value)):
+            raise UserError(
+                f"policy.lora.{name}={value} is not that of the checkpoint {config.policy.model}; "
+                f"set it to {wanted}."
+            )
+
+
+def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
+    """A folder must look like a model with a chat template; names are looked up later.
+
+    ``key`` is where the configuration has it; without ``has_tokenizer`` config.json is enough.
+    Raises UserError.
+    """
+    path = Path(model).expanduser()
+    if model in BUILT_IN_MODELS or (not path.exists() and _could_be_hub_name(model)):
+        return
+    if not path.is_dir():
+        raise UserError(
+            f"{key}={model}: no such folder; give {' or '.join(BUILT_IN_MODELS)}, a folder "
+            "in Hugging Face format, or a hub name (organisation/model)."
+        )
+    refuse_special(f"{key}={model}", path, depth=2)
+    if (path / "checkpoints").is_dir():
+        raise UserError(
+            f"{key}={model} is the folder of a run; give its final/, or to evaluate one of "
+            "its checkpoints/step_<n>."
+        )
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{key}={model}: the folder has no config.json; it is not a model.")
+    if not has_tokenizer:
+        return
+    if not (path / TOKENIZER_CONFIG).is_file():
+        raise UserError(f"{key}={model}: the folder has no {TOKENIZER_CONFIG}.")
+    templates = [path / "chat_template.jinja", path / "chat_template.json"]
+    of_tokenizer = read_object(path / TOKENIZER_CONFIG)
+    if not any(one.is_file() for one in templates) and not of_tokenizer.get("chat_template"):
+        raise UserError(
+            f"{key}={model}: its tokenizer has no chat template; add chat_template.jinja to "
+            "the folder, or use an instruct model."
+        )
+
+
+def _could_be_hub_name(model: str) -> bool:
+    parts = model.split("/")
+    return len(parts) == 2 and all(parts) and not model.startswith((".", "/", "~"))
+
+
+def _check_data(train: str, validation: str | None, reward: str | None = None) -> None:
+    """``reward``: what scores the rows, if anything does."""
+    for key, source in (("data.train", train), ("data.validation", validation)):
+        if source is None or source == REASONING_GYM:
+            continue
+        refuse_special(f"{key}={source}", Path(source))
+        if not Path(source).is_file():
+            raise UserError(
+                f"{key}={source}: no such file; give a .jsonl file, or {REASONING_GYM}."
+            )
+        if not _has_text(Path(source)):
+            raise UserError(f"{key}={source} is empty; give a file with at least one row.")
+        if reward == REASONING_GYM:
+            raise UserError(
+                f"environment.reward={REASONING_GYM} scores reasoning_gym's own rows, and {key} is "
+                "a file; set environment.reward to math or to your file.py:function."
+            )
+
+
+def _has_text(path: Path) -> bool:
+    """Whether a file has anything but white space; reads no more than it takes to see it."""
+    with path.open("rb") as file:
+        return any(part.strip() for part in iter(lambda: file.read(_PART_BYTES), b""))
+
+
+def _check_reward_model(model: str | None, *, has_tokenizer: bool) -> None:
+    key = REWARD_MODEL_KEY
+    if model is None:
+        raise UserError(
+            f"{key} is not set, and environment.reward={REWARD_MODEL} scores by it; give the "
+            "folder final/ of a run of examples/run_rm.py."
+        )
+    if is_checkpoint(model):
+        raise UserError(f"{key}={model} is a checkpoint; give the folder final/ of its run.")
+    check_model(key, model, has_tokenizer=has_tokenizer)
+    if Path(model).expanduser().is_dir():
+        check_scores(Path(model).expanduser())
+
+
+def check_scores(folder: Path) -> None:
+    """Refuse a reward model without a scalar head, by its config.json."""
+    key = REWARD_MODEL_KEY
+    settings = read_object(folder / CONFIG)
+    listed = settings.get("architectures")
+    first = listed[0] if isinstance(listed, list) and listed else None
+    kind = first if isinstance(first, str) else "model of unknown class"
+    labels = settings.get("id2label")
+    # transformers leaves out two, its default
+    num_labels = len(labels) if isinstance(labels, dict) and labels else 2
+    if not kind.endswith(_SCORES):
+        raise UserError(
+            f"{key}={folder} is not a reward model: a {kind} has no scalar head; give the folder "
+            f"final/ of a run of examples/run_rm.py, or another ...{_SCORES} with one label."
+        )
+    if num_labels != 1:
+        raise UserError(
+            f"{key}={folder} is not a reward model: its {kind} has {num_labels} labels, and a "
+            "score is one number."
+        )
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """Raise UserError for a folder that another run has, or that cannot be written."""
+    run = config.run
+    if run.dir is None and run.resume:
+        raise UserError("run.resume=true needs run.dir, the folder of the run to continue.")
+    if _RAY_PACKAGES in str(Path(run.dir or "runs").expanduser().absolute()):
+        raise UserError(
+            f"run.dir={run.dir or 'null'} is inside the copy of the working dir that Ray made for "
+            "this job, and that Ray deletes afterwards; set run.dir to an absolute path in a "
+            "folder that every node of the run shares."
+        )
+    if run.dir is None:
+        return
+    path = Path(run.dir).expanduser()
+    refuse_special(f"run.dir={run.dir}", path, depth=1)
+    if _holds_run(path) and not run.resume:
+        raise UserError(
+            f"run.dir={run.dir} already holds a run; continue it with run.resume=true, or choose "
+            "another folder."
+        )
+    nearest = path
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(f"run.dir={run.dir} cannot be written ({nearest}); choose another folder.")
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run got as far as a record or a checkpoint; one that was refused did not."""
+    records, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    has_records = records.is_file() and records.stat().st_size > 0
+    return has_records or (checkpoints.is_dir() and any(checkpoints.iterdir()))

@@ -1,0 +1,167 @@
+"""Section ``cluster.slurm``, whose rules are those of sbatch and of bash."""
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from nemo_like.config.section import Count, OnlyIf, Section
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d\d))?(?::(?P<third>\d\d))?")
+_MOUNT = re.compile(r"/[^,:]*:/[^,:]*(:[^,:]+)?")
+_OPTION = re.compile(r"--(?P<long>[A-Za-z][\w-]*)|-(?P<short>[A-Za-z])")
+# Options that repeat a key, by the key.
+_OPTIONS_OF_KEYS = {
+    "cluster.num_nodes": ("nodes", "N", "ntasks", "n", "ntasks-per-node"),
+    "cluster.gpus_per_node": ("gpus-per-node", "gpus", "G"),
+    "--multirun": ("array", "a"),
+    "the folder that you submit from": ("chdir", "D"),
+    "cluster.slurm.partition": ("partition", "p"),
+    "cluster.slurm.account": ("account", "A"),
+    "cluster.slurm.time": ("time", "t"),
+    "cluster.slurm.cpus_per_node": ("cpus-per-task", "c"),
+    "cluster.slurm.requeue": ("requeue", "no-requeue", "open-mode"),
+    "cluster.slurm.signal_before_s": ("signal",),
+    "cluster.slurm.log_dir": ("output", "o", "error", "e"),
+}
+_SUBMITS_OTHERWISE = ("wait", "W", "test-only", "wrap")
+_LINES = ("partition", "account", "time", "container", "log_dir")
+_CONTAINER = OnlyIf(lambda here, _: here.container is not None, "{here}.container names no image")
+
+
+class SlurmConfig(Section):
+    """The batch job that ``nemo-like slurm`` writes; the run itself reads none of these keys.
+
+    Nodes and GPUs of the job are ``cluster.num_nodes`` and ``cluster.gpus_per_node``.
+    """
+
+    partition: str | None = None
+    """Partition to queue in. None: the cluster's default; likewise ``account``."""
+    account: str | None = None
+    """Account that is charged."""
+    time: str | None = None
+    """Time limit of the job: minutes, ``hours:minutes:seconds`` or ``days-hours:minutes:seconds``
+    (quoted in YAML). None: the partition's default."""
+    cpus_per_node: Count | None = None
+    """CPUs of each node. None: those of the run's bundles, ``cluster.cpus_per_worker`` each."""
+    container: str | None = None
+    """Image in which Ray and the run start. None: no container."""
+    container_runtime: Annotated[Literal["pyxis", "apptainer"], _CONTAINER] = "pyxis"
+    """What starts the image: ``pyxis`` (``srun --container-image``) or ``apptainer``."""
+    mounts: Annotated[list[str], _CONTAINER] = Field(default_factory=list)
+    """Folders to see in the container, ``outside:inside[:flags]`` each. Files that the run names
+    are checked when the job is submitted, so mount them under the same path."""
+    setup: str | None = None
+    """Line of bash to run on each node before Ray, such as ``source .venv/bin/activate``."""
+    requeue: bool = False
+    """Queue the job again when its time is nearly over or a node failed; it continues from its
+    latest checkpoint. Needs ``run.resume``."""
+    signal_before_s: Annotated[
+        int,
+        Field(ge=1, le=65535),  # Slurm keeps it in 16 bits
+        OnlyIf(lambda here, _: here.requeue, "{here}.requeue=false lets the job end with its time"),
+    ] = 120
+    """Seconds before the end of its time at which a run gets the signal to stop. Half of them are
+    for the step in progress and its checkpoint."""
+    log_dir: str = "slurm-logs"
+    """Folder, seen by all nodes, of each job's output (``JOB.out``), Ray's logs (``JOB/``) and
+    script (``JOB.sbatch``)."""
+    extra: list[str] = Field(default_factory=list)
+    """Further options of sbatch, one ``#SBATCH`` line each: ``--qos=high``, ``--mem=64G``."""
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """A line break would end the comment that sbatch reads, and begin a command."""
+        lines = [(name, getattr(self, name)) for name in _LINES]
+        for name, text in [*lines, *(("extra", option) for option in self.extra)]:
+            if text is not None and (not text.strip() or not text.isprintable()):
+                yield f"{here}.{name}={text!r} must be one line of printable text."
+        for mount in self.mounts:
+            if not _MOUNT.fullmatch(mount) or not mount.isprintable():
+                yield (
+                    f"{here}.mounts={mount!r} must be /outside:/inside, or /outside:/inside:flags."
+                )
+        for option in self.extra:
+            yield from _option_rules(f"{here}.extra={option!r}", option)
+        needed = cpus_per_node(run)
+        if self.cpus_per_node is not None and self.cpus_per_node < needed:
+            yield (
+                f"{here}.cpus_per_node={self.cpus_per_node} is less than the {needed} that the "
+                "run's bundles reserve (cluster.cpus_per_worker each); raise it, or leave it null."
+            )
+        yield from self._time_rules(here, run)
+
+    def _time_rules(self, here: str, run: Any) -> Iterator[str]:
+        """A job that is queued again must find its own checkpoints."""
+        time_s, sentence = _seconds(self.time) if self.time is not None else (None, None)
+        if sentence:
+            yield f"{here}.time={self.time!r} {sentence}"
+        if not self.requeue:
+            return
+        if not run.run.resume:
+            yield (
+                f"{here}.requeue=true needs run.resume=true and run.dir, or the job would start "
+                "afresh each time."
+            )
+        if run.checkpoint.every_steps == 0 and run.checkpoint.every_minutes == 0:
+            yield (
+                f"{here}.requeue=true needs checkpoint.every_steps or every_minutes, or a job that "
+                "is killed would start afresh each time."
+            )
+        if time_s and self.signal_before_s >= time_s:
+            yield (
+                f"{here}.signal_before_s={self.signal_before_s} leaves nothing of {here}.time="
+                f"{self.time}; lower it, or raise that."
+            )
+
+
+def cpus_per_node(run: Any) -> int:
+    """CPUs that the run's bundles reserve on each node."""
+    bundles = run.cluster.gpus_per_node or run.cluster.cpu_workers_per_node
+    return math.ceil(bundles * run.cluster.cpus_per_worker)
+
+
+def _option_rules(told: str, option: str) -> Iterator[str]:
+    found = _OPTION.match(option)
+    if found is None:
+        yield f"{told} must be an option of sbatch, such as --constraint=h100."
+        return
+    try:
+        shlex.split(option)
+    except ValueError as error:
+        yield f"{told}: {error}; close the quote."
+    for key, names in _OPTIONS_OF_KEYS.items():
+        if _is_one_of(found, names):
+            yield f"{told}: {key} decides that; use it instead."
+    if _is_one_of(found, _SUBMITS_OTHERWISE):
+        yield (
+            f"{told}: nemo-like slurm submit hands over its script and ends with the job's id; "
+            "leave it out."
+        )
+
+
+def _is_one_of(option: re.Match[str], names: Sequence[str]) -> bool:
+    """As sbatch reads it: -N2 is -N, and a long name may be cut short."""
+    if (short := option["short"]) is not None:
+        return short in names
+    return any(name.startswith(option["long"]) for name in names if len(name) > 1)
+
+
+def _seconds(time: str) -> tuple[int | None, str | None]:
+    """Seconds of Slurm's format, or what is wrong with it or means something else than it seems."""
+    found = _TIME.fullmatch(time)
+    if found is None:
+        return None, "must be minutes, hours:minutes:seconds or days-hours:minutes:seconds."
+    days, first, second, third = (int(found[name] or 0) for name in found.groupdict())
+    if found["days"] is not None:
+        return ((days * 24 + first) * 60 + second) * 60 + third, None
+    if found["second"] is None:
+        return first * 60, None
+    if found["third"] is None:
+        return None, (
+            f"would be {first} minutes and {second} seconds; write {first}:{second:02}:00, or "
+            f"0:{first:02}:{second:02}."
+        )
+    return (first * 60 + second) * 60 + third, None

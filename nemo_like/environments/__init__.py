@@ -1,1 +1,0 @@
-"""What grades a completion: built-in verifiers, and the user's own reward function."""

@@ -1,0 +1,1 @@
+"""The vLLM engine: everything that depends on vLLM's versions and internals."""

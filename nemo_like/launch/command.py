@@ -1,0 +1,62 @@
+"""Options and words of the commands that start from a configuration, given as a run's would be."""
+
+from nemo_like import early  # noqa: F401
+
+# isort: split
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nemo_like.compose.files import SHIPPED
+from nemo_like.compose.load import compose_raw
+from nemo_like.errors import UserError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Options and words of one command; what argparse would say becomes a UserError."""
+
+    def __init__(self, command: str, usage: str, description: str | None) -> None:
+        super().__init__(
+            prog=f"nemo-like {command}", usage=usage, description=description, allow_abbrev=False
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting."""
+        raise UserError(f"{message}; use {self.usage}.")
+
+
+class ConfigParser(CommandParser):
+    """``[config name] [key=value ...]`` with Hydra's options for where configurations are."""
+
+    def __init__(self, command: str, usage: str, description: str | None) -> None:
+        super().__init__(command, usage, description)
+        self.add_argument("words", nargs="*", help="configuration, and key=value")
+        self.add_argument("--config-name", "-cn", help="YAML file without its ending (grpo)")
+        self.add_argument("--config-dir", "-cd", type=Path, help="folder of your own YAML files")
+        self.add_argument(
+            "--config-path", "-cp", type=Path, help="folder to use instead of the shipped one"
+        )
+
+    def load(
+        self, options: argparse.Namespace, *, files_are_here: bool = True, runs: bool = True
+    ) -> Any:
+        """The checked configuration; raises UserError. See ``compose.load.load``."""
+        composed = compose_raw(*self.source(options))
+        return composed.load(files_are_here=files_are_here, runs=runs)
+
+    def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
+        """What ``compose_raw`` needs: folder, name, overrides and the user's folder.
+
+        Raises UserError for more than one name, and for a folder that does not exist.
+        """
+        # Words without "=" are no overrides, but Hydra's ~key deletes one.
+        names = [word for word in options.words if "=" not in word and not word.startswith("~")]
+        if len(names) + (options.config_name is not None) > 1:
+            raise UserError(f"{names[-1]} is one config name too many; use {self.usage}.")
+        folder = options.config_path or SHIPPED
+        if not folder.is_dir():
+            raise UserError(f"--config-path={folder} is not a folder; give one with YAML files.")
+        name = options.config_name or (names[0] if names else "grpo")
+        overrides = [word for word in options.words if word not in names]
+        return folder, name, overrides, options.config_dir

@@ -1,0 +1,237 @@
+"""Advantages from rewards: within the group of a prompt, over a step, or along a row (GAE).
+
+Everything here is computed in float64, with two-pass standard deviations, because E[x^2] - E[x]^2
+in float32 leaves about 1e-7 for equal rewards such as 0.95, and dividing by its root turns a lone
+failure into an advantage of -2000.
+
+Legend: ``B`` rows of the step, ``N`` tokens of all rows end to end, ``M`` trained ones among them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_like.config.losses import AdvantageConfig
+
+# Rewards that differ by less than this share of their size are equal; their spread is rounding.
+_RELATIVE_SPREAD = 1e-9
+
+
+def group_advantages(
+    rewards: Tensor, groups: Tensor, valid: Tensor, config: AdvantageConfig
+) -> Tensor:
+    """Centre, and optionally scale, each reward by the rewards of its group or of the step.
+
+    ``rewards`` [B], ``groups`` [B] (equal numbers are siblings, in any order), ``valid`` [B] bool:
+    rows that are not valid take no part in any statistic and get 0. Returns float32 [B].
+
+    Baselines: ``leave_one_out`` subtracts the mean of the *other* valid rows (RLOO,
+    arXiv:2402.14740 Eq. 7), and 0 is the advantage where there is none; ``mean`` that of all valid
+    rows of the group (GRPO, arXiv:2402.03300 section 4.1.2); ``none`` nothing. Scales: ``std``
+    divides by the standard deviation of the baseline's rows (of the whole group without a
+    baseline); ``batch`` is ``whiten`` over all valid rows (REINFORCE++, arXiv:2501.03262).
+    Deviations are unbiased (n - 1), without an epsilon; one that is zero, or of a single row, does
+    not divide.
+
+    >>> config = AdvantageConfig(baseline="mean", scale="std")
+    >>> r = torch.tensor([1.0, 0, 0, 0])
+    >>> group_advantages(r, torch.zeros(4), torch.ones(4, dtype=torch.bool), config).tolist()
+    [1.5, -0.5, -0.5, -0.5]
+    """
+    if not valid.any():
+        return torch.zeros(len(valid))
+    # One line a group, [P, G]; then each row against its siblings, [P, G, G].
+    line, slot, shape = _grid(groups)
+    x, ok = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+    x[line, slot] = torch.where(valid, rewards.double(), 0.0)
+    ok[line, slot] = valid
+    weight = (ok[:, None, :] & ok[:, :, None]).double()
+    if config.baseline == "leave_one_out":
+        weight = weight * (1 - torch.eye(shape[1], dtype=torch.float64))
+    count = weight.sum(-1)
+    mean = (weight * x[:, None, :]).sum(-1) / count.clamp(min=1)
+    size = (weight * x.abs()[:, None, :]).amax(-1)
+    advantage = x if config.baseline == "none" else x - mean
+    # Of equal rewards rounding may be left, which a scale over other groups would blow up.
+    advantage = torch.where((count > 0) & (advantage.abs() > _RELATIVE_SPREAD * size), advantage, 0)
+    if config.scale == "std":
+        squares = (weight * (x[:, None, :] - mean[:, :, None]).square()).sum(-1)
+        deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+        spread = (count > 1) & (deviation > _RELATIVE_SPREAD * size)
+        advantage = torch.where(spread, advantage / deviation.clamp(min=1e-300), advantage)
+    elif config.scale == "batch":
+        advantage = whiten(advantage, ok)
+    return advantage[line, slot].float()
+
+
+def has_signal(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
+    """Whether the valid rewards of a row's group differ: bool [B], one answer for all its rows.
+
+    Dynamic sampling keeps these groups (DAPO, arXiv:2503.14476 Eq. 11). Apply it to rewards as
+    they were scored: a penalty for length makes even a group differ whose answers are all wrong.
+
+    >>> groups, valid = torch.tensor([0, 1, 0, 1]), torch.ones(4, dtype=torch.bool)
+    >>> has_signal(torch.tensor([1.0, 0, 0, 0]), groups, valid).tolist()
+    [True, False, True, False]
+    """
+    unique, line = groups.unique(return_inverse=True)
+    at, scored = line[valid], rewards[valid].double()
+    none = torch.full((len(unique),), torch.inf, dtype=torch.float64, device=rewards.device)
+    lowest = none.scatter_reduce(0, at, scored, "amin")
+    highest = (-none).scatter_reduce(0, at, scored, "amax")
+    size = torch.maximum(lowest.abs(), highest.abs())
+    return (highest - lowest > _RELATIVE_SPREAD * size)[line]
+
+
+def zero_variance_share(rewards: Tensor, groups: Tensor, valid: Tensor) -> float:
+    """Share of groups whose valid rewards are all equal: they carry no signal. No groups: NaN."""
+    signal = valid & has_signal(rewards, groups, valid)
+    num_groups = len(groups[valid].unique())
+    return 1 - len(groups[signal].unique()) / num_groups if num_groups else float("nan")
+
+
+def overlong_penalty(
+    lengths: Tensor, max_new_tokens: int, buffer_tokens: int, penalty: float
+) -> Tensor:
+    """What to *add* to the rewards of completions of ``lengths`` [B] tokens: float64 [B], <= 0.
+
+    0 up to max_new_tokens - buffer_tokens, from there a line down to -penalty at max_new_tokens
+    (DAPO, arXiv:2503.14476 Eq. 13). No buffer: no penalty.
+
+    >>> overlong_penalty(torch.tensor([5, 6, 8, 10, 11]), 10, 4, 1.0).tolist()
+    [0.0, 0.0, -0.5, -1.0, -1.0]
+    """
+    if buffer_tokens == 0:
+        return torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
+    left = max_new_tokens - buffer_tokens - lengths.double()
+    return penalty * (left / buffer_tokens).clamp(-1, 0)
+
+
+def gae(
+    rewards_per_token: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    lengths: Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv:1506.02438 Eq. 16): advantages and returns.
+
+    ``rewards_per_token``, ``values`` and ``loss_mask`` [N] -> float32 [N] each, 0 where the mask is
+    False; ``lengths`` [B]. The value of a token is that of the state in which it was sampled. A
+    step goes from one trained token to the next one of its row, however many tokens of prompts or
+    tools are between, and nothing follows a row's last. Rewards of tokens that are not trained
+    belong to the trained token before them. Returns are advantages + values.
+
+    >>> mask = torch.tensor([True, False, False, True, False])
+    >>> reward, no_values = torch.tensor([0.0, 0, 0, 0, 1]), torch.zeros(5)
+    >>> gae(reward, no_values, mask, torch.tensor([5]), gamma=0.5, lam=1.0)[0].tolist()
+    [0.5, 0.0, 0.0, 1.0, 0.0]
+    """
+    row_of_token = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    at = loss_mask.nonzero(as_tuple=True)[0]
+    advantages, returns = torch.zeros(2, len(loss_mask), device=values.device)
+    if len(at) == 0:
+        return advantages, returns
+    # The trained token [M] that each token's reward belongs to; none before a row's first.
+    before = loss_mask.long().cumsum(0) - 1
+    owned = (before >= 0) & (row_of_token[at[before.clamp(min=0)]] == row_of_token)
+    earned = torch.zeros(len(at), dtype=torch.float64, device=values.device)
+    earned.index_add_(0, before[owned], rewards_per_token[owned].double())
+
+    # One line a row, one column a step.
+    line, slot, shape = _grid(row_of_token[at])
+    reward, value = torch.zeros(2, *shape, dtype=torch.float64, device=values.device)
+    reward[line, slot], value[line, slot] = earned, values[at].double()
+    advantage = torch.zeros_like(value)
+    after = next_value = torch.zeros(shape[0], dtype=torch.float64, device=values.device)
+    for step in reversed(range(shape[1])):
+        delta = reward[:, step] + gamma * next_value - value[:, step]
+        after = advantage[:, step] = delta + gamma * lam * after
+        next_value = value[:, step]
+    advantages[at] = advantage[line, slot].float()
+    returns[at] = (advantage + value)[line, slot].float()
+    return advantages, returns
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` less the mean of what ``mask`` selects, over its unbiased standard deviation.
+
+    Any shape. What the mask leaves out stays as it is, and so does all of ``x`` where the mask
+    selects fewer than two; a deviation of zero does not divide.
+
+    >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()
+    [-0.7071067690849304, 0.7071067690849304, 9.0]
+    """
+    chosen = x[mask]
+    return x.masked_scatter(mask, Moments.of(chosen).whiten(chosen))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """What ``whiten`` must know of numbers that may lie on several ranks.
+
+    >>> parts = [Moments.of(torch.tensor(part)) for part in ([1.0, 2.0], [], [6.0])]
+    >>> Moments.joined(parts) == Moments.of(torch.tensor([1.0, 2.0, 6.0]))
+    True
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of squared deviations from the mean."""
+    largest: float = 0.0
+    """Largest absolute value."""
+
+    @staticmethod
+    def of(x: Tensor) -> "Moments":
+        """Of all numbers in ``x``, any shape."""
+        if x.numel() == 0:
+            return Moments()
+        exact = x.double()
+        mean = exact.mean()
+        return Moments(
+            count=x.numel(),
+            mean=mean.item(),
+            squares=(exact - mean).square().sum().item(),
+            largest=exact.abs().max().item(),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence["Moments"]) -> "Moments":
+        """Of the numbers of all parts together."""
+        count = sum(part.count for part in parts)
+        if count == 0:
+            return Moments()
+        mean = math.fsum(part.count * part.mean for part in parts) / count
+        # Deviations from a part's mean, and those of the part's mean from that of all.
+        squares = math.fsum(part.squares + part.count * (part.mean - mean) ** 2 for part in parts)
+        largest = max(part.largest for part in parts)
+        return Moments(count=count, mean=mean, squares=squares, largest=largest)
+
+    @property
+    def deviation(self) -> float:
+        """Unbiased standard deviation; 0 of fewer than two."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """``x`` less the mean, over the deviation; see the function."""
+        if self.count < 2:
+            return x
+        centred = x.double() - self.mean
+        if self.deviation > _RELATIVE_SPREAD * self.largest:
+            centred = centred / self.deviation
+        return centred.to(x.dtype)
+
+
+def _grid(groups: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """For each row the line of its group and its place in it, [B] each; and the grid's shape."""
+    _, line, sizes = groups.unique(return_inverse=True, return_counts=True)
+    order = line.argsort(stable=True)
+    slot = torch.empty_like(line)
+    places = torch.arange(len(line), device=line.device)
+    slot[order] = places - (sizes.cumsum(0) - sizes)[line[order]]
+    return line, slot, (len(sizes), int(sizes.max()))

@@ -1,0 +1,48 @@
+"""A folder's architecture without its weights: for the policy, engines, and what they exchange."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from nemo_like.config.policy import Output
+from nemo_like.config.remote_code import trusts_code
+from nemo_like.errors import UserError
+from nemo_like.models.settings import model_settings
+
+
+def model_class(path: str, output: Output) -> tuple[Any, PreTrainedConfig]:
+    """transformers' class for a folder's model with this output, and its configuration.
+
+    Values are the one label of its model for sequence classification. Raises UserError if
+    transformers has none for the architecture.
+    """
+    settings = model_settings(path)
+    if output == "logprobs":
+        return AutoModelForCausalLM, settings
+    if type(settings) not in AutoModelForSequenceClassification._model_mapping:
+        raise UserError(
+            f"{path}: transformers has no {type(settings).__name__} with one score a sequence; use "
+            "another architecture."
+        )
+    settings.num_labels = 1
+    named: Any = AutoModelForSequenceClassification._model_mapping[type(settings)]
+    settings.architectures = [named.__name__]
+    return AutoModelForSequenceClassification, settings
+
+
+def new_model(path: str, output: Output = "logprobs", **options: Any) -> PreTrainedModel:
+    """The architecture on the device in context; ``options`` are those of ``from_config``."""
+    kind, settings = model_class(path, output)
+    return kind.from_config(settings, trust_remote_code=trusts_code(), **options)
+
+
+def empty_model(path: str, dtype: torch.dtype, output: Output = "logprobs") -> PreTrainedModel:
+    """The architecture without memory for its tensors."""
+    with torch.device("meta"):
+        return new_model(path, output, dtype=dtype)

@@ -1,0 +1,1 @@
+"""Which resources a run takes, and whether a model fits its layout."""

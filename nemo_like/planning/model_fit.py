@@ -1,0 +1,115 @@
+"""Rules between the policy's layout and the model's config.json, checked before Ray starts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.errors import UserError
+from nemo_like.planning.layout import ParallelSizes, common_divisors, num_stages, parallel_sizes
+from nemo_like.planning.model_shape import number, read_settings
+
+_TENSOR = "policy.parallel.tensor_parallel_size"
+_CONTEXT = "policy.parallel.context_parallel_size"
+
+
+def check_model_fits(policy: PolicyConfig, num_ranks: int, model_folder: Path) -> None:
+    """Refuse a model that cannot be trained, and a layout that it cannot be cut into.
+
+    Raises UserError with key, value, rule and valid values. Numbers that config.json leaves out,
+    and architectures without a plan for tensor or pipeline parallelism, are left to the workers.
+    """
+    settings = read_settings(model_folder)
+    if settings.get("quantization_config"):
+        raise UserError(
+            f"The weights of the model {model_folder} are quantized (quantization_config in its "
+            "config.json), which cannot be trained; give the model that they were made "
+            "from."
+        )
+    sizes = parallel_sizes(policy, num_ranks)
+    _check_heads(settings, sizes)
+    _check_rows(settings, sizes)
+    layers = number(settings, "num_hidden_layers")
+    stages = num_stages(policy.parallel)
+    if layers is not None and stages > layers:
+        per_rank = stages // sizes.pp
+        key = "policy.parallel.pipeline_parallel_size"
+        shown = f"{key}={sizes.pp}"
+        if per_rank > 1:
+            shown += f" with pipeline_stages_per_rank={per_rank}"
+        raise UserError(
+            f"{shown} makes {stages} stages, and the model has {layers} layers; each stage needs "
+            f"at least one, so their product must be at most {layers}."
+        )
+
+
+def _check_heads(settings: dict[str, Any], sizes: ParallelSizes) -> None:
+    """Tensor-parallel ranks split heads; context-parallel ranks trade tokens for what is left.
+
+    (Key-value heads need not divide by context ranks: they are repeated.)
+    """
+    heads = number(settings, "num_attention_heads")
+    if heads is None:
+        return
+    kv_heads = number(settings, "num_key_value_heads") or heads
+    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if count % sizes.tp:
+            valid = _either(common_divisors(heads, kv_heads))
+            raise UserError(
+                f"{_TENSOR}={sizes.tp} does not divide the model's {name}={count}; use {valid}."
+            )
+    left = heads // sizes.tp
+    if left % sizes.cp:
+        by_tensor = f" / {_TENSOR}={sizes.tp}" if sizes.tp > 1 else ""
+        raise UserError(
+            f"{_CONTEXT}={sizes.cp} does not divide the model's num_attention_heads={heads}"
+            f"{by_tensor}; use {_either(common_divisors(left))}."
+        )
+
+
+def _check_rows(settings: dict[str, Any], sizes: ParallelSizes) -> None:
+    """Rows of matrices split by tensor-parallel ranks are split again by sharding ranks, evenly.
+
+    (torch has uneven shards for parameters that one of the two splits, not for those of both.)
+    """
+    if sizes.tp == 1:
+        return
+    inner = number(settings, "intermediate_size")
+    if inner is not None and inner % sizes.tp:
+        raise UserError(
+            f"{_TENSOR}={sizes.tp} does not divide the model's intermediate_size={inner}; use a "
+            "divisor of it."
+        )
+    again = sizes.shard * sizes.cp
+    for name, rows in _split_rows(settings, sizes.tp).items():
+        if rows % again:
+            raise UserError(
+                f"{_TENSOR}={sizes.tp} leaves {again} ranks (shard x context) to shard the "
+                f"model's {name}={rows} rows, which they do not divide; raise "
+                "policy.parallel.replicate_size, or change tensor_parallel_size or the cluster."
+            )
+
+
+def _split_rows(settings: dict[str, Any], tp: int) -> dict[str, int]:
+    """Rows that a tensor-parallel rank has of each kind of matrix."""
+    hidden, heads = number(settings, "hidden_size"), number(settings, "num_attention_heads")
+    inner, vocab = number(settings, "intermediate_size"), number(settings, "vocab_size")
+    rows: dict[str, int] = {}
+    if hidden is not None:
+        rows["hidden_size"] = hidden
+        if heads is not None:
+            head_dim = number(settings, "head_dim") or hidden // heads
+            kv_heads = number(settings, "num_key_value_heads") or heads
+            rows["num_attention_heads x head_dim / tensor_parallel_size"] = heads * head_dim // tp
+            rows["num_key_value_heads x head_dim / tensor_parallel_size"] = (
+                kv_heads * head_dim // tp
+            )
+    if inner is not None:
+        rows["intermediate_size / tensor_parallel_size"] = inner // tp
+    if vocab is not None and vocab % tp == 0:  # a vocabulary that does not divide stays whole
+        rows["vocab_size / tensor_parallel_size"] = vocab // tp
+    return rows
+
+
+def _either(valid: Sequence[int]) -> str:
+    return ", ".join(map(str, valid[:-1])) + f" or {valid[-1]}" if len(valid) > 1 else "1"

@@ -1,0 +1,163 @@
+"""What a model's config.json says about its size, read as plain JSON."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_like.batch.micro_batches import USUAL_ATTENTION_TOKENS
+from nemo_like.config.model_files import CONFIG, read_object
+from nemo_like.errors import UserError
+
+# Names of the same number in older architectures (GPT-2, Falcon, T5-like code).
+_ALIASES = {
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "num_attention_heads": ("n_head", "num_heads"),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+}
+FLOAT32 = 4
+"""Bytes of a float32 number."""
+BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
+"""Bytes of a number in compute."""
+KV_BLOCK_TOKENS = 32
+"""Tokens of a block of vLLM's KV cache: ours on the CPU; a multiple of those on GPUs."""
+MOST_SEQUENCES = 1024
+"""Most completions that an engine works on at a time."""
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The numbers that memory depends on, for a dense decoder with gated MLPs (Llama and kin)."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    """Embedding and output head are one matrix."""
+
+    @property
+    def query_width(self) -> int:
+        """Numbers in all queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Numbers in all keys of a token, and in all values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters of one layer's matrices: q, k, v, o; gate, up, down. (Biases: below 0.1 %.)"""
+        attention = 2 * self.hidden * self.query_width + 2 * self.hidden * self.key_width
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_norms(self) -> int:
+        """Parameters of one layer's two norms."""
+        return 2 * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (self.layer_matrices + self.layer_norms) + tables + self.hidden
+
+
+def read_settings(model_folder: Path) -> dict[str, Any]:
+    """config.json of ``model_folder``; of a multimodal model, its part about text.
+
+    Raises UserError if it is not a JSON object.
+    """
+    path = model_folder / CONFIG
+    settings = read_object(path)
+    of_text = settings.get("text_config") or {}
+    if not isinstance(of_text, dict):
+        raise UserError(f"{path}: text_config={of_text} is not a JSON object; repair it.")
+    return {**settings, **of_text}
+
+
+def number(settings: dict[str, Any], key: str) -> int | None:
+    """The number called ``key`` or one of its older names; None where config.json leaves it out."""
+    for name in (key, *_ALIASES.get(key, ())):
+        if isinstance(value := settings.get(name), int):
+            return value
+    return None
+
+
+def read_model_shape(model_folder: Path) -> ModelShape:
+    """The shape of the model in ``model_folder``.
+
+    Raises UserError for one whose size config.json does not give, or that has experts.
+    """
+    settings = read_settings(model_folder)
+    if experts := [key for key in _EXPERT_KEYS if (number(settings, key) or 0) > 1]:
+        raise UserError(
+            f"{model_folder} has experts ({experts[0]}={settings[experts[0]]}), "
+            "which the formulas do not cover; they are for dense models."
+        )
+
+    def wanted(key: str) -> int:
+        if (value := number(settings, key)) is None:
+            raise UserError(
+                f"{model_folder / 'config.json'} does not give {key}, which the "
+                "formulas need; they are for Llama-like models."
+            )
+        return value
+
+    hidden, heads = wanted("hidden_size"), wanted("num_attention_heads")
+    return ModelShape(
+        layers=wanted("num_hidden_layers"),
+        hidden=hidden,
+        intermediate=number(settings, "intermediate_size") or 4 * hidden,
+        heads=heads,
+        kv_heads=number(settings, "num_key_value_heads") or heads,
+        head_dim=number(settings, "head_dim") or hidden // heads,
+        vocab=wanted("vocab_size"),
+        # transformers leaves out what equals the default of PreTrainedConfig, which is true.
+        tied=bool(settings.get("tie_word_embeddings", True)),
+    )
+
+
+def attention_tokens(model_folder: Path) -> int:
+    """Row length at which a model's attention costs as much as its products with weights.
+
+    In each layer a token takes a multiply-add with each weight that it meets. With k tokens in view
+    it takes 2 q k more in attention, q numbers in all queries: q k for the scores, q k for their
+    use. In a causal row of n tokens k is n / 2 on average, so attention takes q n a token. Of
+    experts, a token meets those that it is sent to.
+    """
+    settings = read_settings(model_folder)
+    hidden, heads = number(settings, "hidden_size"), number(settings, "num_attention_heads")
+    if not hidden or not heads:
+        return USUAL_ATTENTION_TOKENS
+    head_dim = number(settings, "head_dim") or hidden // heads
+    queries, keys = heads * head_dim, (number(settings, "num_key_value_heads") or heads) * head_dim
+    weights = 2 * hidden * (queries + keys) + 3 * hidden * _inner_width(settings, hidden)
+    return max(1, round(weights / queries))
+
+
+def _inner_width(settings: dict[str, Any], hidden: int) -> int:
+    """Numbers between the two halves of the feed-forward part that a token meets."""
+    whole = number(settings, "intermediate_size") or 4 * hidden
+    if not any((number(settings, key) or 0) > 1 for key in _EXPERT_KEYS):
+        return whole
+    of_expert = number(settings, "moe_intermediate_size") or whole
+    shared = number(settings, "shared_expert_intermediate_size")
+    if shared is None:
+        shared = (number(settings, "n_shared_experts") or 0) * of_expert
+    return (number(settings, "num_experts_per_tok") or 1) * of_expert + shared
+
+
+def kv_bytes_per_sequence(
+    shape: ModelShape, num_tokens: int, bytes_per_number: int, tensor_parallel_size: int
+) -> int:
+    """KV cache of one sequence on one GPU, in whole blocks and one to spare."""
+    heads = max(1, shape.kv_heads // tensor_parallel_size)
+    tokens = (math.ceil(num_tokens / KV_BLOCK_TOKENS) + 1) * KV_BLOCK_TOKENS
+    return tokens * shape.layers * 2 * heads * shape.head_dim * bytes_per_number

@@ -1,0 +1,72 @@
+"""Predicted seconds of a step by phase on H100s or H200s, and what bounds each: arithmetic.
+
+Rates are those that ``benchmarks/results/grpo-h200.jsonl`` and ``training-h100.jsonl`` measured for
+models of 1.5 B parameters and more; smaller ones keep a GPU less busy and train slower than this.
+Every completion is taken to be as long as it may be; prompts, scoring and a critic are left out.
+"""
+
+import math
+from dataclasses import dataclass
+
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.planning.activations import BYTES
+from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape, kv_bytes_per_sequence
+from nemo_like.planning.resources import ResourcePlan
+
+PEAK_FLOPS = 989e12
+"""Of an H100 or H200 in 16 bits, dense."""
+TRAINING_SHARE = 0.45
+"""Of ``PEAK_FLOPS`` that training and logprob passes reach."""
+MEMORY_BYTES_PER_S = 0.6 * 3.35e12
+"""Of weights and cache that decoding reads: 0.6 of what an H100's memory gives."""
+DECODE_HOST_S = 0.004
+"""An engine's work on the host for one token of all its sequences."""
+REFIT_BYTES_PER_S = 55e9
+"""From policy to engine, gathering and loading included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """One phase of a step."""
+
+    name: str
+    seconds: float
+    bound_by: str
+
+
+def predict_step(
+    config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan
+) -> list[PhaseTime]:
+    """Phases of one step with one pass over its batch, in their order."""
+    policy, tokens = config.policy, config.rows_per_step * config.generation.max_new_tokens
+    size = BYTES[policy.dtype]
+    refit = shape.num_parameters * size / REFIT_BYTES_PER_S
+    flops_per_s = len(plan.policy) * PEAK_FLOPS * TRAINING_SHARE
+    forward_s = 2 * shape.num_parameters * tokens / flops_per_s
+    again = 1 if policy.activation_checkpointing == "full" else 0
+    phases = [
+        _rollout(config, shape, plan, size),
+        PhaseTime(name="refit", seconds=refit, bound_by="copies between processes"),
+        PhaseTime(name="train", seconds=(3 + again) * forward_s, bound_by="matrix products"),
+    ]
+    if config.keeps_reference:
+        phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by="matrix products"))
+    return phases
+
+
+def _rollout(
+    config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan, size: int
+) -> PhaseTime:
+    generation = config.generation
+    rows = math.ceil(config.rows_per_step / len(plan.generation))
+    together = min(rows, MOST_SEQUENCES)
+    tp = generation.tensor_parallel_size
+    cache = kv_bytes_per_sequence(shape, generation.max_new_tokens // 2, size, tp)
+    read_s = (shape.num_parameters * size / tp + together * cache) / MEMORY_BYTES_PER_S
+    num_steps = generation.max_new_tokens * math.ceil(rows / MOST_SEQUENCES)
+    by_memory = read_s > DECODE_HOST_S
+    return PhaseTime(
+        name="rollout",
+        seconds=num_steps * max(read_s, DECODE_HOST_S),
+        bound_by="reading weights and cache" if by_memory else "the engine's host process",
+    )

@@ -1,0 +1,1 @@
+"""What ``policy.debug`` switches on: checks across ranks, and reports of hangs."""

@@ -1,0 +1,1 @@
+"""How a model and its rows are laid over ranks."""

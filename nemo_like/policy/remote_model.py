@@ -1,0 +1,279 @@
+"""The driver's handle of a model spread over ranks: sends references out, gets numbers back."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from ray import ObjectRef
+from torch import Tensor
+
+from nemo_like.batch import keys
+from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.losses import KLEstimator
+from nemo_like.config.policy import Output, PolicyConfig
+from nemo_like.config.run import ClusterConfig
+from nemo_like.distributed.progress import IMPORTING, gb, num_bytes, writing_folder, written
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.worker_group import Pending, WorkerGroup
+from nemo_like.losses.protocol import Denominators, Loss
+from nemo_like.observe.metrics import Metrics, merge
+from nemo_like.planning.model_shape import attention_tokens
+from nemo_like.policy.parallel.stages import bins_for_pipeline
+from nemo_like.policy.trainer import TrainerSetup
+from nemo_like.policy.worker import PolicyWorker, Shard
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RemoteModel:
+    """The ranks of one model, called as one: policy, critic, reward model or teacher."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        cluster_config: ClusterConfig,
+        group: WorkerGroup[PolicyWorker],
+        *,
+        model_path: str,
+        max_steps: int,
+        temperature: float = 1.0,
+        with_reference: bool = False,
+        output: Output = "logprobs",
+        trains: bool = True,
+    ) -> None:
+        """``temperature``: of logprobs. ``trains`` False: a frozen model, without an optimizer."""
+        self.config = config
+        self.temperature = temperature
+        self.weight_version = 0
+        """Optimizer steps taken so far."""
+        self._start_timeout_s = cluster_config.start_timeout_s
+        self._attention_tokens = attention_tokens(Path(model_path))
+        self._save_timeout_s = cluster_config.save_timeout_s
+        self.group = group
+        self._setup = TrainerSetup(
+            config=config,
+            model_path=model_path,
+            max_steps=max_steps,
+            with_reference=with_reference,
+            output=output,
+            trains=trains,
+            log_dir=group.contexts[0].log_dir,
+            num_threads=max(1, int(cluster_config.cpus_per_worker)),
+            # Ranks wait for each other in a save, too; it is the driver's limit that counts.
+            timeout_s=max(cluster_config.call_timeout_s, cluster_config.save_timeout_s),
+            refit_timeout_s=cluster_config.call_timeout_s,
+        )
+
+    def start(self) -> None:
+        """Load the model on every rank, and compile it."""
+
+        def waiting(doing: str) -> WorkerGroup[PolicyWorker]:
+            return self.group.waiting(self._start_timeout_s, "start_timeout_s", doing)
+
+        path = self._setup.model_path
+        port = waiting(IMPORTING).call_rank(0, PolicyWorker.open_store)
+        started, *_ = waiting(
+            f"it loads a model, whose files have {gb(num_bytes(Path(path)))}, and checks a "
+            "small one of its kind; from a shared disk that may take minutes"
+        ).call(PolicyWorker.start, self._setup, self.group.contexts[0].meeting_address, port)
+        if self._setup.trains:
+            logger.info("%s: %s parameters train.", path, f"{started.num_trained:,}")
+        if unused := started.unused:
+            logger.warning(
+                "%s: %d tensors of its files are not used, as its config.json has no place for "
+                "them: %s; see that the two belong together.",
+                path,
+                len(unused),
+                ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else ""),
+            )
+        waiting("it compiles the model, which takes a minute or more the first time").call(
+            PolicyWorker.warm_up
+        )
+
+    def logprobs(
+        self, batch: RemoteBatch, *, with_policy: bool = True, kl: KLEstimator | None = None
+    ) -> Metrics:
+        """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference.
+
+        With them row columns ``mean_mismatches`` and ``reference_kl``: the sum of the estimate
+        ``kl`` over a row's tokens.
+        """
+        plan = self._plan(batch)
+        results = self.group.scatter(
+            PolicyWorker.logprobs, self._shards(batch, plan), with_policy, kl, last="pp"
+        )
+        _add(batch, plan, [ref for ref, _, _ in results])
+        for name in results[0][2]:
+            column = batch.rows[name] = torch.zeros(len(batch), dtype=torch.float64)
+            for rank, (_, _, of_rows) in enumerate(results):
+                column[plan.rows(rank)] = of_rows[name]
+        return merge([metrics for _, metrics, _ in results])
+
+    def score(self, batch: RemoteBatch, column: str) -> None:
+        """Add what the model gives for each token as token column ``column``, without gradient.
+
+        By the model's ``Output``: logprobs or values of tokens that train, 0 elsewhere; or values
+        of all tokens.
+        """
+        plan = self._plan(batch)
+        shards = self._shards(batch, plan)
+        _add(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
+
+    def top_logprobs(self, batch: RemoteBatch, k: int, vocabulary: int | None = None) -> None:
+        """Add token columns ``teacher_ids`` and ``teacher_logprobs`` of the ``k`` likeliest tokens.
+
+        In falling order; if the vocabulary has no more than ``k``, all are, in order of id. Zeros
+        where no token trains. ``vocabulary``: ids from here on are left out.
+        """
+        plan = self._plan(batch)
+        shards, method = self._shards(batch, plan), PolicyWorker.top_logprobs
+        _add(batch, plan, self.group.scatter(method, shards, k, vocabulary, last="pp"))
+
+    def derive(
+        self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
+    ) -> list[T]:
+        """Add the token columns that ``make`` gives for rows; what else it gives for each part.
+
+        ``make`` is called once with the rows of each data-parallel rank that has any. It travels
+        there: a function of a module, or an instance of a dataclass that can be called.
+        """
+        plan = self._plan(batch)
+        shards = [batch.select(plan.rows(rank)) for rank in range(len(plan.bins))]
+        results: list[Any] = self.group.scatter(PolicyWorker.derive, shards, make)
+        _add(batch, plan, [made[0] if made else None for made in results])
+        return [made[1] for made in results if made]
+
+    def train(
+        self,
+        batch: RemoteBatch,
+        loss: Loss,
+        *,
+        rows_per_unit: int = 1,
+        check: Callable[[Metrics], None] | None = None,
+    ) -> Metrics:
+        """One optimizer step on all rows that train; the gradient is that of one global mean.
+
+        ``rows_per_unit``: consecutive rows that belong together (2: preference pairs); they train
+        together or not at all. ``check`` runs on every rank before the optimizer step; see
+        ``Trainer.train``. Sampled completions without policy logprobs (see ``logprobs``) must
+        be those of the current weights.
+        """
+        batch = _trained(batch, rows_per_unit)
+        if not len(batch):
+            logger.warning("No row of this step trains; its optimizer step is left out.")
+            return {}
+        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), _counts(batch)
+        on_policy = self._is_on_policy(batch)
+        results = self.group.scatter(
+            PolicyWorker.train, shards, loss, counts, on_policy, check, last="pp"
+        )
+        self.weight_version += 1
+        return merge(results)
+
+    def evaluate(self, batch: RemoteBatch, loss: Loss, *, rows_per_unit: int = 1) -> Metrics:
+        """What ``loss`` reports on all rows that train, without a step; see ``train``."""
+        batch = _trained(batch, rows_per_unit)
+        shards = self._shards(batch, self._plan(batch, rows_per_unit))
+        counts = _counts(batch)
+        return merge(self.group.scatter(PolicyWorker.evaluate, shards, loss, counts, last="pp"))
+
+    def submit_weights(self, *, adapters_only: bool) -> Pending[float]:
+        """Begin to hand the weights to the engines; the seconds that it takes on each rank."""
+        return self.group.submit(PolicyWorker.send_weights, self.weight_version, adapters_only)
+
+    def release_memory(self) -> None:
+        """Give GPU memory that is only cached back."""
+        self.group.call(PolicyWorker.release_memory)
+
+    def save(self, folder: str) -> None:
+        """Write model, optimizer and schedule into ``folder``."""
+        layout = self.group.layout
+        stages = layout.output_ranks("pp") if "pp" in layout.sizes else (0,)
+        expected = sum(self.group.call_rank(rank, PolicyWorker.state_bytes) for rank in stages)
+        self._saving(written(Path(folder), expected)).call(PolicyWorker.save, folder)
+
+    def load(self, folder: str, weight_version: int) -> None:
+        """Restore what ``save`` wrote after ``weight_version`` steps."""
+        self._saving(_reading(folder)).call(PolicyWorker.load, folder)
+        self.weight_version = weight_version
+
+    def load_weights(self, folder: str, weight_version: int) -> None:
+        """Restore the model alone of what ``save`` wrote, for a policy that will not train."""
+        self._saving(_reading(folder)).call(PolicyWorker.load_weights, folder)
+        self.weight_version = weight_version
+
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face folder."""
+        expected = num_bytes(Path(self._setup.model_path))
+        aside = writing_folder(Path(folder))
+        self._saving(written(aside, expected)).call(PolicyWorker.export, folder)
+
+    def _saving(self, doing: Callable[[], str]) -> WorkerGroup[PolicyWorker]:
+        return self.group.waiting(self._save_timeout_s, "save_timeout_s", doing)
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        self.group.shutdown()
+
+    def _is_on_policy(self, batch: RemoteBatch) -> bool:
+        """Whether this step's own forward pass gives the policy's logprobs of what it sampled."""
+        versions = batch.rows.get(keys.WEIGHT_VERSIONS)
+        if (
+            self._setup.output != "logprobs"
+            or versions is None
+            or keys.MEAN_MISMATCHES in batch.rows
+        ):
+            return False
+        assert bool((versions == self.weight_version).all()), "these rows need policy logprobs"
+        return True
+
+    def _plan(self, batch: RemoteBatch, rows_per_unit: int = 1) -> MicroBatchPlan:
+        return plan_micro_batches(
+            batch.lengths.tolist(),
+            rows_per_unit=rows_per_unit,
+            num_ranks=self.group.layout.sizes["dp"],
+            max_tokens=self.config.micro_batch_tokens,
+            max_rows=self.config.micro_batch_size,
+            padded=self.config.batching == "padded",
+            attention_tokens=self._attention_tokens,
+            **bins_for_pipeline(self.config.parallel),
+        )
+
+    def _shards(self, batch: RemoteBatch, plan: MicroBatchPlan) -> list[Shard]:
+        return [
+            Shard(
+                batch=batch.select(plan.rows(rank)),
+                bin_sizes=tuple(len(one) for one in bins),
+                temperature=self.temperature,
+            )
+            for rank, bins in enumerate(plan.bins)
+        ]
+
+
+def _reading(folder: str) -> Callable[[], str]:
+    return lambda: f"it reads {gb(num_bytes(Path(folder)))} of {folder}"
+
+
+def _trained(batch: RemoteBatch, rows_per_unit: int) -> RemoteBatch:
+    """The rows that train, in units of which all rows do."""
+    trains = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
+    together = trains.view(-1, rows_per_unit).all(1).repeat_interleave(rows_per_unit)
+    return batch.select(together.nonzero(as_tuple=True)[0])
+
+
+def _counts(batch: RemoteBatch) -> Denominators:
+    tokens = float(batch.rows[keys.NUM_LOSS_TOKENS].sum())
+    return Denominators(tokens=tokens, sequences=float(len(batch)))
+
+
+def _add(batch: RemoteBatch, plan: MicroBatchPlan, refs: Sequence[ObjectRef | None]) -> None:
+    """Add the columns that each data-parallel rank with rows has put into the store for them."""
+    parts = [(ref, rows) for rank, ref in enumerate(refs) if (rows := plan.rows(rank))]
+    found = [ref for ref, _ in parts if ref is not None]
+    assert len(found) == len(parts), "the mesh's output ranks must be the layout's"
+    batch.add_columns(found, [rows for _, rows in parts])

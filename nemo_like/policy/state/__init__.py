@@ -1,0 +1,1 @@
+"""How weights and optimizer states come in and leave: models, checkpoints, exports."""

@@ -1,0 +1,161 @@
+"""Does this worker compute what transformers computes? Asked of a small random twin."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.policy import Attention, Batching, PolicyConfig
+from nemo_like.config.remote_code import trusts_code
+from nemo_like.errors import UserError
+from nemo_like.models.settings import model_settings, one_line
+from nemo_like.policy.attention import PACKED
+from nemo_like.policy.inputs import InputLayout, made_up_rows, model_inputs
+from nemo_like.policy.model import HeadSettings, LogprobModel
+from nemo_like.policy.requests import ForwardRequest
+from nemo_like.policy.state.twin import PROBE_SPREAD, VOCAB, random_model, shortened
+
+logger = logging.getLogger(__name__)
+
+# Float32 rounding of logprobs, with a wide margin: a wrong term shows as 0.1 and more.
+_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Two keys of the policy; ``attention`` is of no effect where rows are packed."""
+
+    batching: Batching
+    attention: Attention
+
+    @property
+    def implementation(self) -> str:
+        if self.batching == "packed":
+            return PACKED
+        if self.attention == "flash_attention_2":  # on a GPU only; its layout is sdpa's
+            return "sdpa"
+        return self.attention
+
+
+_LAYOUTS = (
+    _Layout("packed", "sdpa"),
+    _Layout("padded", "sdpa"),
+    _Layout("padded", "eager"),
+)
+"""What may be configured, the fastest first."""
+
+
+@torch.no_grad()
+def check_architecture(path: str, config: PolicyConfig) -> None:
+    """Compare two short rows in the configured layout with each row alone in transformers' own.
+
+    Refuses (UserError) what would silently be wrong: attention with terms of its own, recurrent
+    layers that run from one packed row into the next, logits changed in a way that the head does
+    not know. It then tries the other layouts, and names one that is right. Weights are random and
+    layers, experts and tokens few: a 70B model costs seconds. Layers are as wide as the real ones,
+    and of every kind that the model has.
+    """
+    full = _load_config(path, config)
+    try:
+        rows = _rows(full)
+        expected = _plain_logprobs(_twin(full, "eager"), rows)
+    except Exception as error:  # the boundary to a model's code, which may raise anything
+        raise UserError(
+            f"policy.model={config.model}: transformers itself cannot run a small model of its "
+            f"config.json ({one_line(error)}); repair config.json or use another model."
+        ) from error
+    asked = _Layout(config.batching, config.attention)
+    if problem := _problem(full, asked, rows, expected):
+        classes: Any = AutoModelForCausalLM._model_mapping
+        # The folder's own code is not in transformers' table.
+        name = (classes[type(full)] if type(full) in classes else type(full)).__name__
+        raise UserError(
+            f"policy.model={config.model}: {name} cannot be trained with "
+            f"{_keys(asked)}: {problem}; "
+            f"{_remedy(full, asked, config, rows, expected)}."
+        )
+
+
+def _problem(
+    full: PreTrainedConfig, layout: _Layout, rows: TensorBatch, expected: torch.Tensor
+) -> str:
+    """What is wrong with a layout; nothing if it gives the ``expected`` logprobs."""
+    text = full.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    # Packed attention sees full rows; refuse a window now, not when the first long row comes.
+    in_use = window is not None and getattr(text, "use_sliding_window", True)
+    packed = layout.batching == "packed"
+    if in_use and packed and window < text.max_position_embeddings:
+        return f"it has a sliding window of {window} tokens, which packed rows do not support"
+    try:
+        model = LogprobModel(_twin(full, layout.implementation), HeadSettings(chunk_tokens=5))
+        inputs = model_inputs(rows, InputLayout(batching=layout.batching))
+        actual = model(None, ForwardRequest(inputs=inputs, temperature=1.0))[0]
+    except Exception as error:  # the boundary to a model's code, which may raise anything
+        logger.debug("%s", layout, exc_info=True)
+        return f"it fails ({one_line(error)})"
+    diff = (actual - expected).abs().max().item()
+    if diff <= _TOLERANCE:
+        return ""
+    return f"its logprobs differ by {diff:.3g} from those of the plain model"
+
+
+def _remedy(
+    full: PreTrainedConfig,
+    asked: _Layout,
+    config: PolicyConfig,
+    rows: TensorBatch,
+    expected: torch.Tensor,
+) -> str:
+    others = (one for one in _LAYOUTS if one.implementation != asked.implementation)
+    right = next((one for one in others if not _problem(full, one, rows, expected)), None)
+    if right is None:
+        return "no other values of policy.batching and policy.attention help, so use another model"
+    remedy = f"set {_keys(right)}, with which it is exact"
+    if right.batching == "padded" and config.parallel.context_parallel_size > 1:
+        remedy += ", and policy.parallel.context_parallel_size=1"
+    return remedy
+
+
+def _keys(layout: _Layout) -> str:
+    batching = f"policy.batching={layout.batching}"
+    if layout.batching == "packed":
+        return batching
+    return f"{batching} and policy.attention={layout.attention}"
+
+
+def _rows(full: PreTrainedConfig) -> TensorBatch:
+    generator = torch.Generator().manual_seed(0)
+    size = min(full.get_text_config().vocab_size, VOCAB)
+    ids = torch.randint(0, size, (12,), generator=generator)
+    return made_up_rows([7, 5], ids=ids)
+
+
+def _load_config(path: str, config: PolicyConfig) -> PreTrainedConfig:
+    loaded = model_settings(path)
+    own = "AutoModelForCausalLM" in getattr(loaded, "auto_map", ()) and trusts_code()
+    if not own and type(loaded) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(
+            f"policy.model={config.model}: {type(loaded).__name__} is not a causal language model; "
+            "give a folder that transformers' AutoModelForCausalLM can load."
+        )
+    return loaded
+
+
+def _twin(full: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """A small model with the real one's classes and widths."""
+    config = shortened(full, spread=PROBE_SPREAD)
+    return random_model(AutoModelForCausalLM, config, attention)
+
+
+def _plain_logprobs(twin: PreTrainedModel, rows: TensorBatch) -> torch.Tensor:
+    """Each row alone, through transformers' plainest attention and its own head."""
+    parts = []
+    for row in rows.tokens[keys.INPUT_IDS].split(rows.lengths.tolist()):
+        logprobs = twin(input_ids=row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        parts += [torch.zeros(1), logprobs.gather(-1, row[1:, None])[:, 0]]
+    return torch.cat(parts)

@@ -1,0 +1,313 @@
+"""The training engine of one rank, without Ray: any layout, one exact step.
+
+Every micro-batch's loss is its share of one global mean (see losses/protocol.py), so gradients of
+micro-batches, data-parallel and context-parallel ranks add up. Tensor-parallel ranks and stages of
+a pipeline hold parts of one model; full parameters that they share are kept equal.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.policy import Output, PolicyConfig
+from nemo_like.losses.mismatch import MismatchSums
+from nemo_like.losses.protocol import Denominators, Loss, apply_loss
+from nemo_like.models.naming import plain_name
+from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
+from nemo_like.policy.debug.diagnostics import Diagnostics
+from nemo_like.policy.gradients import (
+    clip_gradients,
+    explain_non_finite,
+    forget_gradients,
+    gradient_norm,
+)
+from nemo_like.policy.inputs import InputLayout, InputShape, empty_batch, model_inputs
+from nemo_like.policy.loss_scale import LossScale, any_bad_loss
+from nemo_like.policy.model import LogprobModel
+from nemo_like.policy.optim import make_optimizers, make_schedulers, move_state
+from nemo_like.policy.parallel.ddp import average_parameters, wrap_ddp
+from nemo_like.policy.parallel.mesh import PolicyMesh
+from nemo_like.policy.parallel.pipeline import Pipeline
+from nemo_like.policy.parallel.shared_parameters import SharedParameters
+from nemo_like.policy.requests import ForwardRequest, MicroBatches, forward_requests
+from nemo_like.policy.state.loading import load_stages
+
+_REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSetup:
+    """What every rank needs to start; the driver fills it, and ranks take it as it is."""
+
+    config: PolicyConfig
+    model_path: str
+    max_steps: int
+    """Of the learning rate's schedule."""
+    with_reference: bool = False
+    output: Output = "logprobs"
+    trains: bool = True
+    """False: a frozen model, without gradient and optimizer."""
+    log_dir: str = "."
+    """Folder of hang reports."""
+    num_threads: int = 1
+    timeout_s: float = 600.0
+    """Of collectives."""
+    refit_timeout_s: float = 600.0
+    """Of each wait for an engine."""
+
+
+class Trainer:
+    """One rank's share of model, optimizer and schedule; all methods are collective."""
+
+    def __init__(self, setup: TrainerSetup, device: torch.device) -> None:
+        config = setup.config
+        self.setup = setup
+        self.config = config
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        torch.backends.cuda.matmul.allow_tf32 = config.tf32
+        torch.backends.cudnn.allow_tf32 = config.tf32
+        self.mesh = PolicyMesh(config, device.type)
+        self._layout = InputLayout(
+            batching=config.batching,
+            multiple=self.mesh.sequence_multiple,
+            context_group=self.mesh.group("cp"),
+        )
+        self.diagnostics = Diagnostics(config.debug, self.mesh, device, setup.log_dir)
+        where = (setup.model_path, config, self.mesh, device)
+        self.stages, partial = load_stages(*where, setup.output)
+        self.parameters: dict[str, nn.Parameter] = {
+            plain_name(name): parameter
+            for stage in self.stages
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
+        }
+        """This rank's shards by their names in memory. Taken now: between a forward pass and a
+        reshard, FSDP2 shows full parameters under the same names."""
+        self._shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
+        self.reference: list[LogprobModel] = []
+        if setup.with_reference and not config.lora.rank:  # else it is the model without adapters
+            self.reference, _ = load_stages(*where)
+        for stage in self.reference if setup.trains else self.stages:
+            stage.requires_grad_(False)
+        self._ddp = wrap_ddp(self.stages[0], self.mesh) if self.mesh.ddp and setup.trains else None
+        self.optimizers = [
+            make_optimizers(stage.named_parameters(), config.optimizer)
+            for stage in (self.stages if setup.trains else ())
+        ]
+        self.schedulers = make_schedulers(
+            chain(*self.optimizers), config.scheduler, setup.max_steps
+        )
+        self.loss_scale = LossScale(config.loss_scale) if config.dtype == "float16" else None
+        self.num_steps = 0
+        """Optimizer steps taken."""
+
+    def train(
+        self,
+        micro_batches: MicroBatches,
+        loss: Loss,
+        denominators: Denominators,
+        temperature: float,
+        *,
+        on_policy: bool = False,
+        check: Callable[[Metrics], None] | None = None,
+    ) -> Metrics:
+        """Forward and backward over this rank's micro-batches, then one step of all ranks together.
+
+        ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
+        is that of all ranks. ``check`` may refuse the metrics by a RunError. The returned ones are
+        this data-parallel rank's share; others return what all ranks know.
+
+        Raises RunError on all ranks before the optimizer step if ``check`` does, or if the gradient
+        norm is not finite, as that of a loss that is not finite never is (in float16: skips the
+        step and counts it; in local SGD: on the rank whose norm it is).
+        """
+        self.diagnostics.check_rows(micro_batches)
+        parameters = self.parameters
+        with self.diagnostics.phase("backward"):
+            sums = MismatchSums(self.device) if on_policy else None
+            parts = self.backward(micro_batches, loss, denominators, temperature, sums)
+            self._shared.complete_gradients()
+            norm = gradient_norm(
+                parameters,
+                pipeline_group=self.mesh.group("pp"),
+                counted_elsewhere=self._shared.counted_elsewhere,
+            )
+        if not self._drifting:
+            self.diagnostics.check_copies({n: p.grad for n, p in parameters.items()}, "gradients")
+        scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
+        true_norm = norm.item() / scale
+        metrics = merge(parts)
+        if sums is not None:
+            sums.all_reduce()
+            metrics |= sums.metrics()
+        if check is not None:
+            check(metrics)
+        metrics["train/grad_norm"] = Metric(true_norm, reduce=Reduce.max)
+        metrics["train/lr"] = Metric(float(self.schedulers[0].get_last_lr()[0]), reduce=Reduce.max)
+        finite = bool(torch.isfinite(norm))
+        if not finite and (self.loss_scale is None or any_bad_loss(parts, self.device)):
+            raise explain_non_finite(norm, parameters, self.mesh.rank, _REMEDY)
+        if finite:
+            clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
+            with self.diagnostics.phase("optimizer"):
+                self._optimizer_step()
+        forget_gradients(parameters)
+        if not self._drifting:
+            self.diagnostics.check_copies(parameters, "parameters")
+        metrics |= self.diagnostics.pop()
+        if self.loss_scale is not None:
+            metrics["train/loss_scale"] = Metric(scale, reduce=Reduce.max)
+            self.loss_scale.update(overflowed=not finite)
+            skipped = float(self.loss_scale.skipped_steps)
+            metrics["train/skipped_steps"] = Metric(skipped, reduce=Reduce.max)
+        return metrics
+
+    def num_parameters(self) -> int:
+        """Parameters that train, those of other stages too; collective."""
+        mine = sum(
+            each.numel()  # of all shards
+            for name, each in self.parameters.items()
+            if name not in self._shared.counted_elsewhere
+        )
+        total = torch.tensor(mine, device=self.device)
+        if (pp := self.mesh.group("pp")) is not None:
+            dist.all_reduce(total, group=pp)
+        return int(total)
+
+    def synchronize(self) -> None:
+        """Make replicas equal before weights leave the policy."""
+        if self._drifting:
+            average_parameters(self.parameters, self.mesh.group("replicate"))
+
+    @property
+    def _drifting(self) -> bool:
+        return self.mesh.ddp and self.mesh.parallel.ddp.average_every_steps > 1  # local SGD
+
+    def backward(
+        self,
+        micro_batches: MicroBatches,
+        loss: Loss,
+        denominators: Denominators,
+        temperature: float,
+        sums: MismatchSums | None,
+    ) -> list[Metrics]:
+        """Accumulate the gradient, and ``sums``; the metrics of each real micro-batch."""
+        requests, shape = self.requests(
+            micro_batches, loss=loss, temperature=temperature, with_entropy=sums is not None
+        )
+        parts: list[Metrics] = []
+
+        def value_of(output: Tensor, i: int) -> Tensor:
+            micro_batch = micro_batches[i]
+            if micro_batch is None:
+                return output.sum() * 0
+            rows = output[:, : micro_batch.num_tokens]
+            if sums is not None and self.mesh.is_output_rank:
+                sums.add(rows[0].detach(), rows[1], micro_batch)
+            value, metrics = apply_loss(loss, rows, micro_batch, denominators)
+            parts.append(metrics)
+            return value * self._loss_factor()
+
+        if self.mesh.sizes.pp > 1:
+            self._pipeline(self.stages).train(requests, value_of, self._hidden_shape(shape))
+        else:
+            self._accumulate(requests, value_of)
+        return parts
+
+    def _accumulate(
+        self, requests: Sequence[ForwardRequest], value_of: Callable[[Tensor, int], Tensor]
+    ) -> None:
+        model = self.stages[0]
+        sync_once = isinstance(model, FSDPModule) and not self.mesh.parallel.reshard_after_forward
+        for i, request in enumerate(requests):
+            last = i == len(requests) - 1
+            if sync_once and isinstance(model, FSDPModule):
+                # Gradients add up unsharded and are reduced once.
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+            with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+                with self.precision():
+                    output = (self._ddp or model)(None, request)
+                value_of(output, i).backward()  # autocast would round inside the head's gradient
+
+    def _optimizer_step(self) -> None:
+        for optimizer in chain(*self.optimizers):
+            if self.config.offload == "optimizer":
+                move_state(optimizer, self.device)
+            optimizer.step()
+            if self.config.offload == "optimizer":
+                move_state(optimizer, torch.device("cpu"))
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.num_steps += 1
+        if self._drifting and self.num_steps % self.mesh.parallel.ddp.average_every_steps == 0:
+            self.synchronize()
+
+    def score(
+        self,
+        stages: list[LogprobModel],
+        requests: Sequence[ForwardRequest],
+        shape: InputShape | None,
+    ) -> list[Tensor]:
+        """Outputs of the passes, without gradient; none on ranks without a head."""
+        if self.mesh.sizes.pp > 1:
+            outputs = self._pipeline(stages).score(requests, self._hidden_shape(shape))
+        else:
+            outputs = [stages[0](None, request) for request in requests]
+        for stage in stages:
+            # Without a backward pass some units stay gathered; free them.
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return outputs
+
+    def _pipeline(self, stages: list[LogprobModel]) -> Pipeline:
+        group = self.mesh.group("pp")
+        assert group is not None
+        return Pipeline(stages, self.mesh.parallel, group, self.device, self.dtype)
+
+    def requests(
+        self, micro_batches: MicroBatches, **wanted: Any
+    ) -> tuple[list[ForwardRequest], InputShape | None]:
+        """A pass for each micro-batch, see ``forward_requests``; the shape of a pipeline."""
+        batches = [each or empty_batch(self.device) for each in micro_batches]
+        shape = self._common_shape(batches)
+        every_token = self.setup.output == "values"
+        inputs = [
+            model_inputs(batch, self._layout, shape, every_token=every_token) for batch in batches
+        ]
+        return forward_requests(inputs, micro_batches, **wanted), shape
+
+    def _common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
+        """Stages of a pipeline exchange tensors of one shape; elsewhere each batch has its own."""
+        if self.mesh.sizes.pp == 1:
+            return None
+        shapes = [self._layout.shape_of(batch) for batch in batches]
+        return InputShape(
+            rows=max(shape.rows for shape in shapes),
+            positions=max(shape.positions for shape in shapes),
+        )
+
+    def _hidden_shape(self, shape: InputShape | None) -> list[int]:
+        assert shape is not None
+        return [shape.rows, shape.positions // self.mesh.sizes.cp]
+
+    def _loss_factor(self) -> float:
+        """Undoes DDP's mean over ranks (local SGD: a rank's own mean), and scales for float16."""
+        factor = float(self.mesh.sizes.replicate) if self.mesh.ddp else 1.0
+        return factor * (self.loss_scale.factor if self.loss_scale is not None else 1.0)
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Of forward passes. FSDP casts by itself; DDP keeps float32 and uses autocast."""
+        if self.mesh.ddp and self.dtype != torch.float32:
+            return torch.autocast(self.device.type, self.dtype)
+        return nullcontext()

@@ -1,0 +1,1 @@
+"""Rewards of completions, computed in processes of their own."""

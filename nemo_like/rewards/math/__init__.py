@@ -1,0 +1,1 @@
+"""Rewards for mathematics: the answer that a completion states, compared with the right one."""

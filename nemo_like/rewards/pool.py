@@ -1,0 +1,273 @@
+"""Scores rows in processes of their own, so that a reward function can fail in any way it likes.
+
+Every process has its own socket and a hard limit per row: a process that is late, dead, worn out or
+that writes what it should not is replaced, and only rows that it held are lost. (A pool whose
+workers share a queue, such as pebble's or the standard library's, is broken for good when a worker
+dies between two rows; ``multiprocessing`` would import the main module, here Ray's, in every
+process, and unpickle what a process sends, which a reward function can write.)
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemo_like.errors import UserError
+from nemo_like.rewards.frames import PlainDataError, write_row
+from nemo_like.rewards.pool_process import LostError, ProcessSettings, RewardProcess, WaitingRow
+from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
+from nemo_like.rewards.variables import reward_variables, with_hint
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+MOST_ROWS = 10_000
+"""Rows after which a process is replaced, for what leaks and is not measured."""
+MEMORY_SHARE = 0.5
+TRIES = 2
+"""Processes in a row that cannot load the reward, after which all rows that wait fail."""
+_SHUT_DOWN = "the reward process was shut down"
+
+
+class RewardPool:
+    """An ``Environment`` of ``num_processes`` processes that call one reward function.
+
+    ``reward`` is read as ``resolve_reward`` says, in the reward processes only; UserError
+    if it cannot be used. A row that takes longer than ``timeout_s`` to score (waiting for a free
+    process does not count) or more than ``memory_limit_bytes`` fails. The processes get variables
+    as ``variables`` says, and those of ``pass_variables``.
+
+    A process scores one row after the other, or ``concurrency`` at once by an ``async def``. It is
+    replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``;
+    None: it is kept while it works.
+
+    Another ``module`` than that for functions makes of ``reward`` what it likes. A free process
+    gets up to ``rows_at_once`` rows that wait, which share their time limits, and their fate.
+    """
+
+    def __init__(
+        self,
+        reward: str,
+        *,
+        timeout_s: float = 10.0,
+        num_processes: int = 1,
+        memory_limit_bytes: int | None = None,
+        pass_variables: Sequence[str] = (),
+        concurrency: int = 32,
+        most_rows: int | None = MOST_ROWS,
+        module: str = "nemo_like.rewards.process",
+        rows_at_once: int = 1,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        variables = reward_variables(os.environ, pass_variables)
+        settings = ProcessSettings(
+            module=module,
+            reward=reward,
+            timeout_s=timeout_s,
+            memory_limit_bytes=_within_own(memory_limit_bytes or memory_share(num_processes)),
+            start_timeout_s=start_timeout_s,
+            variables=variables,
+            withheld=frozenset(os.environ.keys() - variables.keys()),
+            most_rows=most_rows,
+        )
+        self._concurrency = concurrency
+        self._rows_at_once = rows_at_once
+        self._waiting: deque[WaitingRow] = deque()
+        self._is_shut_down = False
+        self._lock = threading.Lock()
+        self._loop = asyncio.SelectorEventLoop()  # not uvloop, which Ray makes the default
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, daemon=True, name="reward-pool"
+        )
+        self._thread.start()
+        self._lanes = [_Lane(settings) for _ in range(num_processes)]
+        self._tasks: set[asyncio.Task[None]] = set()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether the reward function is an ``async def``."""
+        return all(lane.is_concurrent for lane in self._lanes)
+
+    async def score(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> RewardResult:
+        """Score one completion; whatever goes wrong is in ``RewardResult.error``."""
+        row_id = secrets.token_hex(16)
+        try:
+            message = write_row(RewardRow(row_id, prompt, completion, dict(fields)))
+        except PlainDataError as error:
+            return failed(str(error))
+        row = WaitingRow(row_id, message)
+        with self._lock:
+            if self._is_shut_down:
+                return failed(_SHUT_DOWN)
+            self._loop.call_soon_threadsafe(self._add, row)
+        return await asyncio.wrap_future(row.result)
+
+    def shutdown(self) -> None:
+        """Kill the processes, and what they started; rows that wait come back as failed."""
+        with self._lock:
+            if self._is_shut_down:
+                return
+            self._is_shut_down = True
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _start(self) -> None:
+        await asyncio.gather(*(lane.start() for lane in self._lanes))
+
+    async def _end(self) -> None:
+        for row in self._waiting:
+            if row.result.set_running_or_notify_cancel():
+                row.result.set_result(failed(_SHUT_DOWN))
+        self._waiting.clear()
+        await asyncio.gather(*(lane.end() for lane in self._lanes))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
+
+    def _add(self, row: WaitingRow) -> None:
+        self._waiting.append(row)
+        self._deal()
+
+    def _deal(self) -> None:
+        """Give rows that wait to the processes that have most room."""
+        while self._waiting:
+            lane = max(self._lanes, key=self._room)
+            if self._room(lane) <= 0:
+                return
+            rows: list[WaitingRow] = []
+            while self._waiting and len(rows) < self._rows_at_once:
+                row = self._waiting.popleft()
+                if row.result.set_running_or_notify_cancel():
+                    rows.append(row)
+            if rows:
+                lane.num_calls += 1
+                task = asyncio.create_task(self._score(lane, rows))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _room(self, lane: "_Lane") -> int:
+        return (self._concurrency if lane.is_concurrent else 1) - lane.num_calls
+
+    async def _score(self, lane: "_Lane", rows: Sequence[WaitingRow]) -> None:
+        try:
+            results = await lane.score(rows)
+        except BaseException as error:  # whoever waits for a row is to see it
+            for row in rows:
+                row.result.set_exception(error)
+            raise
+        finally:
+            lane.num_calls -= 1
+            self._deal()
+        for row, result in zip(rows, results, strict=True):
+            row.result.set_result(result)
+
+
+class _Lane:
+    """The place of one process at a time."""
+
+    def __init__(self, settings: ProcessSettings) -> None:
+        self.num_calls = 0
+        """Of ``score``, that have not returned; the pool counts them."""
+        self._settings = settings
+        self._processes: list[RewardProcess] = []
+        """The last one is in use; those before it end when their rows are scored."""
+        self._replacing = asyncio.Lock()
+        self._refused: tuple[float, UserError] | None = None
+        """When processes could not load the reward, and why."""
+        self._num_refused = 0
+        """Of the last processes."""
+        self._is_ended = False
+
+    @property
+    def is_concurrent(self) -> bool:
+        return bool(self._processes) and self._processes[-1].is_concurrent
+
+    async def start(self) -> None:
+        """Start the first process; UserError if it cannot load its reward."""
+        await self._start()
+        await self._processes[-1].wait_until_ready()
+
+    async def score(self, rows: Sequence[WaitingRow]) -> list[RewardResult]:
+        """A result on each row, whatever happens."""
+        try:
+            process = await self._usable(max(row.since for row in rows))
+            results = await process.score(rows)
+            return [_explained(result, self._settings.withheld) for result in results]
+        except (LostError, UserError) as error:  # UserError: a replacement could not be loaded
+            return [failed(str(error)) for _ in rows]
+
+    async def end(self) -> None:
+        """Kill what is left."""
+        self._is_ended = True
+        for process in self._processes:
+            process.lose(_SHUT_DOWN)
+        await asyncio.gather(*(asyncio.to_thread(process.kill) for process in self._processes))
+
+    async def _usable(self, since: float) -> RewardProcess:
+        async with self._replacing:
+            if self._is_ended:
+                raise LostError(_SHUT_DOWN)
+            if self._refused is not None and since <= self._refused[0]:
+                raise self._refused[1]  # or each row that waits would start a process
+            last = self._processes[-1]
+            if not last.is_usable:
+                why = f": {last.spent}" if last.spent else ""
+                logger.warning("Starting another reward process in place of the last%s.", why)
+                last.retire()
+                await self._start()
+            try:
+                await self._processes[-1].wait_until_ready()
+            except UserError as error:
+                self._num_refused += 1
+                if self._num_refused >= TRIES:
+                    self._refused = time.monotonic(), error
+                raise
+            self._num_refused = 0
+            return self._processes[-1]
+
+    async def _start(self) -> None:
+        process = await RewardProcess.start(self._settings)
+        self._processes = [one for one in self._processes if not one.is_gone] + [process]
+        if self._is_ended:  # meanwhile
+            process.lose(_SHUT_DOWN)
+
+
+def _explained(result: RewardResult, withheld: frozenset[str]) -> RewardResult:
+    if result.error is None:
+        return result
+    return replace(result, error=with_hint(result.error, withheld))
+
+
+def memory_share(num_processes: int) -> int:
+    """Bytes that each of a machine's reward processes may use."""
+    return int(machine_memory_bytes() * MEMORY_SHARE / num_processes)
+
+
+def _within_own(limit: int) -> int:
+    """``limit``, or what this process may itself use if that is less."""
+    own = [one for one in resource.getrlimit(resource.RLIMIT_DATA) if one != resource.RLIM_INFINITY]
+    return min([limit, *own])
+
+
+def machine_memory_bytes() -> int:
+    """Memory of this machine, or of the container if that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or the word "max"
+            total = min(total, int(Path(path).read_text()))
+    return total

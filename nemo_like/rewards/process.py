@@ -1,0 +1,218 @@
+"""What runs in a reward process: ``python -m nemo_like.rewards.process FD SPEC …``.
+
+It scores in its main thread, where libraries may set signal alarms. It talks to its pool over one
+socket, in frames of plain data: first whether the reward can be used, then for each list of rows a
+result each.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_like.errors import UserError
+from nemo_like.rewards.frames import (
+    MOST_BYTES,
+    Frames,
+    first_word_frame,
+    read_rows,
+    result_frame,
+)
+from nemo_like.rewards.function import RewardFunction, resolve_reward, score_async, score_row
+from nemo_like.rewards.process_tree import (
+    adopt_orphans,
+    bury_orphans,
+    kill_tree,
+    leave_sigterm_to_driver,
+)
+from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
+
+PARENT_POLL_S = 1.0
+# The pool stops a row that is late; this only ends a process whose pool was killed meanwhile, and
+# works while native code holds the interpreter lock.
+SELF_DESTRUCT_GRACE_S = 5.0
+CANCEL_GRACE_S = 1.0
+
+BatchReward = Callable[[Sequence[RewardRow]], list[RewardResult]]
+"""One result for each row, in their order; never raises."""
+
+
+def load(spec: str) -> "BatchReward | RewardFunction":
+    """The reward function of ``spec``, which scores one row after the other unless it is async."""
+    function = resolve_reward(spec)
+    if function.is_async:
+        return function
+    loop = asyncio.Runner()  # for a plain function that returns an awaitable
+
+    def finish(result: Awaitable[Any]) -> Any:
+        async def awaited() -> Any:
+            return await result
+
+        return loop.run(awaited())
+
+    def score_each(rows: Sequence[RewardRow]) -> list[RewardResult]:
+        return [score_row(function, row, finish) for row in rows]
+
+    return score_each
+
+
+def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
+    """Load what the pool's spec names (UserError goes to the pool), then score until it closes.
+
+    A ``RewardFunction`` scores many rows at once, on one event loop.
+    """
+    file_descriptor, spec, timeout_s, memory_limit_bytes = argv
+    pool = socket.socket(fileno=int(file_descriptor))
+    _keep_from_children(pool)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
+    leave_sigterm_to_driver()
+    adopt_orphans()
+    _die_with_parent(os.getppid())
+    _limit_memory(int(memory_limit_bytes))
+    try:
+        scorer = load(spec)
+    except UserError as error:
+        pool.sendall(first_word_frame(str(error)))
+        return
+    is_concurrent = isinstance(scorer, RewardFunction)
+    pool.sendall(first_word_frame(None, is_concurrent=is_concurrent))
+    if isinstance(scorer, RewardFunction):
+        _serve_concurrently(pool, scorer, float(timeout_s))
+    else:
+        _serve(pool, scorer, float(timeout_s))
+
+
+def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float) -> None:
+    ended = set[int]()
+    for rows in _lists_of_rows(pool):
+        limit_s = timeout_s * len(rows) + SELF_DESTRUCT_GRACE_S
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        results = scorer(rows)
+        faulthandler.cancel_dump_traceback_later()
+        ended = bury_orphans(ended)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind must not hit the next row
+        for row, result in zip(rows, results, strict=True):
+            pool.sendall(result_frame(row.id, result))
+
+
+def _lists_of_rows(pool: socket.socket) -> Iterator[list[RewardRow]]:
+    frames = Frames(MOST_BYTES)
+    while data := pool.recv(1 << 16):
+        yield from map(read_rows, frames.feed(data))
+
+
+def _serve_concurrently(pool: socket.socket, function: RewardFunction, timeout_s: float) -> None:
+    """Score many rows at once until the pool closes; does not return.
+
+    One event loop lives as long as the process, so a session or a semaphore that the user's module
+    makes for one row still works for the next.
+    """
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    pool.setblocking(False)
+    serving = loop.create_task(_Server(pool, function, timeout_s).run())
+    while not serving.done():
+        # A SystemExit in a task of the user's comes out here too, not only where it is awaited.
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_until_complete(serving)
+    os._exit(0)  # nobody waits for rows that still run, or that do not let themselves be cancelled
+
+
+class _Server:
+    def __init__(self, pool: socket.socket, function: RewardFunction, timeout_s: float) -> None:
+        self._pool = pool
+        self._function = function
+        self._timeout_s = timeout_s
+        self._answers: set[asyncio.Task[None]] = set()
+        self._num_open = 0
+        """Rows that are still scored."""
+        self._writing = asyncio.Lock()
+        self._ended = set[int]()
+
+    async def run(self) -> None:
+        async for row in self._incoming():
+            self._num_open += 1
+            self._watch_loop()
+            task = asyncio.create_task(self._answer(row))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
+
+    async def _incoming(self) -> AsyncIterator[RewardRow]:
+        loop, frames = asyncio.get_running_loop(), Frames(MOST_BYTES)
+        while data := await loop.sock_recv(self._pool, 1 << 16):
+            for payload in frames.feed(data):
+                for row in read_rows(payload):
+                    yield row
+
+    async def _answer(self, row: RewardRow) -> None:
+        result = await self._score(row)
+        self._num_open -= 1
+        if not self._num_open:  # others may still wait for children, or for an alarm
+            self._ended = bury_orphans(self._ended)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        self._watch_loop()
+        async with self._writing:
+            message = result_frame(row.id, result)
+            await asyncio.get_running_loop().sock_sendall(self._pool, message)
+
+    async def _score(self, row: RewardRow) -> RewardResult:
+        task = asyncio.create_task(score_async(self._function, row))
+        done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        if done:
+            return task.result()
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+        stuck = None if done else "a row that was late does not let itself be cancelled"
+        return failed(f"took longer than {self._timeout_s:g} s", spent=stuck)
+
+    def _watch_loop(self) -> None:
+        """Called whenever the loop shows that it is not blocked."""
+        if self._num_open:
+            limit_s = self._timeout_s + CANCEL_GRACE_S + SELF_DESTRUCT_GRACE_S
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _keep_from_children(pool: socket.socket) -> None:
+    """Close the socket in what the function forks or runs, so that this process alone answers."""
+    pool.set_inheritable(False)
+    file_descriptor = pool.fileno()
+
+    def close() -> None:
+        with contextlib.suppress(OSError):  # closed by the function itself
+            os.close(file_descriptor)
+
+    os.register_at_fork(after_in_child=close)
+
+
+def _die_with_parent(parent: int) -> None:
+    """End with all that was started when the pool's process is gone, even in a row's middle."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        kill_tree(os.getpid())
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def _limit_memory(memory_limit_bytes: int) -> None:
+    """Turn a row that eats memory into a MemoryError, or at worst into the first process to go."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, hard))
+    with contextlib.suppress(OSError):  # Linux only
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:], load)

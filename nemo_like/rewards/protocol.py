@@ -1,0 +1,58 @@
+"""An environment turns a prompt, a completion and the row's fields into a reward."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+MOST = 3e38
+"""Nearly float32's largest number: what losses compute with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardResult:
+    """The reward of one completion, or the reason why there is none.
+
+    ``reward`` is None when it failed (``error`` says how): such a row is masked and counted, never
+    taken for a wrong answer.
+    """
+
+    reward: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    answer: str | None = None
+    """What the completion answered, by which equal answers are told; empty if it stated none. None
+    if the environment does not say."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Metrics that are left out, and why."""
+    spent: str | None = None
+    """Why the reward process should be replaced, though it still works; the pool reads it."""
+
+
+class RewardRow(NamedTuple):
+    """A row as it reaches a reward process."""
+
+    id: str
+    """Random, and new for every row: only a result that repeats it is taken for this row's."""
+    prompt: str
+    completion: str
+    fields: dict[str, Any]
+
+
+def failed(why: str, spent: str | None = None) -> RewardResult:
+    """The result of a row that could not be scored."""
+    return RewardResult(reward=None, error=why, spent=spent)
+
+
+class Environment(Protocol):
+    """Scores completions; safe for many concurrent calls from one event loop."""
+
+    async def score(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> RewardResult:
+        """Score one completion within the environment's time limit; never raises for one row.
+
+        ``fields``: the row's own, and ``messages``, all of the prompt.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """End the reward processes."""
+        ...

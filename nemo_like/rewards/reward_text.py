@@ -1,0 +1,49 @@
+"""What a reward model reads: prompt and completion by its own template, as in training it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_like.config.paths import REWARD_MODEL_KEY, check_scores
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.conversations import Conversation, encode
+from nemo_like.data.messages import Message
+from nemo_like.data.token_rows import TokenRow
+from nemo_like.errors import UserError
+from nemo_like.models.context import context_length
+from nemo_like.models.kinds import CLASSIFIER
+from nemo_like.models.resolve import resolve_model
+
+
+class RewardText:
+    """A reward model's folder: its tokenizer, chat template and context, without its weights."""
+
+    def __init__(self, model: str, switches: Mapping[str, Any]) -> None:
+        """``switches``: those of the policy's template; this one gets what it uses of them.
+
+        Raises UserError if there is no such model, or if it has no scalar head.
+        """
+        self.folder = resolve_model(model, REWARD_MODEL_KEY, classes=(CLASSIFIER,))
+        check_scores(self.folder)
+        self.chat = ChatTokenizer(str(self.folder), otherwise=switches)
+        self._context = context_length(str(self.folder))
+
+    def encode(self, messages: Sequence[Message], completion: str) -> TokenRow:
+        """Prompt and completion up to the token that ends it, as reward models train on them.
+
+        Raises UserError for what the template refuses, and for a text that is too long.
+        """
+        answer = {"role": "assistant", "content": completion}
+        whole = Conversation(
+            where="reward model", messages=(*messages, answer), num_prompt_messages=len(messages)
+        )
+        row = encode(whole, self.chat, "assistant")
+        if len(row.ids) > self._context:
+            raise UserError(
+                f"reward model: prompt and completion have {len(row.ids)} tokens, and its context "
+                f"is {self._context}."
+            )
+        return row
+
+    def num_bytes(self) -> int:
+        """What the weights take in memory."""
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))

@@ -1,0 +1,104 @@
+"""Rounds of sampling, and the batch and the metrics that are made of them."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_like.batch import keys
+from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
+from nemo_like.rollout.worker import RolloutResult
+
+logger = logging.getLogger(__name__)
+
+
+def rows_of(results: Sequence[RolloutResult]) -> dict[str, Tensor]:
+    """Row columns of all replicas."""
+    return {name: torch.cat([result.rows[name] for result in results]) for name in results[0].rows}
+
+
+class Round:
+    """Completions of some prompts, and which of their groups are kept."""
+
+    def __init__(
+        self, results: list[RolloutResult], keep: Callable[[RemoteBatch], Tensor] | None
+    ) -> None:
+        """``keep`` is ``SyncRolloutSource.next_batch``'s."""
+        self.results = results
+        self.batch = RemoteBatch.from_chunks(
+            [result.tokens for result in results],
+            [result.lengths for result in results],
+            [result.rows for result in results],
+        )
+        kept = keep(self.batch) if keep else torch.ones(len(self.batch), dtype=torch.bool)
+        self.kept = kept.nonzero(as_tuple=True)[0]
+        self.num_kept = len(self.batch.rows[keys.GROUP_IDS][self.kept].unique())
+
+
+def join(rounds: Sequence[Round], num_prompts: int, refit: Metrics) -> tuple[RemoteBatch, Metrics]:
+    """The first ``num_prompts`` groups that were kept, and metrics of all that were sampled.
+
+    If none was, the last round stands for itself: it trains on nothing and shows why.
+    """
+    sampled = RemoteBatch.concatenate([one.batch for one in rounds])
+    results = [result for one in rounds for result in one.results]
+    metrics = refit | batch_metrics("rollout", sampled.rows, results)
+    if len(rounds) == 1 and len(rounds[0].kept) == len(sampled):
+        return sampled, metrics
+    metrics["rollout/num_rounds"] = Metric(len(rounds))
+    num_sampled = len(sampled.rows[keys.GROUP_IDS].unique())
+    num_kept = sum(one.num_kept for one in rounds)
+    metrics["rollout/kept_share"] = Metric(num_kept / num_sampled, weight=num_sampled)
+    if num_kept < num_prompts:
+        logger.warning(
+            "Only %d of the %d groups of this step have a signal, after %d rounds of sampling "
+            "(grpo.max_sampling_rounds).",
+            num_kept,
+            num_prompts,
+            len(rounds),
+        )
+    if num_kept == 0:
+        return rounds[-1].batch, metrics
+    batch = RemoteBatch.concatenate([one.batch.select(one.kept) for one in rounds])
+    chosen = batch.rows[keys.GROUP_IDS].unique()[:num_prompts]
+    first = torch.isin(batch.rows[keys.GROUP_IDS], chosen)
+    return batch.select(first.nonzero(as_tuple=True)[0]), metrics
+
+
+def batch_metrics(
+    area: str, rows: dict[str, torch.Tensor], results: Sequence[RolloutResult]
+) -> Metrics:
+    """Row means, each over the rows that it is defined for."""
+    scored = rows[keys.SAMPLE_MASK]
+    rewards = rows[keys.REWARDS][scored]
+    tokens = rows[keys.NUM_LOSS_TOKENS].double()
+    metrics: Metrics = {
+        f"{area}/completion_tokens": Metric(tokens.mean().item()),
+        f"{area}/truncated_share": Metric(rows[keys.TRUNCATED].double().mean().item()),
+        f"{area}/num_failed": Metric(int((~scored).sum()), reduce=Reduce.sum),
+        f"{area}/num_tokens": Metric(tokens.sum().item(), reduce=Reduce.sum),
+    }
+    if len(rewards):
+        metrics[f"{area}/reward"] = Metric(rewards.mean().item(), weight=len(rewards))
+    environment = merge([result.metrics for result in results])
+    return {f"{area}/{name}": metric for name, metric in environment.items()} | metrics
+
+
+def warn_of_dropped(reward: str, results: Sequence[RolloutResult], known: set[str]) -> None:
+    """Say once of each metric of an environment that it is left out where it is not a number.
+
+    ``known``: metrics that were warned of; new ones are added.
+    """
+    for result in results:
+        for name, why in result.dropped_metrics.items():
+            if name not in known:
+                known.add(name)
+                logger.warning(
+                    "environment.reward=%s: metric %r is left out of rows where it is not a finite "
+                    "number (%s); the reward counts.",
+                    reward,
+                    name,
+                    why,
+                )

@@ -1,0 +1,1 @@
+"""One execution: folder, steps, stops, saves and checkpoints."""

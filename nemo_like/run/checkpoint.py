@@ -1,0 +1,297 @@
+"""Checkpoints that are complete or absent.
+
+``<run.dir>/checkpoints/step_<n>`` holds a folder for each model, such as ``policy/`` (sharded
+model, optimizer and schedule),
+``driver.json`` (step, data position, metric) and ``files.json`` (size and checksum of every file).
+All is written into ``writing_step_<n>`` and renamed at the end (and away before it is deleted), so
+the name ``step_<n>`` is a promise; ``files.json`` tells a file that was damaged later.
+Checksums are no signature: who may write to the folder can renew them. So nothing that is read from
+it can run code (``policy/state/checkpoint_files.py``).
+"""
+
+import functools
+import grp
+import json
+import logging
+import math
+import os
+import pwd
+import re
+import shutil
+import stat
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_like.config.run import CheckpointConfig
+from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
+from nemo_like.special_files import refuse_special
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step_(0|[1-9]\d*)")
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverState:
+    """What the driver needs to continue after ``step``."""
+
+    step: int
+    loader: dict[str, Any]
+    metric: float | None
+    """Value that decides which checkpoint is best, the largest; None if not measured by then."""
+    totals: dict[str, float]
+    """Of the whole run so far: wall seconds, first and latest validation."""
+    weight_versions: dict[str, int]
+    """Optimizer steps that each model has taken."""
+    metric_name: str | None = None
+    """What ``metric`` is the value of, with a minus where the smallest is best. None: written
+    before this was; the run's own."""
+    unlogged: dict[str, float] | None = None
+    """Numbers of the step, if the run was stopped before the validation that belongs to them."""
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
+        self.folder = run_dir / "checkpoints"
+        self._config = config
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, in numeric order."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def save(self, state: DriverState, write_models: Callable[[Path], None]) -> Path:
+        """Write a checkpoint and drop those that need not be kept.
+
+        ``write_models`` is given the folder to make one folder for each model in. Raises RunError
+        if the disk refuses; earlier checkpoints are untouched then, and this one leaves nothing.
+        """
+        final = self.folder / f"step_{state.step}"
+        aside = self.folder / f"writing_{final.name}"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            write_models(aside)
+            (aside / "driver.json").write_text(json.dumps(asdict(state), indent=1))
+            (aside / "files.json").write_text(json.dumps(_checksums(aside), indent=1))
+            for path in (*aside.rglob("*"), aside):
+                _sync(path)
+            _remove(final)
+            aside.rename(final)
+            _sync(self.folder)
+        except (WaitTimeoutError, WorkerDiedError):
+            raise  # no fault of the disk's
+        except (OSError, RunError) as error:
+            # torch's reason for a full disk is a position in a file.
+            free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
+            shutil.rmtree(aside, ignore_errors=True)
+            raise RunError(
+                f"Checkpoint {final} could not be written ({free / 2**30:.2f} GiB are free there): "
+                f"{error}"
+            ) from error
+        self._prune(state.metric_name)
+        return final
+
+    def latest(self) -> tuple[Path, DriverState] | None:
+        """The newest checkpoint, checked byte for byte; None if there is none.
+
+        Raises UserError naming the damaged file if it is not what was saved.
+        """
+        for leftover in sorted(self.folder.glob("*ing_step_*")):
+            logger.warning("%s was not finished and is ignored", leftover)
+        steps = self.steps()
+        if not steps:
+            return None
+        path = self.folder / f"step_{steps[-1]}"
+        return path, open_checkpoint(path)
+
+    def _prune(self, metric_name: str | None) -> None:
+        """Keep the last ``keep_last`` and the best by ``metric_name``.
+
+        One without that metric counts as the worst: of another one, values cannot be compared.
+        """
+        steps = self.steps()
+        keep = set(steps[-self._config.keep_last :])
+        if self._config.keep_best:
+            # Of equal ones the latest is best.
+            keep.add(max(steps, key=lambda step: (self._metric(step, metric_name), step)))
+        for step in set(steps) - keep:
+            _remove(self.folder / f"step_{step}")
+
+    def _metric(self, step: int, name: str | None) -> float:
+        try:
+            state = _read_state(self.folder / f"step_{step}")
+        except UserError as error:  # one that was damaged since must not end the run
+            logger.warning("%s It counts as one without a metric.", error)
+            return -math.inf
+        metric, same = state.metric, state.metric_name in (None, name)
+        return -math.inf if metric is None or math.isnan(metric) or not same else metric
+
+
+def open_checkpoint(path: Path) -> DriverState:
+    """The state of the checkpoint in ``path``, checked byte for byte.
+
+    Raises UserError naming the damaged file if it is not what was saved.
+    """
+    refuse_special(f"Checkpoint {path}", path, depth=2)
+    _verify(path)
+    for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):
+        status = one.stat()
+        private = _is_private_group(status.st_gid)
+        if who := others_who_write(status.st_mode, status.st_uid, os.geteuid(), private):
+            logger.warning(
+                "%s can be written by %s, who could have changed the checkpoint and its checksums; "
+                "see that you trust them, or chown and chmod go-w it.",
+                one,
+                who,
+            )
+            break
+    return _read_state(path)
+
+
+def others_who_write(mode: int, owner: int, me: int, private: bool) -> str | None:
+    """Who else can write to a file, by ``stat``'s mode and owner; None: nobody but root.
+
+    ``private``: its group is this user's alone.
+    """
+    if owner not in (me, 0):
+        return f"its owner, user {owner}"
+    if mode & stat.S_IWOTH:
+        return "everyone"
+    return "its group" if mode & stat.S_IWGRP and not private else None
+
+
+def is_private(group: grp.struct_group, user: pwd.struct_passwd) -> bool:
+    """Whether ``user`` is the only member of a group.
+
+    Systems with umask 002 give each user a primary group of the same name. Who else has a group as
+    their primary one cannot be listed on every system, so the name decides.
+    """
+    own = group.gr_gid == user.pw_gid and group.gr_name == user.pw_name
+    return own and set(group.gr_mem) <= {user.pw_name}
+
+
+@functools.cache
+def _is_private_group(gid: int) -> bool:
+    try:
+        return is_private(grp.getgrgid(gid), pwd.getpwuid(os.geteuid()))
+    except KeyError:  # without a name, as in containers
+        return False
+
+
+def _remove(path: Path) -> None:
+    """Rename first: a name ``step_<n>`` is complete even if the removal is cut short."""
+    if path.exists():
+        doomed = path.with_name(f"deleting_{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _read_state(path: Path) -> DriverState:
+    refuse_special(f"Checkpoint {path}", path, depth=1)
+    try:
+        state = DriverState(**json.loads((path / "driver.json").read_text()))
+        _check(state)
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # TypeError: other fields
+        raise UserError(
+            f"Checkpoint {path} is not one of this version: driver.json: {error}. {_remedy(path)}"
+        ) from error
+    return state
+
+
+def _check(state: DriverState) -> None:
+    """Raise ValueError for a value of another kind than a run writes."""
+    versions = state.weight_versions
+    right = {
+        "step": _is_count(state.step),
+        "loader": isinstance(state.loader, dict),
+        "metric": state.metric is None or _is_number(state.metric),
+        "totals": _are_numbers(state.totals),
+        "weight_versions": isinstance(versions, dict) and all(map(_is_count, versions.values())),
+        "metric_name": isinstance(state.metric_name, str | None),
+        "unlogged": state.unlogged is None or _are_numbers(state.unlogged),
+    }
+    for name, is_right in right.items():
+        if not is_right:
+            raise ValueError(f"{name} is {str(getattr(state, name))[:100]}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _checksums(folder: Path) -> dict[str, list[int]]:
+    """Relative path -> size in bytes and CRC-32."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): [path.stat().st_size, _crc(path)] for path in files}
+
+
+def _remedy(path: Path) -> str:
+    return f"Remove {path} to continue from an earlier checkpoint, or restore the file."
+
+
+def _verify(path: Path) -> None:
+    try:
+        listed = json.loads((path / "files.json").read_text())
+        files = {name: (int(size), int(crc)) for name, (size, crc) in listed.items()}
+        if "driver.json" not in files:
+            raise ValueError("driver.json is not in it")
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:  # what JSON can hold instead
+        raise UserError(
+            f"Checkpoint {path} is damaged: files.json: {error}. {_remedy(path)}"
+        ) from error
+    for name, (size, crc) in files.items():
+        file = path / name
+        if not _is_file(file):
+            shown = name[:200]
+            raise UserError(f"Checkpoint {path} is damaged: {shown} is missing. {_remedy(path)}")
+        if file.stat().st_size != size or _crc(file) != crc:
+            raise UserError(f"Checkpoint {path} is damaged: {name} has changed. {_remedy(path)}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _sync(path: Path) -> None:
+    """A rename must not reach the disk before what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,306 @@
+"""What the runs of all algorithms share: folder, steps, logging, validation, checkpoints."""
+
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from nemo_like.config.run import SINKS, RunConfig
+from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.errors import UserError
+from nemo_like.observe.console import (
+    ROLLOUT_COLUMNS,
+    TRAINING_COLUMNS,
+    Progress,
+    live_terminal,
+)
+from nemo_like.observe.log import setup_logging
+from nemo_like.observe.metrics import Metrics, Spans, values
+from nemo_like.observe.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink
+from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
+from nemo_like.run.saves import Loader, Model, Saves
+from nemo_like.run.stop_request import SIGNALS, LeftError, StopRequest, listen
+
+logger = logging.getLogger(__name__)
+
+_VALIDATION = "validation/"
+_SUMMARIZED = tuple(f"{_VALIDATION}{name}" for name in ("accuracy", "reward", "loss"))
+
+
+class Validator(Protocol):
+    """What measures a policy between steps."""
+
+    def validate(self, step: int) -> Metrics:
+        """Metrics named ``validation/...`` of the current weights."""
+        ...
+
+
+class Run:
+    """One execution in one folder. Use as a context manager around everything that it logs.
+
+    ``metrics.jsonl`` has one record per step; a validation belongs to the record of the step whose
+    weights it measured (0: before training).
+    """
+
+    def __init__(self, config: RunConfig, name: str, began: float | None = None) -> None:
+        """``began``: when its command was typed, by ``time.time``. None: now."""
+        self.config = config
+        self.dir = make_run_dir(config, name)
+        with ExitStack() as stack:
+            stack.enter_context(claim(self.dir))
+            self._open(config, began or time.time(), stack)
+            self._exit = stack.pop_all()
+
+    def _open(self, config: RunConfig, began: float, stack: ExitStack) -> None:
+        self.spans = Spans()
+        self._start = time.monotonic()
+        terminal = live_terminal(config.logging.console)
+        stack.callback(setup_logging(self.dir, terminal))
+        self._began = began
+        imports_s = time.time() - began
+        self._start_up = {"time/imports_s": imports_s}
+        self.saves = Saves(config, self.dir, self._start - imports_s)
+        latest = self.saves.checkpoints.latest() if config.run.resume else None
+        self._resumed_from, self._resumed = latest or (Path(), None)
+        self.first_step = self._resumed.step if self._resumed else 0
+        """Steps that an earlier execution of this run has finished."""
+        self._totals = dict(self._resumed.totals) if self._resumed else {"wall_s": 0.0}
+        self._step_values: dict[str, float] = {}
+        self._step_metrics: Metrics = {}
+        self._max_steps = 0
+        self._stop = StopRequest()
+        samples = isinstance(config, SamplingRunConfig)
+        self._progress = Progress(
+            terminal=terminal,
+            columns=ROLLOUT_COLUMNS if samples else TRAINING_COLUMNS,
+            headline="validation/reward" if samples else "validation/loss",
+            first_step=self.first_step,
+        )
+        self._sinks = self._open_sinks()
+        save_config(self.dir, config, continued=self._resumed is not None)
+        if config.run.resume:
+            note_start(self.dir, self.first_step)
+
+    def __enter__(self) -> Self:
+        self._exit.enter_context(self._progress)
+        self._exit.callback(self._sinks.close)
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._exit.callback(signal.signal, number, signal.getsignal(number))
+            self._stop = listen()
+            self._exit.callback(self._stop.when_done)
+        self._stop.start(self.config.run.stop_grace_s)
+        verb = f"Continuing after step {self.first_step} in" if self.first_step else "Run folder"
+        logger.info("%s %s", verb, self.dir)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._exit.__exit__(*exc)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time a phase and show its name while it runs."""
+        with self.spans.span(name), self._progress.phase(name):
+            yield
+
+    @property
+    def log_dir(self) -> str:
+        """Where each worker has a file of its own."""
+        return str(self.dir / "logs")
+
+    def start_phase(self, name: str) -> AbstractContextManager[None]:
+        """``span`` for start-up phases, which also says in the log that it began."""
+        self._stop.obey_before_first_step()
+        logger.info("Starting: %s", name.replace("_", " "))
+        return self.span(name)
+
+    def restore(self, models: Mapping[str, Model], loader: Loader) -> None:
+        """Restore models and data position from the latest checkpoint, if there is one."""
+        if self._resumed is None:
+            return
+        saved = self._resumed.weight_versions
+        if models.keys() != saved.keys():
+            raise UserError(
+                f"{self._resumed_from} holds {' and '.join(saved)}, and this run trains "
+                f"{' and '.join(models)}; continue with the models that it began with."
+            )
+        for name, model in models.items():
+            version = saved[name]
+            model.load(str(self._resumed_from / name), version)
+        loader.load_state(self._resumed.loader)
+
+    def steps(
+        self,
+        max_steps: int,
+        models: Mapping[str, Model],
+        loader: Loader,
+        validator: Validator | None,
+        validate_every: int,
+    ) -> Iterator[int]:
+        """Numbers of the remaining steps, from 1; validates, logs and saves between them.
+
+        The consumer's loop body is the step: it calls ``log`` once. ``validator`` None: never
+        validates; else before the first step, each ``validate_every``, and after the last.
+
+        After a signal to stop, the step in progress is the last one: it is saved, and StoppedError
+        raised; before the first one at once. A validation that it was due for is made, and its
+        record logged, when the run continues.
+        """
+        self._stop.obey_before_first_step()
+        self._max_steps = self._progress.max_steps = max_steps
+        if self.first_step >= max_steps:
+            logger.warning("Step %d of %d is done; none is left.", self.first_step, max_steps)
+        if self.first_step == 0 and validator is not None:
+            self._finish_step(0, validator.validate(0))
+            self._stop.obey_before_first_step()
+        self._finish_resumed_step(validator)
+        self._stop.within_steps()
+        for step in range(self.first_step + 1, max_steps + 1):
+            with self.spans.span("step"):
+                yield step
+            unlogged = self._measure(step, validator, validate_every)
+            if self._stop.came or step == max_steps or self.saves.is_due(step):
+                numbers = {} if unlogged is not None else self._step_values
+                with self.span("checkpoint"):
+                    self.saves.save(step, models, loader, numbers, self._totals_now(), unlogged)
+                self._stop.obey(
+                    f"after step {step} of {max_steps}, which is saved in {self.dir}; continue "
+                    "with run.resume=true"
+                )
+
+    def rounds(self, count: int) -> Iterator[int]:
+        """Numbers of the steps of a run that trains nothing, from 1; logs between them."""
+        self._max_steps = self._progress.max_steps = count
+        done = 0
+
+        def where() -> str:
+            return f"after {done} of {count} parts; it starts over when run again"
+
+        self._stop.without_checkpoints(where)
+        for step in range(1, count + 1):
+            with self.spans.span("step"):
+                yield step
+            self._finish_step(step, self._step_metrics)
+            done = step
+            if step < count:
+                self._stop.obey(where())
+
+    def log(self, metrics: Metrics) -> None:
+        """Take the metrics of the step in progress."""
+        self._step_metrics = metrics
+
+    def finish(self, **facts: Any) -> None:
+        """Write ``summary.json``: the run's results, in numbers that it measured itself."""
+        summary = {
+            "steps": max(self.first_step, self._max_steps),
+            "wall_s": round(self._totals_now()["wall_s"], 1),
+            **{name: value for name, value in self._totals.items() if name.startswith("val_")},
+            **facts,
+            "model": self.config.policy.model,
+            "seed": self.config.run.seed,
+        }
+        self._stop.when_done()
+        note_end(self.dir)
+        (self.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        logger.info("Summary: %s", json.dumps(summary))
+
+    def _measure(
+        self, step: int, validator: Validator | None, validate_every: int
+    ) -> dict[str, float] | None:
+        """Log a step, with a validation if it is due for one.
+
+        Its numbers, unlogged, if that validation must wait, as the run is to stop.
+        """
+        metrics = self._step_metrics
+        if validator is not None and self._is_due(step, validate_every):
+            try:
+                if self._stop.came:
+                    raise LeftError
+                with self._stop.leaving():
+                    metrics = metrics | validator.validate(step)
+            except LeftError:
+                return values(metrics | self.spans.pop())
+        self._finish_step(step, metrics)
+        return None
+
+    def _finish_resumed_step(self, validator: Validator | None) -> None:
+        """Make up for a validation that a stop postponed, and log its step."""
+        if self._resumed is None or self._resumed.unlogged is None:
+            return
+        found = validator.validate(self.first_step) if validator is not None else {}
+        spans = self.spans.pop()
+        self._log_step(self.first_step, self._resumed.unlogged | values(found | spans))
+
+    def _finish_step(self, step: int, metrics: Metrics) -> None:
+        spans = self.spans.pop()
+        numbers = values(metrics | spans)
+        self._tell_start_up(step, values(spans))
+        self._log_step(step, numbers)
+
+    def _log_step(self, step: int, numbers: dict[str, float]) -> None:
+        if "time/step_s" in numbers and "train/num_tokens" in numbers:
+            numbers["train/tokens_per_s"] = numbers["train/num_tokens"] / numbers["time/step_s"]
+        if "time/step_s" in numbers and "time/waiting_s" in numbers:
+            numbers["time/driver_s"] = numbers["time/step_s"] - numbers["time/waiting_s"]
+        for name, value in numbers.items():
+            if name in _SUMMARIZED:
+                short = name.removeprefix(_VALIDATION)
+                self._totals.setdefault(f"val_{short}_start", value)
+                self._totals[f"val_{short}_end"] = value
+        self._step_values = numbers
+        self._sinks.log(step, numbers)
+
+    def _tell_start_up(self, step: int, spans: dict[str, float]) -> None:
+        """Where the time from the command to the end of its first step went."""
+        if step > self.first_step + 1:
+            return
+        for name, seconds in spans.items():
+            if name != "time/step_s":  # It contains others.
+                self._start_up[name] = self._start_up.get(name, 0.0) + seconds
+        if step == self.first_step + 1:
+            total = time.time() - self._began
+            phases = ", ".join(
+                f"{name.removeprefix('time/').removesuffix('_s')} {seconds:.1f}"
+                for name, seconds in self._start_up.items()
+            )
+            logger.info("Start to the end of the first step: %.1f s (%s)", total, phases)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self._max_steps or (every > 0 and step % every == 0)
+
+    def _totals_now(self) -> dict[str, float]:
+        wall_s = self._totals["wall_s"] + time.monotonic() - self._start
+        return self._totals | {"wall_s": wall_s}
+
+    def _open_sinks(self) -> Sinks:
+        logging_config = self.config.logging
+        # A run that was stopped before its first checkpoint starts afresh, validation included.
+        kept_step = self.first_step if self._resumed else -1
+        if self._resumed and self._resumed.unlogged is not None:
+            kept_step -= 1
+        jsonl = JsonlSink(self.dir / "metrics.jsonl")
+        jsonl.truncate_after(kept_step)
+        sinks: list[MetricSink] = [jsonl]
+        if logging_config.tensorboard:
+            sinks.append(TensorBoardSink(self.dir / "tensorboard", kept_step))
+        if logging_config.wandb != "off":
+            from nemo_like.observe.wandb_sink import WandbSink
+
+            sinks.append(
+                WandbSink(
+                    self.dir,
+                    mode=logging_config.wandb,
+                    project=logging_config.wandb_project,
+                    config=self.config.model_dump(),
+                )
+            )
+        last_step = kept_step if kept_step > 0 else None
+        for spec in logging_config.sinks:
+            make = SINKS.load("logging.sinks", spec)
+            sinks.append(make(self.dir, self.config, last_step))
+        return Sinks([*sinks, self._progress], last_step)
