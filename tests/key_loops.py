@@ -37,7 +37,7 @@ from nemo_like.planning.resources import plan_run
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from nemo_like.policy.worker import SenderAddress, Started
 from nemo_like.rewards.protocol import RewardResult
-from nemo_like.rollout.rollout import RolloutTask, Sample
+from nemo_like.rollout.trajectory import RolloutTask, Sample
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult
 from nemo_like.run.run import Run
 

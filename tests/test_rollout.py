@@ -13,7 +13,7 @@ from nemo_like.data.loader import PromptLoader
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import values
 from nemo_like.rewards.protocol import RewardResult
-from nemo_like.rollout.rollout import (
+from nemo_like.rollout.trajectory import (
     RolloutTask,
     Trajectory,
     collate_rows,

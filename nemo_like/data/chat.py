@@ -40,6 +40,10 @@ class Span(NamedTuple):
     end: int
 
 
+class RewrittenHistoryError(UserError):
+    """The template renders earlier turns in another way once others follow."""
+
+
 class ChatTokenizer:
     """A model folder's tokenizer and chat template.
 
@@ -91,15 +95,50 @@ class ChatTokenizer:
         """The id of every token."""
         return dict(self._tokenizer.get_vocab())
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """Token ids of a conversation up to where the assistant answers.
 
         The template writes the special tokens; none are added on top (no second BOS).
+        ``tools``: schemas of functions, for templates that take them.
         """
         messages = self._as_taken(messages)
-        text = self._text(messages, to_answer=True)
+        text = self._text(messages, to_answer=True, tools=tools)
+        if tools and text == self._text(messages, to_answer=True):
+            raise UserError("the model's chat template takes no tools; describe them in a message.")
         self._check(messages, text)
         return self._cuts.ids(text)
+
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        before: Sequence[Message],
+        added: Sequence[Message],
+        tools: Sequence[Any] = (),
+    ) -> list[int]:
+        """Token ids that follow ``token_ids`` when messages are ``added``, up to the next answer.
+
+        ``token_ids`` end with the tokens that were sampled for the last message of ``before``,
+        whatever text they make: they stay. What the template writes after that turn begins with its
+        end token if the turn was cut off. Raises RewrittenHistoryError if the template does not
+        render ``before`` as the beginning of the whole.
+        """
+        messages = self._as_taken([*before, *added])
+        before = messages[: len(before)]
+        text = self._text(messages, to_answer=True, tools=tools)
+        so_far = self._up_to_end(self._text(before, to_answer=False, tools=tools))
+        if not text.startswith(so_far):
+            raise RewrittenHistoryError(
+                "the template renders earlier turns in another way once others follow (it may "
+                "strip <think> blocks)."
+            )
+        self._check(messages, text)
+        end = self._ends.search(so_far) if self._ends else None
+        mark = end[1] if end else ""
+        # Behind the end token, as in the whole text: some tokenizers begin a text with a space.
+        ids = self._cuts.ids(mark + text[len(so_far) :])
+        if token_ids[-1] in self.eos_token_ids:
+            return ids[len(self._cuts.ids(mark)) :] if mark else ids
+        return ids
 
     def render_conversation(
         self, messages: Sequence[Message], from_message: int = 0
@@ -152,6 +191,17 @@ class ChatTokenizer:
             ids.append(end)
         return ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of plain text to continue, with what the tokenizer puts before any text."""
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        while ids and ids[-1] in self.eos_token_ids:
+            ids.pop()
+        return ids
+
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that follows other text."""
+        return self._cuts.ids(text)
+
     def has_tokens_of(self, other: "ChatTokenizer") -> bool:
         """Whether each id stands for the same token in both."""
         return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
@@ -167,6 +217,14 @@ class ChatTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def decode_whole(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion with its special tokens, but the one that ends it."""
+        ids = list(token_ids)
+        while ids and ids[-1] in self.eos_token_ids:
+            ids.pop()
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
     @functools.cached_property
@@ -196,10 +254,16 @@ class ChatTokenizer:
             refuse_marks(index, content, marks)
         refuse_losses(messages, text, self._text)
 
-    def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
+    def _text(
+        self, messages: Sequence[Message], *, to_answer: bool, tools: Sequence[Any] = ()
+    ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=to_answer, tokenize=False, **self.switches
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=to_answer,
+                tokenize=False,
+                **self.switches,
             )
         except Exception as error:  # the boundary of a template, which is a program of the model's
             raise UserError(f"the chat template fails: {error}") from error
