@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nemo_like.data.chat import ChatTokenizer, RewrittenHistoryError
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import Message, without_nulls
+from nemo_like.data.turns import RewrittenHistoryError, tokens_after
 from nemo_like.generation.protocol import (
     Completion,
     Engine,
@@ -168,8 +169,9 @@ class Recorder:
             if parent is None:
                 continue
             try:
-                added = self._chat.extend(
-                    parent.token_ids(), messages[:count], messages[count:], tools
+                turn_ids = parent.completion.token_ids
+                added = tokens_after(
+                    self._chat, turn_ids, messages[:count], messages[count:], tools
                 )
             except RewrittenHistoryError as error:
                 self.counts["rewritten_histories"] += 1
@@ -186,7 +188,7 @@ class Recorder:
         longest = max((one for one in begun if text.startswith(one)), key=len, default=None)
         if longest is None:
             return None, self._chat.encode_prompt(text)
-        return self._parent(_key(longest, ())), self._chat.encode_more(text[len(longest) :])
+        return self._parent(_key(longest, ())), self._chat.cuts.ids(text[len(longest) :])
 
     def _parent(self, key: str) -> Turn | None:
         parents = self._known.get(key, [])
