@@ -347,7 +347,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
         ('<tool_call>{"name": "t", "arguments": "{\\"c\\": 1}"}</tool_call>', [("t", {"c": 1})], 0),
         ('<tool_call>{"name": "t", "arguments": [1]}</tool_call>', [], 1),
         ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', [("add", {"a": 1})], 0),
-        ('[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]b{"c": 2}', [("add", {"a": 1}), ("b", {"c": 2})], 0),
+        ('[TOOL_CALLS]b[ARGS]{"a": 1}[TOOL_CALLS]b{"c": 2}', [("b", {"a": 1}), ("b", {"c": 2})], 0),
         ("[TOOL_CALLS][{]", [], 1),
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>', [("add", {"a": 1})], 0),
         ('{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})], 0),

@@ -37,6 +37,9 @@ ENVIRONMENTS = Door(
     "nemo_like.environments",
     {
         SINGLE_TURN: "",
+        "tools": "nemo_like.environments.tools.Tools",
+        "search": "nemo_like.environments.search.Search",
+        "guess": "nemo_like.environments.guess.Guess",
         "program": "nemo_like.environments.program.run",
     },
 )
@@ -53,10 +56,12 @@ class EnvironmentConfig(Section):
     """What a completion answers to, and what scores it."""
 
     name: Annotated[str, ENVIRONMENTS] = SINGLE_TURN
-    """``single_turn``: one completion, scored by ``environment.reward``; ``program``: a command
-    that reaches the model by ``OPENAI_BASE_URL``; ``file.py:Class`` or ``package.module.Class``
-    with ``reset(row)`` and ``step(action)``; or an ``async def run(row, base_url, api_key)`` that
-    calls the model as it likes and returns the reward, a number or a dict."""
+    """``single_turn``: one completion, scored by ``environment.reward``; ``tools``: functions to
+    call, a calculator by default; ``search``: a local corpus; ``guess``: a game; ``program``: a
+    command that reaches the model by ``OPENAI_BASE_URL``; ``file.py:Class`` or
+    ``package.module.Class`` with ``reset(row)`` and ``step(action)``; or an ``async def run(row,
+    base_url, api_key)`` that calls the model as it likes and returns the reward, a number or a
+    dict."""
     options: Annotated[dict[str, Any], _SEVERAL_TURNS] = Field(default_factory=dict)
     """Keyword arguments of that class or function."""
     max_turns: Annotated[Count, _SEVERAL_TURNS] = 8

@@ -35,7 +35,7 @@ class Episodes:
     """Runs a conversation for each row."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        """``spec``: ``name``, ``options``, ``reward``, ``max_turns`` and ``timeout_s``.
+        """``spec``: ``name``, ``options``, ``reward`` and ``timeout_s``.
 
         Raises UserError if one of them cannot be used.
         """
@@ -82,7 +82,7 @@ class Episodes:
             rewards: list[float] = []
             metrics = Counter[str]()
             text = ""
-            for _ in range(self._spec["max_turns"]):
+            while True:
                 try:
                     choice = await self._ask(base_url, api_key, messages, opened.tools)
                 except NoRoomError:

@@ -105,7 +105,7 @@ def start_pool(
             start_timeout_s=_LOAD_TIMEOUT_S,
         )
     if not is_single:
-        names = ("name", "options", "reward", "max_turns", "timeout_s")
+        names = ("name", "options", "reward", "timeout_s")
         return pool_of(
             json.dumps({name: getattr(environment, name) for name in names}),
             module="nemo_like.environments.episode",

@@ -34,7 +34,7 @@ class EndedError(Exception):
 
     def __init__(self, message: str, end: End) -> None:
         super().__init__(message)
-        self.end = end
+        self.end: End = end
 
 
 @dataclass(frozen=True, kw_only=True)
