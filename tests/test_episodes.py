@@ -165,7 +165,7 @@ def test_the_number_of_turns_and_the_room_end_a_conversation_with_its_reward(cha
     [found] = conversations(chat, ["more|more|done1"], turns=2, name=f"{ours}:Acts")
     assert (found.result.reward, found.counts["turns"], found.end) == (0.5, 2, "turns")
     [found] = conversations(chat, ["more|more|done1"], tokens=80, name=f"{ours}:Acts")
-    assert (found.result.reward, found.end) == (0.5, "context")
+    assert (found.result.reward, found.end) == (0.25, "context")
 
 
 def test_many_conversations_wait_at_once_and_slow_ones_hold_up_none(chat, ours):
