@@ -115,7 +115,7 @@ def conversations(chat, scripts, turns=8, tokens=10_000, **environment):
         )  # fmt: skip
         recorder = Recorder(
             RolloutTask(row=row, group=0, index=index, seed=index, request_id=str(index)),
-            engine,
+            engine.generate,
             chat,
             SamplingParams(max_new_tokens=100),
             Limits(tokens=tokens, turns=turns),

@@ -64,7 +64,7 @@ def recorder_of(chat, engine, *, tokens=10_000, turns=8, rewritten="split", prom
     row = Row(index=0, messages=messages, fields={}, prompt_ids=tuple(chat.render(messages)))
     return Recorder(
         RolloutTask(row=row, group=4, index=1, seed=77, request_id="r"),
-        engine,
+        engine.generate,
         chat,
         SamplingParams(max_new_tokens=100),
         Limits(tokens=tokens, turns=turns, rewritten=rewritten),

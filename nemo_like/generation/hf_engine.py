@@ -6,6 +6,7 @@ Shapes: B requests of one batch, T tokens so far, V vocabulary.
 import asyncio
 import inspect
 import logging
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -56,6 +57,9 @@ class HFEngine:
         self._receiver: IpcReceiver | BroadcastReceiver | None = None
         self._model_in_use = asyncio.Lock()
         self._last_logits_only: dict[str, int] = {}
+        self._interrupted = threading.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def start(self) -> None:
         """Build the model without weights; UserError for settings this engine lacks."""
@@ -81,11 +85,20 @@ class HFEngine:
         self._check_prompt(request)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._num_running += 1
+        self._idle.clear()
         try:
             self._queue.put_nowait((request, done))
             return await done
         finally:
             self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
+
+    async def interrupt(self) -> None:
+        """The batch in progress ends after its token; those that wait return nothing."""
+        self._interrupted.set()
+        await self._idle.wait()
+        self._interrupted.clear()
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Connect to the sender of weights."""
@@ -170,7 +183,7 @@ class HFEngine:
         config = self._config
         rows = [_Row(request, config.max_model_len, config.device) for request in requests]
         unfinished = [row for row in rows if row.finish_reason is None]
-        if unfinished:
+        if unfinished and not self._interrupted.is_set():
             self._decode(unfinished)
         return [row.completion(version) for row in rows]
 
@@ -198,6 +211,8 @@ class HFEngine:
                     row.append(token_id, logprob)
                     self._stop_at_strings(row)
             if all(row.finish_reason for row in rows):
+                return
+            if self._interrupted.is_set():
                 return
             cache = output.past_key_values
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
@@ -246,12 +261,11 @@ class _Row:
             self.finish_reason = FinishReason.length
 
     def completion(self, version: int) -> Completion:
-        """Return the finished row."""
-        assert self.finish_reason is not None
+        """Return the finished, or interrupted, row."""
         return Completion(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason or FinishReason.interrupted,
             weight_version=version,
         )
 

@@ -1,8 +1,9 @@
 """What every sampling engine offers: requests in, completions out, weights in by version."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
 
 from nemo_like.config.lora import LoraConfig
@@ -29,6 +30,8 @@ class FinishReason(StrEnum):
     """An end-of-sequence id, a stop token id or a stop string."""
     length = "length"
     """``max_new_tokens`` or the end of the context; such a completion is *truncated*."""
+    interrupted = "interrupted"
+    """``Engine.interrupt``; what is left is sampled with other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +76,49 @@ class Completion:
     logprobs: list[float]
     finish_reason: FinishReason
     weight_version: int
-    """Version of the weights when the request was accepted."""
+    """Version of the weights that sampled the first token."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed, because a sibling's were."""
+    later_versions: tuple[tuple[int, int], ...] = ()
+    """Where weights were replaced meanwhile: the first token of each newer version, and which."""
+
+    @property
+    def mean_version(self) -> float:
+        """Mean over the tokens of the version that sampled each."""
+        starts = [(0, self.weight_version), *self.later_versions, (len(self.token_ids), 0)]
+        total = sum(version * (end - start) for (start, version), (end, _) in pairwise(starts))
+        return total / len(self.token_ids) if self.token_ids else float(self.weight_version)
+
+
+def continued(request: GenerationRequest, sampled: Completion) -> GenerationRequest:
+    """What is left to sample of a request that was interrupted."""
+    count = len(sampled.token_ids)
+    most = request.sampling.max_new_tokens - count
+    return replace(
+        request,
+        request_id=f"{request.request_id}+{count}",
+        prompt_ids=request.prompt_ids + sampled.token_ids,
+        sampling=replace(request.sampling, max_new_tokens=most),
+        # Tokens of another position are drawn with other numbers.
+        seed=(request.seed + count * 0x9E3779B97F4A7C15) % 2**63,
+    )
+
+
+def joined(parts: Sequence[Completion]) -> Completion:
+    """One completion of parts that continue each other."""
+    if len(parts) == 1:
+        return parts[0]
+    parts = [one for one in parts[:-1] if one.token_ids] + [parts[-1]]
+    starts = [0, *accumulate(len(one.token_ids) for one in parts)]
+    versions = [one.weight_version for one in parts]
+    return Completion(
+        token_ids=[token for one in parts for token in one.token_ids],
+        logprobs=[logprob for one in parts for logprob in one.logprobs],
+        finish_reason=parts[-1].finish_reason,
+        weight_version=versions[0],
+        num_cached_tokens=parts[0].num_cached_tokens,
+        later_versions=tuple(zip(starts[1:], versions[1:], strict=False)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +147,8 @@ class EngineConfig:
     lora: LoraConfig | None = None
     """Adapters that the engine applies separately from the model. None: they are merged into it, or
     there are none."""
+    in_flight: bool = False
+    """Whether ``interrupt`` will be called while completions are being sampled."""
     sleep: bool = False
     """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]
@@ -123,6 +168,13 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; concurrent calls are batched continuously."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End all completions that are being sampled; each returns the tokens that it has.
+
+        Returns when none is left. Needs ``EngineConfig.in_flight`` if there are any.
+        """
         ...
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:

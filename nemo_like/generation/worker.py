@@ -6,9 +6,20 @@ import time
 from collections.abc import Callable, Sequence
 
 from nemo_like.config.generation import engine_kind
-from nemo_like.distributed.worker import Worker
+from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.doors import import_path
-from nemo_like.generation.protocol import Engine, EngineConfig, EngineMemory, HasProcesses, Link
+from nemo_like.generation.protocol import (
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineMemory,
+    FinishReason,
+    GenerationRequest,
+    HasProcesses,
+    Link,
+    continued,
+    joined,
+)
 from nemo_like.refit.buckets import Bucket
 
 logger = logging.getLogger(__name__)
@@ -24,6 +35,11 @@ class GenerationWorker(Worker):
     """One replica. Its methods are coroutines: completions of many requests overlap."""
 
     _engine: Engine | None = None
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._may_sample = asyncio.Event()
+        self._may_sample.set()
 
     async def start_engine(self, backend: str, config: EngineConfig) -> None:
         """Bring the engine up, without weights."""
@@ -41,10 +57,28 @@ class GenerationWorker(Worker):
         await self.engine.connect(link, buckets, timeout_s)
 
     async def load_weights(self, version: int, adapters_only: bool) -> float:
-        """Replace weights; see ``Engine.load_weights``. Returns the seconds that it took."""
+        """Replace weights; see ``Engine.load_weights``. Returns the seconds that it took.
+
+        Completions in progress go on with the new weights, whose cache is computed afresh.
+        """
         start = time.monotonic()
-        await self.engine.load_weights(version, adapters_only=adapters_only)
+        self._may_sample.clear()
+        try:
+            await self.engine.interrupt()
+            await self.engine.load_weights(version, adapters_only=adapters_only)
+        finally:
+            self._may_sample.set()
         return time.monotonic() - start
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one completion, across refits; see ``Engine.generate``."""
+        parts: list[Completion] = []
+        while not parts or parts[-1].finish_reason is FinishReason.interrupted:
+            if parts:
+                request = continued(request, parts[-1])
+            await self._may_sample.wait()
+            parts.append(await self.engine.generate(request))
+        return joined(parts)
 
     async def sleep(self) -> None:
         """See ``Engine.sleep``."""

@@ -7,7 +7,7 @@ conversation is one row, a sub-agent another, and each sampled token trains exac
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from nemo_like.data.messages import Message, without_nulls
 from nemo_like.data.turns import RewrittenHistoryError, tokens_after
 from nemo_like.generation.protocol import (
     Completion,
-    Engine,
     FinishReason,
     GenerationRequest,
     SamplingParams,
@@ -25,6 +24,8 @@ from nemo_like.rewards.protocol import RewardResult, failed
 from nemo_like.rollout.tool_calls import Reply, reply_of
 from nemo_like.rollout.trajectory import End, RolloutTask, Segment, Trajectory, seed_of
 
+Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+"""Samples one completion."""
 Tools = Sequence[Mapping[str, Any]]
 """Schemas of functions, as the OpenAI protocol has them."""
 
@@ -88,14 +89,14 @@ class Recorder:
     def __init__(
         self,
         task: RolloutTask,
-        engine: Engine,
+        generate: Generate,
         chat: ChatTokenizer,
         sampling: SamplingParams,
         limits: Limits,
     ) -> None:
         self.task = task
         self.counts = Counter[str]()
-        self._engine = engine
+        self._generate = generate
         self._chat = chat
         self._sampling = sampling
         self._limits = limits
@@ -208,7 +209,7 @@ class Recorder:
             max_new_tokens=min(self._sampling.max_new_tokens, most),
             stop=(*self._sampling.stop, *stop),
         )
-        return await self._engine.generate(
+        return await self._generate(
             GenerationRequest(
                 request_id=f"{self.task.request_id}-{self._num_begun}",
                 prompt_ids=prompt_ids,

@@ -152,12 +152,12 @@ class RolloutWorker(GenerationWorker):
         row = task.row
         fields = row.fields | {"messages": list(row.messages)}
         if self._endpoint is not None:
-            recorder = Recorder(task, self.engine, self._chat, sampling, self._limits)
+            recorder = Recorder(task, self.generate, self._chat, sampling, self._limits)
             with self._endpoint.serving(recorder) as address:
                 fields |= {ENDPOINT: list(address)}
                 result = await self._environment.score(row.prompt, "", fields)
             return recorder.trajectory(result)
-        completion = await self.engine.generate(
+        completion = await self.generate(
             GenerationRequest(
                 request_id=task.request_id,
                 prompt_ids=list(row.prompt_ids),

@@ -20,7 +20,7 @@ import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -69,7 +69,10 @@ class VLLMEngine:
         self._llm: AsyncLLM | None = None
         self._processes: list[psutil.Process] = []
         self._version: int | None = None
-        self._num_running = 0
+        self._running = set[str]()
+        """Requests that are being sampled."""
+        self._idle = asyncio.Event()
+        self._idle.set()
         # vLLM looks at the path of an adapter only if it does not hold it.
         self._adapter = (
             None if config.lora is None else LoRARequest("adapter", ADAPTER_ID, "none, from refits")
@@ -102,12 +105,22 @@ class VLLMEngine:
                 finish_reason=FinishReason.length,
                 weight_version=version,
             )
-        self._num_running += 1
+        self._running.add(request.request_id)
+        self._idle.clear()
         try:
-            output = await self._sample(llm, request, max_new_tokens)
+            sampled, num_cached = await self._sample(llm, request, max_new_tokens)
         finally:
-            self._num_running -= 1
-        return _completion(output, version)
+            self._running.remove(request.request_id)
+            if not self._running:
+                self._idle.set()
+        return _completion(request, sampled, num_cached, version)
+
+    async def interrupt(self) -> None:
+        """See ``Engine``."""
+        if self._running:
+            assert self._llm is not None
+            await self._llm.abort(list(self._running))
+            await self._idle.wait()
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Check the manifest, then connect every rank to its sender."""
@@ -126,7 +139,7 @@ class VLLMEngine:
             self._version,
             self._config.lora,
             adapters_only=adapters_only,
-            running=self._num_running,
+            running=len(self._running),
         )
         # Without a version the engine refuses to generate, also if this fails half-way.
         self._version = None
@@ -163,7 +176,7 @@ class VLLMEngine:
         if self._llm is None:
             return
         llm, self._llm, self._version = self._llm, None, None
-        if not self._num_running and llm.output_handler is not None:
+        if not self._running and llm.output_handler is not None:
             llm.output_handler.cancel()  # It would report the end of its process as a failure.
         await asyncio.to_thread(llm.shutdown, SHUTDOWN_GRACE_S)
         # Ranks outlive an engine process that vLLM has lost patience with.
@@ -178,18 +191,25 @@ class VLLMEngine:
 
     async def _sample(
         self, llm: AsyncLLM, request: GenerationRequest, max_new_tokens: int
-    ) -> RequestOutput:
+    ) -> tuple[CompletionOutput, int]:
+        """The completion, and how many tokens of its prompt were cached."""
         outputs = llm.generate(
             # Rendered form: a raw prompt would pass through vLLM's tokenizer thread for nothing.
             {"type": "token", "prompt_token_ids": request.prompt_ids},
-            _sampling_params(request.sampling, request.seed, max_new_tokens),
+            _sampling_params(
+                request.sampling, request.seed, max_new_tokens, in_flight=self._config.in_flight
+            ),
             request.request_id,
             lora_request=self._adapter,
         )
+        parts: list[CompletionOutput] = []
+        num_cached = 0
         try:
             async for output in outputs:
+                parts.append(output.outputs[0])
+                num_cached = num_cached or output.num_cached_tokens or 0
                 if output.finished:
-                    return output
+                    return _whole(parts), num_cached
         except Exception as error:  # The boundary to vLLM, whose error types change by version.
             raise self._failure(f"request {request.request_id}", error) from None
         raise RunError(f"vLLM ended request {request.request_id} without a completion.")
@@ -245,7 +265,7 @@ def _launch(config: EngineConfig) -> AsyncLLM:
 
 
 def _sampling_params(
-    sampling: SamplingParams, seed: int, max_new_tokens: int
+    sampling: SamplingParams, seed: int, max_new_tokens: int, *, in_flight: bool
 ) -> vllm.SamplingParams:
     return vllm.SamplingParams(
         temperature=sampling.temperature,
@@ -261,28 +281,50 @@ def _sampling_params(
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        # Of a request that is aborted, what it has must be here.
+        output_kind=RequestOutputKind.DELTA if in_flight else RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _completion(output: RequestOutput, version: int) -> Completion:
-    """Translate vLLM's output; RunError if it was aborted or failed."""
-    (sampled,) = output.outputs
-    if sampled.finish_reason not in FinishReason.__members__:
+def _whole(parts: Sequence[CompletionOutput]) -> CompletionOutput:
+    """What came in parts as one."""
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
+    logprobs = FlatLogprobs()
+    for one in parts:
+        if one.logprobs:
+            assert isinstance(one.logprobs, FlatLogprobs)
+            logprobs.token_ids += one.logprobs.token_ids
+            logprobs.logprobs += one.logprobs.logprobs
+    ids = [token for one in parts for token in one.token_ids]
+    return dataclasses.replace(last, token_ids=ids, logprobs=logprobs)
+
+
+def _completion(
+    request: GenerationRequest, sampled: CompletionOutput, num_cached: int, version: int
+) -> Completion:
+    """Translate vLLM's output; RunError if it failed."""
+    reasons = {name: reason for name, reason in FinishReason.__members__.items()}
+    reason = (reasons | {"abort": FinishReason.interrupted}).get(str(sampled.finish_reason))
+    if reason is None:
         raise RunError(
-            f"vLLM ended request {output.request_id} for the reason {sampled.finish_reason!r} "
+            f"vLLM ended request {request.request_id} for the reason {sampled.finish_reason!r} "
             f"({sampled.stop_reason!r})."
         )
     token_ids = list(sampled.token_ids)
+    logprobs = sampled.logprobs
+    if not token_ids:  # aborted before its first one
+        return Completion(token_ids=[], logprobs=[], finish_reason=reason, weight_version=version)
     # One entry a token: with any more, the first would be the sampled one's, and not the likeliest.
-    assert isinstance(sampled.logprobs, FlatLogprobs)
-    assert sampled.logprobs.token_ids == token_ids
+    assert isinstance(logprobs, FlatLogprobs)
+    assert logprobs.token_ids == token_ids
     return Completion(
         token_ids=token_ids,
-        logprobs=sampled.logprobs.logprobs,
-        finish_reason=FinishReason(sampled.finish_reason),
+        logprobs=logprobs.logprobs,
+        finish_reason=reason,
         weight_version=version,
-        num_cached_tokens=output.num_cached_tokens or 0,
+        num_cached_tokens=num_cached,
     )
 
 
