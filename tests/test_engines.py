@@ -33,6 +33,8 @@ from nemo_like.generation.protocol import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    continued,
+    joined,
 )
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.settings import CPU_BATCHED_TOKENS
@@ -131,6 +133,11 @@ class Case:
 
     def refit(self, seed: int) -> None:
         """Load freshly initialised weights as the next version."""
+        self.all(*self.next_refit(seed))
+        self.version += 1
+
+    def next_refit(self, seed: int) -> tuple[list[Callable[[], None]], Coroutine[Any, Any, None]]:
+        """Both sides of a refit with fresh weights, which are ``model`` from then on."""
         torch.manual_seed(seed)
         config = LlamaConfig.from_pretrained(self.config.model_path)
         model = LlamaForCausalLM(config).to(getattr(torch, self.config.dtype)).eval()
@@ -139,9 +146,8 @@ class Case:
             del tensors["lm_head.weight"]
         version = self.version + 1
         sends = [partial(each.send, iter(tensors.items()), version) for each in self.senders]
-        self.all(sends, self.engine.load_weights(version))
-        self.version += 1
         self.model = model
+        return sends, self.engine.load_weights(version)
 
     def requests(
         self, count: int, prompt: list[int] = PROMPT, **sampling: Any
@@ -206,6 +212,7 @@ CASES = {
     "hf-bfloat16-tied": (HFEngine, {"dtype": "bfloat16"}, True),
     "vllm-float32-untied": (VLLMEngine, SMALL_CACHE, False),
     "vllm-bfloat16-tied": (VLLMEngine, SMALL_CACHE | {"dtype": "bfloat16"}, True),
+    "vllm-float32-in-flight": (VLLMEngine, SMALL_CACHE | {"in_flight": True}, False),
     "vllm-float32-tied-two-ranks": (VLLMEngine, SMALL_CACHE | {"tensor_parallel_size": 2}, True),
 }
 """Engine, changes to its configuration, tied embeddings. An engine of vLLM takes 10 s to start."""
@@ -447,6 +454,54 @@ def test_a_refit_amid_sampling_is_refused(case):
         return await sampling
 
     assert len(case.run(refit_amid_sampling()).token_ids) == 12
+
+
+def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_what(case):
+    """Each token has the logprob that the weights of its version give it, with a fresh cache."""
+    if isinstance(case.engine, VLLMEngine) and not case.config.in_flight:
+        pytest.skip("its tokens are held back until a completion ends")
+    models = {}
+    requests = case.requests(24, max_new_tokens=60)
+
+    async def one(request):
+        parts = []
+        while not parts or parts[-1].finish_reason is FinishReason.interrupted:
+            if parts:
+                request = continued(request, parts[-1])
+            await resumed.wait()
+            parts.append(await case.engine.generate(request))
+        return joined(parts)
+
+    async def refit(seed):
+        resumed.clear()
+        await case.engine.interrupt()
+        sends, load = case.next_refit(seed)
+        await asyncio.gather(*map(asyncio.to_thread, sends), load)
+        case.version += 1
+        models[case.version] = case.model
+        resumed.set()
+
+    async def main():
+        sampling = asyncio.gather(*map(one, requests))
+        for seed in range(5):
+            await asyncio.sleep(0.02)
+            await refit(seed)
+        return await sampling
+
+    resumed = asyncio.Event()
+    resumed.set()
+    case.refit(77)
+    models[case.version] = case.model
+    found = case.run(main())
+    assert any(one.later_versions for one in found)
+    for request, completion in zip(requests, found, strict=True):
+        assert len(completion.token_ids) == 60
+        starts = [(0, completion.weight_version), *completion.later_versions, (60, None)]
+        for (begin, version), (end, _) in itertools.pairwise(starts):
+            case.model = models[version]
+            expected = case.reference(request, completion.token_ids)[begin:end]
+            got = torch.tensor(completion.logprobs[begin:end])
+            assert (got - expected).abs().max() < case.tolerance
 
 
 def test_the_event_loop_turns_while_the_engine_samples(case):
