@@ -45,6 +45,7 @@ LEAVES = {
     "planning/parameters.py": "memory of parameters and optimizer",
     "planning/step_time.py": "seconds of a step",
     "policy/debug/": "`policy.debug`: checks and hang reports",
+    "policy/moments/": "AdamW's moments in host memory or fewer bits",
     "policy/token_advantages.py": "PPO's advantages",
     "rewards/math/": "grading of mathematics",
     "rewards/reward_model.py": "grading by a reward model",

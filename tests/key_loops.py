@@ -33,6 +33,7 @@ from nemo_like.losses.advantages import Moments
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics
 from nemo_like.planning.layout import parallel_sizes
+from nemo_like.planning.offload import Placement
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from nemo_like.policy.worker import SenderAddress, Started
@@ -138,7 +139,7 @@ class Ranks:
     weight_version = 0
 
     def start(self, setup: Any, *where: Any) -> Started:
-        return Started(num_trained=1)
+        return Started(num_trained=1, placement=Placement(offload="none"))
 
     def rollout(self, request: RolloutRequest) -> RolloutResult:
         tasks = request.tasks

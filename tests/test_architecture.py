@@ -34,6 +34,8 @@ DOORS = {
     ("data/conversations.py", "data/reasoning_gym.py"),
     ("data/datasets.py", "data/reasoning_gym.py"),
     ("models/resolve.py", "models/smollm2.py"),
+    ("planning/offload.py", "planning/memory.py"),
+    ("policy/optim.py", "policy/moments/flat_adamw.py"),
     ("policy/trainer.py", "policy/debug/diagnostics.py"),
     ("run/run.py", "observe/wandb_sink.py"),
 }

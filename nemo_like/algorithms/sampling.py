@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_like.algorithms.engine_size import engine_config
+from nemo_like.algorithms.engine_size import engine_config, share_gpus
 from nemo_like.algorithms.self_check import (
     MismatchCheck,
     check_sampled,
@@ -31,6 +31,7 @@ from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.context import context_for
 from nemo_like.observe.metrics import Metrics
+from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.rewards.environment import check_reward_model, for_other_folders
@@ -86,11 +87,15 @@ class Sampling:
 
 
 def start_sampling(
-    config: SamplingRunConfig, session: Session, critic: RemoteModel | None = None
+    config: SamplingRunConfig,
+    session: Session,
+    critic: RemoteModel | None = None,
+    others: Others | None = None,
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
-    ``critic``: one of ``new_critic``, which starts at the same time.
+    ``critic``: one of ``new_critic``, which starts at the same time. ``others``: models that share
+    the policy's GPUs and start later.
     """
     run, plan = session.run, session.cluster.plan
     with run.start_phase("prompts"):
@@ -98,8 +103,11 @@ def start_sampling(
         loader, validation_rows, longest = read_prompts(
             config, session.rows, session.model_path, chat
         )
+    trained = config.policy
+    if not config.trains and trained.offload == "auto":
+        trained = trained.replace(offload="none")  # there is no optimizer state
     policy = RemoteModel(
-        config.policy,
+        trained,
         config.cluster,
         session.policy_group,
         model_path=session.model_path,
@@ -111,9 +119,9 @@ def start_sampling(
     generation = Generation(session.rollout_group)
     session.stack.callback(generation.shutdown)
     models = _by_role(policy, critic)
-    setup = rollout_setup(
-        config, run, plan, engine_config(config, session.model_path, longest, plan)
-    )
+    engine = engine_config(config, session.model_path, longest, plan)
+    share_gpus(config, engine, plan, others or Others(), policy, critic)
+    setup = rollout_setup(config, run, plan, engine)
     with run.start_phase("workers"):
         if (reward_model := setup.environment.reward_model) is not None:
             session.ask_for(generation.group, reward_model)
