@@ -256,6 +256,7 @@ _FILE = (
     "environment.reward=math",
 )
 _OWN = "environment.reward=nemo_like.data.reasoning_gym.reward"
+_TALKS = "environment.name=guess"
 _SCORED = "environment.reward=reward_model environment.reward_model={scores}"
 ENGINES = [
     *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),
@@ -269,6 +270,11 @@ ENGINES = [
     *seen(loop, "environment.reward=math", "environment.timeout_s=3"),
     *seen(loop, "environment.num_processes=2", "environment.process_memory_gib=2"),
     *seen(loop, "environment.rows_at_once=8", beside=_OWN),
+    *seen(loop, "environment.name=guess"),
+    *seen(loop, "environment.options={{high: 9}}", beside=_TALKS),
+    *seen(loop, "environment.max_turns=3", "environment.max_tokens=200", beside=_TALKS),
+    *seen(loop, "environment.trajectory_timeout_s=5", beside=_TALKS),
+    *seen(loop, "environment.rewritten_history=refuse", beside=_TALKS),
     *seen(loop, "environment.pass_variables=[JUDGE_KEY]", beside=_OWN),
     *seen(loop, "environment.reward_model={other_scores}", beside=_SCORED),
 ]

@@ -18,7 +18,7 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.session import Session
 from nemo_like.config.policy import PolicyConfig
-from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.sampling import SINGLE_TURN, SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
@@ -163,6 +163,7 @@ def rollout_setup(
         engines_per_node=plan.engines_per_node,
         trajectories_path=str(run.dir / "trajectories.jsonl"),
         resumed_step=run.first_step,
+        most_tokens=engine.max_model_len,
     )
 
 
@@ -199,14 +200,14 @@ def read_prompts(
     key, most_new = config.longest_completion
     context = context_for(model_path, key, most_new)
     check_reward_model(config.environment, rows_of, chat)
-    longest = 0
+    longest, room = 0, context
     checked: dict[str, list[Row]] = {}
     for name, rows in rows_of.items():
         most_tokens = config.policy.micro_batch_tokens if config.trains else context
         checked[name], most = check_lengths(
             rows, chat, most_tokens, context, most_new, config.data, name
         )
-        longest = max(longest, most)
+        longest, room = max(longest, most), min(room, most_tokens)
     train = checked["data.train"]
     least = config.loop.num_prompts_per_step
     if config.trains and len(train) < least:
@@ -221,7 +222,10 @@ def read_prompts(
     loader = PromptLoader(
         train, fingerprint=fingerprint(train), seed=config.run.seed, shuffle=config.data.shuffle
     )
-    return loader, checked["data.validation"], longest + most_new
+    environment, most = config.environment, longest + most_new
+    if environment.name != SINGLE_TURN:
+        most = min(room, environment.max_tokens or room)
+    return loader, checked["data.validation"], most
 
 
 def _check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:
