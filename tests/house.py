@@ -27,6 +27,8 @@ LEAVES = {
     "algorithms/texts.py": "what runs on given texts share",
     "api.py": "Python API",
     "compose/docs.py": "`nemo-like keys`",
+    "compose/help.py": "`--help`",
+    "compose/names.py": "`nemo-like names` and what refusals say of other projects' names",
     "data/preferences.py": "pairs",
     "data/reasoning_gym.py": "generated tasks and their verifiers",
     "environments/guess.py": "a game",

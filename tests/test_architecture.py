@@ -32,6 +32,8 @@ LAYERS = [
     {"cli", "api"},
 ]
 DOORS = {
+    ("compose/keys.py", "compose/names.py"),
+    ("compose/main.py", "compose/help.py"),
     ("data/conversations.py", "data/reasoning_gym.py"),
     ("data/datasets.py", "data/reasoning_gym.py"),
     ("models/resolve.py", "models/smollm2.py"),
