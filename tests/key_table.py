@@ -270,6 +270,13 @@ ENGINES = [
     *seen(loop, "environment.num_processes=2", "environment.process_memory_gib=2"),
     *seen(loop, "environment.rows_at_once=8", beside=_OWN),
     *seen(loop, "environment.pass_variables=[JUDGE_KEY]", beside=_OWN),
+    *proven(
+        "tests/test_code_reward.py::test_options_reach_the_programs",
+        "environment.code_credit=partial",
+        "environment.code_seconds=1",
+        "environment.code_memory_gib=1",
+        beside="environment.reward=code",
+    ),
     *seen(loop, "environment.reward_model={other_scores}", beside=_SCORED),
 ]
 ROLLOUTS = [
