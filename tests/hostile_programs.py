@@ -176,3 +176,8 @@ HOSTILE = {
     "        except OSError: pass",
     "zip": "import zlib\nzlib.decompress(zlib.compress(bytes(1 << 28)) * 1)",
 }
+AGAIN = """
+kill spy outside links fill memory output daemon socket
+trace threads spawn locked deep segfault exit
+"""
+"""Names of those that are worth a second time, and do not wait for their time limit."""

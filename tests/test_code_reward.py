@@ -21,7 +21,7 @@ from nemo_like.rewards.function import resolve_reward
 from nemo_like.rewards.sandbox.limits import Limits
 from nemo_like.rewards.sandbox.program import isolation
 from nemo_like.rewards.sandbox.walls import has_namespaces
-from tests.hostile_programs import HOSTILE
+from tests.hostile_programs import AGAIN, HOSTILE
 from tests.small_runs import small_config
 
 
@@ -232,7 +232,7 @@ ANSWER = {"inputs": ["42"], "outputs": ["42"]}
 @pytest.fixture(scope="module")
 def pool():
     environment = EnvironmentConfig(
-        reward="code", timeout_s=8.0, code_seconds=1.0, num_processes=2, code_credit="partial"
+        reward="code", timeout_s=8.0, code_seconds=2.0, num_processes=2, code_credit="partial"
     )
     pool = start_pool(environment)
     yield pool
@@ -251,6 +251,9 @@ def state_of(folder):
     return sorted((p.name, p.lstat().st_mtime_ns) for p in folder.iterdir())
 
 
+NAMES = [*HOSTILE, *AGAIN.split()]
+
+
 def test_64_hostile_programs_leave_the_run_untouched(pool, tmp_path, monkeypatch):
     monkeypatch.setenv("API_KEY", "s3cr3t")
     victim, word = tmp_path / "victim", f"73.{os.getpid()}"
@@ -258,9 +261,9 @@ def test_64_hostile_programs_leave_the_run_untouched(pool, tmp_path, monkeypatch
     (victim / "secret").write_text("s3cr3t")
     victim.chmod(0o755)
     programs = [
-        one.replace("VICTIM", str(victim)).replace("WORD", word) for one in HOSTILE.values()
+        HOSTILE[name].replace("VICTIM", str(victim)).replace("WORD", word) for name in NAMES
     ]
-    programs = [*programs, *programs][:64]
+    assert len(programs) == 64
     rows = [one for program in programs for one in (program, "print(input())")]
     before = (state_of(Path("/etc")), state_of(victim))
     scratch = set(Path(tempfile.gettempdir()).glob("nemo-like-*"))
