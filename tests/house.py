@@ -53,8 +53,10 @@ LEAVES = {
     "policy/debug/": "`policy.debug`: checks and hang reports",
     "policy/moments/": "AdamW's moments in host memory or fewer bits",
     "policy/token_advantages.py": "PPO's advantages",
+    "rewards/code/": "grading of programs",
     "rewards/math/": "grading of mathematics",
     "rewards/reward_model.py": "grading by a reward model",
+    "rewards/sandbox/": "runs programs that a model wrote",
 }
 """Files and folders that not every run needs; all else in ``nemo_like`` is the core, which imports
 none of these (``tests/test_architecture.py``)."""

@@ -64,6 +64,7 @@ MAY_READ_ENVIRONMENT = {
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
     "rewards/pool.py",
+    "rewards/sandbox/limits.py",
     "generation/vllm/engine.py",
     "generation/vllm/processes.py",
     "generation/vllm/environment.py",
