@@ -55,7 +55,6 @@ CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
     "run/folder.py",
     "config/remote_code.py",
-    "distributed/compiler_cache.py",
     "environments/program.py",
     "distributed/connection.py",
     "distributed/sweeper.py",

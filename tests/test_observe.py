@@ -14,11 +14,9 @@ import pytest
 from rich.console import Console as Terminal
 
 from nemo_like.errors import RunError
-from nemo_like.observe.console import Column, Progress, live_terminal
-from nemo_like.observe.jsonl import JsonlFile
-from nemo_like.observe.log import setup_logging
+from nemo_like.observe.console import Column, Progress, live_terminal, setup_logging
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, Spans, merge, values
-from nemo_like.observe.sinks import JsonlSink, Sinks, TensorBoardSink
+from nemo_like.observe.sinks import JsonlFile, JsonlSink, Sinks, TensorBoardSink
 
 DEV_FULL = Path("/dev/full")  # every write to it fails with "No space left on device"
 needs_dev_full = pytest.mark.skipif(not DEV_FULL.exists(), reason="Linux only")

@@ -19,10 +19,9 @@ from nemo_like.compose.load import Composed, check_algorithm, compose_raw, expla
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.run import RunConfig
-from nemo_like.distributed.compiler_cache import keep_compiler_cache
+from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import StoppedError, UserError
-from nemo_like.run.ending import end_early, end_on_error, handlers_restored
-from nemo_like.run.stop_request import listen
+from nemo_like.run.ending import end_early, end_on_error, handlers_restored, listen
 
 # Hydra's own modes, which compose by themselves and run nothing of ours.
 _HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")

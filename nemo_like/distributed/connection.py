@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 import ray
+from ray import JobID
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray.exceptions import AuthenticationError
 
-from nemo_like.distributed.ray_errors import errors_in_log
 from nemo_like.distributed.sweeper import Sweeper
 from nemo_like.errors import RunError, StoppedError, UserError, exit_code
 
@@ -37,6 +37,7 @@ _SLOW_S = 25.0
 _LEAST_GIB = 2.0
 _HTTP2_SETTINGS = 4
 """Type of the frame with which every gRPC server, such as Ray's head, greets, unasked."""
+logger = logging.getLogger(__name__)
 
 
 def connect() -> Callable[[], None]:
@@ -314,3 +315,28 @@ def _expect_head(address: str) -> None:
             raise TimeoutError(f"connected, and silent for {_ANSWER_TIMEOUT_S:g} s") from error
     if len(greeting) < 4 or greeting[3] != _HTTP2_SETTINGS:
         raise ConnectionError(f"what listens greets with {greeting!r}, as Ray does not")
+
+
+@contextmanager
+def errors_in_log() -> Iterator[None]:
+    """Within, ``ray.init`` starts our listener instead of its own.
+
+    Its own prints a page of advice for each worker that dies, before the sentence that names it.
+    """
+    was = ray_worker.listen_error_messages
+    ray_worker.listen_error_messages = _log_errors
+    try:
+        yield
+    finally:
+        ray_worker.listen_error_messages = was
+
+
+def _log_errors(worker: Any, stopped: threading.Event) -> None:
+    """Log what concerns this job or the whole cluster, until ``stopped``."""
+    ours = (None, worker.current_job_id.binary(), JobID.nil().binary())
+    with suppress(OSError):  # the head is gone, which others notice
+        worker.gcs_error_subscriber.subscribe()
+        while not stopped.is_set():
+            _, error = worker.gcs_error_subscriber.poll()
+            if error is not None and error["job_id"] in ours:
+                logger.info("Ray: %s", error["error_message"], extra={"file_only": True})

@@ -4,17 +4,27 @@ Left alone, gloo takes the interface of the host's name, which is often 127.0.1.
 first one that is up; on nodes with several networks both may be ones that lead nowhere.
 """
 
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 import psutil
 
 from nemo_like.errors import UserError
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
 LOOPBACK = "127.0.0.1"
 _CHOICES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Variables that name an interface, and how; NCCL takes a name without ``=`` for a prefix."""
+_TIMEOUT = timedelta(seconds=300)
+_ANYWHERE = "0.0.0.0"
+_BACKLOG = 4096
+"""Thousands of ranks connect at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +128,32 @@ def _names_one(variable: str, value: str, interfaces: Collection[str]) -> bool:
 
 def _choose(interface: str) -> dict[str, str]:
     return {name: form.format(interface) for name, form in _CHOICES.items()}
+
+
+def listening_store(
+    address: str, world_size: int | None, timeout: timedelta = _TIMEOUT
+) -> "TCPStore":
+    """Where ranks meet, on a port that the system picks; an empty ``address``: on all interfaces.
+
+    torch's key-value store has no authentication: who can connect can read and write what ranks
+    say there. Left alone, torch listens on every interface of the node.
+    """
+    from torch._C._distributed_c10d import TCPStore  # The driver does without torch at first.
+
+    host = address or _ANYWHERE
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((host, 0))
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            world_size,
+            True,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # it is the store's now
+    return store

@@ -12,16 +12,18 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.failures import (
+from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.waiting import (
+    DriverMeter,
+    Pending,
+    check_idle,
     death_message,
     disconnection_message,
     is_disconnection,
+    wait_together,
+    watched,
 )
-from nemo_like.distributed.rank_layout import RankLayout
-from nemo_like.distributed.virtual_cluster import Bundle
-from nemo_like.distributed.waiting import Pending, check_idle, wait_together, watched
-from nemo_like.distributed.worker import AsyncHost, Host, Worker, WorkerContext
+from nemo_like.distributed.worker import AsyncHost, Host, RankLayout, Worker, WorkerContext
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 
 W = TypeVar("W", bound=Worker)

@@ -9,9 +9,7 @@ from nemo_like.data.conversations import Conversation, encode
 from nemo_like.data.messages import Message
 from nemo_like.data.token_rows import TokenRow
 from nemo_like.errors import UserError
-from nemo_like.models.context import context_length
-from nemo_like.models.kinds import CLASSIFIER
-from nemo_like.models.resolve import resolve_model
+from nemo_like.models.resolve import CLASSIFIER, context_length, resolve_model
 
 
 class RewardText:

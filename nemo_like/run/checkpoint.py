@@ -9,24 +9,22 @@ Checksums are no signature: who may write to the folder can renew them. So nothi
 it can run code (``policy/state/checkpoint_files.py``).
 """
 
-import functools
-import grp
 import json
 import logging
 import math
 import os
-import pwd
 import re
 import shutil
-import stat
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from nemo_like.config.run import CheckpointConfig
+from nemo_like.config.run import CheckpointConfig, RunConfig
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
+from nemo_like.run.folder import who_else_writes
 from nemo_like.special_files import refuse_special
 
 logger = logging.getLogger(__name__)
@@ -144,9 +142,7 @@ def open_checkpoint(path: Path) -> DriverState:
     refuse_special(f"Checkpoint {path}", path, depth=2)
     _verify(path)
     for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):
-        status = one.stat()
-        private = _is_private_group(status.st_gid)
-        if who := others_who_write(status.st_mode, status.st_uid, os.geteuid(), private):
+        if who := who_else_writes(one):
             logger.warning(
                 "%s can be written by %s, who could have changed the checkpoint and its checksums; "
                 "see that you trust them, or chown and chmod go-w it.",
@@ -155,36 +151,6 @@ def open_checkpoint(path: Path) -> DriverState:
             )
             break
     return _read_state(path)
-
-
-def others_who_write(mode: int, owner: int, me: int, private: bool) -> str | None:
-    """Who else can write to a file, by ``stat``'s mode and owner; None: nobody but root.
-
-    ``private``: its group is this user's alone.
-    """
-    if owner not in (me, 0):
-        return f"its owner, user {owner}"
-    if mode & stat.S_IWOTH:
-        return "everyone"
-    return "its group" if mode & stat.S_IWGRP and not private else None
-
-
-def is_private(group: grp.struct_group, user: pwd.struct_passwd) -> bool:
-    """Whether ``user`` is the only member of a group.
-
-    Systems with umask 002 give each user a primary group of the same name. Who else has a group as
-    their primary one cannot be listed on every system, so the name decides.
-    """
-    own = group.gr_gid == user.pw_gid and group.gr_name == user.pw_name
-    return own and set(group.gr_mem) <= {user.pw_name}
-
-
-@functools.cache
-def _is_private_group(gid: int) -> bool:
-    try:
-        return is_private(grp.getgrgid(gid), pwd.getpwuid(os.geteuid()))
-    except KeyError:  # without a name, as in containers
-        return False
 
 
 def _remove(path: Path) -> None:
@@ -295,3 +261,83 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Loader(Protocol):
+    """What deals out rows: a position that can be saved."""
+
+    def state(self) -> dict[str, Any]:
+        """The position after the rows handed out."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position."""
+        ...
+
+
+class Model(Protocol):
+    """What trains: its state can be saved."""
+
+    weight_version: int
+
+    def save(self, folder: str) -> None:
+        """Write all of it into ``folder``."""
+        ...
+
+    def load(self, folder: str, weight_version: int) -> None:
+        """Restore what ``save`` wrote after ``weight_version`` steps."""
+        ...
+
+
+class Saves:
+    """Checkpoints by steps and by time; one per step, however many reasons coincide."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, began: float) -> None:
+        """``began``: start of the first interval, by the monotonic clock."""
+        self.checkpoints = Checkpoints(run_dir, config.checkpoint)
+        self._config = config.checkpoint
+        usual = "validation/reward" if config.samples else "validation/loss"
+        self._metric = config.checkpoint.metric or usual
+        self._smallest_is_best = self._metric.endswith("loss")
+        self._saved_at = began
+
+    def is_due(self, step: int) -> bool:
+        """Whether the configuration wants ``step`` saved, by its number or the time."""
+        every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
+        if every_s > 0 and time.monotonic() - self._saved_at >= every_s:
+            return True
+        return every_steps > 0 and step % every_steps == 0
+
+    def save(
+        self,
+        step: int,
+        models: Mapping[str, Model],
+        loader: Loader,
+        numbers: Mapping[str, float],
+        totals: dict[str, float],
+        unlogged: dict[str, float] | None,
+    ) -> None:
+        """Write a checkpoint of ``step``, which measured ``numbers``; see ``DriverState``."""
+        metric = numbers.get(self._metric)
+        if metric is None and unlogged is None and self._config.metric is not None:
+            measured = ", ".join(sorted(numbers))
+            logger.warning("checkpoint.metric=%s is not measured, only %s.", self._metric, measured)
+        if metric is not None and self._smallest_is_best:
+            metric = -metric
+        state = DriverState(
+            step=step,
+            loader=loader.state(),
+            metric=metric,
+            totals=totals,
+            weight_versions={name: model.weight_version for name, model in models.items()},
+            metric_name=f"{'-' if self._smallest_is_best else ''}{self._metric}",
+            unlogged=unlogged,
+        )
+
+        def write(folder: Path) -> None:
+            for name, model in models.items():
+                model.save(str(folder / name))
+
+        path = self.checkpoints.save(state, write)
+        self._saved_at = time.monotonic()
+        logger.info("Saved %s", path)

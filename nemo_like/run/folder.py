@@ -2,9 +2,13 @@
 
 import contextlib
 import fcntl
+import functools
+import grp
 import json
 import logging
 import os
+import pwd
+import stat
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -123,6 +127,43 @@ def note_start(folder: Path, step: int) -> None:
 def note_end(folder: Path) -> None:
     """Forget resume attempts: the run has completed its steps."""
     (folder / _STARTS).unlink(missing_ok=True)
+
+
+def who_else_writes(path: Path) -> str | None:
+    """Who besides this user and root can write to a file."""
+    status = path.stat()
+    private = _is_private_group(status.st_gid)
+    return others_who_write(status.st_mode, status.st_uid, os.geteuid(), private)
+
+
+def others_who_write(mode: int, owner: int, me: int, private: bool) -> str | None:
+    """Who else can write to a file, by ``stat``'s mode and owner; None: nobody but root.
+
+    ``private``: its group is this user's alone.
+    """
+    if owner not in (me, 0):
+        return f"its owner, user {owner}"
+    if mode & stat.S_IWOTH:
+        return "everyone"
+    return "its group" if mode & stat.S_IWGRP and not private else None
+
+
+def is_private(group: grp.struct_group, user: pwd.struct_passwd) -> bool:
+    """Whether ``user`` is the only member of a group.
+
+    Systems with umask 002 give each user a primary group of the same name. Who else has a group as
+    their primary one cannot be listed on every system, so the name decides.
+    """
+    own = group.gr_gid == user.pw_gid and group.gr_name == user.pw_name
+    return own and set(group.gr_mem) <= {user.pw_name}
+
+
+@functools.cache
+def _is_private_group(gid: int) -> bool:
+    try:
+        return is_private(grp.getgrgid(gid), pwd.getpwuid(os.geteuid()))
+    except KeyError:  # without a name, as in containers
+        return False
 
 
 def _read(path: Path) -> dict[str, Any]:

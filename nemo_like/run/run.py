@@ -18,13 +18,13 @@ from nemo_like.observe.console import (
     TRAINING_COLUMNS,
     Progress,
     live_terminal,
+    setup_logging,
 )
-from nemo_like.observe.log import setup_logging
 from nemo_like.observe.metrics import Metrics, Spans, values
 from nemo_like.observe.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink
+from nemo_like.run.checkpoint import Loader, Model, Saves
+from nemo_like.run.ending import SIGNALS, LeftError, StopRequest, listen
 from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
-from nemo_like.run.saves import Loader, Model, Saves
-from nemo_like.run.stop_request import SIGNALS, LeftError, StopRequest, listen
 
 logger = logging.getLogger(__name__)
 
