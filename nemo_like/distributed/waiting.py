@@ -5,7 +5,8 @@ import logging
 import pickle
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -100,8 +101,8 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
             raise WaitTimeoutError(_timeout_message(calls, set(pending)))
         if pending and not done:
             if calls[0].group.minds_idle:
-                phase = owner[pending[0]].phase
-                check_idle(calls[0].group, f"in {phase}", _busy(owner, pending))
+                busy = {(owner[ref].group.role, owner[ref].refs[ref]) for ref in pending}
+                check_idle(calls[0].group, f"in {owner[pending[0]].phase}", busy)
             if time.monotonic() - said >= _PROGRESS_EVERY_S:
                 said = time.monotonic()
                 logger.info("%s", progress(owner[pending[0]], set(pending), said - start))
@@ -131,7 +132,8 @@ def check_idle(
     already reported to this process, so looking costs no call.
     """
     idle = f"{when}, while it was idle"
-    for group in _groups_of(of_run):
+    bundles = of_run.bundles[0][0].group  # a run's groups share them
+    for group in [one for one in [*watched] if one.bundles[0][0].group is bundles]:
         for rank, actor in enumerate([*group.actors]):
             if (group.role, rank) in busy:
                 continue
@@ -145,16 +147,6 @@ def check_idle(
                 phase = group.cut_off(rank)
                 del group.watches[ref]
                 group.result(ref, rank, f"in {phase}" if phase else idle)
-
-
-def _groups_of(one: "WorkerGroup[Any]") -> Iterator["WorkerGroup[Any]"]:
-    """Those on the same bundles, and so of the same run."""
-    bundles = one.bundles[0][0].group
-    return (group for group in [*watched] if group.bundles[0][0].group is bundles)
-
-
-def _busy(owner: Mapping[Any, Pending[Any]], pending: Collection[Any]) -> set[tuple[str, int]]:
-    return {(owner[ref].group.role, owner[ref].refs[ref]) for ref in pending}
 
 
 def progress(call: Pending[Any], pending: Collection[Any], waited_s: float) -> str:
@@ -198,10 +190,8 @@ def num_bytes(folder: Path) -> int:
     """Of all files in ``folder``; 0 if there is none."""
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with suppress(OSError):  # renamed meanwhile
             total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # renamed meanwhile
-            continue
     return total
 
 
@@ -243,12 +233,9 @@ class DriverMeter:
 
     def pop(self) -> Metrics:
         """``driver/bytes`` and ``time/waiting_s`` since the last pop."""
-        num_bytes, waited_s = self._bytes, self._waited_s
+        found = {"driver/bytes": self._bytes, "time/waiting_s": self._waited_s}
         self._bytes, self._waited_s = 0, 0.0
-        return {
-            "driver/bytes": Metric(num_bytes, reduce=Reduce.sum),
-            "time/waiting_s": Metric(waited_s, reduce=Reduce.sum),
-        }
+        return {name: Metric(value, reduce=Reduce.sum) for name, value in found.items()}
 
 
 class _Pickler(pickle.Pickler):
@@ -277,11 +264,18 @@ def disconnection_message(context: WorkerContext, when: str, cause: BaseExceptio
 
 def death_message(context: WorkerContext, when: str, error: Exception) -> str:
     """A process that ended on its own, or with its node."""
-    tail = _log_tail(context)
+    tail = memory = ""
+    with suppress(OSError):
+        lines = context.log_path.read_text(errors="replace").splitlines()
+        tail = "\n".join(lines[-_LOG_TAIL_LINES:])
+    if context.address == ray.util.get_node_ip_address():  # the OOM killer leaves no message
+        free, total = (
+            getattr(psutil.virtual_memory(), one) / 2**30 for one in ("available", "total")
+        )
+        memory = f"(host memory: {free:.1f} of {total:.1f} GiB free). "
     return (
         f"{context.name} on {context.address} died {when}: "
-        f"{_reason(context.node_id, error)} {_memory_note(context.address)}"
-        f"Its log is {context.log_path}"
+        f"{_reason(context.node_id, error)} {memory}Its log is {context.log_path}"
         + (f" and ends with:\n{tail}" if tail else " (empty, or on that node).")
     )
 
@@ -289,8 +283,7 @@ def death_message(context: WorkerContext, when: str, error: Exception) -> str:
 def _reason(node_id: str, error: Exception) -> str:
     """The most informative line: Ray names a lost node on the last of many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lost = next((line for line in lines if line.startswith(_NODE_LOST)), None)
-    if lost is not None:
+    if lost := next((line for line in lines if line.startswith(_NODE_LOST)), None):
         return f"its node was lost ({lost.partition(': ')[2]})."
     if _raylet_is_gone(node_id):
         return "the raylet, Ray's own process on that node, was ended."
@@ -307,20 +300,3 @@ def _raylet_is_gone(node_id: str) -> bool:
             except OSError as error:
                 return isinstance(error, ConnectionRefusedError)
     return False
-
-
-def _log_tail(context: WorkerContext) -> str:
-    try:
-        lines = context.log_path.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-_LOG_TAIL_LINES:])
-
-
-def _memory_note(address: str) -> str:
-    """Memory of the driver's node, if the worker was on it: the OOM killer leaves no message."""
-    if address != ray.util.get_node_ip_address():
-        return ""
-    memory = psutil.virtual_memory()
-    gib = 1 << 30
-    return f"(host memory: {memory.available / gib:.1f} of {memory.total / gib:.1f} GiB free). "

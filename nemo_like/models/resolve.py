@@ -9,12 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.model_files import (
-    CONFIG,
-    TOKENIZER_CONFIG,
-    read_object,
-    read_object_if_there,
-)
+from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object, read_object_if_there
 from nemo_like.config.paths import (
     BUILT_IN_MODELS,
     REWARD_MODEL,

@@ -214,7 +214,10 @@ def setup_logging(run_dir: Path, terminal: "Terminal | None" = None) -> Callable
     root = logging.getLogger()
     loggers = [root, *map(logging.getLogger, _NOISY_LIBRARIES)]
     levels = [logger.level for logger in loggers]
-    handlers = [_console_handler(terminal), _file_handler(run_dir / "run.log")]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = _LogFile(run_dir / "run.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter(_FULL_FORMAT))
+    handlers = [_console_handler(terminal), file]
     root.setLevel(logging.INFO)
     for logger in loggers[1:]:
         logger.setLevel(logging.WARNING)
@@ -231,11 +234,6 @@ def setup_logging(run_dir: Path, terminal: "Terminal | None" = None) -> Callable
     return undo
 
 
-def file_only(record: logging.LogRecord) -> bool:
-    """Whether ``extra={"file_only": True}`` was given: the console shows the content already."""
-    return getattr(record, "file_only", False)
-
-
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """A full disk costs lines here: tracebacks of logging would hide what ends the run."""
@@ -245,14 +243,12 @@ class ShortFormatter(logging.Formatter):
     """``12:03:04 message``; from warnings on, ``12:03:04 WARNING message``."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
-        self._marked = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+        super().__init__("%(asctime)s", "%H:%M:%S")
 
-    def format(self, record: logging.LogRecord) -> str:
-        """The line, followed by the traceback if there is one."""
-        if record.levelno >= logging.WARNING:
-            return self._marked.format(record)
-        return super().format(record)
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The line without a traceback."""
+        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
+        return f"{record.asctime} {level}{record.message}"
 
 
 def _console_handler(terminal: "Terminal | None") -> logging.Handler:
@@ -271,12 +267,5 @@ def _console_handler(terminal: "Terminal | None") -> logging.Handler:
             keywords=["WARNING", "ERROR", "CRITICAL"],
         )
     handler.setFormatter(ShortFormatter())
-    handler.addFilter(lambda record: not file_only(record))
-    return handler
-
-
-def _file_handler(path: Path) -> logging.Handler:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(_FULL_FORMAT))
+    handler.addFilter(lambda record: not getattr(record, "file_only", False))
     return handler

@@ -28,25 +28,6 @@ class MetricSink(Protocol):
         ...
 
 
-class JsonlSink:
-    """``{"step": 3, "time": 1764201600.123, "train/loss": ...}``, the record that is never lost."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = JsonlFile(path)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Append one line; raises RunError if it cannot be written."""
-        self._file.append({"step": step, "time": round(time.time(), 3), **values})
-
-    def truncate_after(self, step: int) -> None:
-        """Before a resume: drop what was logged after the checkpoint of ``step``."""
-        self._file.truncate_after(step)
-
-    def close(self) -> None:
-        """Release the file."""
-        self._file.close()
-
-
 class TensorBoardSink:
     """Event files in ``directory``."""
 
@@ -167,13 +148,20 @@ class JsonlFile:
         num_unreadable = 0
         with self.path.open("rb") as lines:
             for line in lines:
-                step_of_line = _step_of(line)
-                if step_of_line is None:
+                if (found := _step_of(line)) is None:
                     num_unreadable += 1
-                elif step_of_line <= step:
+                elif found <= step:
                     yield line.rstrip(b"\n") + b"\n"
         if num_unreadable:
             logger.warning("%s: dropped %d torn lines", self.path, num_unreadable)
+
+
+class JsonlSink(JsonlFile):
+    """``{"step": 3, "time": 1764201600.123, "train/loss": ...}``, the record that is never lost."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Append one line; raises RunError if it cannot be written."""
+        self.append({"step": step, "time": round(time.time(), 3), **values})
 
 
 def _step_of(line: bytes) -> int | None:

@@ -96,10 +96,7 @@ def _masked(config: Mapping[str, Any]) -> dict[str, Any]:
     """Copy without the text under keys like ``hf_token`` or ``api_key``."""
     masked: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            masked[key] = _masked(value)
-        elif isinstance(value, str) and _SECRET_KEY.search(key):
-            masked[key] = "***"
-        else:
-            masked[key] = value
+        is_secret = isinstance(value, str) and _SECRET_KEY.search(key)
+        plain = _masked(value) if isinstance(value, Mapping) else value
+        masked[key] = "***" if is_secret else plain
     return masked

@@ -23,13 +23,7 @@ from typing import Any
 import psutil
 
 from nemo_like.errors import UserError
-from nemo_like.rewards.frames import (
-    MOST_BYTES,
-    Frames,
-    first_word_frame,
-    read_rows,
-    result_frame,
-)
+from nemo_like.rewards.frames import MOST_BYTES, Frames, first_word_frame, read_rows, result_frame
 from nemo_like.rewards.function import RewardFunction, resolve_reward, score_async, score_row
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 

@@ -1,8 +1,8 @@
 """Checkpoints that are complete or absent.
 
 ``<run.dir>/checkpoints/step_<n>`` holds a folder for each model, such as ``policy/`` (sharded
-model, optimizer and schedule),
-``driver.json`` (step, data position, metric) and ``files.json`` (size and checksum of every file).
+model, optimizer and schedule), ``driver.json`` (step, data position, metric) and ``files.json``
+(size and checksum of every file).
 All is written into ``writing_step_<n>`` and renamed at the end (and away before it is deleted), so
 the name ``step_<n>`` is a promise; ``files.json`` tells a file that was damaged later.
 Checksums are no signature: who may write to the folder can renew them. So nothing that is read from
@@ -18,9 +18,12 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
+
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from nemo_like.config.run import CheckpointConfig, RunConfig
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
@@ -31,19 +34,20 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _CHUNK_BYTES = 1 << 24
+_LISTED = TypeAdapter(dict[str, tuple[int, int]])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class DriverState:
     """What the driver needs to continue after ``step``."""
 
-    step: int
+    step: NonNegativeInt
     loader: dict[str, Any]
     metric: float | None
     """Value that decides which checkpoint is best, the largest; None if not measured by then."""
     totals: dict[str, float]
     """Of the whole run so far: wall seconds, first and latest validation."""
-    weight_versions: dict[str, int]
+    weight_versions: dict[str, NonNegativeInt]
     """Optimizer steps that each model has taken."""
     metric_name: str | None = None
     """What ``metric`` is the value of, with a minus where the smallest is best. None: written
@@ -61,9 +65,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, in numeric order."""
-        if not self.folder.is_dir():
-            return []
-        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.glob("step_*"))
         return sorted(int(match[1]) for match in matches if match)
 
     def save(self, state: DriverState, write_models: Callable[[Path], None]) -> Path:
@@ -99,10 +101,7 @@ class Checkpoints:
         return final
 
     def latest(self) -> tuple[Path, DriverState] | None:
-        """The newest checkpoint, checked byte for byte; None if there is none.
-
-        Raises UserError naming the damaged file if it is not what was saved.
-        """
+        """The newest checkpoint, as ``open_checkpoint`` reads it; None if there is none."""
         for leftover in sorted(self.folder.glob("*ing_step_*")):
             logger.warning("%s was not finished and is ignored", leftover)
         steps = self.steps()
@@ -165,42 +164,22 @@ def _remove(path: Path) -> None:
 def _read_state(path: Path) -> DriverState:
     refuse_special(f"Checkpoint {path}", path, depth=1)
     try:
-        state = DriverState(**json.loads((path / "driver.json").read_text()))
-        _check(state)
-    except (OSError, ValueError, TypeError, RecursionError) as error:  # TypeError: other fields
+        return DriverState(**json.loads((path / "driver.json").read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # TypeError: no object
         raise UserError(
-            f"Checkpoint {path} is not one of this version: driver.json: {error}. {_remedy(path)}"
+            f"Checkpoint {path} is not one of this version: driver.json: {_reason(error)}. "
+            f"{_remedy(path)}"
         ) from error
-    return state
 
 
-def _check(state: DriverState) -> None:
-    """Raise ValueError for a value of another kind than a run writes."""
-    versions = state.weight_versions
-    right = {
-        "step": _is_count(state.step),
-        "loader": isinstance(state.loader, dict),
-        "metric": state.metric is None or _is_number(state.metric),
-        "totals": _are_numbers(state.totals),
-        "weight_versions": isinstance(versions, dict) and all(map(_is_count, versions.values())),
-        "metric_name": isinstance(state.metric_name, str | None),
-        "unlogged": state.unlogged is None or _are_numbers(state.unlogged),
-    }
-    for name, is_right in right.items():
-        if not is_right:
-            raise ValueError(f"{name} is {str(getattr(state, name))[:100]}")
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+def _reason(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return ", ".join(
+        f"{one['loc'][0] if one['loc'] else 'it'} is "
+        f"{'missing' if 'missing' in one['type'] else str(one['input'])[:100]}"
+        for one in error.errors()[:3]
+    )
 
 
 def _checksums(folder: Path) -> dict[str, list[int]]:
@@ -215,35 +194,25 @@ def _remedy(path: Path) -> str:
 
 def _verify(path: Path) -> None:
     try:
-        listed = json.loads((path / "files.json").read_text())
-        files = {name: (int(size), int(crc)) for name, (size, crc) in listed.items()}
+        files = _LISTED.validate_python(json.loads((path / "files.json").read_text()))
         if "driver.json" not in files:
             raise ValueError("driver.json is not in it")
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ) as error:  # what JSON can hold instead
-        raise UserError(
-            f"Checkpoint {path} is damaged: files.json: {error}. {_remedy(path)}"
-        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        damaged = f"files.json: {_reason(error)}"
+        raise UserError(f"Checkpoint {path} is damaged: {damaged}. {_remedy(path)}") from error
     for name, (size, crc) in files.items():
-        file = path / name
-        if not _is_file(file):
-            shown = name[:200]
-            raise UserError(f"Checkpoint {path} is damaged: {shown} is missing. {_remedy(path)}")
-        if file.stat().st_size != size or _crc(file) != crc:
-            raise UserError(f"Checkpoint {path} is damaged: {name} has changed. {_remedy(path)}")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that no file can have
-        return False
+        file, damaged = path / name, None
+        try:
+            if file.stat().st_size != size or _crc(file) != crc:
+                damaged = "has changed"
+        except (FileNotFoundError, IsADirectoryError):
+            damaged = "is missing"
+        except (OSError, ValueError) as error:  # also of a name that no file can have
+            damaged = f"is missing, or cannot be read ({error.__class__.__name__})"
+        if damaged:
+            raise UserError(
+                f"Checkpoint {path} is damaged: {name[:200]} {damaged}. {_remedy(path)}"
+            )
 
 
 def _crc(path: Path) -> int:
@@ -298,15 +267,14 @@ class Saves:
         self._config = config.checkpoint
         usual = "validation/reward" if config.samples else "validation/loss"
         self._metric = config.checkpoint.metric or usual
-        self._smallest_is_best = self._metric.endswith("loss")
+        self._sign = "-" if self._metric.endswith("loss") else ""
         self._saved_at = began
 
     def is_due(self, step: int) -> bool:
         """Whether the configuration wants ``step`` saved, by its number or the time."""
         every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
-        if every_s > 0 and time.monotonic() - self._saved_at >= every_s:
-            return True
-        return every_steps > 0 and step % every_steps == 0
+        too_long = every_s > 0 and time.monotonic() - self._saved_at >= every_s
+        return too_long or (every_steps > 0 and step % every_steps == 0)
 
     def save(
         self,
@@ -322,7 +290,7 @@ class Saves:
         if metric is None and unlogged is None and self._config.metric is not None:
             measured = ", ".join(sorted(numbers))
             logger.warning("checkpoint.metric=%s is not measured, only %s.", self._metric, measured)
-        if metric is not None and self._smallest_is_best:
+        if metric is not None and self._sign:
             metric = -metric
         state = DriverState(
             step=step,
@@ -330,7 +298,7 @@ class Saves:
             metric=metric,
             totals=totals,
             weight_versions={name: model.weight_version for name, model in models.items()},
-            metric_name=f"{'-' if self._smallest_is_best else ''}{self._metric}",
+            metric_name=f"{self._sign}{self._metric}",
             unlogged=unlogged,
         )
 

@@ -31,10 +31,6 @@ _FIXED = (
 """What a checkpoint's tensors are those of."""
 _STARTS = "starts.json"
 _MOST_EQUAL_STARTS = 2
-_UNREADABLE = (
-    "{} is damaged, and what the run was configured with is not known; restore it, or remove "
-    "it to continue with the configuration as it is now."
-)
 
 
 def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
@@ -44,7 +40,7 @@ def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
     would make it another run.
     """
     path = folder / "config.yaml"
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    now = config.model_dump(mode="json")
     if continued and path.exists():
         before = _read(path)
         if config.section not in before:
@@ -53,11 +49,9 @@ def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
                 f"has no section {config.section}; continue it with its own script, or choose "
                 "another folder."
             )
-        now = yaml.safe_load(text)
         _warn_changes(before, now)
-        text = yaml.safe_dump(now, sort_keys=False)
     aside = path.with_name("config.yaml.tmp")
-    aside.write_text(text)
+    aside.write_text(yaml.safe_dump(now, sort_keys=False))
     aside.replace(path)  # whole or not at all, should the run be killed here
 
 
@@ -168,22 +162,15 @@ def _is_private_group(gid: int) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     """The configuration of an earlier run; UserError if its file is damaged."""
-    try:
+    found = None
+    with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(_UNREADABLE.format(path)) from error
     if not isinstance(found, dict):
-        raise UserError(_UNREADABLE.format(path))
+        raise UserError(
+            f"{path} is damaged, and what the run was configured with is not known; restore it, or "
+            "remove it to continue with the configuration as it is now."
+        )
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Enums as their text, in nested dicts and lists: YAML stays readable."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, str) else value
 
 
 def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> None:
@@ -201,13 +188,7 @@ def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") ->
                     f"{name}={value} is not that of the run to continue, {old.get(key)}; use that "
                     "one, or a new run.dir."
                 )
-            kept = name.startswith("policy.optimizer.") or name == "critic.lr"
-            if kept:
-                new[key] = old.get(key)
-            logger.warning(
-                "%s was %s and is now %s%s",
-                name,
-                old.get(key),
-                value,
-                "; the checkpoint's value is kept" if kept else "",
-            )
+            kept = ""
+            if name.startswith("policy.optimizer.") or name == "critic.lr":
+                new[key], kept = old.get(key), "; the checkpoint's value is kept"
+            logger.warning("%s was %s and is now %s%s", name, old.get(key), value, kept)
