@@ -269,10 +269,8 @@ def death_message(context: WorkerContext, when: str, error: Exception) -> str:
         lines = context.log_path.read_text(errors="replace").splitlines()
         tail = "\n".join(lines[-_LOG_TAIL_LINES:])
     if context.address == ray.util.get_node_ip_address():  # the OOM killer leaves no message
-        free, total = (
-            getattr(psutil.virtual_memory(), one) / 2**30 for one in ("available", "total")
-        )
-        memory = f"(host memory: {free:.1f} of {total:.1f} GiB free). "
+        host, gib = psutil.virtual_memory(), 1 << 30
+        memory = f"(host memory: {host.available / gib:.1f} of {host.total / gib:.1f} GiB free). "
     return (
         f"{context.name} on {context.address} died {when}: "
         f"{_reason(context.node_id, error)} {memory}Its log is {context.log_path}"

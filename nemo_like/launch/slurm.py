@@ -13,7 +13,7 @@ import contextlib
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,30 +36,53 @@ _RAY_SCRIPT = next(
 )
 _RUN_USAGE = "SCRIPT [key=value ...] [--config-name NAME] [--config-dir DIR] [--multirun]"
 _JOB_USAGE = "JOB [--log-dir DIR]"
+_COMMANDS = ("render", "submit", "status", "logs", "cancel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """A run as it was typed, or the tasks of a sweep."""
+
+    name: str
+    config: RunConfig
+    """That of the first task; all have the same ``cluster``."""
+    commands: Sequence[Sequence[str]]
+    """Words of each task's command line."""
+    folder: Path
+    """Where the commands run: the folder in which they were typed."""
+
+    @property
+    def is_array(self) -> bool:
+        """Whether there are several tasks."""
+        return len(self.commands) > 1
+
+    @property
+    def logs(self) -> Path:
+        """``cluster.slurm.log_dir``, whole."""
+        return self.folder / Path(self.config.cluster.slurm.log_dir).expanduser()
 
 
 def run(arguments: Sequence[str]) -> None:
     """Carry out one of the commands; raises UserError, and RunError with Slurm's own words."""
-    name = arguments[0] if arguments else ""
+    name, *rest = arguments or [""]
     if name in ("-h", "--help"):
         sys.stdout.write(
             f"usage: nemo-like slurm render|submit {_RUN_USAGE}\n"
             f"       nemo-like slurm status|logs|cancel {_JOB_USAGE}\n\n{__doc__}"
         )
-    elif name in _COMMANDS:
-        _COMMANDS[name](arguments[1:])
-    else:
+    elif name not in _COMMANDS:
         raise UserError(
             f"'{name}' is not a command of nemo-like slurm; use {', '.join(_COMMANDS)}."
         )
+    elif name == "render":
+        sys.stdout.write(render_script(_batch_job(name, rest), _RAY_SCRIPT))
+    elif name == "submit":
+        _submit(_batch_job(name, rest))
+    else:
+        _about_job(name, rest)
 
 
-def _render(arguments: Sequence[str]) -> None:
-    sys.stdout.write(render_script(_batch_job("render", arguments), _RAY_SCRIPT))
-
-
-def _submit(arguments: Sequence[str]) -> None:
-    job = _batch_job("submit", arguments)
+def _submit(job: BatchJob) -> None:
     script = render_script(job, _RAY_SCRIPT)
     try:
         job.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not: the job would just fail
@@ -80,7 +103,26 @@ def _submit(arguments: Sequence[str]) -> None:
     )
 
 
-def _batch_job(command: str, arguments: Sequence[str]) -> "BatchJob":
+def _about_job(command: str, arguments: Sequence[str]) -> None:
+    parser = CommandParser(f"slurm {command}", f"nemo-like slurm {command} {_JOB_USAGE}", __doc__)
+    parser.add_argument("job", help="id of a job, or of a task of an array: 12_3")
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path(SlurmConfig().log_dir),
+        help="cluster.slurm.log_dir of a job that Slurm has forgotten",
+    )
+    if command == "logs":
+        parser.add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
+    options = parser.parse_args(arguments)
+    if command == "logs":
+        print_log(options.job, options.log_dir, follow=options.follow)
+        return
+    lines = (status_lines if command == "status" else cancel)(options.job, options.log_dir)
+    sys.stdout.write("\n".join([*lines, ""]))
+
+
+def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     """What is typed, with its configuration composed and checked as the run will do it."""
     parser = ConfigParser(f"slurm {command}", f"nemo-like slurm {command} {_RUN_USAGE}", __doc__)
     parser.add_argument("--multirun", "-m", action="store_true", help="one task a combination")
@@ -132,67 +174,6 @@ def _check_run_dir(raw: DictConfig, configs: Sequence[RunConfig]) -> None:
             "--multirun cannot change cluster.*: the tasks of a job array have the same machines; "
             "submit one job each."
         )
-
-
-def _job_parser(command: str) -> CommandParser:
-    parser = CommandParser(f"slurm {command}", f"nemo-like slurm {command} {_JOB_USAGE}", __doc__)
-    parser.add_argument("job", help="id of a job, or of a task of an array: 12_3")
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        default=Path(SlurmConfig().log_dir),
-        help="cluster.slurm.log_dir of a job that Slurm has forgotten",
-    )
-    return parser
-
-
-def _status(arguments: Sequence[str]) -> None:
-    options = _job_parser("status").parse_args(arguments)
-    sys.stdout.write("\n".join([*status_lines(options.job, options.log_dir), ""]))
-
-
-def _logs(arguments: Sequence[str]) -> None:
-    parser = _job_parser("logs")
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
-    options = parser.parse_args(arguments)
-    print_log(options.job, options.log_dir, follow=options.follow)
-
-
-def _cancel(arguments: Sequence[str]) -> None:
-    options = _job_parser("cancel").parse_args(arguments)
-    sys.stdout.write("\n".join([*cancel(options.job, options.log_dir), ""]))
-
-
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "render": _render,
-    "submit": _submit,
-    "status": _status,
-    "logs": _logs,
-    "cancel": _cancel,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchJob:
-    """A run as it was typed, or the tasks of a sweep."""
-
-    name: str
-    config: RunConfig
-    """That of the first task; all have the same ``cluster``."""
-    commands: Sequence[Sequence[str]]
-    """Words of each task's command line."""
-    folder: Path
-    """Where the commands run: the folder in which they were typed."""
-
-    @property
-    def is_array(self) -> bool:
-        """Whether there are several tasks."""
-        return len(self.commands) > 1
-
-    @property
-    def logs(self) -> Path:
-        """``cluster.slurm.log_dir``, whole."""
-        return self.folder / Path(self.config.cluster.slurm.log_dir).expanduser()
 
 
 def render_script(job: BatchJob, ray_script: Path) -> str:

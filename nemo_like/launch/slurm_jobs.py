@@ -25,17 +25,8 @@ _ASK_AGAIN_S = 2.0
 
 _FORGOTTEN = "forgotten by Slurm"
 _ENDED = {
-    _FORGOTTEN,
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
+    *(_FORGOTTEN, "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 }
 _UNKNOWN_JOB = ("Invalid job id", "not found")
 _NO_ACCOUNTING = "accounting storage is disabled"
@@ -68,18 +59,15 @@ class Task:
         return self.state in _ENDED
 
     def __str__(self) -> str:
-        words = [f"{self.number} {self.state}"]
+        text = f"{self.number} {self.state}"
         code, _, signal = self.exit_code.partition(":")
         why = [] if self.reason in ("None", "") else [self.reason]
         why += [f"exit code {code}"] if code != "0" else []
         why += [f"signal {signal}"] if signal not in ("", "0") else []
-        if why:
-            words.append(f"({', '.join(why)})")
-        if self.nodes not in ("", "(null)", "None assigned"):
-            words.append(f"on {self.nodes}")
-        if self.time and self.state != "PENDING":
-            words.append(f"after {self.time} of {self.limit}")
-        return " ".join(words)
+        text += f" ({', '.join(why)})" if why else ""
+        text += f" on {self.nodes}" if self.nodes not in ("", "(null)", "None assigned") else ""
+        after = f" after {self.time} of {self.limit}"
+        return text + (after if self.time and self.state != "PENDING" else "")
 
 
 def submit(script: str) -> str:
@@ -87,9 +75,8 @@ def submit(script: str) -> str:
 
     Options go on the command line too: SBATCH_TIMELIMIT and its like would win over the script.
     """
-    header = script.partition("\n\n")[0].splitlines()[1:]
-    typed = [line.removeprefix("#SBATCH ") for line in header]
-    options = [word for line in typed for word in shlex.split(line, comments=True)]
+    header = "\n".join(re.findall(r"^#SBATCH (.*)", script.partition("\n\n")[0], re.MULTILINE))
+    options = shlex.split(header, comments=True)
     told = _ask("sbatch", "--parsable", *options, stdin=script)
     found = _SUBMITTED.search(told)
     if found is None:

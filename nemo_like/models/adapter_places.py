@@ -79,7 +79,13 @@ def adapter_places(model: PreTrainedModel, lora: LoraConfig) -> list[AdapterPlac
             f"policy.lora.rank={lora.rank}: {type(model).__name__} has no linear layer that could "
             "have an adapter; set policy.lora.rank=0."
         )
-    _refuse_apart(chosen, lora)
+    inner = [place.name for place in chosen if not place.is_layer]
+    if inner and lora.refit == "adapters":
+        raise UserError(
+            f"policy.lora.refit=adapters: engines have no place for adapters of {inner[0]}, which "
+            "is a mixture of experts' own; set policy.lora.refit=merged, or name linear layers "
+            "alone in policy.lora.targets."
+        )
     return chosen
 
 
@@ -89,7 +95,9 @@ def peft_targets(model: PreTrainedModel, lora: LoraConfig) -> dict[str, Any]:
     layers = {p.module for p in places if p.is_layer and not p.taken_for_experts}
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in layers}
     short = {name.rpartition(".")[2] for name in layers}
-    inner = {_after_number(place.full_name) for place in places if place.module not in layers}
+    # The part of a name that all layers share: of model.layers.11.mlp.experts, mlp.experts.
+    full = (place.full_name for place in places if place.module not in layers)
+    inner = {re.split(r"\.\d+\.", name)[-1] for name in full}
     return {
         "target_modules": sorted(layers if short & others else short),
         "target_parameters": sorted(inner) or None,
@@ -117,16 +125,6 @@ def inject_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         raise UserError(
             f"policy.lora.targets: {error} Name other layers there, or set policy.lora.rank=0."
         ) from error
-
-
-def _refuse_apart(places: list[AdapterPlace], lora: LoraConfig) -> None:
-    inner = [place.name for place in places if not place.is_layer]
-    if inner and lora.refit == "adapters":
-        raise UserError(
-            f"policy.lora.refit=adapters: engines have no place for adapters of {inner[0]}, which "
-            "is a mixture of experts' own; set policy.lora.refit=merged, or name linear layers "
-            "alone in policy.lora.targets."
-        )
 
 
 def _candidates(model: PreTrainedModel) -> list[AdapterPlace]:
@@ -169,12 +167,3 @@ def _inner_places(name: str, module: nn.Module) -> list[AdapterPlace]:
                 )
             )
     return places
-
-
-def _after_number(name: str) -> str:
-    """The part of a name that all layers share.
-
-    >>> _after_number("model.layers.11.mlp.experts.gate_up_proj")
-    'mlp.experts.gate_up_proj'
-    """
-    return re.split(r"\.\d+\.", name)[-1]

@@ -1,6 +1,7 @@
 """From ``policy.model``, or another model's key, to a local folder in Hugging Face format."""
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import re
@@ -24,7 +25,6 @@ from nemo_like.errors import UserError
 
 EMBEDDED = "embedded"
 SMOLLM2 = "smollm2"
-_CONFIG = ["config.json"]
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -39,7 +39,6 @@ _TABLES = {
     CLASSIFIER: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
 _WHAT = {CAUSAL_LM: "language model", CLASSIFIER: "model with a score for each sequence"}
-_KEY = "policy.trust_remote_code"
 
 
 def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
@@ -91,7 +90,7 @@ def resolve_model(
         refuse_code(folder, key, classes)
         return folder
     if _HUB_NAME.fullmatch(name) and not name.startswith("."):
-        folder = _from_hub(name, key, _CONFIG if only_config else _FILES)
+        folder = _from_hub(name, key, [CONFIG] if only_config else _FILES)
         refuse_code(folder, key, classes)
         return folder
     raise UserError(
@@ -116,9 +115,7 @@ def _from_hub(name: str, key: str, patterns: list[str]) -> Path:
 
 def has_class(model_type: object, auto_class: str) -> bool:
     """Whether ``auto_class`` makes models of the ``model_type`` that a config.json names."""
-    if not isinstance(model_type, str):
-        return False
-    if model_type in _listed(auto_class):
+    if isinstance(model_type, str) and model_type in _listed(auto_class):
         return True
     if not is_known(model_type):
         return False
@@ -143,16 +140,12 @@ def why_not(model_type: object, lacking: Sequence[str]) -> str:
             "has no model_type in its config.json, by which transformers finds a model's classes; "
             "add it, or use another model."
         )
-    name = f"transformers {version('transformers')}"
+    has, name = f"has model_type={model_type} in its config.json", version("transformers")
     if not is_known(model_type):
-        return (
-            f"has model_type={model_type} in its config.json, which {name} does not know; install "
-            "a version that does, or use another model."
-        )
-    return (
-        f"has model_type={model_type} in its config.json, for which {name} has no "
-        f"{_WHAT[lacking[0]]} ({lacking[0]}); use another model."
-    )
+        unknown = f"which transformers {name} does not know; install a version that does"
+        return f"{has}, {unknown}, or use another model."
+    what = f"{_WHAT[lacking[0]]} ({lacking[0]})"
+    return f"{has}, for which transformers {name} has no {what}; use another model."
 
 
 @functools.cache
@@ -165,14 +158,12 @@ def _listed(auto_class: str) -> frozenset[str]:
     assert found is not None
     assert found.origin is not None
     source = Path(found.origin).parent / _SOURCE
-    try:
+    with contextlib.suppress(OSError, SyntaxError, ValueError, TypeError):
         for node in ast.parse(source.read_text(encoding="utf-8")).body:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[pairs])):
                     if name == _TABLES[auto_class]:
                         return frozenset(dict(ast.literal_eval(pairs)))
-    except (OSError, SyntaxError, ValueError, TypeError):
-        pass
     return frozenset()
 
 
@@ -191,16 +182,15 @@ def refuse_code(folder: Path, key: str, classes: Sequence[str]) -> None:
         if not (trusts_code() and _brings(settings, lacking)):
             raise UserError(f"{key}={folder} {why_not(kind, lacking)}")
     of_tokenizer = read_object_if_there(folder / TOKENIZER_CONFIG)
-    if trusts_code() or not of_tokenizer.get("auto_map"):
-        return
-    if _needs_tokenizer_code(settings, of_tokenizer):
+    untrusted = not trusts_code() and of_tokenizer.get("auto_map")
+    if untrusted and _needs_tokenizer_code(settings, of_tokenizer):
         _refuse(folder, key, TOKENIZER_CONFIG)
 
 
 def _refuse(folder: Path, key: str, file: str) -> None:
     raise UserError(
-        f"{key}={folder} has code of its own (auto_map in {file}), which transformers "
-        f"lacks and which was not run; read it, and set {_KEY}=true if you trust it."
+        f"{key}={folder} has code of its own (auto_map in {file}), which transformers lacks and "
+        "which was not run; read it, and set policy.trust_remote_code=true if you trust it."
     )
 
 
@@ -215,15 +205,12 @@ def _brings(settings: dict[str, Any], lacking: Sequence[str]) -> bool:
 
 def _needs_tokenizer_code(settings: dict[str, Any], of_tokenizer: dict[str, Any]) -> bool:
     # Imported only where there is code: transformers takes seconds.
-    from transformers.models.auto.tokenization_auto import (
-        TOKENIZER_MAPPING_NAMES,
-        tokenizer_class_from_name,
-    )
+    from transformers.models.auto import tokenization_auto as auto
 
-    if str(settings.get("model_type")) in TOKENIZER_MAPPING_NAMES:
+    if str(settings.get("model_type")) in auto.TOKENIZER_MAPPING_NAMES:
         return False
     kind = str(of_tokenizer.get("tokenizer_class") or "")
-    return not kind or tokenizer_class_from_name(kind) is None
+    return not kind or auto.tokenizer_class_from_name(kind) is None
 
 
 @functools.cache

@@ -208,8 +208,9 @@ def _duration(seconds: float) -> str:
 def setup_logging(run_dir: Path, terminal: "Terminal | None" = None) -> Callable[[], None]:
     """Send the root logger to the console and to ``<run_dir>/run.log``.
 
-    ``terminal`` is the one that ``Progress`` draws on, so that lines appear above its table; None:
-    plain lines on stderr. Handlers of others, such as pytest's, stay. Returns how to undo it.
+    Records with ``extra={"file_only": True}`` go to the file alone. ``terminal`` is the one that
+    ``Progress`` draws on: lines appear above its table. None: plain lines on stderr. Handlers of
+    others, such as pytest's, stay. Returns how to undo it.
     """
     root = logging.getLogger()
     loggers = [root, *map(logging.getLogger, _NOISY_LIBRARIES)]
