@@ -3,6 +3,7 @@
 Whatever happens to a row costs that row, or one of its metrics.
 """
 
+import asyncio
 import contextlib
 import errno
 import inspect
@@ -78,14 +79,16 @@ def resolve_reward(spec: str) -> RewardFunction:
     )
 
 
-def score_row(
-    function: RewardFunction, row: RewardRow, finish: Callable[[Awaitable[Any]], Any]
-) -> RewardResult:
-    """Score one row outside of an event loop; ``finish`` gives what an awaitable gives."""
+def score_row(function: RewardFunction, row: RewardRow, runner: asyncio.Runner) -> RewardResult:
+    """Score one row outside of an event loop; ``runner`` is for a plain function's awaitable."""
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        return await result
+
     with _one_process():
         try:
             result = function(row.prompt, row.completion, row.fields)
-            return to_result(finish(result) if inspect.isawaitable(result) else result)
+            return to_result(runner.run(awaited(result)) if inspect.isawaitable(result) else result)
         except BaseException as error:  # sys.exit() in a row's scoring must not end the process
             return _failed_by(error, function)
 
@@ -109,15 +112,11 @@ def _one_process() -> Iterator[None]:
 
 
 def _failed_by(error: BaseException, function: RewardFunction) -> RewardResult:
-    return failed(_failure(function, error), spent=_exhausted(error))
-
-
-def _failure(function: RewardFunction, error: BaseException) -> str:
     if isinstance(error, UserError):
-        return str(error)
+        return failed(str(error), spent=_exhausted(error))
     code = getattr(inspect.unwrap(function.function), "__code__", None)
-    folder = Path(code.co_filename).parent if code else None
-    return f"{error_text(error)} ({error_place(error, folder)})"
+    place = error_place(error, Path(code.co_filename).parent if code else None)
+    return failed(f"{error_text(error)} ({place})", spent=_exhausted(error))
 
 
 def _exhausted(error: BaseException | None) -> str | None:
@@ -159,8 +158,7 @@ def to_result(result: Any) -> RewardResult:
     reward = _number("the reward", result["reward"])
     answer = None
     if "answer" in rest:
-        stated = rest.pop("answer")
-        answer = "" if stated is None else str(stated)
+        answer = "" if (stated := rest.pop("answer")) is None else str(stated)
     metrics, dropped = dict[str, float](), dict[str, str]()
     for key, value in rest.items():
         try:

@@ -83,9 +83,8 @@ class RewardProcess(asyncio.Protocol):
         self._settings = settings
         self._frames = Frames(MOST_RESULT_BYTES)
         self._in_flight: dict[str, asyncio.Future[RewardResult]] = {}
-        self._first_word: asyncio.Future[tuple[str | None, bool]] = (
-            asyncio.get_running_loop().create_future()
-        )
+        self._first_word = asyncio.get_running_loop().create_future()
+        """Gets what ``read_first_word`` returns."""
         self._ready_by = time.monotonic() + settings.start_timeout_s
         self._transport: asyncio.Transport | None = None
         self._lost: str | None = None
@@ -95,7 +94,8 @@ class RewardProcess(asyncio.Protocol):
         self._first_bytes: int | None = None
         """Memory that it had after its first row."""
         self._killing = threading.Lock()
-        self._is_killed = False
+        self.is_gone = False
+        """Whether nothing is left of it."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             arguments = [settings.reward, settings.timeout_s, settings.memory_limit_bytes]
@@ -138,11 +138,6 @@ class RewardProcess(asyncio.Protocol):
         spoilt = not self._in_flight and self._frames.has_part
         gone = self._lost is not None or self._transport is None or self._transport.is_closing()
         return not (spoilt or gone or self.spent or self._process.poll() is not None)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nothing is left of it."""
-        return self._is_killed
 
     async def score(self, rows: Sequence[WaitingRow]) -> list[RewardResult]:
         """Results on rows, within their time limits; LostError if there will be none."""
@@ -188,11 +183,11 @@ class RewardProcess(asyncio.Protocol):
     def kill(self) -> None:
         """Kill the process and all that it has started; returns when it is gone."""
         with self._killing:
-            if self._is_killed:
+            if self.is_gone:
                 return  # its number may belong to another process by now
             kill_tree(self._process.pid)
             self._process.wait()
-            self._is_killed = True
+            self.is_gone = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
@@ -254,9 +249,9 @@ def _how_it_ended(code: int | None) -> str:
         return "closed its socket"
     if code >= 0:
         return f"ended with exit code {code}"
+    names = {one.value: one.name for one in signal.Signals}
     cause = " (out of memory?)" if -code == signal.SIGKILL else ""
-    known = -code in set(signal.Signals)
-    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}{cause}"
+    return f"was ended by {names.get(-code, f'signal {-code}')}{cause}"
 
 
 def _data_bytes(pid: int) -> int | None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import os
 import resource
 import signal
@@ -16,9 +17,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -43,18 +43,8 @@ def load(spec: str) -> "BatchReward | RewardFunction":
     function = resolve_reward(spec)
     if function.is_async:
         return function
-    loop = asyncio.Runner()  # for a plain function that returns an awaitable
-
-    def finish(result: Awaitable[Any]) -> Any:
-        async def awaited() -> Any:
-            return await result
-
-        return loop.run(awaited())
-
-    def score_each(rows: Sequence[RewardRow]) -> list[RewardResult]:
-        return [score_row(function, row, finish) for row in rows]
-
-    return score_each
+    runner = asyncio.Runner()
+    return lambda rows: [score_row(function, row, runner) for row in rows]
 
 
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
@@ -84,22 +74,17 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
 
 
 def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float) -> None:
-    ended = set[int]()
-    for rows in _lists_of_rows(pool):
-        limit_s = timeout_s * len(rows) + SELF_DESTRUCT_GRACE_S
-        faulthandler.dump_traceback_later(limit_s, exit=True)
-        results = scorer(rows)
-        faulthandler.cancel_dump_traceback_later()
-        ended = bury_orphans(ended)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind must not hit the next row
-        for row, result in zip(rows, results, strict=True):
-            pool.sendall(result_frame(row.id, result))
-
-
-def _lists_of_rows(pool: socket.socket) -> Iterator[list[RewardRow]]:
-    frames = Frames(MOST_BYTES)
+    ended, frames = set[int](), Frames(MOST_BYTES)
     while data := pool.recv(1 << 16):
-        yield from map(read_rows, frames.feed(data))
+        for rows in map(read_rows, frames.feed(data)):
+            limit_s = timeout_s * len(rows) + SELF_DESTRUCT_GRACE_S
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+            results = scorer(rows)
+            faulthandler.cancel_dump_traceback_later()
+            ended = bury_orphans(ended)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # one left behind must not hit the next row
+            for row, result in zip(rows, results, strict=True):
+                pool.sendall(result_frame(row.id, result))
 
 
 def _serve_concurrently(pool: socket.socket, function: RewardFunction, timeout_s: float) -> None:
@@ -131,19 +116,14 @@ class _Server:
         self._ended = set[int]()
 
     async def run(self) -> None:
-        async for row in self._incoming():
-            self._num_open += 1
-            self._watch_loop()
-            task = asyncio.create_task(self._answer(row))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
-
-    async def _incoming(self) -> AsyncIterator[RewardRow]:
         loop, frames = asyncio.get_running_loop(), Frames(MOST_BYTES)
         while data := await loop.sock_recv(self._pool, 1 << 16):
-            for payload in frames.feed(data):
-                for row in read_rows(payload):
-                    yield row
+            for row in itertools.chain.from_iterable(map(read_rows, frames.feed(data))):
+                self._num_open += 1
+                self._watch_loop()
+                task = asyncio.create_task(self._answer(row))
+                self._answers.add(task)
+                task.add_done_callback(self._answers.discard)
 
     async def _answer(self, row: RewardRow) -> None:
         result = await self._score(row)
@@ -233,7 +213,10 @@ def bury_orphans(before: set[int]) -> set[int]:
     once; a child's is its own or this process's.
     """
     left: set[int] = set()
-    for pid in _children():
+    children = ""
+    with contextlib.suppress(OSError):  # Linux only
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    for pid in map(int, children.split()):
         with contextlib.suppress(OSError):  # gone meanwhile
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
@@ -244,26 +227,16 @@ def bury_orphans(before: set[int]) -> set[int]:
     return left
 
 
-def _children() -> list[int]:
-    try:
-        found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    except OSError:  # Linux only
-        return []
-    return [int(pid) for pid in found.split()]
-
-
 def kill_tree(pid: int) -> None:
     """Kill the leader of a process group, the group, and descendants that left it.
 
     A function that runs code often gives it a session of its own, to end it when it is late, and
     may itself be ended before that. What belongs to another user, as after sudo, is left alone.
     """
-    started: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
-        started = psutil.Process(pid).children(recursive=True)
-    for process in started:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
