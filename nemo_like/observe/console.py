@@ -148,19 +148,12 @@ class Progress:
         parts = [f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"]
         for column in self._columns:
             text = _cell(column, values)
-            if not text and column.metric not in self._widths:
-                continue
-            width = max(len(text), self._widths.get(column.metric, 0))
-            self._widths[column.metric] = width
-            parts.append(
-                f"{column.label} {text:>{width}}" if text else " " * (len(column.label) + 1 + width)
-            )
+            if text or column.metric in self._widths:
+                width = max(len(text), self._widths.get(column.metric, 0))
+                self._widths[column.metric] = width
+                blank = " " * (len(column.label) + 1 + width)
+                parts.append(f"{column.label} {text:>{width}}" if text else blank)
         return "  ".join(parts).rstrip()
-
-    def _eta_s(self) -> float | None:
-        """Seconds to go at the pace of the steps in view; None until a step is finished."""
-        (first, start), (last, end) = self._times[0], self._times[-1]
-        return (end - start) / (last - first) * (self.max_steps - last) if last > first else None
 
     def __rich__(self) -> Group:
         """One screen: bar, last steps, headline metric and phase."""
@@ -172,16 +165,14 @@ class Progress:
             table.add_column(column.label, justify="right", no_wrap=True)
         for step, values in rows:
             table.add_row(str(step), *(_cell(column, values) for column in shown))
-        return Group(self._bar(), table, self._foot())
-
-    def _bar(self) -> Table:
-        step, _ = self._times[-1]
-        eta_s = self._eta_s()
-        eta = "" if eta_s is None else f"ETA {_duration(eta_s)}"
+        (first, start), (last, end) = self._times[0], self._times[-1]
+        eta = ""
+        if last > first:  # at the pace of the steps in view
+            eta = f"ETA {_duration((end - start) / (last - first) * (self.max_steps - last))}"
         grid = Table.grid(padding=(0, 2, 0, 0))
-        bar = ProgressBar(total=self.max_steps, completed=step, width=30)
-        grid.add_row(f"step {step}/{self.max_steps}", bar, eta)
-        return grid
+        bar = ProgressBar(total=self.max_steps, completed=last, width=30)
+        grid.add_row(f"step {last}/{self.max_steps}", bar, eta)
+        return Group(grid, table, self._foot())
 
     def _foot(self) -> Text:
         parts = []

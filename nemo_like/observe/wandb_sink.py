@@ -50,7 +50,13 @@ class WandbSink:
                 mode="online" if online else "offline",
                 config=_masked(config),
                 reinit="create_new",  # several runs in one process (--multirun) stay apart
-                settings=_settings(wandb),
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",  # run.log has the console; captured output may hold anything
+                    x_disable_meta=True,  # it holds the command line, with any secret typed there
+                    init_timeout=_INIT_TIMEOUT_S,
+                    finish_timeout=_FINISH_TIMEOUT_S,
+                ),
             )
         except wandb.Error as error:
             raise UserError(
@@ -80,16 +86,6 @@ def _run_id(run_dir: Path) -> tuple[str, bool]:
     run_id = secrets.token_hex(4)
     path.write_text(run_id + "\n", encoding="utf-8")
     return run_id, False
-
-
-def _settings(wandb: Any) -> Any:
-    return wandb.Settings(
-        silent=True,
-        console="off",  # run.log has the console; captured output may hold anything
-        x_disable_meta=True,  # the metadata holds the command line, with any secret typed there
-        init_timeout=_INIT_TIMEOUT_S,
-        finish_timeout=_FINISH_TIMEOUT_S,
-    )
 
 
 def _masked(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save
 
 logger = logging.getLogger(__name__)
 
-_VALIDATION = "validation/"
-_SUMMARIZED = tuple(f"{_VALIDATION}{name}" for name in ("accuracy", "reward", "loss"))
+_SUMMARIZED = ("accuracy", "reward", "loss")
+"""Of the metrics of validations."""
 
 
 class Validator(Protocol):
@@ -78,7 +78,7 @@ class Run:
         self._progress = Progress(
             terminal=terminal,
             columns=ROLLOUT_COLUMNS if samples else TRAINING_COLUMNS,
-            headline="validation/reward" if samples else "validation/loss",
+            headline=f"validation/{'reward' if samples else 'loss'}",
             first_step=self.first_step,
         )
         self._sinks = self._open_sinks()
@@ -130,8 +130,7 @@ class Run:
                 f"{' and '.join(models)}; continue with the models that it began with."
             )
         for name, model in models.items():
-            version = saved[name]
-            model.load(str(self._resumed_from / name), version)
+            model.load(str(self._resumed_from / name), saved[name])
         loader.load_state(self._resumed.loader)
 
     def steps(
@@ -217,7 +216,8 @@ class Run:
         Its numbers, unlogged, if that validation must wait, as the run is to stop.
         """
         metrics = self._step_metrics
-        if validator is not None and self._is_due(step, validate_every):
+        due = step == self._max_steps or (validate_every > 0 and step % validate_every == 0)
+        if validator is not None and due:
             try:
                 if self._stop.came:
                     raise LeftError
@@ -230,26 +230,23 @@ class Run:
 
     def _finish_resumed_step(self, validator: Validator | None) -> None:
         """Make up for a validation that a stop postponed, and log its step."""
-        if self._resumed is None or self._resumed.unlogged is None:
-            return
-        found = validator.validate(self.first_step) if validator is not None else {}
-        spans = self.spans.pop()
-        self._log_step(self.first_step, self._resumed.unlogged | values(found | spans))
+        if self._resumed is not None and self._resumed.unlogged is not None:
+            found = validator.validate(self.first_step) if validator is not None else {}
+            measured = values(found | self.spans.pop())
+            self._log_step(self.first_step, self._resumed.unlogged | measured)
 
     def _finish_step(self, step: int, metrics: Metrics) -> None:
         spans = self.spans.pop()
-        numbers = values(metrics | spans)
         self._tell_start_up(step, values(spans))
-        self._log_step(step, numbers)
+        self._log_step(step, values(metrics | spans))
 
     def _log_step(self, step: int, numbers: dict[str, float]) -> None:
         if "time/step_s" in numbers and "train/num_tokens" in numbers:
             numbers["train/tokens_per_s"] = numbers["train/num_tokens"] / numbers["time/step_s"]
         if "time/step_s" in numbers and "time/waiting_s" in numbers:
             numbers["time/driver_s"] = numbers["time/step_s"] - numbers["time/waiting_s"]
-        for name, value in numbers.items():
-            if name in _SUMMARIZED:
-                short = name.removeprefix(_VALIDATION)
+        for short in _SUMMARIZED:
+            if (value := numbers.get(f"validation/{short}")) is not None:
                 self._totals.setdefault(f"val_{short}_start", value)
                 self._totals[f"val_{short}_end"] = value
         self._step_values = numbers
@@ -269,9 +266,6 @@ class Run:
                 for name, seconds in self._start_up.items()
             )
             logger.info("Start to the end of the first step: %.1f s (%s)", total, phases)
-
-    def _is_due(self, step: int, every: int) -> bool:
-        return step == self._max_steps or (every > 0 and step % every == 0)
 
     def _totals_now(self) -> dict[str, float]:
         wall_s = self._totals["wall_s"] + time.monotonic() - self._start
