@@ -38,7 +38,6 @@ class NodeNetwork:
 
 
 def read_network(address: str, environment: Mapping[str, str]) -> NodeNetwork:
-    """Of this node."""
     return NodeNetwork(
         address=address,
         interfaces={

@@ -160,7 +160,6 @@ class VirtualCluster:
 
 
 def reserve(plan: ResourcePlan, config: ClusterConfig) -> VirtualCluster:
-    """What a run's configuration asks for."""
     return VirtualCluster(plan, config.start_timeout_s, config.network_interface)
 
 

@@ -228,7 +228,6 @@ class DriverMeter:
         self._bytes += buffer.tell()
 
     def waited(self, seconds: float) -> None:
-        """Add time in which the driver had nothing to do."""
         self._waited_s += seconds
 
     def pop(self) -> Metrics:

@@ -52,7 +52,6 @@ class WorkerContext:
 
     @property
     def log_path(self) -> Path:
-        """The worker's own log."""
         return Path(self.log_dir) / f"{self.role}-{self.rank}.log"
 
 
@@ -118,7 +117,6 @@ class AsyncHost(Host):
         self._importing = asyncio.Lock()
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See ``Host``."""
         if self._worker is None:
             async with self._importing:
                 # In a thread: the event loop would answer nobody for seconds.
@@ -156,11 +154,9 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the grid."""
         return math.prod(self.sizes.values())
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Position of ``rank`` along ``axis``."""
         names = list(self.sizes)
         stride = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
         return rank // stride % self.sizes[axis]

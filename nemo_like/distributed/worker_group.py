@@ -106,7 +106,6 @@ class WorkerGroup(Generic[W]):
 
     @property
     def world_size(self) -> int:
-        """Ranks in the group."""
         return len(self.actors)
 
     def call(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -148,7 +147,6 @@ class WorkerGroup(Generic[W]):
         return [results[rank] for rank in self.layout.output_ranks(axis, last)]
 
     def call_rank(self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """One rank only."""
         return wait_together(self._send({rank: (args, kwargs)}, method))[0][0]
 
     def waiting(

@@ -18,7 +18,6 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting."""
         raise UserError(f"{message}; use {self.usage}.")
 
 

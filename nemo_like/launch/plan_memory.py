@@ -48,8 +48,6 @@ _PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """One of a run's models."""
-
     name: str
     config: PolicyConfig
     shape: ModelShape
@@ -265,7 +263,6 @@ def gib(size: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines with columns flush right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -53,7 +53,6 @@ class BatchJob:
 
     @property
     def is_array(self) -> bool:
-        """Whether there are several tasks."""
         return len(self.commands) > 1
 
     @property

@@ -52,7 +52,6 @@ class AdapterPlace:
 
     @property
     def full_name(self) -> str:
-        """The parameter's name in the model."""
         return f"{self.module}.{self.parameter}"
 
 

@@ -72,7 +72,6 @@ class Translation:
 
     @property
     def names(self) -> list[str]:
-        """Of all sources."""
         return [name for names in self.sources.values() for name in names]
 
     @property

@@ -123,7 +123,6 @@ class Progress:
             self._live.stop()
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Show one finished step."""
         self._rows = (*self._rows, (step, values))[-_NUM_ROWS:]
         # What came before the first step (start-up, validation) says nothing about the pace.
         earlier = tuple(entry for entry in self._times if entry[0] < step)
@@ -238,7 +237,6 @@ class ShortFormatter(logging.Formatter):
         super().__init__("%(asctime)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line without a traceback."""
         level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
         return f"{record.asctime} {level}{record.message}"
 

@@ -21,11 +21,9 @@ class MetricSink(Protocol):
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Record all numbers of ``step``; there is no second call for the same step."""
-        ...
 
     def close(self) -> None:
         """Write out what is left; called once, also after a failure."""
-        ...
 
 
 class TensorBoardSink:
@@ -50,7 +48,6 @@ class TensorBoardSink:
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and end the writer's thread."""
         self._writer.close()
 
 
@@ -137,7 +134,6 @@ class JsonlFile:
         self._file = self._open()
 
     def close(self) -> None:
-        """Release the file; nothing is left to flush."""
         self._file.close()
 
     def _open(self) -> FileIO:

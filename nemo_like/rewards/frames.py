@@ -87,7 +87,6 @@ class Frames:
 
 
 def frame(payload: bytes) -> bytes:
-    """``payload`` behind its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 
@@ -110,7 +109,6 @@ def rows_frame(rows: Sequence[bytes]) -> bytes:
 
 
 def read_rows(payload: bytes) -> list[RewardRow]:
-    """Inverse of ``rows_frame``, in the reward process."""
     return [RewardRow(**row) for row in json.loads(payload)]
 
 

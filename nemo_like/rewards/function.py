@@ -94,7 +94,6 @@ def score_row(function: RewardFunction, row: RewardRow, runner: asyncio.Runner) 
 
 
 async def score_async(function: RewardFunction, row: RewardRow) -> RewardResult:
-    """Score one row by an ``async def``."""
     with _one_process():
         try:
             return to_result(await function(row.prompt, row.completion, row.fields))

@@ -219,7 +219,6 @@ class _Lane:
             return [failed(str(error)) for _ in rows]
 
     async def end(self) -> None:
-        """Kill what is left."""
         self._is_ended = True
         for process in self._processes:
             process.lose(_SHUT_DOWN)

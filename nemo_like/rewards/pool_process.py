@@ -44,8 +44,6 @@ class LostError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings:
-    """What every process of a pool starts with."""
-
     module: str
     reward: str
     timeout_s: float
@@ -190,7 +188,6 @@ class RewardProcess(asyncio.Protocol):
             self.is_gone = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
@@ -202,7 +199,6 @@ class RewardProcess(asyncio.Protocol):
             self.lose(f"the reward process wrote something else to its socket: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio."""
         if self._lost is None:
             self._ending = asyncio.create_task(self._lose_ended())
 

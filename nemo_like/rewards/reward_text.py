@@ -43,5 +43,4 @@ class RewardText:
         return row
 
     def num_bytes(self) -> int:
-        """What the weights take in memory."""
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))

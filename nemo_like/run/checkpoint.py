@@ -237,11 +237,9 @@ class Loader(Protocol):
 
     def state(self) -> dict[str, Any]:
         """The position after the rows handed out."""
-        ...
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue at a saved position."""
-        ...
 
 
 class Model(Protocol):
@@ -251,11 +249,9 @@ class Model(Protocol):
 
     def save(self, folder: str) -> None:
         """Write all of it into ``folder``."""
-        ...
 
     def load(self, folder: str, weight_version: int) -> None:
         """Restore what ``save`` wrote after ``weight_version`` steps."""
-        ...
 
 
 class Saves:

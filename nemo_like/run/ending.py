@@ -59,7 +59,6 @@ def end_on_error(action: Callable[[], T]) -> T:
 
 
 def _sentence(error: BaseException) -> str | None:
-    """The sentence for an error that needs no traceback."""
     if isinstance(error, (UserError, RunError, WaitTimeoutError)):
         return str(error)
     if isinstance(error, OSError) and error.errno in _DISK_REFUSES:

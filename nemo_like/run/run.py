@@ -37,7 +37,6 @@ class Validator(Protocol):
 
     def validate(self, step: int) -> Metrics:
         """Metrics named ``validation/...`` of the current weights."""
-        ...
 
 
 class Run:
