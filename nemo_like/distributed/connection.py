@@ -155,10 +155,7 @@ def _start() -> Callable[[], None]:
 
 
 def why_not_started(error: Exception, *, waited_s: float, load: float, free_gib: float) -> str:
-    """Why Ray did not start: known facts, then what to check, likely causes first.
-
-    ``load``: processes that wanted to run, for each processor, over the last minute.
-    """
+    """Known facts, then what to check. ``load``: processes that wanted to run, by processor."""
     causes = []
     if free_gib < _LEAST_GIB and not isinstance(error, OSError):
         short = f"memory is short, of which Ray's processes take about {_LEAST_GIB:g} GiB"

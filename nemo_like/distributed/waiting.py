@@ -134,18 +134,15 @@ def check_idle(
     idle = f"{when}, while it was idle"
     bundles = of_run.bundles[0][0].group  # a run's groups share them
     for group in [one for one in [*watched] if one.bundles[0][0].group is bundles]:
-        for rank, actor in enumerate([*group.actors]):
-            if (group.role, rank) in busy:
-                continue
-            if actor._get_local_state() == _DEAD:
-                phase = group.cut_off(rank)  # a call that others are to wait for
-                when = f"in {phase}" if phase else idle
-                group.result(actor.call.remote("ready"), rank, when)
-        for ref in group.broken():
-            rank = group.watches[ref]
+        dead = [
+            (rank, actor.call.remote("ready"))
+            for rank, actor in enumerate([*group.actors])
+            if (group.role, rank) not in busy and actor._get_local_state() == _DEAD
+        ]
+        for rank, ref in dead + [(group.watches[ref], ref) for ref in group.broken()]:
             if (group.role, rank) not in busy:
-                phase = group.cut_off(rank)
-                del group.watches[ref]
+                phase = group.cut_off(rank)  # a call that others are to wait for
+                group.watches.pop(ref, None)
                 group.result(ref, rank, f"in {phase}" if phase else idle)
 
 

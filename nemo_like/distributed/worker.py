@@ -162,10 +162,7 @@ class RankLayout:
         return rank // stride % self.sizes[axis]
 
     def output_ranks(self, axis: str, last: str | None = None) -> tuple[int, ...]:
-        """The rank at each position of ``axis`` that is first along every other (last on ``last``).
-
-        The last stage of a pipeline has the results.
-        """
+        """The rank at each position of ``axis``: first along every other, but last on ``last``."""
         wanted = {name: 0 for name in self.sizes if name != axis}
         if last is not None:
             wanted[last] = self.sizes[last] - 1

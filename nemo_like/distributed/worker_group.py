@@ -216,10 +216,7 @@ class WorkerGroup(Generic[W]):
         return Pending(group=self, refs=refs, phase=name)
 
     def result(self, ref: Any, rank: int, when: str) -> Any:
-        """What a finished call returned; a failure names this group's rank and phase.
-
-        ``when``: in or before which phase that is seen, and what of the rank.
-        """
+        """What a finished call returned; a failure names the rank, and ``when`` it was noticed."""
         context = self.contexts[rank]
         try:
             return ray.get(ref)

@@ -38,10 +38,7 @@ class ConfigParser(CommandParser):
         return compose_raw(*self.source(options)).load(**checks)
 
     def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
-        """What ``compose_raw`` needs: folder, name, overrides and the user's folder.
-
-        Raises UserError for more than one name, and for a folder that does not exist.
-        """
+        """Folder, name, overrides and the user's folder, for ``compose_raw``; raises UserError."""
         # Words without "=" are no overrides, but Hydra's ~key deletes one.
         names = [word for word in options.words if "=" not in word and not word.startswith("~")]
         if len(names) + (options.config_name is not None) > 1:

@@ -44,10 +44,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def plan_lines(config: RunConfig, model_folder: Path) -> Iterator[str]:
-    """The whole report on a checked configuration, line by line.
-
-    Raises UserError, before the first line, if the model cannot be cut as configured.
-    """
+    """The whole report, line by line; UserError before the first if the model cannot be cut so."""
     plan = plan_run(config)
     check_model_fits(config.policy, len(plan.policy), model_folder)
     sizes = parallel_sizes(config.policy, len(plan.policy))

@@ -62,10 +62,7 @@ _Predicted = Sequence[tuple[_Model, dict[int, tuple[PhaseMemory, ...]]]]
 
 
 def predict_models(config: RunConfig, plan: ResourcePlan, folder: Path) -> _Predicted:
-    """What ``memory_lines`` shows; UserError for a model whose size is not known.
-
-    ``folder``: the policy's model.
-    """
+    """What ``memory_lines`` shows; UserError for an unknown size. ``folder``: the policy's."""
     return [(model, _phases(config, model)) for model in _models(config, plan, folder)]
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nemo_like.errors import RunError, UserError, WaitTimeoutError
 from nemo_like.observe.console import ROLLOUT_COLUMNS, TRAINING_COLUMNS
@@ -34,7 +33,7 @@ _JOB = re.compile(r"\d+(_\d+)?")
 _SUBMITTED = re.compile(r"^(\d+)(;.*)?$", re.MULTILINE)
 """The name of the cluster may follow, and a site's greeting come before."""
 _RUN_FOLDER = re.compile(r"\d\d:\d\d:\d\d (?:Run folder|Continuing after step \d+ in) (/.+)")
-_LAUNCHER = re.compile(r"nemo-like: (.+)")  # what slurm/ray.sbatch says
+_LAUNCHER = re.compile(r"^nemo-like: (.+)", re.MULTILINE)  # what slurm/ray.sbatch says
 _NUM_TOLD = 2
 
 
@@ -239,8 +238,8 @@ def _ask(*command: str, stdin: str = "") -> str:
             f"{command[0]} did not answer within {_ANSWER_TIMEOUT_S:g} s; scontrol ping tells "
             "whether Slurm's controller is up."
         ) from error
-    prefix = re.compile(rf"({command[0]}: )?(error: )?")
-    words = [prefix.sub("", line, count=1) for line in done.stderr.splitlines() if line]
+    prefix = rf"({command[0]}: )?(error: )?"
+    words = [re.sub(prefix, "", line, count=1) for line in done.stderr.splitlines() if line]
     if done.returncode:
         said = "; ".join(words) or done.stdout.strip()
         raise RunError(f"{command[0]} failed with code {done.returncode}: {said}.")
@@ -251,27 +250,18 @@ def _ask(*command: str, stdin: str = "") -> str:
 
 def _told_by(log: Path) -> tuple[list[str], Path | None]:
     """What the launcher said last (which nodes are up, why a job ends), and the run's folder."""
-    told: list[str] = []
-    folder = None
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if found := _LAUNCHER.match(line):
-                told.append(found[1])
-            elif found := _RUN_FOLDER.search(line):
-                folder = Path(found[1].rstrip())
-    return told[-_NUM_TOLD:], folder
+    text = log.read_text(encoding="utf-8", errors="replace")
+    folders = _RUN_FOLDER.findall(text)
+    return _LAUNCHER.findall(text)[-_NUM_TOLD:], Path(folders[-1].rstrip()) if folders else None
 
 
 def _last_step(metrics: Path) -> str:
     """Number and metrics, as the console of a run names them, of the last whole record."""
-    record: dict[str, Any] = {}
-    if metrics.is_file():
-        with metrics.open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.endswith("\n"):
-                    record = json.loads(line)
-    if not record:
+    text = metrics.read_text(encoding="utf-8") if metrics.is_file() else ""
+    *whole, _ = text.split("\n")
+    if not whole:
         return "none yet"
+    record = json.loads(whole[-1])
     columns = ROLLOUT_COLUMNS if "rollout/reward" in record else TRAINING_COLUMNS
     shown = (
         f"{column.label} {column.template.format(record[column.metric])}"

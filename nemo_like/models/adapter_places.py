@@ -105,10 +105,7 @@ def peft_targets(model: PreTrainedModel, lora: LoraConfig) -> dict[str, Any]:
 
 
 def inject_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Add adapters to the configured matrices, in place; all else is frozen.
-
-    Raises UserError if a target names nothing that can have one.
-    """
+    """Add adapters in place and freeze all else; UserError if a target names nothing that can."""
     import peft  # needs a second to import, and few runs have adapters
 
     # Names alone: peft's own "all-linear" would add routers, and take shared experts for experts.

@@ -88,18 +88,12 @@ class Translation:
 
     def rows(self, first: int, end: int) -> "Translation":
         """Of ``stacks``: that of some rows of the target alone."""
-        return Translation(
-            sources={pattern: names[first:end] for pattern, names in self.sources.items()},
-            targets=self.targets,
-            converter=self.converter,
-        )
+        rows = {pattern: names[first:end] for pattern, names in self.sources.items()}
+        return replace(self, sources=rows)
 
 
 class Naming:
-    """Translates names and tensors of one architecture.
-
-    Takes a model without wrappers, with or without memory.
-    """
+    """Translates names and tensors of one architecture: of a model without wrappers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -112,10 +106,7 @@ class Naming:
         ]
 
     def from_disk(self, stored: Iterable[str]) -> dict[str, Translation]:
-        """How tensors in memory are made of files that have ``stored``, by each one's name.
-
-        What the architecture has no use for is left out.
-        """
+        """How tensors in memory are made of files that have ``stored``, by each one's name."""
         renamings, converters = _parts(deepcopy(self._reading))
         prefix, known = self._model.base_model_prefix, self._shapes
         found: dict[str, _Collected] = {}
@@ -129,10 +120,7 @@ class Naming:
         return {target: each for each in translations for target in each.targets}
 
     def to_disk(self, names: Iterable[str]) -> list[Translation]:
-        """How tensors in memory leave, in the order of ``names``.
-
-        Raises RunError if reading the result would not give ``names`` and their shapes again.
-        """
+        """How tensors in memory leave, in that order; RunError if they could not be read back."""
         renamings, converters = _parts(deepcopy(self._writing))
         found: dict[str, _Collected] = {}
         for key in names:
@@ -167,10 +155,7 @@ class Naming:
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
     def in_memory(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by their names on disk, in any order, as tensors by their names in memory.
-
-        What has to wait for others is kept as a copy. Adapters, and what is unknown, pass through.
-        """
+        """The same by names in memory; what waits for others is copied, the unknown passes through."""
         waiting: dict[str, Tensor] = {}
         for name, tensor in tensors:
             one = self._on_disk.get(name)

@@ -52,10 +52,7 @@ def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
 
 
 def refuse_other_models(config: RunConfig) -> None:
-    """Refuse critics, teachers and reward models that cannot serve, by their config.json.
-
-    Raises UserError.
-    """
+    """UserError for critics, teachers and reward models that cannot serve, by their config.json."""
     others = list(config.other_models())
     if isinstance(config, SamplingRunConfig) and config.environment.reward == REWARD_MODEL:
         assert config.environment.reward_model is not None
@@ -150,10 +147,7 @@ def why_not(model_type: object, lacking: Sequence[str]) -> str:
 
 @functools.cache
 def _listed(auto_class: str) -> frozenset[str]:
-    """The types in transformers' own table, read from its source: to import it takes torch.
-
-    Empty if the source has no such table; then the import decides.
-    """
+    """The types in transformers' table, read from its source without torch; empty without one."""
     found = importlib.util.find_spec("transformers")
     assert found is not None
     assert found.origin is not None

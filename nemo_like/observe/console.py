@@ -64,10 +64,7 @@ TRAINING_COLUMNS = (
 
 
 def live_terminal(choice: Console) -> Terminal | None:
-    """The terminal to draw on and to log to; None where progress is plain lines.
-
-    ``auto`` is live on a terminal that can move its cursor.
-    """
+    """Where to draw and log; None: plain lines. ``auto`` needs a terminal that moves its cursor."""
     live = choice == "live" or (
         choice == "auto" and sys.stderr.isatty() and not Terminal(stderr=True).is_dumb_terminal
     )
@@ -75,10 +72,7 @@ def live_terminal(choice: Console) -> Terminal | None:
 
 
 class Progress:
-    """Shows the steps of a run; a ``MetricSink``, and a context manager around the loop.
-
-    Metrics that a step lacks leave their column empty; columns that no step has had are not shown.
-    """
+    """Shows the steps of a run; a ``MetricSink``, and a context manager around the loop."""
 
     def __init__(
         self,

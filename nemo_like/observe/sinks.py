@@ -120,10 +120,7 @@ class JsonlFile:
             ) from error
 
     def truncate_after(self, step: int) -> None:
-        """Drop records of later steps, which the resumed run writes again, and unreadable lines.
-
-        The kept lines are written aside and renamed over the file, so a kill loses nothing.
-        """
+        """Drop records of later steps, and unreadable lines, so that a kill loses nothing."""
         self._file.close()
         aside = self.path.with_name(self.path.name + ".tmp")
         with aside.open("wb") as kept:

@@ -131,10 +131,7 @@ def read_result(payload: bytes) -> tuple[str, RewardResult]:
 
 
 def first_word_frame(refused: str | None, *, is_concurrent: bool = False) -> bytes:
-    """Goes out before any result: why a process cannot use its reward, if it can't.
-
-    ``is_concurrent``: rows are scored while others still are, by an ``async def``.
-    """
+    """Before any result: why the reward cannot be used, if so, and whether rows are concurrent."""
     return frame(json.dumps({"refused": refused, "is_concurrent": is_concurrent}).encode())
 
 

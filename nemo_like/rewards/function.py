@@ -52,10 +52,7 @@ class RewardFunction:
 
 
 def resolve_reward(spec: str) -> RewardFunction:
-    """Import the function that ``spec`` names; UserError says why it cannot be used.
-
-    ``prompt`` and ``completion`` are passed by name, so their order is free.
-    """
+    """The function that ``spec`` names; UserError if it cannot be called with a row by name."""
     function = REWARDS.load(_KEY, spec)
     try:
         signature = inspect.signature(function)
@@ -119,10 +116,7 @@ def _failed_by(error: BaseException, function: RewardFunction) -> RewardResult:
 
 
 def _exhausted(error: BaseException | None) -> str | None:
-    """What the process has no more of, by an error or by one that it came of.
-
-    A function that leaks meets it again on every later row.
-    """
+    """What the process has no more of, by an error or its causes: later rows will meet it again."""
     for _ in range(_MOST_CAUSES):
         if error is None:
             break

@@ -41,17 +41,15 @@ _SHUT_DOWN = "the reward process was shut down"
 class RewardPool:
     """An ``Environment`` of ``num_processes`` processes that call one reward function.
 
-    ``reward`` is read as ``resolve_reward`` says, in the reward processes only; UserError
-    if it cannot be used. A row that takes longer than ``timeout_s`` to score (waiting for a free
-    process does not count) or more than ``memory_limit_bytes`` fails. The processes get variables
-    as ``variables`` says, and those of ``pass_variables``.
+    ``reward`` is resolved in the reward processes only, by ``module``; UserError if it cannot be
+    used. A row that takes longer than ``timeout_s`` to score (waiting for a free process does not
+    count) or more than ``memory_limit_bytes`` fails. Processes get ``pass_variables`` besides those
+    that ``variables`` lists.
 
     A process scores one row after the other, or ``concurrency`` at once by an ``async def``. It is
-    replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``;
-    None: it is kept while it works.
-
-    Another ``module`` than that for functions makes of ``reward`` what it likes. A free process
-    gets up to ``rows_at_once`` rows that wait, which share their time limits, and their fate.
+    replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``
+    (None: it is kept while it works). A free process gets up to ``rows_at_once`` rows that wait,
+    which share their time limits, and their fate.
     """
 
     def __init__(

@@ -48,10 +48,7 @@ def load(spec: str) -> "BatchReward | RewardFunction":
 
 
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
-    """Load what the pool's spec names (UserError goes to the pool), then score until it closes.
-
-    A ``RewardFunction`` scores many rows at once, on one event loop.
-    """
+    """Load what the pool's spec names (UserError goes to the pool), then score until it closes."""
     file_descriptor, spec, timeout_s, memory_limit_bytes = argv
     pool = socket.socket(fileno=int(file_descriptor))
     _keep_from_children(pool)
@@ -197,10 +194,7 @@ def leave_sigterm_to_driver() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own one ends, so that ``kill_tree`` finds daemons.
-
-    Linux only; elsewhere they are init's, and run on.
-    """
+    """Become the parent of orphans below, so that ``kill_tree`` finds daemons (on Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -111,10 +111,7 @@ class Checkpoints:
         return path, open_checkpoint(path)
 
     def _prune(self, metric_name: str | None) -> None:
-        """Keep the last ``keep_last`` and the best by ``metric_name``.
-
-        One without that metric counts as the worst: of another one, values cannot be compared.
-        """
+        """Keep the last and the best ones; without a value of ``metric_name`` one is the worst."""
         steps = self.steps()
         keep = set(steps[-self._config.keep_last :])
         if self._config.keep_best:
@@ -134,10 +131,7 @@ class Checkpoints:
 
 
 def open_checkpoint(path: Path) -> DriverState:
-    """The state of the checkpoint in ``path``, checked byte for byte.
-
-    Raises UserError naming the damaged file if it is not what was saved.
-    """
+    """The state of a checkpoint that is checked byte for byte; UserError names the damage."""
     refuse_special(f"Checkpoint {path}", path, depth=2)
     _verify(path)
     for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):

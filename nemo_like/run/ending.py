@@ -70,10 +70,7 @@ def _sentence(error: BaseException) -> str | None:
 
 
 def told_to_end(error: BaseException) -> BaseException | None:
-    """The interrupt that ``error`` is, or wraps.
-
-    Calls in C wrap what a signal's handler raises in them, and what is cut short may fail itself.
-    """
+    """The interrupt that ``error`` is or wraps, as calls in C do with what a handler raises."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, (StoppedError, KeyboardInterrupt)):
         seen = seen.__cause__ or seen.__context__

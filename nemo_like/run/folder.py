@@ -131,10 +131,7 @@ def who_else_writes(path: Path) -> str | None:
 
 
 def others_who_write(mode: int, owner: int, me: int, private: bool) -> str | None:
-    """Who else can write to a file, by ``stat``'s mode and owner; None: nobody but root.
-
-    ``private``: its group is this user's alone.
-    """
+    """Who but root can write, by ``stat``'s values; ``private``: its group is this user's alone."""
     if owner not in (me, 0):
         return f"its owner, user {owner}"
     if mode & stat.S_IWOTH:
@@ -174,10 +171,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> None:
-    """Log what differs from the earlier run; refuse what would make it another run.
-
-    Values that the checkpoint keeps are put back into ``new``.
-    """
+    """Log changes, refuse those that make it another run, undo those that the checkpoint undoes."""
     for key, value in new.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and isinstance(old.get(key), dict) and key != "tasks":

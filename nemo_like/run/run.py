@@ -210,10 +210,7 @@ class Run:
     def _measure(
         self, step: int, validator: Validator | None, validate_every: int
     ) -> dict[str, float] | None:
-        """Log a step, with a validation if it is due for one.
-
-        Its numbers, unlogged, if that validation must wait, as the run is to stop.
-        """
+        """Log a step, validated if it is due; its numbers, unlogged, if a stop postpones that."""
         metrics = self._step_metrics
         due = step == self._max_steps or (validate_every > 0 and step % validate_every == 0)
         if validator is not None and due:
