@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "nemo_like"
 # From the bottom up; a package may import its own and lower layers only. (One layer's members may
 # import each other in one direction: no two of them do so both ways.)
 LAYERS = [
-    {"errors", "early", "special_files"},
+    {"errors", "early"},
     {"doors"},
     {"config"},
     {"batch", "observe"},

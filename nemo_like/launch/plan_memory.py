@@ -63,10 +63,6 @@ _Predicted = Sequence[tuple[_Model, dict[int, tuple[PhaseMemory, ...]]]]
 
 def predict_models(config: RunConfig, plan: ResourcePlan, folder: Path) -> _Predicted:
     """What ``memory_lines`` shows; UserError for an unknown size. ``folder``: the policy's."""
-    return [(model, _phases(config, model)) for model in _models(config, plan, folder)]
-
-
-def _models(config: RunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]:
     distills = isinstance(config, DistillationConfig | OffPolicyDistillationConfig)
     role = Role(
         scalar_head=isinstance(config, RewardModelConfig),
@@ -95,7 +91,7 @@ def _models(config: RunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]
         shape = _shape_of(teacher.model, "teacher.model")
         asked = Role(trains=False)
         models.append(replace(policy, name="teacher", config=teacher, shape=shape, role=asked))
-    return models
+    return [(model, _phases(config, model)) for model in models]
 
 
 def _shape_of(model: str, key: str) -> ModelShape:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _ENDED = {
     *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 }
 _UNKNOWN_JOB = ("Invalid job id", "not found")
-_NO_ACCOUNTING = "accounting storage is disabled"
+_NO_ACCOUNTING = ("accounting storage is disabled",)
 _JOB = re.compile(r"\d+(_\d+)?")
 _SUBMITTED = re.compile(r"^(\d+)(;.*)?$", re.MULTILINE)
 """The name of the cluster may follow, and a site's greeting come before."""
@@ -165,12 +165,7 @@ def _find(job: str, log_dir: Path) -> list[Task]:
 
 def _tasks(job: str) -> list[Task]:
     """What the controller knows; nothing some minutes after a job's end (MinJobAge)."""
-    try:
-        told = _ask("scontrol", "--oneliner", "show", "job", job)
-    except RunError as error:
-        if any(words in str(error) for words in _UNKNOWN_JOB):
-            return []
-        raise
+    told = _ask("scontrol", "--oneliner", "show", "job", job, unless=_UNKNOWN_JOB)
     return [_task(line) for line in told.splitlines() if line]
 
 
@@ -195,12 +190,8 @@ def _task(line: str) -> Task:
 def _accounted(job: str, log_dir: Path) -> list[Task]:
     """What Slurm's accounting kept, where a cluster has it."""
     names = "JobID,State,ExitCode,NodeList,Elapsed,Timelimit"
-    try:
-        told = _ask("sacct", "-X", "--noheader", "--parsable2", f"--format={names}", "-j", job)
-    except RunError as error:
-        if _NO_ACCOUNTING in str(error):
-            return []
-        raise
+    options = ("-X", "--noheader", "--parsable2", f"--format={names}", "-j", job)
+    told = _ask("sacct", *options, unless=_NO_ACCOUNTING)
     rows = (line.split("|") for line in told.splitlines())
     return [
         Task(
@@ -216,8 +207,11 @@ def _accounted(job: str, log_dir: Path) -> list[Task]:
     ]
 
 
-def _ask(*command: str, stdin: str = "") -> str:
-    """What a command of Slurm printed; RunError with its own words if it failed."""
+def _ask(*command: str, stdin: str = "", unless: Sequence[str] = ()) -> str:
+    """What a command of Slurm printed; RunError with its own words if it failed.
+
+    Nothing if one of ``unless`` is among these words.
+    """
     try:
         done = subprocess.run(
             command,
@@ -226,7 +220,6 @@ def _ask(*command: str, stdin: str = "") -> str:
             encoding="utf-8",
             errors="replace",
             timeout=_ANSWER_TIMEOUT_S,
-            check=False,
         )
     except FileNotFoundError as error:
         raise RunError(
@@ -242,6 +235,8 @@ def _ask(*command: str, stdin: str = "") -> str:
     words = [re.sub(prefix, "", line, count=1) for line in done.stderr.splitlines() if line]
     if done.returncode:
         said = "; ".join(words) or done.stdout.strip()
+        if any(one in said for one in unless):
+            return ""
         raise RunError(f"{command[0]} failed with code {done.returncode}: {said}.")
     if words:  # A site's own remarks on a job that it takes.
         sys.stderr.write("\n".join([*words, ""]))

@@ -65,9 +65,8 @@ TRAINING_COLUMNS = (
 
 def live_terminal(choice: Console) -> Terminal | None:
     """Where to draw and log; None: plain lines. ``auto`` needs a terminal that moves its cursor."""
-    live = choice == "live" or (
-        choice == "auto" and sys.stderr.isatty() and not Terminal(stderr=True).is_dumb_terminal
-    )
+    moves = sys.stderr.isatty() and not Terminal(stderr=True).is_dumb_terminal
+    live = choice == "live" or (choice == "auto" and moves)
     return Terminal(stderr=True, force_terminal=True) if live else None
 
 
@@ -76,7 +75,7 @@ class Progress:
 
     def __init__(
         self,
-        max_steps: int | None = None,
+        max_steps: int = 0,
         terminal: Terminal | None = None,
         *,
         columns: Sequence[Column] = ROLLOUT_COLUMNS,
@@ -88,7 +87,7 @@ class Progress:
 
         ``first_step``: step that a resumed run continues from; 0: a new run.
         """
-        self.max_steps = max_steps or 0
+        self.max_steps = max_steps
         """Steps of the whole run; 0: not known yet."""
         self._columns = tuple(columns)
         self._headline = headline

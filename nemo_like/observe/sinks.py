@@ -67,7 +67,7 @@ class Sinks:
         """Calls that failed, by class name of the sink."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Record a step everywhere; only a sink's RunError (``JsonlSink``) ends the run."""
+        """Record a step everywhere; only a sink's RunError (``JsonlFile``) ends the run."""
         assert self._last_step is None or step > self._last_step, (
             f"step {step} comes after step {self._last_step}, which is already logged"
         )
@@ -106,6 +106,10 @@ class JsonlFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._open()
 
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Append ``{"step": 3, "time": 1764201600.123, "train/loss": ...}``."""
+        self.append({"step": step, "time": round(time.time(), 3), **values})
+
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; raises RunError if the file system refuses it."""
         # A lone surrogate (half of a character cut by a tokenizer) becomes its JSON escape.
@@ -120,7 +124,7 @@ class JsonlFile:
             ) from error
 
     def truncate_after(self, step: int) -> None:
-        """Drop records of later steps, and unreadable lines, so that a kill loses nothing."""
+        """Drop records of later steps and unreadable lines; a kill in between loses nothing."""
         self._file.close()
         aside = self.path.with_name(self.path.name + ".tmp")
         with aside.open("wb") as kept:
@@ -147,14 +151,6 @@ class JsonlFile:
                     yield line.rstrip(b"\n") + b"\n"
         if num_unreadable:
             logger.warning("%s: dropped %d torn lines", self.path, num_unreadable)
-
-
-class JsonlSink(JsonlFile):
-    """``{"step": 3, "time": 1764201600.123, "train/loss": ...}``, the record that is never lost."""
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Append one line; raises RunError if it cannot be written."""
-        self.append({"step": step, "time": round(time.time(), 3), **values})
 
 
 def _step_of(line: bytes) -> int | None:

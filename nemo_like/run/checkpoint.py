@@ -26,9 +26,9 @@ from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from nemo_like.config.run import CheckpointConfig, RunConfig
+from nemo_like.doors import refuse_special
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 from nemo_like.run.folder import who_else_writes
-from nemo_like.special_files import refuse_special
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from nemo_like.observe.console import (
     setup_logging,
 )
 from nemo_like.observe.metrics import Metrics, Spans, values
-from nemo_like.observe.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink
+from nemo_like.observe.sinks import JsonlFile, MetricSink, Sinks, TensorBoardSink
 from nemo_like.run.checkpoint import Loader, Model, Saves
 from nemo_like.run.ending import SIGNALS, LeftError, StopRequest, listen
 from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
@@ -273,7 +273,7 @@ class Run:
         kept_step = self.first_step if self._resumed else -1
         if self._resumed and self._resumed.unlogged is not None:
             kept_step -= 1
-        jsonl = JsonlSink(self.dir / "metrics.jsonl")
+        jsonl = JsonlFile(self.dir / "metrics.jsonl")
         jsonl.truncate_after(kept_step)
         sinks: list[MetricSink] = [jsonl]
         if logging_config.tensorboard:
