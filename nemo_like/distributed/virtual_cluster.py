@@ -48,9 +48,8 @@ class Bundle:
     gpu_id: str | None
     """Id as CUDA_VISIBLE_DEVICES takes it; None in a CPU run."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that its processes get."""
     listens_on: str = ""
-    """See ``network.listening_address``."""
+    """This and ``environment``: see ``WorkerContext``."""
 
     def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
         """Where an actor of this bundle goes; without it, it would wait for CPUs that we hold."""

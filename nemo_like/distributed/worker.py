@@ -28,9 +28,8 @@ class WorkerContext:
     rank: int
     world_size: int
     address: str
-    """Address of its node."""
+    """Of its node, as ``node_id``."""
     node_id: str
-    """Ray's id of its node."""
     gpu_ids: tuple[str, ...]
     """GPUs that it may use; empty in a CPU run."""
     environment: Mapping[str, str]

@@ -187,7 +187,11 @@ def _options(job: BatchJob) -> Iterator[str]:
     cluster, slurm = job.config.cluster, job.config.cluster.slurm
     yield f"--job-name={_word(job.name)}"
     yield f"--chdir={_word(str(job.folder))}"
-    yield f"--output={_word(_pattern(job.logs))}/{'%A_%a' if job.is_array else '%j'}.out"
+    if "%" in str(job.logs) or "\\" in str(job.logs):  # it replaces %x, and gives up at \
+        raise UserError(
+            f"cluster.slurm.log_dir: Slurm cannot write to {job.logs}; use a path without % and \\."
+        )
+    yield f"--output={_word(str(job.logs))}/{'%A_%a' if job.is_array else '%j'}.out"
     if job.is_array:
         yield f"--array=0-{len(job.commands) - 1}"
     # Said even where it is the default: what an outer job has set does not count then.
@@ -208,15 +212,6 @@ def _options(job: BatchJob) -> Iterator[str]:
         # Many clusters queue a job again when a node fails; this run would not continue.
         yield "--no-requeue"
     yield from slurm.extra
-
-
-def _pattern(logs: Path) -> str:
-    """The folder of outputs, in which Slurm replaces ``%x`` and gives up at a backslash."""
-    if "%" in str(logs) or "\\" in str(logs):
-        raise UserError(
-            f"cluster.slurm.log_dir: Slurm cannot write to {logs}; use a path without % and \\."
-        )
-    return str(logs)
 
 
 def _word(text: str) -> str:

@@ -31,10 +31,8 @@ class AdapterPlace:
     """One parameter that gets an adapter."""
 
     module: str
-    """Its module's name in the model."""
     parameter: str
     shape: tuple[int, ...]
-    """Of the parameter."""
     input_first: bool = False
     """Whether it is stored as [in, out], as GPT-2's."""
     is_layer: bool = True
@@ -143,23 +141,15 @@ def _candidates(model: PreTrainedModel) -> list[AdapterPlace]:
                 )
             )
         elif not isinstance(module, _NOT_MATRICES):
-            found += _inner_places(name, module)
-    return found
-
-
-def _inner_places(name: str, module: nn.Module) -> list[AdapterPlace]:
-    """Matrices that a module of another kind multiplies by: stacked experts, a router."""
-    places = []
-    for own, parameter in module.named_parameters(recurse=False):
-        stack, matrix = parameter.dim() == 3, parameter.dim() == 2 and own == "weight"
-        if stack or matrix:
-            places.append(
+            found += [  # what another kind of module multiplies by: stacked experts, a router
                 AdapterPlace(
                     module=name,
                     parameter=own,
                     shape=tuple(parameter.shape),
                     is_layer=False,
-                    by_default=stack,
+                    by_default=parameter.dim() == 3,
                 )
-            )
-    return places
+                for own, parameter in module.named_parameters(recurse=False)
+                if parameter.dim() == 3 or (parameter.dim() == 2 and own == "weight")
+            ]
+    return found

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object, read_object_if_there
 from nemo_like.config.paths import (
@@ -122,7 +122,7 @@ def has_class(model_type: object, auto_class: str) -> bool:
     return kind in getattr(transformers, auto_class)._model_mapping
 
 
-def is_known(model_type: object) -> bool:
+def is_known(model_type: object) -> TypeGuard[str]:
     """Whether transformers has a configuration of ``model_type``; imports torch."""
     # Imported only for what is probably refused: it takes seconds.
     from transformers import CONFIG_MAPPING

@@ -219,41 +219,29 @@ class RewardProcess(asyncio.Protocol):
         deadline = time.monotonic() + EXIT_GRACE_S
         while (code := self._process.poll()) is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        self.lose(f"the reward process {_how_it_ended(code)}")
+        how = "closed its socket" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            names = {one.value: one.name for one in signal.Signals}
+            cause = " (out of memory?)" if -code == signal.SIGKILL else ""
+            how = f"was ended by {names.get(-code, f'signal {-code}')}{cause}"
+        self.lose(f"the reward process {how}")
 
     def _wear(self, results: Sequence[RewardResult]) -> None:
         """Notice what later rows would suffer from."""
         self._num_scored += len(results)
         self.spent = self.spent or next((v.spent for v in results if v.spent), None)
-        most_rows = self._settings.most_rows
+        most_rows, limit = self._settings.most_rows, self._settings.memory_limit_bytes
         if most_rows is None or self.spent:
             return
         if self._num_scored >= most_rows:
             self.spent = f"it has scored {self._num_scored} rows"
-        held, limit = _data_bytes(self._process.pid), self._settings.memory_limit_bytes
-        if held is None:
+        try:  # memory of the kind that its limit counts
+            pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[5])
+        except (OSError, IndexError):  # it has ended, or this is not Linux
             return
+        held = pages * os.sysconf("SC_PAGE_SIZE")
         if self._first_bytes is None:
             self._first_bytes = held
         share = GROWTH_SHARE_BUSY if self._in_flight else GROWTH_SHARE
         if held - self._first_bytes > share * max(0, limit - self._first_bytes):
             self.spent = f"it has grown to {held / _GIB:.2f} GiB of at most {limit / _GIB:.2f}"
-
-
-def _how_it_ended(code: int | None) -> str:
-    if code is None:
-        return "closed its socket"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    names = {one.value: one.name for one in signal.Signals}
-    cause = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"was ended by {names.get(-code, f'signal {-code}')}{cause}"
-
-
-def _data_bytes(pid: int) -> int | None:
-    """Memory of the kind that its limit counts."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[5])
-    except (OSError, IndexError):  # it has ended, or this is not Linux
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -44,7 +44,11 @@ def load(spec: str) -> "BatchReward | RewardFunction":
     if function.is_async:
         return function
     runner = asyncio.Runner()
-    return lambda rows: [score_row(function, row, runner) for row in rows]
+
+    def score_each(rows: Sequence[RewardRow]) -> list[RewardResult]:
+        return [score_row(function, row, runner) for row in rows]
+
+    return score_each
 
 
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:

@@ -231,6 +231,7 @@ class Loader(Protocol):
 
     def state(self) -> dict[str, Any]:
         """The position after the rows handed out."""
+        ...
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue at a saved position."""

@@ -186,7 +186,7 @@ class StopRequest:
         before, self._on_term = self._on_term, self._leave
         try:
             yield
-        except SystemError as error:  # see ``cli.end_on_error``
+        except SystemError as error:  # see ``told_to_end``
             raise error.__cause__ if isinstance(error.__cause__, LeftError) else error from None
         finally:
             self._on_term = before

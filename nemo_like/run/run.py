@@ -37,6 +37,7 @@ class Validator(Protocol):
 
     def validate(self, step: int) -> Metrics:
         """Metrics named ``validation/...`` of the current weights."""
+        ...
 
 
 class Run:
