@@ -1,4 +1,4 @@
-"""Waiting for workers, with a limit, a watch on idle ones, and reports of long waits."""
+"""Waiting for workers, with a limit and a watch on idle ones; progress, load and failures."""
 
 import io
 import logging
@@ -36,9 +36,15 @@ _LOOK_EVERY_S = 1.0
 _DEAD = vars(gcs_pb2)["ActorTableData"].DEAD
 _ECHO_S = 2.0
 """Ray reports a dead process later than its peers do a broken connection."""
+_LOG_TAIL_LINES = 12
+_GLOO = "gloo/transport/"
+"""In every message of gloo's about a connection; it has no error type of its own."""
+_NODE_LOST = "the actor's node was terminated"
+_ANSWER_TIMEOUT_S = 5.0
 
 watched: WeakSet["WorkerGroup[Any]"] = WeakSet()
 """All groups of this process: a worker that nobody calls is missed as well."""
+
 IMPORTING = (
     "its process starts and imports torch and transformers, which takes 5 to 15 s on an idle "
     "machine, and minutes where the processors are busy or Python's packages are on a shared disk"
@@ -48,11 +54,6 @@ STARTING_ENGINE = (
     "it starts its engine, and what scores; vLLM takes 10 to 60 s, with "
     "engine_kwargs.enforce_eager=false and empty caches a few minutes"
 )
-_LOG_TAIL_LINES = 12
-_GLOO = "gloo/transport/"
-"""In every message of gloo's about a connection; it has no error type of its own."""
-_NODE_LOST = "the actor's node was terminated"
-_ANSWER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)

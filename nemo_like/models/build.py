@@ -58,7 +58,8 @@ def model_settings(folder: Path | str) -> PreTrainedConfig:
         settings = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trusts_code()
         )
-        # Setters, which reach the parts of a multimodal model too. None is what is not configured.
+        # How to compute is the run's decision, and some names look for kernels on the hub. These
+        # are setters, which reach the parts of a multimodal model too. None: not configured.
         settings._attn_implementation = None
         settings._experts_implementation = None
     except Exception as error:  # the boundary to a model's code, which may raise anything

@@ -1,4 +1,4 @@
-"""How a run looks while it runs: a table that updates in place, or one line a step."""
+"""What a run shows and logs: a table that updates in place, or one line a step; ``run.log``."""
 
 import logging
 import sys
@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console as Terminal
 from rich.console import Group
+from rich.highlighter import NullHighlighter
 from rich.live import Live
+from rich.logging import RichHandler
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from nemo_like.config.run import Console
-
-if TYPE_CHECKING:
-    from rich.console import Console as Terminal
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +187,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def setup_logging(run_dir: Path, terminal: "Terminal | None" = None) -> Callable[[], None]:
+def setup_logging(run_dir: Path, terminal: Terminal | None = None) -> Callable[[], None]:
     """Send the root logger to the console and to ``<run_dir>/run.log``.
 
     Records with ``extra={"file_only": True}`` go to the file alone. ``terminal`` is the one that
@@ -234,13 +233,9 @@ class ShortFormatter(logging.Formatter):
         return f"{record.asctime} {level}{record.message}"
 
 
-def _console_handler(terminal: "Terminal | None") -> logging.Handler:
-    if terminal is None:
-        handler: logging.Handler = logging.StreamHandler(sys.stderr)
-    else:
-        from rich.highlighter import NullHighlighter
-        from rich.logging import RichHandler
-
+def _console_handler(terminal: Terminal | None) -> logging.Handler:
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if terminal is not None:
         handler = RichHandler(
             console=terminal,
             show_time=False,

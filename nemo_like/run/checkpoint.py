@@ -199,14 +199,11 @@ def _verify(path: Path) -> None:
         try:
             if file.stat().st_size != size or _crc(file) != crc:
                 damaged = "has changed"
-        except (FileNotFoundError, IsADirectoryError):
-            damaged = "is missing"
-        except (OSError, ValueError) as error:  # also of a name that no file can have
-            damaged = f"is missing, or cannot be read ({error.__class__.__name__})"
+        except (OSError, ValueError):  # also of a name that no file can have
+            damaged = "is missing or cannot be read"
         if damaged:
-            raise UserError(
-                f"Checkpoint {path} is damaged: {name[:200]} {damaged}. {_remedy(path)}"
-            )
+            what = f"{name[:200]} {damaged}"
+            raise UserError(f"Checkpoint {path} is damaged: {what}. {_remedy(path)}")
 
 
 def _crc(path: Path) -> int:

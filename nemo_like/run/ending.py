@@ -122,7 +122,12 @@ class LeftError(BaseException):
 
 
 class StopRequest:
-    """The handler of both signals. What SIGTERM does depends on the run's phase."""
+    """The handler of SIGUSR1 and SIGTERM: finish the step in progress, save it and end.
+
+    SIGTERM has a limit, ``run.stop_grace_s``, because whoever sends it kills what is left soon
+    after. Where nothing would be lost, as while a run starts, it ends the run at once; a second
+    one always does.
+    """
 
     def __init__(self) -> None:
         self.came = False
