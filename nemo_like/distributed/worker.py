@@ -3,7 +3,6 @@
 Actors are hosts, which are up at once: neither they nor who starts them import a worker's class.
 """
 
-import asyncio
 import contextlib
 import faulthandler
 import inspect
@@ -113,13 +112,15 @@ class AsyncHost(Host):
 
     def __init__(self, context: WorkerContext, worker_class: Callable[[], type[Worker]]) -> None:
         super().__init__(context, worker_class)
-        self._importing = asyncio.Lock()
+        import asyncio  # 60 ms, which commands that import this file do without
+
+        self._importing, self._in_thread = asyncio.Lock(), asyncio.to_thread
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._worker is None:
             async with self._importing:
                 # In a thread: the event loop would answer nobody for seconds.
-                await asyncio.to_thread(self._ready_worker)
+                await self._in_thread(self._ready_worker)
         result = super().call(method, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
