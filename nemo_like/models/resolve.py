@@ -82,18 +82,18 @@ def resolve_model(
         from nemo_like.models.smollm2 import smollm2_folder
 
         return smollm2_folder()
-    if Path(name).expanduser().is_dir():
-        folder = Path(name).expanduser().resolve()
-        refuse_code(folder, key, classes)
-        return folder
-    if _HUB_NAME.fullmatch(name) and not name.startswith("."):
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        folder = folder.resolve()
+    elif _HUB_NAME.fullmatch(name) and not name.startswith("."):
         folder = _from_hub(name, key, [CONFIG] if only_config else _FILES)
-        refuse_code(folder, key, classes)
-        return folder
-    raise UserError(
-        f"{key}={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging "
-        "Face format, or a hub name (organisation/model)."
-    )
+    else:
+        raise UserError(
+            f"{key}={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging "
+            "Face format, or a hub name (organisation/model)."
+        )
+    refuse_code(folder, key, classes)
+    return folder
 
 
 def _from_hub(name: str, key: str, patterns: list[str]) -> Path:

@@ -21,12 +21,8 @@ from nemo_like.errors import RunError, UserError
 logger = logging.getLogger(__name__)
 
 _FIXED = (
-    "policy.model",
-    "policy.optimizer.kind",
-    "policy.lora.rank",
-    "policy.lora.alpha",
-    "policy.lora.targets",
-    "critic.model",
+    *("policy.model", "policy.optimizer.kind", "policy.lora.rank", "policy.lora.alpha"),
+    *("policy.lora.targets", "critic.model"),
 )
 """What a checkpoint's tensors are those of."""
 _STARTS = "starts.json"
