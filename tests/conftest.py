@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nemo_like.distributed.compiler_cache import keep_compiler_cache
+from nemo_like.distributed.worker import keep_compiler_cache
 from tests.forked_workers import ForkServer
 from tests.layouts import FOUR_LAYERS
 from tests.not_here import say_loudly

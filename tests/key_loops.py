@@ -22,10 +22,10 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose import registry
 from nemo_like.config.sampling import EnvironmentConfig, SamplingRunConfig
 from nemo_like.config.section import Section
-from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.waiting import DriverMeter
+from nemo_like.distributed.worker import RankLayout
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, worker_contexts
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.settings import engine_args

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "nemo_like"
 # From the bottom up; a package may import its own and lower layers only. (One layer's members may
 # import each other in one direction: no two of them do so both ways.)
 LAYERS = [
-    {"errors", "early", "special_files"},
+    {"errors", "early"},
     {"doors"},
     {"config"},
     {"batch", "observe"},
@@ -57,7 +57,6 @@ CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
     "run/folder.py",
     "config/remote_code.py",
-    "distributed/compiler_cache.py",
     "environments/program.py",
     "distributed/connection.py",
     "distributed/sweeper.py",

@@ -19,8 +19,7 @@ from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, witho
 from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.data.tokenizer import end_token_ids, load_tokenizer
 from nemo_like.errors import UserError
-from nemo_like.models.context import context_length
-from nemo_like.models.resolve import resolve_model
+from nemo_like.models.resolve import context_length, resolve_model
 from nemo_like.observe.metrics import Metric, merge
 from nemo_like.rewards.reward_text import RewardText
 from tests.chat_templates import QWEN, QWEN3, build_chat, tokenizer_of

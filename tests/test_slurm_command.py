@@ -15,7 +15,7 @@ from nemo_like.compose.load import check, compose_config
 from nemo_like.config.run import CheckpointConfig, ClusterConfig, RunSection
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.slurm_script import BatchJob, render_script
+from nemo_like.launch.slurm import BatchJob, render_script
 from tests.small_runs import accept
 
 ROOT = Path(__file__).parent.parent

@@ -22,14 +22,14 @@ from nemo_like.config.sampling import SINGLE_TURN, SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import PromptLoader
-from nemo_like.distributed.progress import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.waiting import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.worker import Worker
 from nemo_like.doors import absolute
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.models.context import context_for
+from nemo_like.models.resolve import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan

@@ -18,7 +18,7 @@ from nemo_like.data.loader import EpochLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
-from nemo_like.models.context import context_length
+from nemo_like.models.resolve import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.planning.offload import Others
 from nemo_like.policy.remote_model import RemoteModel

@@ -19,10 +19,9 @@ from nemo_like.compose.sweep import check_run_dirs, jobs, new_folder, part_folde
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.run import RunConfig
 from nemo_like.config.section import keys_of
-from nemo_like.distributed.compiler_cache import keep_compiler_cache
+from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import StoppedError, UserError
-from nemo_like.run.ending import end_early, end_on_error, handlers_restored
-from nemo_like.run.stop_request import listen
+from nemo_like.run.ending import end_early, end_on_error, handlers_restored, listen
 
 # Hydra's own modes, which compose by themselves and run nothing of ours.
 _HYDRA_FLAGS = ("--hydra-help", "--version", "--shell-completion", "-sc", "--info")

@@ -14,8 +14,8 @@ from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import REWARD_MODEL, SamplingRunConfig
 from nemo_like.config.section import named_outside, value_of
+from nemo_like.doors import refuse_special
 from nemo_like.errors import UserError
-from nemo_like.special_files import refuse_special
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
 REWARD_MODEL_KEY = "environment.reward_model"

@@ -13,8 +13,8 @@ from nemo_like.config.paths import REASONING_GYM
 from nemo_like.data import json_rows
 from nemo_like.data.messages import Message, prompt_key, prompt_messages, without_nulls
 from nemo_like.data.shapes import UNSUPPORTED, Purpose, how_to_load, refuse_unsupported
+from nemo_like.doors import refuse_special
 from nemo_like.errors import UserError
-from nemo_like.special_files import refuse_special
 
 if TYPE_CHECKING:
     from nemo_like.data.chat import ChatTokenizer

@@ -48,8 +48,6 @@ _PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """One of a run's models."""
-
     name: str
     config: PolicyConfig
     shape: ModelShape
@@ -64,14 +62,7 @@ _Predicted = Sequence[tuple[_Model, dict[int, tuple[PhaseMemory, ...]]]]
 
 
 def predict_models(config: RunConfig, plan: ResourcePlan, folder: Path) -> _Predicted:
-    """What ``memory_lines`` shows; UserError for a model whose size is not known.
-
-    ``folder``: the policy's model.
-    """
-    return [(model, _phases(config, model)) for model in _models(config, plan, folder)]
-
-
-def _models(config: RunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]:
+    """What ``memory_lines`` shows; UserError for an unknown size. ``folder``: the policy's."""
     distills = isinstance(config, DistillationConfig | OffPolicyDistillationConfig)
     role = Role(
         scalar_head=isinstance(config, RewardModelConfig),
@@ -100,7 +91,7 @@ def _models(config: RunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]
         shape = _shape_of(teacher.model, "teacher.model")
         asked = Role(trains=False)
         models.append(replace(policy, name="teacher", config=teacher, shape=shape, role=asked))
-    return models
+    return [(model, _phases(config, model)) for model in models]
 
 
 def _shape_of(model: str, key: str) -> ModelShape:
@@ -265,7 +256,6 @@ def gib(size: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines with columns flush right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

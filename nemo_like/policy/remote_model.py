@@ -17,8 +17,8 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import KLEstimator
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.progress import IMPORTING, gb, num_bytes, writing_folder, written
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.waiting import IMPORTING, gb, num_bytes, writing_folder, written
 from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Denominators, Loss

@@ -20,8 +20,8 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.generation import Transport
 from nemo_like.config.losses import KLEstimator
+from nemo_like.distributed.network import listening_store
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
 from nemo_like.losses.mismatch import MismatchSums, mismatch_of_rows
