@@ -360,7 +360,7 @@ TEXTS = [
     *seen(loop, "validation.every_steps=2", "{s}.num_epochs=2", "{s}.max_steps=2"),
     *seen(loop, "data.tasks={{gcd: {{}}}}", "data.num_train_rows=30", "data.num_validation_rows=8"),
     *seen(loop, "data.system_prompt=Hi", "data.shuffle=false"),
-    *seen(loop, "data.max_length=38", beside="data.overlong=truncate"),
+    *seen(loop, "data.max_length=38", beside="data.overlong=truncate_right"),
     *seen(loop, "data.overlong=drop", beside="data.max_length=38"),
 ]
 ROWS = [

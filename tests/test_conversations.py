@@ -737,11 +737,10 @@ def test_a_template_that_would_have_the_model_write_its_own_header_is_refused(tm
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gzip.compress(b'{"text": "a"}\n', mtime=0), "a file in gzip format"),
-        (b"PAR1\x15\x04\x15\x10", "a file in Parquet format"),
+        (gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "a broken gzip file"),
         (b"ARROW1\0\0", "a file in Arrow format"),
         ('{"text": "a"}\n'.encode("utf-16"), "a file in UTF-16 format"),
-        (b' [\n {"text": "a"},\n {"text": "b"}\n]', "a JSON list; write each of its objects on a"),
+        (b' [\n {"text": "a"},\n {"text" "b"}\n]', "line 3: not a JSON list"),
         (b'{\n "text": "a"\n}', "line 1: not JSON .*; a row is one JSON object on one line"),
     ],
 )
@@ -777,7 +776,7 @@ def test_a_row_that_fits_exactly_is_never_cut(tmp_path, caplog):
     row = {"prompt": "abc", "completion": "defg"}
     path = write_rows(tmp_path / "r.jsonl", row)
     _, length = lengths_of(chat, row)
-    for overlong in ("refuse", "drop", "truncate"):
+    for overlong in ("refuse", "drop", "truncate_right"):
         for limits in ({"context": length}, {"micro_batch_tokens": length}, {"max_length": length}):
             batch, _ = load(chat, path, overlong=overlong, **limits)
             assert batch.lengths.tolist() == [length]
@@ -833,7 +832,7 @@ def test_the_kept_part_of_a_cut_answer_trains_and_a_row_without_any_is_dropped(t
     ]
     before, _ = lengths_of(chat, rows[0])
     path = write_rows(tmp_path / "r.jsonl", *rows)
-    batch, _ = load(chat, path, max_length=before + 3, overlong="truncate")
+    batch, _ = load(chat, path, max_length=before + 3, overlong="truncate_right")
     cut, whole = rows_of(batch)
     tokenizer = tokenizer_of(tmp_path)
     assert trained_texts(tokenizer, *cut) == ["bcd"]
@@ -896,8 +895,8 @@ def test_conversations_overlap_where_all_but_the_last_answer_is_the_same():
 def test_the_default_is_questions_with_answers_that_earn_full_marks():
     chat = ChatTokenizer(str(resolve_model("embedded")))
     config = ConversationsConfig(num_train_rows=20, num_validation_rows=5)
-    rows = conversations.read(config, "reasoning_gym", 20, 3, "data.train")
-    assert rows == conversations.read(config, "reasoning_gym", 20, 3, "data.train")
+    rows = conversations.read(config, config.train_parts[0], 20, 3)
+    assert rows == conversations.read(config, config.train_parts[0], 20, 3)
     question, answer = (message["content"] for message in rows[0].messages)
     digits = question.split(":")[1].rstrip("= ")
     assert answer == f"<answer>{eval(digits)}</answer>"  # sums of five one-digit numbers
@@ -913,7 +912,7 @@ def test_the_default_is_questions_with_answers_that_earn_full_marks():
 def test_a_task_without_a_single_right_answer_is_refused_by_name():
     config = ConversationsConfig(tasks={"propositional_logic": None})
     with pytest.raises(UserError, match=r"data\.tasks\.propositional_logic has no single right"):
-        conversations.read(config, "reasoning_gym", 5, 0, "data.train")
+        conversations.read(config, config.train_parts[0], 5, 0)
 
 
 def test_tokens_of_many_rows_are_those_of_each_row_alone(tmp_path):

@@ -35,7 +35,8 @@ def write_rows(path, *rows):
 
 
 def load(path, **config):
-    return load_rows(path, PromptsConfig(**config), 0, 0, "data.train")
+    config = PromptsConfig(train=path, **config)
+    return load_rows(config.train_parts, config, 0, 0)
 
 
 def prompts(count):

@@ -1,5 +1,6 @@
 """The one place where messages become token ids."""
 
+import copy
 import functools
 import logging
 import re
@@ -87,6 +88,20 @@ class ChatTokenizer:
         self._empty_block = template_block(self._text)
         refuse_unasked_header(self._text)
 
+    def with_tools(self, tools: Sequence[Any]) -> "ChatTokenizer":
+        """The same, whose template is given what the assistant may call, as ``tools``."""
+        if not tools:
+            return self
+        if not re.search(r"\btools\b", self._tokenizer.get_chat_template()):
+            raise UserError(
+                "the model's chat template takes no tools; describe them in a system message, or "
+                "take 'tools' out of the row."
+            )
+        _ = self._markers_hold  # found once for all rows
+        other = copy.copy(self)
+        other.switches = self.switches | {"tools": list(tools)}
+        return other
+
     def token_ids(self) -> dict[str, int]:
         """The id of every token."""
         return dict(self._tokenizer.get_vocab())
@@ -151,6 +166,14 @@ class ChatTokenizer:
         if end is not None and (not ids or ids[-1] not in self.eos_token_ids):
             ids.append(end)
         return ids
+
+    def without_tokens(self, text: str, count: int, *, at_start: bool) -> str:
+        """Plain text without its first or last ``count`` tokens, or whole characters in them."""
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        places: list[tuple[int, int]] = found["offset_mapping"]
+        if count >= len(places):
+            return ""
+        return text[places[count - 1][1] :] if at_start else text[: places[-count][0]]
 
     def has_tokens_of(self, other: "ChatTokenizer") -> bool:
         """Whether each id stands for the same token in both."""
