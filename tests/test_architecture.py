@@ -33,6 +33,7 @@ LAYERS = [
 DOORS = {
     ("data/conversations.py", "data/reasoning_gym.py"),
     ("data/datasets.py", "data/reasoning_gym.py"),
+    ("data/datasets.py", "data/tables.py"),
     ("models/resolve.py", "models/smollm2.py"),
     ("policy/trainer.py", "policy/debug/diagnostics.py"),
     ("run/run.py", "observe/wandb_sink.py"),

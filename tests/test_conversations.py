@@ -521,7 +521,12 @@ def test_a_message_may_be_empty_where_others_speak_or_tools_are_called(tmp_path)
         ({"prompt": "x", "completion": TURNS[2:]}, "begins and ends with one of the assistant"),
         ({"text": ""}, "at least one character"),
         ({"text": 5}, "'text' must be text"),
-        ({"messages": TURNS, "tools": [{}]}, "'tools' is not supported"),
+        ({"messages": TURNS, "tools": [{}]}, "the model's chat template takes no tools; "),
+        ({"messages": TURNS, "tools": "[{"}, "'tools' is text that is not JSON"),
+        ({"messages": TURNS, "tools": [1]}, "'tools' must be a list of objects"),
+        ({"text": "x", "tools": [{}]}, "'tools' has no effect on 'text'"),
+        ({"text": "x", "system": "y"}, "'system' must be text, and beside messages without"),
+        ({"messages": TURNS, "system": 5}, "'system' must be text"),
         ({"messages": [TURNS[0], {**TURNS[1], "content": None}]}, "'content' of message 1 is null"),
         (
             {"messages": [TURNS[0], {**TURNS[1], "weight": 0}]},
@@ -598,7 +603,18 @@ def test_a_message_may_be_empty_where_others_speak_or_tools_are_called(tmp_path)
         ({"prompt": "x", "completion": "y", "label": "0"}, "'label' is 0, which marks a bad"),
         ({"messages": TURNS, "label": "False"}, "'label' is false, which marks a bad answer"),
         ({"messages": TURNS, "label": False}, "pair both kinds for run_dpo.py"),
-        ({"prompt": "x", "completion": "y", "system": "z"}, "'system' is not supported"),
+        (
+            {"messages": [{"role": "system", "content": "x"}, *TURNS], "system": "y"},
+            "take it out of the row, or out of 'messages'",
+        ),
+        (
+            {"messages": [{"from": "function_call", "value": "x"}, TURNS[1]]},
+            "message 0 is from 'function_call', which is no known role",
+        ),
+        (
+            {"messages": [TURNS[0], {**CALLING, "tool_calls": [{"arguments": "{x"}]}]},
+            "the arguments of a tool call of message 1 are text that is not JSON",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
@@ -613,42 +629,32 @@ def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
     [
         (
             {"question": 1, "answer": 2},
-            "rename 'question' to 'prompt' and 'answer' to 'comp",
+            "; set data.columns='{prompt: question, completion: answer}'.",
         ),
         (
             {"problem": 1, "solution": 2, "answer": 3},
-            "'problem' to 'prompt' and 'solution' to 'c",
+            "set data.columns='{prompt: problem, completion: solution}'.",
         ),
         (
             {"instruction": 1, "input": "", "output": 2},
-            "write 'instruction' and 'input' as one 'prompt' and rename 'output' to 'completion'.",
+            "set data.columns='{prompt: [instruction, input], completion: output}'.",
         ),
         (
             {"instruction": 1, "context": "", "response": 2},
-            "'instruction' and 'context' as one",
+            "set data.columns='{prompt: [instruction, context], completion: response}'.",
         ),
-        ({"prompt": 1, "response": 2}, "; rename 'response' to 'completion'."),
-        (
-            {"system": 1, "question": 2, "response": 3},
-            "write 'system' and 'question' as 'prompt', a list of a system and a user message and "
-            "rename 'response' to 'completion'.",
-        ),
+        ({"prompt": 1, "response": 2}, "; set data.columns='{completion: response}'."),
         (
             {"question": 1, "choices": [2], "answer": 3},
-            "write 'question' and 'choices' as one 'prompt' and the right choice in words as "
+            "write question and choices as one 'prompt' and the right choice in words as "
             "'completion' ('answer' says which it is).",
         ),
         (
-            {"conversations": [{"from": "human", "value": "x"}]},
-            "rename 'conversations' to 'messages' and in each of them 'from' to 'role' (human is "
-            "user, gpt is assistant) and 'value' to 'content'.",
-        ),
-        ({"conversation": [TURNS[0]]}, "; rename 'conversation' to 'messages'."),
-        (
             {"prompt": "x", "chosen": [TURNS[0]], "rejected": [TURNS[0]]},
-            "rename 'chosen' to 'messages' (and take 'prompt' out).",
+            "set data.columns='{messages: chosen}'.",
         ),
-        ({"chosen": "x", "rejected": "y"}, "rename 'chosen' to 'completion'."),
+        ({"question": 1, "chosen": "x", "rejected": "y"}, "'{prompt: question, completion: chos"),
+        ({"chosen": "\n\nHuman: x", "rejected": "y"}, "set data.columns='{messages: chosen}'."),
         ({"prompt": "x"}, "rows without an answer are for runs that sample, such as run_grpo.py."),
         ({"tokens": [1]}, "it has tokens."),
     ],

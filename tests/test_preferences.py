@@ -160,7 +160,10 @@ def test_scores_that_agree_and_numbers_that_are_none_are_read(tmp_path):
         ({"prompt": "x", "chosen": "y"}, "a row needs 'prompt', 'chosen' and 'rejected'"),
         ({**PLAIN, "ranks": [0, 1]}, "only one of these forms"),
         ({"chosen": "y", "rejected": "z"}, "give the texts' common beginning as 'prompt', in mess"),
-        ({"question": "x", "chosen": "y", "rejected": "z"}, "rename 'question' to 'prompt'"),
+        (
+            {"question": "x", "chosen": "y", "rejected": "z"},
+            "set data.columns='{prompt: question}'",
+        ),
         ({"prompt": "x", "completion": "y", "label": True}, "rows for KTO.* no run trains on; put"),
         ({"prompt": "x", "completion": "y"}, "one answer prefers nothing: it is for run_sft.py"),
         ({"messages": [USER, GOOD]}, "one answer prefers nothing: it is for run_sft.py"),

@@ -187,10 +187,15 @@ class ChatTokenizer:
         )
         return ours == theirs
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion without special tokens."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a completion, without special tokens unless they are asked for."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def starts_twice(self, token_ids: Sequence[int]) -> bool:
+        """Whether a row begins with two BOS tokens."""
+        bos = self._tokenizer.bos_token_id
+        return bos is not None and list(token_ids[:2]) == [bos, bos]
 
     @functools.cached_property
     def _markers_hold(self) -> bool:

@@ -254,6 +254,7 @@ def _row(
     for name in _RESERVED:
         if name in fields:
             raise UserError(
-                f"{where}: '{name}' is what the model writes; rename that field, or leave it out."
+                f"{where}: '{name}' is what the model writes; set data.columns.reference={name}, "
+                "and the reward function gets it as 'reference'."
             )
     return Row(index=index, messages=tuple(messages), fields=fields, part=part)

@@ -5,6 +5,7 @@ from enum import Enum, auto
 from typing import Any
 
 from nemo_like.config.data import FORMS
+from nemo_like.data.messages import dialogue
 from nemo_like.errors import UserError
 
 UNSUPPORTED = ("functions", "chat_template", "chat_template_kwargs", "images", "videos", "audios")
@@ -68,11 +69,11 @@ def how_to_load(record: Mapping[str, Any], purpose: Purpose) -> str:
 
 def _answers(record: Mapping[str, Any]) -> str:
     if "chosen" in record and "rejected" in record:
-        is_text = "prompt" in record and isinstance(record["chosen"], str)
-        new = "completion" if is_text else "messages"
+        is_text = isinstance(dialogue(record["chosen"]), str)
+        new = {"prompt": _prompt(record), "completion": "chosen"} if is_text else {}
         return (
-            "pairs are for run_dpo.py and run_rm.py; to train on the better answers alone, set "
-            f"data.columns.{new}=chosen"
+            "pairs are for run_dpo.py and run_rm.py; to train on the better answers alone, "
+            + _columns(**(new or {"messages": "chosen"}))
         )
     prompt = _prompt(record)
     answer = next((name for name in _ANSWERS if name in record), None)
@@ -119,7 +120,9 @@ def _prompts(record: Mapping[str, Any]) -> str:
                 "that end with it"
             )
     if "chosen" in record and "rejected" in record:
-        return "pairs are for run_dpo.py and run_rm.py"
+        is_list = isinstance(record["chosen"], list)
+        question = "; to sample, set data.columns.prompt=chosen.0.content" if is_list else ""
+        return f"pairs are for run_dpo.py and run_rm.py{question}"
     if "text" in record:
         return "texts are for run_sft.py"
     return ""
