@@ -44,7 +44,8 @@ def read_csv(path: Path, key: str) -> Iterator[Located]:
                 if row:
                     yield f"line {lines.line_num}", dict(zip(header, row, strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{key}={path}, line {lines.line_num + 1}: {error}.") from error
+            line = lines.line_num + isinstance(error, UnicodeDecodeError)  # which read none of it
+            raise UserError(f"{key}={path}, line {line}: {error}.") from error
 
 
 def read_parquet(path: Path, key: str) -> Iterator[Located]:
