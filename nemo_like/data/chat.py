@@ -75,7 +75,7 @@ class ChatTokenizer:
         check_switches(template, switches or {}, key)
         self.switches = dict(switches or those_known(template, otherwise or {}))
         """Variables for the template, by name."""
-        self._cuts = TokenCuts(self._tokenizer)
+        self.cuts = TokenCuts(self._tokenizer)
         self.eos_token_ids = end_token_ids(Path(model_path), self._tokenizer.eos_token_id)
         """Every id that ends a turn: the tokenizer's, and all that the folder's files name."""
         tokens = self._tokenizer.convert_ids_to_tokens(self.eos_token_ids)
@@ -114,7 +114,7 @@ class ChatTokenizer:
         messages = self._as_taken(messages)
         text = self._text(messages, to_answer=True)
         self._check(messages, text)
-        return self._cuts.ids(text)
+        return self.cuts.ids(text)
 
     def render_conversation(
         self, messages: Sequence[Message], from_message: int = 0
@@ -159,21 +159,17 @@ class ChatTokenizer:
         """Token ids of plain text without the template: one BOS if the tokenizer has it put one,
         and one end token."""
         ids: list[int] = self._tokenizer(text)["input_ids"]
-        bos = self._tokenizer.bos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:
+        if self.begins_twice(ids):
             del ids[0]
         end = self._tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] not in self.eos_token_ids):
             ids.append(end)
         return ids
 
-    def without_tokens(self, text: str, count: int, *, at_start: bool) -> str:
-        """Plain text without its first or last ``count`` tokens, or whole characters in them."""
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        places: list[tuple[int, int]] = found["offset_mapping"]
-        if count >= len(places):
-            return ""
-        return text[places[count - 1][1] :] if at_start else text[: places[-count][0]]
+    def begins_twice(self, ids: Sequence[int]) -> bool:
+        """Whether there are two BOS at the beginning."""
+        bos = self._tokenizer.bos_token_id
+        return bos is not None and list(ids[:2]) == [bos, bos]
 
     def has_tokens_of(self, other: "ChatTokenizer") -> bool:
         """Whether each id stands for the same token in both."""
@@ -189,13 +185,7 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a completion, without special tokens unless they are asked for."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
-
-    def starts_twice(self, token_ids: Sequence[int]) -> bool:
-        """Whether a row begins with two BOS tokens."""
-        bos = self._tokenizer.bos_token_id
-        return bos is not None and list(token_ids[:2]) == [bos, bos]
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @functools.cached_property
     def _markers_hold(self) -> bool:
@@ -292,7 +282,7 @@ class ChatTokenizer:
 
     def _mask(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Token ids of ``text``, and which are in ``spans`` (characters) or end one of them."""
-        ids, cuts = self._cuts.encode_at(text, list(chain.from_iterable(spans)))
+        ids, cuts = self.cuts.encode_at(text, list(chain.from_iterable(spans)))
         mask = [False] * len(ids)
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
             stop = self._end_of_turn(ids, Span(start, end), is_last=end == cuts[-1])

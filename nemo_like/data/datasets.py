@@ -208,7 +208,7 @@ def _shortened(
     index = lengths.index(max(lengths))
     while len(prompt_ids) > most:
         message = row.messages[index]
-        text = chat.without_tokens(
+        text = chat.cuts.without_tokens(
             message["content"], len(prompt_ids) - most, at_start=overlong == "truncate_left"
         )
         if not text.strip():
