@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -31,7 +32,9 @@ from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from tests.chat_templates import MARKED, QWEN, TURNS, build_chat, tokenizer_of
 from tests.data_shapes import DAPO, DOLLY, GSM8K, KTO, SHAPES, TULU
-from tests.small_runs import prompts_of
+from tests.key_loops import looped
+from tests.key_steps import alone
+from tests.small_runs import prompts_of, records
 
 datasets.disable_progress_bars()
 LIMITS = {"micro_batch_tokens": 8192, "context": 4096, "seed": 0, "with_validation": True}
@@ -605,6 +608,31 @@ def test_pairs_of_a_mixture_stay_together_in_their_shares(tmp_path):
         assert sorted(unit // 4 for unit in units) == [0, 0, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "batch"), [("sft", "sft.num_rows_per_step=8"), ("grpo", "grpo.num_prompts_per_step=8")]
+)
+def test_a_run_logs_the_rows_of_each_part_and_keeps_its_place_in_them(
+    local_ray, tmp_path, name, batch
+):
+    """With stand-ins for the workers."""
+    for part in "ab":
+        (tmp_path / part).mkdir()
+        row = {"completion": "y"} if name == "sft" else {"answer": "1"}
+        as_jsonl(tmp_path / part, [{"prompt": f"{part}{i}", **row} for i in range(9)])
+    mixed = f"{{a: {{path: {tmp_path}/a, weight: 3}}, b: {{path: {tmp_path}/b}}}}"
+    keys = [f"data.train={mixed}", f"{name}.max_steps=3", batch, "checkpoint.every_steps=2"]
+    keys += ["validation.every_steps=0", "environment.reward=math"][: 1 + (name == "grpo")]
+    with alone():
+        looped(compose_config(SHIPPED, name, keys), tmp_path / "run")
+    logged = list(records(tmp_path / "run").values())
+    assert [one["data/a/num_rows"] for one in logged] == [6, 6, 6]
+    assert [one["data/b/num_rows"] for one in logged] == [2, 2, 2]
+    assert [one["data/a/epoch"] for one in logged] == pytest.approx([6 / 9, 12 / 9, 2])
+    saved = json.loads((tmp_path / "run" / "checkpoints" / "step_2" / "driver.json").read_text())
+    assert saved["loader"]["taken"] == {"a": 12, "b": 4}
+    assert saved["loader"]["parts"]["a"]["epoch"] == 1
+
+
 def test_a_part_of_which_no_row_is_left_is_named():
     with pytest.raises(UserError, match=r"data\.train\.b: no row is left; take this part out"):
         mixture({"a": 3, "b": 0}, {"a": 1, "b": 1})
@@ -709,6 +737,18 @@ def test_the_command_counts_the_parts_of_a_mixture_and_doubled_beginnings(tmp_pa
     assert "a: 2 of them, 75.0% of each step" in out
     assert "b: 2 of them, 25.0% of each step" in out
     assert "two BOS" not in out
+
+
+def test_the_command_counts_rows_that_begin_twice(tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("embedded"), model)
+    settings_of = json.loads((model / "tokenizer_config.json").read_text())
+    settings_of["bos_token"] = "<|im_start|>"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings_of))
+    (model / "chat_template.jinja").write_text("{{ bos_token }}{{ bos_token }}" + MARKED)
+    source = as_jsonl(tmp_path, TULU)
+    out = shown(capsys, "sft", f"data.train={source}", f"policy.model={model}")
+    assert "2 rows begin with two BOS tokens" in out
 
 
 def test_the_command_needs_neither_ray_nor_an_engine():
