@@ -67,7 +67,7 @@ def report(config: Any, model_path: str, terminal: Console, num_shown: int) -> N
         chat = ChatTokenizer(model_path, config.data.template_switches)
         if is_refused := config.data.overlong == "refuse":
             config = config.replace(data=config.data.replace(overlong="drop"))
-        read = _prompts if isinstance(config, SamplingRunConfig) else _texts
+        read: Any = _prompts if isinstance(config, SamplingRunConfig) else _texts
         for key, samples in read(config, model_path, chat).items():
             if samples:
                 _print(terminal, key, samples, chat, config, num_shown)
@@ -154,9 +154,10 @@ def _samples(batch: TensorBatch, names: Sequence[str]) -> list[Sample]:
     lengths = batch.lengths.tolist()
     columns = [batch.tokens[name].split(lengths) for name in (keys.INPUT_IDS, keys.LOSS_MASK)]
     part_of = batch.rows[keys.PART].tolist() if keys.PART in batch.rows else None
+    name_of = [""] * len(batch) if part_of is None else [names[index] for index in part_of]
     return [
-        Sample(ids.tolist(), mask.tolist(), "" if part_of is None else names[part_of[i]])
-        for i, (ids, mask) in enumerate(zip(*columns, strict=True))
+        Sample(ids.tolist(), mask.tolist(), name)
+        for ids, mask, name in zip(*columns, name_of, strict=True)
     ]
 
 
