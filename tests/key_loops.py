@@ -33,11 +33,12 @@ from nemo_like.losses.advantages import Moments
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics
 from nemo_like.planning.layout import parallel_sizes
+from nemo_like.planning.offload import Placement
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from nemo_like.policy.worker import SenderAddress, Started
 from nemo_like.rewards.protocol import RewardResult
-from nemo_like.rollout.rollout import RolloutTask, Sample
+from nemo_like.rollout.trajectory import RolloutTask, Sample
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult
 from nemo_like.run.run import Run
 
@@ -138,12 +139,12 @@ class Ranks:
     weight_version = 0
 
     def start(self, setup: Any, *where: Any) -> Started:
-        return Started(num_trained=1)
+        return Started(num_trained=1, placement=Placement(offload="none"))
 
     def rollout(self, request: RolloutRequest) -> RolloutResult:
         tasks = request.tasks
         index = torch.tensor([task.index for task in tasks])
-        prompts = torch.tensor([task.prompt for task in tasks])
+        prompts = torch.tensor([task.group for task in tasks])
         # All rewards of every third group are equal.
         rewards = torch.where(prompts % 3 == 0, 2, (prompts + index * index) % 5).double()
         if request.tasks[0].request_id.startswith("validation"):
@@ -160,6 +161,7 @@ class Ranks:
                 keys.NUM_LOSS_TOKENS: num_tokens,
                 keys.TRUNCATED: index % 3 == 1,
                 keys.GROUP_IDS: prompts,
+                keys.SIBLINGS: index,
                 keys.SEEDS: torch.tensor([task.seed for task in tasks]),
                 keys.WEIGHT_VERSIONS: torch.full((len(tasks),), self.weight_version),
             },
@@ -219,7 +221,7 @@ class Ranks:
 
 def _sample(task: RolloutTask, reward: float) -> Sample:
     return Sample(
-        prompt=task.prompt,
+        prompt=task.group,
         index=task.index,
         text="t",
         result=RewardResult(reward=reward / 4, answer=str(task.index)),

@@ -172,7 +172,7 @@ TRAINING = [
     ),
     *seen(trained, f"{_OPTIMIZER}.kind=sgd", f"{_OPTIMIZER}.lr=1e-3", f"{_OPTIMIZER}.beta1=0.5"),
     *seen(trained, f"{_OPTIMIZER}.beta2=0.9", f"{_OPTIMIZER}.eps=1e-3"),
-    *seen(trained, f"{_OPTIMIZER}.weight_decay=0.1"),
+    *seen(trained, f"{_OPTIMIZER}.weight_decay=0.1", f"{_OPTIMIZER}.moments=bfloat16"),
     *seen(trained, f"{_OPTIMIZER}.momentum=0.5", beside=f"{_OPTIMIZER}.kind=sgd"),
     *seen(trained, f"{_SCHEDULER}.kind=linear", f"{_SCHEDULER}.warmup_steps=2"),
     *seen(
@@ -257,6 +257,7 @@ _FILE = (
 )
 _VALIDATED = ("data.validation={prompts}", *_FILE[2:])
 _OWN = "environment.reward=nemo_like.data.reasoning_gym.reward"
+_TALKS = "environment.name=guess"
 _SCORED = "environment.reward=reward_model environment.reward_model={scores}"
 ENGINES = [
     *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),
@@ -270,6 +271,11 @@ ENGINES = [
     *seen(loop, "environment.reward=math", "environment.timeout_s=3"),
     *seen(loop, "environment.num_processes=2", "environment.process_memory_gib=2"),
     *seen(loop, "environment.rows_at_once=8", beside=_OWN),
+    *seen(loop, "environment.name=guess"),
+    *seen(loop, "environment.options={{high: 9}}", beside=_TALKS),
+    *seen(loop, "environment.max_turns=3", "environment.max_tokens=200", beside=_TALKS),
+    *seen(loop, "environment.trajectory_timeout_s=5", beside=_TALKS),
+    *seen(loop, "environment.rewritten_history=refuse", beside=_TALKS),
     *seen(loop, "environment.pass_variables=[JUDGE_KEY]", beside=_OWN),
     *seen(loop, "environment.reward_model={other_scores}", beside=_SCORED),
 ]
@@ -421,7 +427,8 @@ _NOTHING_TRAINS = (
     "policy.parallel.ddp.powersgd_start_step=2 "
     "policy.parallel.ddp.average_every_steps=2 policy.attention=eager policy.optimizer.kind=sgd "
     "policy.optimizer.lr=1 policy.optimizer.beta1=0.5 policy.optimizer.beta2=0.5 "
-    "policy.optimizer.eps=1 policy.optimizer.momentum=0.5 policy.optimizer.weight_decay=1 "
+    "policy.optimizer.eps=1 policy.optimizer.moments=int8 policy.optimizer.momentum=0.5 "
+    "policy.optimizer.weight_decay=1 "
     "policy.scheduler.kind=linear policy.scheduler.warmup_steps=1 "
     "policy.scheduler.decay_steps=1 policy.scheduler.min_lr_ratio=0.5 policy.max_grad_norm=2 "
     "policy.batching=padded policy.micro_batch_tokens=9000 policy.micro_batch_size=1 "

@@ -199,6 +199,7 @@ def test_each_refusal_gives_the_reason_of_its_own_key(algorithm, override, sente
         ("policy.float32_head=true", "policy.dtype=float32 computes everything in float32"),
         ("policy.tf32=true", "the run uses no GPU; set cluster.gpus_per_node"),
         ("policy.offload=all", "the run uses no GPU; set cluster.gpus_per_node"),
+        ("policy.offload=optimizer", "the run uses no GPU; set cluster.gpus_per_node"),
         ("policy.activation_offload=true", "the run uses no GPU; set cluster.gpus_per_node"),
         ("policy.parallel.ddp.compression=powersgd", "set policy.parallel.data_parallel=ddp"),
         ("policy.parallel.ddp.average_every_steps=2", "set policy.parallel.data_parallel=ddp"),
@@ -302,6 +303,11 @@ def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, wh
         ),
         (["context_parallel_size=2", "policy.batching=padded"], "=2 does not go", "=packed."),
         (
+            ["tensor_parallel_size=2", "policy.optimizer.moments=int8"],
+            "policy.optimizer.moments=int8 has a scale for 256 numbers",
+            "moments=bfloat16",
+        ),
+        (
             ["tensor_parallel_size=4", "cluster.cpu_workers_per_node=2", "cluster.num_nodes=2"],
             "tensor_parallel_size=4 does not divide the 2 policy ranks of a node",
             "use 1 or 2.",
@@ -390,6 +396,7 @@ INTERLEAVED = [
         [RANKS, "policy.parallel.pipeline_parallel_size=2", "policy.compile=true", *INTERLEAVED],
         [GPUS, "policy.parallel.replicate_size=2", "policy.debug.checks=true"],
         [GPUS, "policy.parallel.context_parallel_size=4", "policy.offload=all"],
+        ["policy.offload=none", "policy.optimizer.moments=int8"],
         [GPUS, "policy.dtype=bfloat16", "policy.float32_head=true", "policy.tf32=true"],
         ["policy.dtype=float16", "policy.loss_scale=1024"],
         ["policy.optimizer.kind=muon", "policy.optimizer.momentum=0.9"],

@@ -11,7 +11,7 @@ PAGES = sorted(
     for folder in ("", "docs", "benchmarks", "examples/*", "docker", "slurm")
     for path in ROOT.glob(f"{folder}/*.md" if folder else "*.md")
 )
-MOST_LINES = {"README.md": 150, "CHANGELOG.md": 120, "docs/architecture.md": 250}
+MOST_LINES = {"README.md": 150, "CHANGELOG.md": 180, "docs/architecture.md": 250}
 MADE_BY_USERS = {
     "JOB.sbatch",
     "site.yaml",

@@ -21,7 +21,7 @@ from nemo_like.config.sampling import ValidationConfig
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
 from nemo_like.rewards.protocol import RewardResult
-from nemo_like.rollout.rollout import Sample
+from nemo_like.rollout.trajectory import Sample
 from tests.small_runs import ROOT, run_config
 
 SMALL = ("generation.backend=hf", "generation.max_new_tokens=32", "data.num_validation_rows=8")

@@ -26,6 +26,7 @@ def batch_of(rewards, groups, **columns):
     rows = {
         keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
         keys.GROUP_IDS: torch.tensor(groups),
+        keys.SIBLINGS: torch.arange(len(groups)),
         keys.SAMPLE_MASK: torch.ones(count, dtype=torch.bool),
         keys.NUM_LOSS_TOKENS: torch.full((count,), 8),
         keys.TRUNCATED: torch.zeros(count, dtype=torch.bool),

@@ -2,25 +2,26 @@
 
 import hashlib
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nemo_like.batch import keys
+from nemo_like.data.datasets import Row
 from nemo_like.data.loader import PromptLoader
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import values
 from nemo_like.rewards.protocol import RewardResult
-from nemo_like.rollout.rollout import (
+from nemo_like.rollout.sources import SyncRolloutSource
+from nemo_like.rollout.trajectory import (
     RolloutTask,
-    Trajectory,
     collate_rows,
     collate_tokens,
-    completion_seed,
+    first_rows,
+    single_turn,
+    trajectory_seed,
 )
-from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.worker import RolloutResult
 from tests.small_runs import records, small_config
 
@@ -33,7 +34,8 @@ def rows_of(tasks):
         keys.SAMPLE_MASK: torch.ones(count, dtype=torch.bool),
         keys.NUM_LOSS_TOKENS: torch.full((count,), 8),
         keys.TRUNCATED: torch.zeros(count, dtype=torch.bool),
-        keys.GROUP_IDS: torch.tensor([task.prompt for task in tasks], dtype=torch.int64),
+        keys.GROUP_IDS: torch.tensor([task.group for task in tasks], dtype=torch.int64),
+        keys.SIBLINGS: torch.tensor([task.index for task in tasks], dtype=torch.int64),
         keys.SEEDS: torch.tensor([task.seed for task in tasks], dtype=torch.int64),
     }
 
@@ -84,13 +86,12 @@ def seeds(batch):
     return batch.rows[keys.SEEDS].tolist()
 
 
-def test_a_seed_depends_on_every_part_of_a_completions_place():
-    digest = hashlib.blake2b(b"0/train/1/2/3", digest_size=8).digest()
-    first = completion_seed(0, "train", 1, 2, 3)
+def test_a_seed_depends_on_every_part_of_a_trajectorys_place():
+    digest = hashlib.blake2b(b"0/train/2/3", digest_size=8).digest()
+    first = trajectory_seed(0, "train", 2, 3)
     assert first == int.from_bytes(digest, "big") // 2  # other seeds would be other runs
-    others = [(9, "train", 1, 2, 3), (0, "validation", 1, 2, 3), (0, "train", 9, 2, 3)]
-    others += [(0, "train", 1, 9, 3), (0, "train", 1, 2, 9), (0, "train", 12, 3, 3)]
-    assert len({first, *(completion_seed(*other) for other in others)}) == 7
+    others = [(9, "train", 2, 3), (0, "validation", 2, 3), (0, "train", 9, 3), (0, "train", 2, 9)]
+    assert len({first, *(trajectory_seed(*other) for other in others)}) == 5
 
 
 def test_each_step_draws_with_seeds_of_its_own_however_many_replicas_there_are():
@@ -120,7 +121,7 @@ def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own(
     batch, metrics = source.next_batch(1, odd, 4)
     first, second, third = replicas.rounds
     assert [len(tasks) // 2 for tasks in replicas.rounds] == [4, 2, 2]  # 4, then what is missing
-    assert {task.prompt for task in second} == {4, 5}
+    assert {task.group for task in second} == {4, 5}
     assert [task.row for task in third[::2]] == [6, 7]
     assert len({task.seed for tasks in replicas.rounds for task in tasks}) == 16
     assert sorted(set(batch.rows[keys.GROUP_IDS].tolist())) == [1, 3, 5, 7]
@@ -139,22 +140,16 @@ def test_of_more_groups_than_a_step_takes_the_first_are_kept():
     assert sorted(set(batch.rows[keys.GROUP_IDS].tolist())) == [1, 2, 3, 4]
 
 
-TASK = RolloutTask(row=None, prompt=5, index=0, seed=11, request_id="a")  # pyright: ignore
-
-
 def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):
-    return Trajectory(
-        task=replace(TASK, prompt=len(prompt_ids)),
-        prompt_ids=prompt_ids,
-        completion=Completion(
-            token_ids=token_ids,
-            logprobs=[-0.5 - one for one in range(len(token_ids))],
-            finish_reason=reason,
-            weight_version=4,
-        ),
-        text="",
-        result=RewardResult(reward=reward),
+    row = Row(index=0, messages=(), fields={}, prompt_ids=tuple(prompt_ids))
+    completion = Completion(
+        token_ids=token_ids,
+        logprobs=[-0.5 - one for one in range(len(token_ids))],
+        finish_reason=reason,
+        weight_version=4,
     )
+    task = RolloutTask(row=row, group=len(prompt_ids), index=0, seed=11, request_id="a")
+    return single_turn(task, completion, "", RewardResult(reward=reward))
 
 
 def test_every_sampled_token_trains_with_its_own_logprob_and_no_token_of_the_prompt():
@@ -177,10 +172,23 @@ def test_a_completion_without_a_reward_is_masked_and_one_that_was_cut_off_is_mar
         keys.NUM_LOSS_TOKENS: [2, 1],
         keys.TRUNCATED: [False, True],
         keys.GROUP_IDS: [1, 2],
+        keys.SIBLINGS: [0, 0],
         keys.SEEDS: [11, 11],
         keys.WEIGHT_VERSIONS: [4, 4],
     }
     assert {name: columns[name].tolist() for name in expected} == expected
+
+
+def test_a_trajectory_counts_once_in_however_many_rows_it_trains():
+    rows = {
+        keys.GROUP_IDS: torch.tensor([7, 7, 7, 7, 3, 7]),
+        keys.SIBLINGS: torch.tensor([1, 0, 0, 1, 0, 1]),
+    }
+    first, trajectory = first_rows(rows)
+    assert sorted(first.tolist()) == [0, 1, 4]
+    pairs = [(rows[keys.GROUP_IDS][i].item(), rows[keys.SIBLINGS][i].item()) for i in range(6)]
+    of_first = [pairs[i] for i in first]
+    assert [of_first[i] for i in trajectory] == pairs
 
 
 @pytest.mark.parametrize("steps", [[0, 1, 1], [1, 0]])

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from nemo_like.config.sampling import REWARD_MODEL, SamplingRunConfig
+from nemo_like.config.sampling import REWARD_MODEL, SINGLE_TURN, SamplingRunConfig
 from nemo_like.data.columns import paths_of
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.errors import UserError
@@ -15,8 +15,10 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
     Each row has the fields that the reward needs. An evaluation has validation rows only.
     """
     required: frozenset[str] = frozenset()
-    if config.environment.reward != REWARD_MODEL:  # whose errors need its tokenizer
-        required = resolve_reward(config.environment.reward).required_fields
+    environment = config.environment
+    # A reward model's errors need its tokenizer; conversations may have rewards of their own.
+    if environment.reward != REWARD_MODEL and environment.name == SINGLE_TURN:
+        required = resolve_reward(environment.reward).required_fields
     data, seed = config.data, config.run.seed
     train: list[Row] = []
     validation: list[Row] = []
@@ -29,7 +31,7 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
         train = without_overlap(train, validation)
     found = {"data.train": train, "data.validation": validation}
     for key, rows in found.items():
-        _check_fields(rows, required, config.environment.reward, key)
+        _check_fields(rows, required, environment.reward, key)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_like.algorithms.engine_size import engine_config
+from nemo_like.algorithms.engine_size import engine_config, share_gpus
 from nemo_like.algorithms.self_check import (
     MismatchCheck,
     check_sampled,
@@ -18,7 +18,7 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.session import Session
 from nemo_like.config.policy import PolicyConfig
-from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.sampling import SINGLE_TURN, SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import MixtureLoader, PromptLoader
@@ -31,6 +31,7 @@ from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.context import context_for
 from nemo_like.observe.metrics import Metrics
+from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.rewards.environment import check_reward_model, for_other_folders
@@ -88,11 +89,15 @@ class Sampling:
 
 
 def start_sampling(
-    config: SamplingRunConfig, session: Session, critic: RemoteModel | None = None
+    config: SamplingRunConfig,
+    session: Session,
+    critic: RemoteModel | None = None,
+    others: Others | None = None,
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
-    ``critic``: one of ``new_critic``, which starts at the same time.
+    ``critic``: one of ``new_critic``, which starts at the same time. ``others``: models that share
+    the policy's GPUs and start later.
     """
     run, plan = session.run, session.cluster.plan
     with run.start_phase("prompts"):
@@ -100,8 +105,11 @@ def start_sampling(
         loader, validation_rows, longest = read_prompts(
             config, session.rows, session.model_path, chat
         )
+    trained = config.policy
+    if not config.trains and trained.offload == "auto":
+        trained = trained.replace(offload="none")  # there is no optimizer state
     policy = RemoteModel(
-        config.policy,
+        trained,
         config.cluster,
         session.policy_group,
         model_path=session.model_path,
@@ -113,9 +121,9 @@ def start_sampling(
     generation = Generation(session.rollout_group)
     session.stack.callback(generation.shutdown)
     models = _by_role(policy, critic)
-    setup = rollout_setup(
-        config, run, plan, engine_config(config, session.model_path, longest, plan)
-    )
+    engine = engine_config(config, session.model_path, longest, plan)
+    share_gpus(config, engine, plan, others or Others(), policy, critic)
+    setup = rollout_setup(config, run, plan, engine)
     with run.start_phase("workers"):
         if (reward_model := setup.environment.reward_model) is not None:
             session.ask_for(generation.group, reward_model)
@@ -157,6 +165,7 @@ def rollout_setup(
         engines_per_node=plan.engines_per_node,
         trajectories_path=str(run.dir / "trajectories.jsonl"),
         resumed_step=run.first_step,
+        most_tokens=engine.max_model_len,
     )
 
 
@@ -193,14 +202,14 @@ def read_prompts(
     key, most_new = config.longest_completion
     context = context_for(model_path, key, most_new)
     check_reward_model(config.environment, rows_of, chat)
-    longest = 0
+    longest, room = 0, context
     checked: dict[str, list[Row]] = {}
     for name, rows in rows_of.items():
         most_tokens = config.policy.micro_batch_tokens if config.trains else context
         checked[name], most = check_lengths(
             rows, chat, most_tokens, context, most_new, config.data, name
         )
-        longest = max(longest, most)
+        longest, room = max(longest, most), min(room, most_tokens)
     train = checked["data.train"]
     least = config.loop.num_prompts_per_step
     if config.trains and len(train) < least:
@@ -212,7 +221,10 @@ def read_prompts(
         )
     if config.trains:
         warn_of_adapters(config)
-    return _loader(config, train), checked["data.validation"], longest + most_new
+    environment, most = config.environment, longest + most_new
+    if environment.name != SINGLE_TURN:
+        most = min(room, environment.max_tokens or room)
+    return _loader(config, train), checked["data.validation"], most
 
 
 def _loader(

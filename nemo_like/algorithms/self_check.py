@@ -39,9 +39,10 @@ def check_sampled(
 
 
 def check_versions(batch: RemoteBatch, weight_version: int) -> None:
-    """Raise RunError if any completion was sampled with other weights than the policy's."""
-    versions = set(batch.rows[keys.WEIGHT_VERSIONS].tolist())
-    if versions != {weight_version}:
+    """Raise RunError if any token was sampled with other weights than the policy's."""
+    sampled = batch.rows[keys.NUM_LOSS_TOKENS] > 0
+    versions = set(batch.rows[keys.WEIGHT_VERSIONS][sampled].tolist())
+    if not versions <= {weight_version}:
         raise RunError(
             f"Completions were sampled with weight versions {sorted(versions)}, and the policy is "
             f"at {weight_version}: a refit was missed."

@@ -20,6 +20,7 @@ from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
 from nemo_like.models.context import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.planning.offload import Others
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.run.run import Run
 
@@ -91,10 +92,12 @@ def start_texts(
     *,
     output: Output = "logprobs",
     temperature: float = 1.0,
+    others: Others | None = None,
 ) -> Texts:
     """Tokenize all rows by ``load`` (of ``conversations`` or ``preferences``), start the model.
 
-    The model is not restored yet; see ``restore``. Raises UserError.
+    The model is not restored yet; see ``restore``. ``others``: models that share its GPUs. Raises
+    UserError.
     """
     passes, run = config.passes, session.run
     with run.start_phase("data"):
@@ -121,6 +124,7 @@ def start_texts(
         temperature=temperature,
         with_reference=config.keeps_reference,
     )
+    policy.others = others or Others()
     with run.start_phase("workers"):
         session.check_folders()
         policy.start()

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,20 @@ _HAS_ROWS = OnlyIf(
     lambda _, run: run.data.has_validation_rows, "there are no validation rows; set data.validation"
 )
 _NOT_GREEDY = OnlyIf(lambda here, _: here.temperature > 0, "{here}.temperature=0 is greedy")
+SINGLE_TURN = "single_turn"
+ENVIRONMENTS = Door(
+    "nemo_like.environments",
+    {
+        SINGLE_TURN: "",
+        "tools": "nemo_like.environments.tools.Tools",
+        "search": "nemo_like.environments.search.Search",
+        "guess": "nemo_like.environments.guess.Guess",
+        "program": "nemo_like.environments.program.run",
+    },
+)
+_SEVERAL_TURNS = OnlyIf(
+    lambda here, _: here.name != SINGLE_TURN, f"environment.name={SINGLE_TURN} takes one completion"
+)
 _OWN_FUNCTION = OnlyIf(
     lambda here, _: here.reward not in REWARDS.ours,
     "environment.reward is not a function of your own",
@@ -39,15 +53,36 @@ _OWN_FUNCTION = OnlyIf(
 
 
 class EnvironmentConfig(Section):
-    """What scores a completion."""
+    """What a completion answers to, and what scores it."""
 
+    name: Annotated[str, ENVIRONMENTS] = SINGLE_TURN
+    """``single_turn``: one completion, scored by ``environment.reward``; ``tools``: functions to
+    call, a calculator by default; ``search``: a local corpus; ``guess``: a game; ``program``: a
+    command that reaches the model by ``OPENAI_BASE_URL``; ``file.py:Class`` or
+    ``package.module.Class`` with ``reset(row)`` and ``step(action)``; or an ``async def run(row,
+    base_url, api_key)`` that calls the model as it likes and returns the reward, a number or a
+    dict."""
+    options: Annotated[dict[str, Any], _SEVERAL_TURNS] = Field(default_factory=dict)
+    """Keyword arguments of that class or function."""
+    max_turns: Annotated[Count, _SEVERAL_TURNS] = 8
+    """Most completions of one trajectory."""
+    max_tokens: Annotated[Count | None, _SEVERAL_TURNS] = None
+    """Most tokens of one trajectory's row, prompt and turns together. None: what the model's
+    context and ``policy.micro_batch_tokens`` hold."""
+    trajectory_timeout_s: Annotated[Positive, _SEVERAL_TURNS] = 600.0
+    """Seconds that one trajectory may take; after them its rows are masked and counted."""
+    rewritten_history: Annotated[Literal["split", "refuse"], _SEVERAL_TURNS] = "split"
+    """Where the chat template renders earlier turns in another way once others follow (it may strip
+    thinking): ``split`` begins another row of the same trajectory there, ``refuse`` masks the
+    trajectory and counts it."""
     reward: Annotated[str, REWARDS] = REASONING_GYM
     """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``reward_model`` (the score of
     ``environment.reward_model``), ``file.py:function`` or ``package.module.function``; ``def
     reward(prompt, completion, **fields) -> float | dict``, where fields are the row's, and
     ``messages``, all of the prompt."""
     timeout_s: Positive = 10.0
-    """Seconds that one completion may take to score; after them its row is masked and counted."""
+    """Seconds that one completion may take to score, or one step of an environment; after them its
+    row is masked and counted."""
     num_processes: Count = 1
     """Reward processes of each generation worker."""
     rows_at_once: Annotated[
@@ -82,6 +117,11 @@ class EnvironmentConfig(Section):
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Names of variables only: an entry may hold a secret, and is not shown."""
+        if self.reward == REWARD_MODEL and self.name != SINGLE_TURN:
+            yield (
+                f"{here}.reward={REWARD_MODEL} scores one completion; set {here}.name="
+                f"{SINGLE_TURN}, or a reward function of your own."
+            )
         for name in self.pass_variables:
             if not _VARIABLE.fullmatch(name):
                 yield (

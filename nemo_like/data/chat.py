@@ -1,6 +1,5 @@
 """The one place where messages become token ids."""
 
-import copy
 import functools
 import logging
 import re
@@ -75,45 +74,38 @@ class ChatTokenizer:
         check_switches(template, switches or {}, key)
         self.switches = dict(switches or those_known(template, otherwise or {}))
         """Variables for the template, by name."""
+        self.tools: Sequence[Any] = ()
+        """Schemas of functions that the template is always given."""
         self.cuts = TokenCuts(self._tokenizer)
         self.eos_token_ids = end_token_ids(Path(model_path), self._tokenizer.eos_token_id)
         """Every id that ends a turn: the tokenizer's, and all that the folder's files name."""
         tokens = self._tokenizer.convert_ids_to_tokens(self.eos_token_ids)
-        ends = "|".join(re.escape(token) for token in tokens if token is not None)
-        self._ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
+        self.end_tokens = [token for token in tokens if token is not None]
+        ends = "|".join(map(re.escape, self.end_tokens))
+        self.ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
+        """Finds the end of a last turn; the first group is its end token."""
         added = self._tokenizer.added_tokens_decoder.values()
         special = [token.content for token in added if token.special]
-        self._marks, self._answer_marks = turn_marks(special, tokens, self._text)
+        self._marks, self._answer_marks = turn_marks(special, tokens, self.text)
         self._warned_of_end: set[int] = set()
-        self._empty_block = template_block(self._text)
-        refuse_unasked_header(self._text)
-
-    def with_tools(self, tools: Sequence[Any]) -> "ChatTokenizer":
-        """The same, whose template is given what the assistant may call, as ``tools``."""
-        if not tools:
-            return self
-        if not re.search(r"\btools\b", self._tokenizer.get_chat_template()):
-            raise UserError(
-                "the model's chat template takes no tools; describe them in a system message, or "
-                "take 'tools' out of the row."
-            )
-        _ = self._markers_hold  # found once for all rows
-        other = copy.copy(self)
-        other.switches = self.switches | {"tools": list(tools)}
-        return other
+        self._empty_block = template_block(self.text)
+        refuse_unasked_header(self.text)
 
     def token_ids(self) -> dict[str, int]:
         """The id of every token."""
         return dict(self._tokenizer.get_vocab())
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """Token ids of a conversation up to where the assistant answers.
 
         The template writes the special tokens; none are added on top (no second BOS).
+        ``tools``: schemas of functions, for templates that take them.
         """
-        messages = self._as_taken(messages)
-        text = self._text(messages, to_answer=True)
-        self._check(messages, text)
+        messages = self.as_taken(messages)
+        text = self.text(messages, to_answer=True, tools=tools)
+        if tools and text == self.text(messages, to_answer=True):
+            raise UserError("the model's chat template takes no tools; describe them in a message.")
+        self.check(messages, text)
         return self.cuts.ids(text)
 
     def render_conversation(
@@ -130,7 +122,7 @@ class ChatTokenizer:
 
         Raises UserError, without the row's name, if neither way leads to the tokens.
         """
-        messages = self._as_taken(messages)
+        messages = self.as_taken(messages)
         turns = [
             index
             for index, message in enumerate(messages)
@@ -141,7 +133,7 @@ class ChatTokenizer:
             text, spans = self._derived(messages, turns)
         else:
             text, spans = marked[0], marked[1][len(marked[1]) - len(turns) :]
-        self._check(messages, text)
+        self.check(messages, text)
         starts = []
         for turn, span in zip(turns, spans, strict=True):
             written = text[span.start : span.end]
@@ -159,17 +151,17 @@ class ChatTokenizer:
         """Token ids of plain text without the template: one BOS if the tokenizer has it put one,
         and one end token."""
         ids: list[int] = self._tokenizer(text)["input_ids"]
-        if self.begins_twice(ids):
+        if self.cuts.begins_twice(ids):
             del ids[0]
         end = self._tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] not in self.eos_token_ids):
             ids.append(end)
         return ids
 
-    def begins_twice(self, ids: Sequence[int]) -> bool:
-        """Whether there are two BOS at the beginning."""
-        bos = self._tokenizer.bos_token_id
-        return bos is not None and list(ids[:2]) == [bos, bos]
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of text to continue, after what the tokenizer puts before any text."""
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        return ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids
 
     def has_tokens_of(self, other: "ChatTokenizer") -> bool:
         """Whether each id stands for the same token in both."""
@@ -187,6 +179,12 @@ class ChatTokenizer:
         """Text of a completion, without special tokens unless they are asked for."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def decode_whole(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion with its special tokens, but the one that ends it."""
+        ids = list(token_ids)
+        ids = ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
     @functools.cached_property
     def _markers_hold(self) -> bool:
         """Whether the template's markers are around the assistant's text and nothing else."""
@@ -201,23 +199,30 @@ class ChatTokenizer:
             return True  # what can't be derived can't be compared: the template's word counts
         return self._mask(*marked) == self._mask(*derived)
 
-    def _as_taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def as_taken(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with arguments of tool calls in the form that the template writes."""
-        return as_template_takes(messages, lambda given: self._text(given, to_answer=False))
+        return as_template_takes(messages, lambda given: self.text(given, to_answer=False))
 
-    def _check(self, messages: Sequence[Message], text: str) -> None:
+    def check(self, messages: Sequence[Message], text: str) -> None:
         """What the template made of the messages must be all of them, and no other turns."""
         for index, message in enumerate(messages):
             content, marks = message["content"], self._marks
             if message["role"] == "assistant":  # may have its end token already
                 content, marks = self._without_end(content), self._answer_marks
             refuse_marks(index, content, marks)
-        refuse_losses(messages, text, self._text)
+        refuse_losses(messages, text, self.text)
 
-    def _text(self, messages: Sequence[Message], *, to_answer: bool) -> str:
+    def text(
+        self, messages: Sequence[Message], *, to_answer: bool, tools: Sequence[Any] = ()
+    ) -> str:
+        """What the template writes; raises UserError with its own words if it fails."""
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=to_answer, tokenize=False, **self.switches
+                list(messages),
+                tools=list(tools or self.tools) or None,
+                add_generation_prompt=to_answer,
+                tokenize=False,
+                **self.switches,
             )
         except Exception as error:  # the boundary of a template, which is a program of the model's
             raise UserError(f"the chat template fails: {error}") from error
@@ -228,15 +233,16 @@ class ChatTokenizer:
         try:
             (text,), (found,) = render_jinja_template(
                 conversations=[list(messages)],
+                tools=list(self.tools) or None,
                 chat_template=self._tokenizer.get_chat_template(),
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
                 **self.switches,
             )
-        except Exception as error:  # see _text
+        except Exception as error:  # see text
             raise UserError(f"the chat template fails: {error}") from error
         spans = [
-            Span(start, start + len(self._up_to_end(text[start:end])))
+            Span(start, start + len(self.up_to_end(text[start:end])))
             for start, end in ((int(start), int(end)) for start, end in found)
             if end > start
         ]
@@ -245,7 +251,7 @@ class ChatTokenizer:
 
     def _derived(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, list[Span]]:
         """The whole text, and what each turn adds to the text that asks for its answer."""
-        whole = self._text(messages, to_answer=False)
+        whole = self.text(messages, to_answer=False)
         spans = []
         for turn in turns:
             if turn == 0:
@@ -253,8 +259,8 @@ class ChatTokenizer:
                     "the conversation begins with the assistant, so that nothing tells its header "
                     f"from its text; put a message before it, or {_USE_MARKERS}."
                 )
-            before = self._text(messages[:turn], to_answer=True)
-            after = self._up_to_end(self._text(messages[: turn + 1], to_answer=False))
+            before = self.text(messages[:turn], to_answer=True)
+            after = self.up_to_end(self.text(messages[: turn + 1], to_answer=False))
             if not after.startswith(before):
                 raise UserError(
                     f"the template's text that asks for message {turn} is not the beginning of its "
@@ -271,14 +277,14 @@ class ChatTokenizer:
             spans.append(Span(len(before), len(after)))
         return whole, spans
 
-    def _up_to_end(self, text: str) -> str:
+    def up_to_end(self, text: str) -> str:
         """The text without what follows the end token of its last turn."""
-        end = self._ends.search(text) if self._ends else None
+        end = self.ends.search(text) if self.ends else None
         return text[: end.end(1)] if end else text.rstrip()
 
     def _without_end(self, text: str) -> str:
         """What is left of a turn's text beside end tokens and white space around it."""
-        return (self._ends.sub("", text) if self._ends else text).strip()
+        return (self.ends.sub("", text) if self.ends else text).strip()
 
     def _mask(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Token ids of ``text``, and which are in ``spans`` (characters) or end one of them."""

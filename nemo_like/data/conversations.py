@@ -1,5 +1,6 @@
 """Rows of supervised fine-tuning: conversations and texts, and which of their tokens train."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -135,7 +136,7 @@ def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRo
     The first token never trains, because nothing predicts it. Raises UserError naming the row.
     """
     try:
-        chat = chat.with_tools(row.tools)
+        chat = _with_tools(chat, row.tools)
         if row.text is not None:
             ids = chat.encode_text(row.text)
             mask = [True] * len(ids)
@@ -151,6 +152,18 @@ def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRo
     mask[0] = False
     end = len(mask) - mask[::-1].index(True) if any(mask) else len(mask)
     return TokenRow(ids=torch.tensor(ids[:end]), mask=torch.tensor(mask[:end]))
+
+
+def _with_tools(chat: ChatTokenizer, tools: Sequence[Any]) -> ChatTokenizer:
+    """The same, which gives ``tools`` to its template; UserError if that takes none."""
+    if not tools:
+        return chat
+    other = copy.copy(chat)
+    other.tools = tools
+    probe = [{"role": "user", "content": "x"}]
+    if other.text(probe, to_answer=True) == chat.text(probe, to_answer=True):
+        raise UserError("the model's chat template takes no tools; describe them in a message.")
+    return other
 
 
 def completion_messages(content: object, name: str, where: str) -> list[Message]:

@@ -51,6 +51,11 @@ class PromptLoader(Generic[T]):
         return self._epoch
 
     @property
+    def num_drawn(self) -> int:
+        """Rows that were given out since the beginning."""
+        return self._epoch * len(self._rows) + self._position
+
+    @property
     def rows_left(self) -> int:
         """Rows of the current pass that are still to come."""
         return len(self._rows) - self._position

@@ -69,6 +69,11 @@ class TokenCuts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
+    def begins_twice(self, ids: Sequence[int]) -> bool:
+        """Whether there are two BOS at the beginning."""
+        bos = self._tokenizer.bos_token_id
+        return bos is not None and list(ids[:2]) == [bos, bos]
+
     def without_tokens(self, text: str, count: int, *, at_start: bool) -> str:
         """Plain text without its first or last ``count`` tokens, or whole characters in them."""
         if not self._tokenizer.is_fast:

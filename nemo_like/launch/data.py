@@ -180,7 +180,7 @@ def _print(
                 f"  {name}: {counts[name] // per_unit} of them, {weight / whole:.1%} of each step"
             )
     terminal.print(_lengths(samples))
-    doubled = sum(chat.begins_twice(one.ids) for one in samples)
+    doubled = sum(chat.cuts.begins_twice(one.ids) for one in samples)
     if doubled:
         terminal.print(f"{doubled} rows begin with two BOS tokens.", style="red")
     units = range(len(samples) // per_unit)

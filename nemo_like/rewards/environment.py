@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_like.config.paths import REWARD_MODEL, REWARD_MODEL_KEY
 from nemo_like.config.remote_code import TRUSTED, trusts_code
-from nemo_like.config.sampling import EnvironmentConfig
+from nemo_like.config.sampling import SINGLE_TURN, EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _LOAD_TIMEOUT_S = 600.0
 _ROWS_OF_A_PASS = 8
 _ROWS_OF_A_LOOP = 32
+_CONVERSATIONS_OF_A_LOOP = 1024
 _GIB = 2**30
 
 
@@ -61,7 +62,9 @@ def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
         model = str(RewardText(str(model), {}).folder)
-    return environment.replace(reward=absolute(environment.reward), reward_model=model)
+    return environment.replace(
+        name=absolute(environment.name), reward=absolute(environment.reward), reward_model=model
+    )
 
 
 def start_pool(
@@ -79,9 +82,10 @@ def start_pool(
     gib = environment.process_memory_gib
     num_processes = environment.num_processes
     limit = memory_share(num_processes * engines_per_node) if gib is None else int(gib * _GIB)
+    is_single = environment.name == SINGLE_TURN
     pool_of = partial(
         RewardPool,
-        timeout_s=environment.timeout_s,
+        timeout_s=environment.timeout_s if is_single else environment.trajectory_timeout_s,
         num_processes=num_processes,
         memory_limit_bytes=limit,
     )
@@ -99,6 +103,14 @@ def start_pool(
             rows_at_once=environment.rows_at_once or _ROWS_OF_A_PASS,
             most_rows=None,  # another would round the scores of known texts otherwise
             start_timeout_s=_LOAD_TIMEOUT_S,
+        )
+    if not is_single:
+        names = ("name", "options", "reward", "timeout_s")
+        return pool_of(
+            json.dumps({name: getattr(environment, name) for name in names}),
+            module="nemo_like.environments.episode",
+            pass_variables=environment.pass_variables,
+            concurrency=environment.rows_at_once or _CONVERSATIONS_OF_A_LOOP,
         )
     pool = pool_of(
         environment.reward,

@@ -9,6 +9,7 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
+from nemo_like.rollout.trajectory import first_rows
 from nemo_like.rollout.worker import RolloutResult
 
 logger = logging.getLogger(__name__)
@@ -70,13 +71,15 @@ def join(rounds: Sequence[Round], num_prompts: int, refit: Metrics) -> tuple[Rem
 def batch_metrics(
     area: str, rows: dict[str, torch.Tensor], results: Sequence[RolloutResult]
 ) -> Metrics:
-    """Row means, each over the rows that it is defined for."""
-    scored = rows[keys.SAMPLE_MASK]
-    rewards = rows[keys.REWARDS][scored]
-    tokens = rows[keys.NUM_LOSS_TOKENS].double()
+    """Means over trajectories, each over those that it is defined for."""
+    first, of_row = first_rows(rows)
+    scored = rows[keys.SAMPLE_MASK][first]
+    rewards = rows[keys.REWARDS][first][scored]
+    tokens = torch.zeros(len(first), dtype=torch.float64)
+    tokens.index_add_(0, of_row, rows[keys.NUM_LOSS_TOKENS].double())
     metrics: Metrics = {
         f"{area}/completion_tokens": Metric(tokens.mean().item()),
-        f"{area}/truncated_share": Metric(rows[keys.TRUNCATED].double().mean().item()),
+        f"{area}/truncated_share": Metric(rows[keys.TRUNCATED][first].double().mean().item()),
         f"{area}/num_failed": Metric(int((~scored).sum()), reduce=Reduce.sum),
         f"{area}/num_tokens": Metric(tokens.sum().item(), reduce=Reduce.sum),
     }

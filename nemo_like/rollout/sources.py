@@ -2,10 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
 
 from nemo_like.batch import keys
@@ -17,8 +16,8 @@ from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metrics
-from nemo_like.rollout.rollout import RolloutTask, Sample, completion_seed
 from nemo_like.rollout.rounds import Round, batch_metrics, join, rows_of, warn_of_dropped
+from nemo_like.rollout.trajectory import RolloutTask, Sample, first_rows, trajectory_seed
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
 
@@ -68,20 +67,18 @@ class SyncRolloutSource:
             stop_token_ids=self._stop_token_ids,
         )
         rounds: list[Round] = []
-        missing, num_prompts = loop.num_prompts_per_step, 0
+        missing = loop.num_prompts_per_step
         with self._span("rollout"):
             while missing > 0 and len(rounds) < max_rounds:
                 # Fewer prompts than replicas would leave some without work.
                 count = max(missing, self._generation.group.world_size)
+                first_group = self._loader.num_drawn
                 rows = self._loader.next_rows(count)
                 results = self._rollout(
-                    "train", step, rows, loop.num_generations_per_prompt, sampling, num_prompts
+                    "train", step, rows, loop.num_generations_per_prompt, sampling, first_group
                 )
                 rounds.append(Round(results, keep))
-                self._check_rewards(
-                    rounds[-1].batch.rows[keys.SAMPLE_MASK], results, f"step {step}"
-                )
-                num_prompts += count
+                self._check_rewards(rounds[-1].batch.rows, results, f"step {step}")
                 missing -= rounds[-1].num_kept
             self.sync.give_to_policy()
         refit, self._refit_metrics = self._refit_metrics, {}
@@ -103,15 +100,15 @@ class SyncRolloutSource:
                 self._sampling(config),
             )
         rows = rows_of(results)
-        self._check_rewards(rows[keys.SAMPLE_MASK], results, f"validation at step {step}")
+        self._check_rewards(rows, results, f"validation at step {step}")
         return batch_metrics("validation", rows, results)
 
     def sample(
-        self, step: int, rows: Sequence[Row], first_prompt: int, config: ValidationConfig
+        self, step: int, rows: Sequence[Row], first_group: int, config: ValidationConfig
     ) -> tuple[list[Sample], Metrics]:
         """Scored completions of ``rows``, by prompt and index; seeds are those of a validation.
 
-        ``first_prompt``: number of the first row among all that are sampled.
+        ``first_group``: number of the first row among all that are sampled.
         """
         self.refit()
         with self._span("rollout"):
@@ -121,11 +118,11 @@ class SyncRolloutSource:
                 rows,
                 config.num_generations_per_prompt,
                 self._sampling(config),
-                first_prompt,
+                first_group,
                 with_samples=True,
             )
         columns = rows_of(results)
-        self._check_rewards(columns[keys.SAMPLE_MASK], results, f"step {step}")
+        self._check_rewards(columns, results, f"step {step}")
         samples = [sample for result in results for sample in result.samples]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         return samples, batch_metrics("rollout", columns, results)
@@ -155,34 +152,31 @@ class SyncRolloutSource:
         rows: Sequence[Row],
         group_size: int,
         sampling: SamplingParams,
-        first_prompt: int = 0,
+        first_group: int = 0,
         *,
         with_samples: bool = False,
     ) -> list[RolloutResult]:
         """Deal whole groups to replicas in turn. Rows come back by replica, with their ids.
 
-        ``first_prompt``: number of the first row among all that were sampled for the step.
+        ``first_group``: number of the first row among all that were drawn in the run.
         """
-        seed_step = step if phase == "train" else 0
         num_recorded = self._config.logging.trajectories_per_step if phase == "train" else 0
         num_replicas = self._generation.group.world_size
         tasks: list[list[RolloutTask]] = [[] for _ in range(num_replicas)]
-        for prompt, row in enumerate(rows, start=first_prompt):
-            replica = prompt % num_replicas
+        for position, row in enumerate(rows):
+            group, replica = first_group + position, position % num_replicas
             for index in range(group_size):
                 tasks[replica].append(
                     RolloutTask(
                         row=row,
-                        prompt=prompt,
+                        group=group,
                         index=index,
-                        seed=completion_seed(
-                            self._config.run.seed, phase, seed_step, prompt, index
-                        ),
-                        request_id=f"{phase}-{step}-{prompt}-{index}",
-                        # The first replica writes; one completion each of several prompts.
+                        seed=trajectory_seed(self._config.run.seed, phase, group, index),
+                        request_id=f"{phase}-{step}-{group}-{index}",
+                        # The first replica writes; one trajectory each of several prompts.
                         record=replica == 0
                         and index == 0
-                        and prompt // num_replicas < num_recorded,
+                        and position // num_replicas < num_recorded,
                     )
                 )
         requests = [
@@ -196,8 +190,9 @@ class SyncRolloutSource:
         return [result for result in results if len(result.lengths)]
 
     def _check_rewards(
-        self, scored: torch.Tensor, results: Sequence[RolloutResult], when: str
+        self, rows: Mapping[str, Tensor], results: Sequence[RolloutResult], when: str
     ) -> None:
+        scored = rows[keys.SAMPLE_MASK][first_rows(rows)[0]]
         failed = int((~scored).sum())
         if not failed:
             return

@@ -5,29 +5,35 @@ from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.config.sampling import EnvironmentConfig
+from nemo_like.config.sampling import SINGLE_TURN, EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.generation.protocol import EngineConfig, SamplingParams
+from nemo_like.environments.protocol import ENDPOINT
+from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
-from nemo_like.rollout.rollout import (
+from nemo_like.rollout.recorder import Limits, Recorder
+from nemo_like.rollout.trajectory import (
+    ENDS,
     RolloutTask,
     Sample,
     Trajectory,
     as_sample,
     collate_rows,
     collate_tokens,
-    run_task,
+    single_turn,
 )
+
+if TYPE_CHECKING:
+    from nemo_like.rollout.endpoint import Endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +51,13 @@ class RolloutSetup:
     trajectories_path: str
     resumed_step: int
     """Trajectories of later steps are dropped; 0 for a new run."""
+    most_tokens: int
+    """Of one row that trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
-    """Tasks of one replica. Whole groups stay together, so that they share their prompt's cache."""
+    """Tasks of one replica: whole groups, which share the cache of their prompt."""
 
     step: int
     tasks: tuple[RolloutTask, ...]
@@ -85,6 +93,7 @@ class RolloutWorker(GenerationWorker):
     """A generation replica that also decodes and scores completions."""
 
     _environment: RewardPool | None = None
+    _endpoint: "Endpoint | None" = None
 
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine, the reward processes and the tokenizer, at the same time."""
@@ -96,9 +105,20 @@ class RolloutWorker(GenerationWorker):
                 switches=setup.template_switches,
                 num_threads=setup.num_reward_threads,
             ),
-            asyncio.to_thread(ChatTokenizer, setup.engine.model_path),
+            asyncio.to_thread(ChatTokenizer, setup.engine.model_path, setup.template_switches),
             self.start_engine(setup.backend, setup.engine),
         )
+        environment = setup.environment
+        if environment.name != SINGLE_TURN:
+            self._limits = Limits(
+                tokens=min(setup.most_tokens, environment.max_tokens or setup.most_tokens),
+                turns=environment.max_turns,
+                rewritten=environment.rewritten_history,
+            )
+            from nemo_like.rollout.endpoint import Endpoint  # imports a server
+
+            self._endpoint = Endpoint("policy")
+            await self._endpoint.start()
         self._trajectories: JsonlFile | None = None
         if self.context.rank == 0:
             self._trajectories = JsonlFile(Path(setup.trajectories_path))
@@ -106,12 +126,8 @@ class RolloutWorker(GenerationWorker):
 
     async def rollout(self, request: RolloutRequest) -> RolloutResult:
         """Carry out all tasks at once; tokens go to the object store."""
-        assert self._environment is not None
         trajectories = await asyncio.gather(
-            *(
-                run_task(task, self.engine, self._environment, self._chat, request.sampling)
-                for task in request.tasks
-            )
+            *(self._run(task, request.sampling) for task in request.tasks)
         )
         self._record(request.step, trajectories)
         tokens = collate_tokens(trajectories)
@@ -130,8 +146,33 @@ class RolloutWorker(GenerationWorker):
             samples=tuple(map(as_sample, trajectories)) if request.with_samples else (),
         )
 
+    async def _run(self, task: RolloutTask, sampling: SamplingParams) -> Trajectory:
+        """One trajectory; a failed reward is a result, not an exception."""
+        assert self._environment is not None
+        row = task.row
+        fields = row.fields | {"messages": list(row.messages)}
+        if self._endpoint is not None:
+            recorder = Recorder(task, self.engine, self._chat, sampling, self._limits)
+            with self._endpoint.serving(recorder) as address:
+                fields |= {ENDPOINT: list(address)}
+                result = await self._environment.score(row.prompt, "", fields)
+            return recorder.trajectory(result)
+        completion = await self.engine.generate(
+            GenerationRequest(
+                request_id=task.request_id,
+                prompt_ids=list(row.prompt_ids),
+                sampling=sampling,
+                seed=task.seed,
+            )
+        )
+        text = self._chat.decode(completion.token_ids)
+        result = await self._environment.score(row.prompt, text, fields)
+        return single_turn(task, completion, text, result)
+
     async def shutdown_engine(self) -> None:
-        """End the reward processes too."""
+        """End the endpoint and the reward processes too."""
+        if self._endpoint is not None:
+            await self._endpoint.close()
         if self._environment is not None:
             self._environment.shutdown()
         await super().shutdown_engine()
@@ -147,17 +188,23 @@ class RolloutWorker(GenerationWorker):
                         "step": step,
                         "prompt": t.task.row.prompt,
                         "completion": t.text,
+                        **({"messages": t.messages} if t.messages else {}),
                         "reward": t.result.reward,  # None where it failed
                         "metrics": t.result.metrics,
-                        "finish_reason": t.completion.finish_reason.value,
-                        "weight_version": t.completion.weight_version,
-                        "num_tokens": len(t.completion.token_ids),  # with the stop token
+                        "finish_reason": "length" if t.truncated else "stop",
+                        **({"end": t.end} if t.messages else {}),
+                        "weight_version": t.weight_version,
+                        "num_tokens": t.num_sampled,  # with the stop token
                     }
                 )
 
 
 def _metrics(trajectory: Trajectory) -> Metrics:
     scored = {name: Metric(value) for name, value in trajectory.result.metrics.items()}
-    prompt = len(trajectory.prompt_ids)
-    cached = trajectory.completion.num_cached_tokens / prompt
-    return scored | {"cached_prompt_share": Metric(cached, weight=prompt)}
+    prompt = len(trajectory.task.row.prompt_ids)
+    if not trajectory.counts:  # a single turn
+        cached = trajectory.completions[0].num_cached_tokens / prompt
+        return scored | {"cached_prompt_share": Metric(cached, weight=prompt)}
+    counts = {f"trajectory/{name}": Metric(n) for name, n in trajectory.counts.items()}
+    ends = {f"trajectory/end_{end}": Metric(float(trajectory.end == end)) for end in ENDS}
+    return scored | counts | ends | {"trajectory/rows": Metric(len(trajectory.rows))}

@@ -19,7 +19,7 @@ from nemo_like.algorithms.eval.statistics import (
 )
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
-from nemo_like.rollout.rollout import Sample
+from nemo_like.rollout.trajectory import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ Left out here: asynchronous rollouts, token-level rewards.
 
 import logging
 
+import torch
 from torch import Tensor
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
@@ -26,6 +27,7 @@ from nemo_like.losses.advantages import (
     zero_variance_share,
 )
 from nemo_like.observe.metrics import Metric, Metrics
+from nemo_like.rollout.trajectory import first_rows
 
 logger = logging.getLogger(__name__)
 
@@ -97,22 +99,31 @@ def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
 
 
 def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
-    """Add row column ``advantages``, from rewards, penalties and KL."""
+    """Add row column ``advantages``, from rewards, penalties and KL.
+
+    A trajectory counts once in its group, and all of its rows have its advantage.
+    """
     rows, advantage = batch.rows, config.advantage
-    rewards = rows[keys.REWARDS].double()
+    first, trajectory = first_rows(rows)
+
+    def total(column: Tensor) -> Tensor:
+        return torch.zeros(len(first), dtype=column.dtype).index_add_(0, trajectory, column)
+
+    rewards = rows[keys.REWARDS][first].double()
     if advantage.overlong_buffer_tokens:
         rewards = rewards + overlong_penalty(
-            rows[keys.NUM_LOSS_TOKENS],
+            total(rows[keys.NUM_LOSS_TOKENS]),
             config.generation.max_new_tokens,
             advantage.overlong_buffer_tokens,
             advantage.overlong_penalty,
         )
     if config.kl_in_reward:
-        rewards = rewards - config.loss.kl_coef * rows[keys.REFERENCE_KL]
+        rewards = rewards - config.loss.kl_coef * total(rows[keys.REFERENCE_KL])
     make = group_advantages
     if advantage.function is not None:
         make = ADVANTAGES.load("advantage.function", advantage.function)
-    rows[keys.ADVANTAGES] = make(rewards, rows[keys.GROUP_IDS], counted(batch, config), advantage)
+    groups, valid = rows[keys.GROUP_IDS][first], counted(batch, config)[first]
+    rows[keys.ADVANTAGES] = make(rewards, groups, valid, advantage)[trajectory]
 
 
 def group_metrics(batch: RemoteBatch, config: GRPOConfig) -> Metrics:

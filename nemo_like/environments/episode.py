@@ -1,0 +1,184 @@
+"""Conversations in a reward process: ``python -m nemo_like.environments.episode FD SPEC …``.
+
+An environment is driven turn by turn; a harness, an ``async def run(row, base_url, api_key)``, goes
+its own way. Both reach the model at the worker's endpoint (``rollout/endpoint.py``).
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+
+from nemo_like.config.sampling import ENVIRONMENTS
+from nemo_like.environments.protocol import ENDPOINT, Action, StepResult, ToolCall
+from nemo_like.errors import UserError
+from nemo_like.rewards.function import RewardFunction, resolve_reward
+from nemo_like.rewards.process import serve
+
+KEY = "environment.name"
+_NO_ROOM = ("context_length_exceeded", "trajectory_ended")
+_LONGEST_WAIT = aiohttp.ClientTimeout(total=None)  # the trajectory has a limit of its own
+
+
+class NoRoomError(Exception):
+    """The trajectory takes no more turns."""
+
+
+class Episodes:
+    """Runs a conversation for each row."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        """``spec``: ``name``, ``options``, ``reward`` and ``timeout_s``.
+
+        Raises UserError if one of them cannot be used.
+        """
+        self._spec = spec
+        self._made = ENVIRONMENTS.load(KEY, spec["name"])
+        self._is_harness = inspect.iscoroutinefunction(self._made)
+        self._reward: RewardFunction | None = None
+        if not self._is_harness:
+            for method in ("reset", "step"):
+                if not callable(getattr(self._made, method, None)):
+                    raise UserError(
+                        f"{KEY}={spec['name']} has no {method}(); give a class with reset(row) and "
+                        "step(action), or an async def run(row, base_url, api_key)."
+                    )
+            self._new()
+            if spec["reward"] is not None:
+                self._reward = resolve_reward(spec["reward"])
+        self._session: aiohttp.ClientSession | None = None
+        self._threads = ThreadPoolExecutor(256)
+
+    def _new(self) -> Any:
+        try:
+            return self._made(**self._spec["options"])
+        except Exception as error:  # the user's code
+            raise UserError(
+                f"{KEY}={self._spec['name']} does not take environment.options="
+                f"{json.dumps(self._spec['options'])}: {error}"
+            ) from error
+
+    async def __call__(self, prompt: str, completion: str, **fields: Any) -> Any:
+        """One conversation; what a reward function may return."""
+        base_url, api_key = fields.pop(ENDPOINT)
+        row = fields | {"prompt": prompt}
+        if self._is_harness:
+            found = self._made(row, base_url, api_key, **self._spec["options"])
+            return await found
+        return await self._drive(row, base_url, api_key)
+
+    async def _drive(self, row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+        environment = self._new()
+        try:
+            opened = await self._call(environment.reset, row)
+            messages = list(row["messages"] if opened.messages is None else opened.messages)
+            rewards: list[float] = []
+            metrics = Counter[str]()
+            text = ""
+            while True:
+                try:
+                    choice = await self._ask(base_url, api_key, messages, opened.tools)
+                except NoRoomError:
+                    break
+                message = choice["message"]
+                action = _action(choice)
+                text = action.text
+                result: StepResult = await self._call(environment.step, action)
+                metrics.update({f"environment/{k}": v for k, v in result.metrics.items()})
+                if result.reward is not None:
+                    rewards.append(float(result.reward))
+                if result.done or action.truncated:
+                    break
+                if not result.messages:
+                    raise UserError("step() gave neither messages nor done=True.")
+                messages += [message, *result.messages]
+            return await self._result(row, text, rewards, metrics)
+        finally:
+            if (close := getattr(environment, "close", None)) is not None:
+                with contextlib.suppress(Exception):  # the user's code, when all is over
+                    await self._call(close)
+
+    async def _result(
+        self, row: dict[str, Any], text: str, rewards: list[float], metrics: Mapping[str, float]
+    ) -> dict[str, Any]:
+        if rewards or self._reward is None:
+            return {"reward": sum(rewards), **metrics}
+        fields = {name: value for name, value in row.items() if name != "prompt"}
+        found = await self._call(self._reward, row["prompt"], text, fields)
+        return {**metrics, **(found if isinstance(found, Mapping) else {"reward": found})}
+
+    async def _call(self, method: Any, *arguments: Any) -> Any:
+        """Of the user's: on the loop if it is ``async``, else in a thread; within its limit."""
+        limit_s = self._spec["timeout_s"]
+        inner = getattr(method, "function", method)
+        try:
+            async with asyncio.timeout(limit_s):
+                if inspect.iscoroutinefunction(inner):
+                    return await method(*arguments)
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._threads, method, *arguments)
+                return await found if inspect.isawaitable(found) else found
+        except TimeoutError as error:
+            name = getattr(inner, "__name__", "it")
+            raise TimeoutError(f"{name}() took longer than {limit_s:g} s") from error
+
+    async def _ask(
+        self, base_url: str, api_key: str, messages: list[Any], tools: Any
+    ) -> dict[str, Any]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=_LONGEST_WAIT
+            )
+        body = {"messages": messages} | ({"tools": list(tools)} if tools else {})
+        async with self._session.post(
+            f"{base_url}/chat/completions",
+            json=body,
+            headers={"Authorization": f"Bearer {api_key}"},
+        ) as response:
+            answer = await response.json()
+        if "error" in answer:
+            if answer["error"]["code"] in _NO_ROOM:
+                raise NoRoomError
+            raise UserError(answer["error"]["message"])
+        return answer["choices"][0]
+
+
+def _action(choice: Mapping[str, Any]) -> Action:
+    message = choice["message"]
+    calls = [
+        ToolCall(
+            id=call["id"],
+            name=call["function"]["name"],
+            arguments=json.loads(call["function"]["arguments"]),
+        )
+        for call in message.get("tool_calls") or ()
+    ]
+    message["content"] = message["content"] or ""
+    return Action(
+        text=message["content"],
+        tool_calls=calls,
+        errors=choice.get("tool_call_errors", ()),
+        truncated=choice["finish_reason"] == "length",
+    )
+
+
+def load(spec: str) -> RewardFunction:
+    """What scores a row, by having its conversation."""
+    return RewardFunction(
+        spec,
+        Episodes(json.loads(spec)),
+        accepted_fields=None,
+        required_fields=frozenset(),
+        is_async=True,
+    )
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:], load)

@@ -1,0 +1,276 @@
+"""An OpenAI-compatible server in each rollout worker: a key stands for one trajectory.
+
+It listens on the loopback address only. Environments and harnesses run in processes of their own
+and reach the model here, so that a program that was written for any such server works as it is.
+Temperature, top-p and seed are the run's, whatever a request asks for: the policy trains on the
+distribution that it samples from.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from nemo_like.data.messages import Message, cleaned, fault
+from nemo_like.errors import RunError, UserError
+from nemo_like.generation.protocol import FinishReason
+from nemo_like.rollout.recorder import EndedError, Recorder, Turn
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 64 << 20
+_MOST_CHOICES = 128
+_OVERRIDDEN = {"temperature": 1, "top_p": 1, "top_k": None, "seed": None, "frequency_penalty": 0,
+               "presence_penalty": 0, "logit_bias": None, "response_format": None,
+               "tool_choice": "auto"}  # fmt: skip
+"""Parameters that have no effect here, and their harmless values."""
+
+
+class Address(NamedTuple):
+    """Where a trajectory's model is."""
+
+    base_url: str
+    api_key: str
+
+
+class RequestError(Exception):
+    """A request that is refused, as the OpenAI protocol says it."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    def response(self) -> web.Response:
+        """The answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
+        return web.json_response({"error": error}, status=self.status)
+
+
+class Endpoint:
+    """The server of one worker."""
+
+    def __init__(self, model: str) -> None:
+        """``model``: what it is called in answers."""
+        self._model = model
+        self._recorders: dict[str, Recorder] = {}
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+        self._warned = set[str]()
+
+    async def start(self) -> None:
+        """Begin to listen, on a port of the system's choice."""
+        app = web.Application(client_max_size=_MOST_BYTES)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._answering(self._chat))
+        app.router.add_post("/v1/completions", self._answering(self._completions))
+        self._runner = web.AppRunner(app, handle_signals=False, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self._url = f"http://{host}:{port}/v1"
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextmanager
+    def serving(self, recorder: Recorder) -> Iterator[Address]:
+        """Where calls of a trajectory go; inside, and no longer."""
+        key = f"trajectory-{secrets.token_hex(16)}"
+        self._recorders[key] = recorder
+        try:
+            yield Address(self._url, key)
+        finally:
+            recorder.close()
+            del self._recorders[key]
+
+    def _recorder(self, request: web.Request) -> Recorder:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        recorder = self._recorders.get(key)
+        if recorder is None:
+            raise RequestError(
+                401, "This key belongs to no trajectory that is under way.", "invalid_api_key"
+            )
+        return recorder
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "nemo-like"}
+        return web.json_response({"object": "list", "data": [card]})
+
+    def _answering(self, answer: Any) -> Any:
+        """A handler whose refusals are answers, too."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                recorder = self._recorder(request)
+                try:
+                    asked = json.loads(await request.read())
+                except ValueError as error:
+                    raise RequestError(400, f"The body is not JSON: {error}", "bad_json") from error
+                if not isinstance(asked, dict):
+                    raise RequestError(400, "The body is not a JSON object.", "bad_json")
+                self._warn_of_overridden(asked)
+                return await answer(request, recorder, asked)
+            except RequestError as error:
+                return error.response()
+            except EndedError as error:
+                code = "context_length_exceeded" if error.end == "context" else "trajectory_ended"
+                return RequestError(400, str(error), code).response()
+            except UserError as error:
+                return RequestError(400, str(error), "bad_messages").response()
+            except RunError as error:
+                return RequestError(503, str(error), "engine_failed").response()
+
+        return handle
+
+    def _warn_of_overridden(self, asked: Mapping[str, Any]) -> None:
+        for name, harmless in _OVERRIDDEN.items():
+            value = asked.get(name, harmless)
+            if value not in (harmless, None) and name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "A request asks for %s=%s, which has no effect: the run's own applies.",
+                    name,
+                    json.dumps(value)[:80],
+                )
+
+    async def _chat(
+        self, request: web.Request, recorder: Recorder, asked: Mapping[str, Any]
+    ) -> web.StreamResponse:
+        messages: Any = cleaned(asked.get("messages"))
+        wrong = fault(messages)
+        if not isinstance(messages, list) or not messages or wrong:
+            text = f"'messages' must be a list of messages{wrong}."
+            raise RequestError(400, text, "bad_messages")
+        tools = asked.get("tools") or ()
+        if asked.get("tool_choice") == "none":
+            tools = ()
+        turns = await self._sample(recorder, asked, messages, tools)
+        choices = [_chat_choice(index, turn) for index, turn in enumerate(turns)]
+        if asked.get("stream"):
+            return await self._stream(request, asked, "chat.completion.chunk", turns, choices)
+        return web.json_response(self._body(asked, "chat.completion", turns, choices))
+
+    async def _completions(
+        self, request: web.Request, recorder: Recorder, asked: Mapping[str, Any]
+    ) -> web.StreamResponse:
+        prompt = asked.get("prompt")
+        if not isinstance(prompt, str):
+            raise RequestError(400, "'prompt' must be one text.", "bad_prompt")
+        turns = await self._sample(recorder, asked, prompt, ())
+        choices = [
+            {
+                "index": index,
+                "text": turn.reply.message["content"],
+                "finish_reason": turn.completion.finish_reason.value,
+                "logprobs": None,
+            }
+            for index, turn in enumerate(turns)
+        ]
+        if asked.get("stream"):
+            return await self._stream(request, asked, "text_completion", turns, choices)
+        return web.json_response(self._body(asked, "text_completion", turns, choices))
+
+    async def _sample(
+        self,
+        recorder: Recorder,
+        asked: Mapping[str, Any],
+        messages: Sequence[Message] | str,
+        tools: Sequence[Any],
+    ) -> Sequence[Turn]:
+        most = asked.get("max_completion_tokens") or asked.get("max_tokens")
+        stop, count = asked.get("stop") or (), asked.get("n") or 1
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(count, int) or not 1 <= count <= _MOST_CHOICES:
+            raise RequestError(400, f"'n' must be from 1 to {_MOST_CHOICES}.", "bad_n")
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise RequestError(400, "'max_tokens' must be a positive integer.", "bad_max_tokens")
+        return await asyncio.gather(
+            *(
+                recorder.complete(messages, tools, max_new_tokens=most, stop=stop)
+                for _ in range(count)
+            )
+        )
+
+    def _body(
+        self,
+        asked: Mapping[str, Any],
+        kind: str,
+        turns: Sequence[Turn],
+        choices: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        prompt = turns[0].prompt_tokens if turns else 0
+        sampled = sum(len(turn.completion.token_ids) for turn in turns)
+        return {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": asked.get("model") or self._model,
+            "choices": list(choices),
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": sampled,
+                "total_tokens": prompt + sampled,
+            },
+        }
+
+    async def _stream(
+        self,
+        request: web.Request,
+        asked: Mapping[str, Any],
+        kind: str,
+        turns: Sequence[Turn],
+        choices: Sequence[Mapping[str, Any]],
+    ) -> web.StreamResponse:
+        """The whole answer as events: what is sampled is known at its end only."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        body = self._body(asked, kind, turns, [])
+        usage = body.pop("usage")
+        for choice in choices:
+            for part in _parts(choice):
+                await _event(response, body | {"choices": [part]})
+        if (asked.get("stream_options") or {}).get("include_usage"):
+            await _event(response, body | {"usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+async def _event(response: web.StreamResponse, content: Mapping[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+
+
+def _chat_choice(index: int, turn: Turn) -> dict[str, Any]:
+    message = dict(turn.reply.message)
+    reason = "stop" if turn.completion.finish_reason is FinishReason.stop else "length"
+    if message.get("tool_calls"):
+        reason = "tool_calls"
+        message["content"] = message["content"] or None
+    choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+    if turn.reply.errors:
+        choice["tool_call_errors"] = list(turn.reply.errors)
+    return choice
+
+
+def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A choice in the pieces of a stream."""
+    if "text" in choice:
+        yield dict(choice)
+        return
+    message, index = choice["message"], choice["index"]
+    delta: dict[str, Any] = {"role": "assistant", "content": message["content"]}
+    if calls := message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    yield {"index": index, "delta": delta, "finish_reason": None}
+    yield {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}

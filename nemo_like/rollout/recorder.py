@@ -1,0 +1,292 @@
+"""The model's side of one trajectory: messages in, a sampled message out, every token kept.
+
+A call that continues an earlier one extends its tokens; any other begins a row of its own. So a
+conversation is one row, a sub-agent another, and each sampled token trains exactly once.
+"""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from nemo_like.data.chat import ChatTokenizer
+from nemo_like.data.messages import Message, without_nulls
+from nemo_like.data.turns import RewrittenHistoryError, tokens_after
+from nemo_like.generation.protocol import (
+    Completion,
+    Engine,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
+from nemo_like.rewards.protocol import RewardResult, failed
+from nemo_like.rollout.tool_calls import Reply, reply_of
+from nemo_like.rollout.trajectory import End, RolloutTask, Segment, Trajectory, seed_of
+
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of functions, as the OpenAI protocol has them."""
+
+
+class EndedError(Exception):
+    """A call to a trajectory that takes no more; the message says why."""
+
+    def __init__(self, message: str, end: End) -> None:
+        super().__init__(message)
+        self.end: End = end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one trajectory may take."""
+
+    tokens: int
+    """Of any row: the context."""
+    turns: int
+    """Completions."""
+    rewritten: Literal["split", "refuse"] = "split"
+    """Where a template renders earlier turns in another way once others follow: begin another row,
+    or fail the trajectory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One completion, and what was said since the one before it."""
+
+    parent: "Turn | None"
+    given: Sequence[int]
+    completion: Completion
+    said: Sequence[Message] | str
+    """All messages, or the whole text, the reply included."""
+    reply: Reply
+    prompt_tokens: int
+
+    def segments(self, seen: "set[Turn]") -> list[Segment]:
+        """From the beginning to this turn; turns in ``seen`` train in another row."""
+        before = self.parent.segments(seen) if self.parent else []
+        one = self.completion
+        logprobs = None if self in seen else one.logprobs
+        return [
+            *before,
+            Segment(token_ids=self.given),
+            Segment(token_ids=one.token_ids, logprobs=logprobs),
+        ]
+
+    def lineage(self) -> "list[Turn]":
+        """This turn and those that it continues, the first one first."""
+        return [*(self.parent.lineage() if self.parent else []), self]
+
+    def token_ids(self) -> list[int]:
+        """All tokens up to the end of this turn."""
+        return [token for one in self.segments(set()) for token in one.token_ids]
+
+
+class Recorder:
+    """Samples the completions of one trajectory and keeps what they were made of."""
+
+    def __init__(
+        self,
+        task: RolloutTask,
+        engine: Engine,
+        chat: ChatTokenizer,
+        sampling: SamplingParams,
+        limits: Limits,
+    ) -> None:
+        self.task = task
+        self.counts = Counter[str]()
+        self._engine = engine
+        self._chat = chat
+        self._sampling = sampling
+        self._limits = limits
+        self._turns: list[Turn] = []
+        self._known: dict[str, list[Turn]] = {}
+        """Turns by the messages that they end."""
+        self._drawn = Counter[tuple[int, ...]]()
+        """How often each prompt was sampled."""
+        self._num_begun = 0
+        self._ended: EndedError | None = None
+        self._problem: str | None = None
+
+    async def complete(
+        self,
+        messages: Sequence[Message] | str,
+        tools: Tools = (),
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
+        """Sample the assistant's next message, or what follows a text.
+
+        ``max_new_tokens`` and ``stop`` may limit it further than the run does. Raises EndedError if
+        the trajectory is over or has no room, UserError for messages that cannot be rendered.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if self._num_begun >= self._limits.turns:
+            raise self._end("turns", f"it had its {self._limits.turns} turns")
+        self._num_begun += 1
+        parent, given = self._prompt(messages, tools)
+        prompt_ids = [*(parent.token_ids() if parent else ()), *given]
+        room = self._limits.tokens - len(prompt_ids)
+        if room <= 0:
+            self._num_begun -= 1
+            raise self._end(
+                "context", f"{len(prompt_ids)} tokens leave no room in {self._limits.tokens}"
+            )
+        completion = await self._sample(prompt_ids, min(room, max_new_tokens or room), stop)
+        if self._ended is not None:  # meanwhile; what comes late does not train
+            raise self._ended
+        ids, chat = completion.token_ids, self._chat
+        whole = chat.decode_whole(ids) if tools else None
+        reply = reply_of(chat.decode(ids), whole, self._num_begun)
+        if reply.errors:
+            self.counts["unreadable_tool_calls"] += len(reply.errors)
+        content = reply.message["content"]
+        turn = Turn(
+            parent=parent,
+            given=given,
+            completion=completion,
+            said=messages + content if isinstance(messages, str) else [*messages, reply.message],
+            reply=reply,
+            prompt_tokens=len(prompt_ids),
+        )
+        if completion.token_ids:  # an answer of nothing is no one's parent
+            self._turns.append(turn)
+            self._known.setdefault(_key(turn.said, tools), []).append(turn)
+        return turn
+
+    def _prompt(
+        self, messages: Sequence[Message] | str, tools: Tools
+    ) -> tuple[Turn | None, list[int]]:
+        """The turn that the messages continue, and the tokens after it."""
+        if isinstance(messages, str):
+            return self._prompt_of_text(messages)
+        for count in range(len(messages) - 1, 0, -1):
+            if messages[count - 1].get("role") != "assistant":
+                continue
+            parent = self._parent(_key(messages[:count], tools))
+            if parent is None:
+                continue
+            try:
+                turn_ids = parent.completion.token_ids
+                added = tokens_after(
+                    self._chat, turn_ids, messages[:count], messages[count:], tools
+                )
+            except RewrittenHistoryError as error:
+                self.counts["rewritten_histories"] += 1
+                if self._limits.rewritten == "refuse":
+                    self._problem = str(error)
+                break
+            return parent, added
+        if not self._turns and not tools and messages == list(self.task.row.messages):
+            return None, list(self.task.row.prompt_ids)  # rendered before the run began
+        return None, self._chat.render(messages, tools)
+
+    def _prompt_of_text(self, text: str) -> tuple[Turn | None, list[int]]:
+        begun = (one.said for one in self._turns if isinstance(one.said, str))
+        longest = max((one for one in begun if text.startswith(one)), key=len, default=None)
+        if longest is None:
+            return None, self._chat.encode_prompt(text)
+        return self._parent(_key(longest, ())), self._chat.cuts.ids(text[len(longest) :])
+
+    def _parent(self, key: str) -> Turn | None:
+        parents = self._known.get(key, [])
+        if len(parents) > 1:
+            self.counts["ambiguous_calls"] += 1
+            self._problem = "a call continues two that are alike"
+        return parents[0] if parents else None
+
+    async def _sample(self, prompt_ids: list[int], most: int, stop: Sequence[str]) -> Completion:
+        drawn = self._drawn[tuple(prompt_ids)]
+        self._drawn[tuple(prompt_ids)] += 1
+        first = not self._turns and not drawn
+        # By what it continues, not by when it came: calls of sub-agents cross.
+        seed = self.task.seed if first else seed_of(self.task.seed, *prompt_ids, drawn)
+        sampling = replace(
+            self._sampling,
+            max_new_tokens=min(self._sampling.max_new_tokens, most),
+            stop=(*self._sampling.stop, *stop),
+        )
+        return await self._engine.generate(
+            GenerationRequest(
+                request_id=f"{self.task.request_id}-{self._num_begun}",
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                seed=seed,
+            )
+        )
+
+    def _end(self, end: End, why: str) -> EndedError:
+        self._ended = EndedError(f"This trajectory is over: {why}.", end)
+        return self._ended
+
+    def close(self) -> None:
+        """Take no more calls."""
+        if self._ended is None:
+            self._end("final", "its environment has finished")
+
+    def trajectory(self, result: RewardResult) -> Trajectory:
+        """All that was sampled, with its reward."""
+        end: End = "final"
+        if self._ended is not None:
+            end = self._ended.end
+        self.close()
+        if self._problem is not None and result.reward is not None:
+            result = replace(failed(self._problem), metrics=result.metrics)
+        if not self._turns and result.reward is not None:
+            self.counts["without_calls"] += 1
+            result = failed("the model was never called: use the address that is given")
+        last = self._turns[-1] if self._turns else None
+        if end == "final" and last and last.completion.finish_reason is FinishReason.length:
+            end = "length"
+        if result.reward is None:
+            end = "failed"
+        return Trajectory(
+            task=self.task,
+            rows=self._rows(),
+            completions=[turn.completion for turn in self._turns],
+            text=self._chat.decode(last.completion.token_ids) if last else "",
+            result=result,
+            end=end,
+            messages=() if last is None or isinstance(last.said, str) else last.said,
+            counts=self.counts | {"turns": len(self._turns)},
+        )
+
+    def _rows(self) -> list[list[Segment]]:
+        """A row for each turn that no other continues; each turn trains in the first one."""
+        continued = {turn.parent for turn in self._turns}
+        seen: set[Turn] = set()
+        rows = []
+        for turn in self._turns:
+            if turn not in continued:
+                rows.append(turn.segments(seen))
+                seen.update(turn.lineage())
+        return rows or [[Segment(token_ids=self.task.row.prompt_ids)]]
+
+
+def _key(messages: Sequence[Message] | str, tools: Tools) -> str:
+    """The same for messages that say the same, whatever a client did with their form."""
+    if isinstance(messages, str):
+        return json.dumps(messages)
+    return json.dumps([[_said(one) for one in messages], list(tools)], sort_keys=True, default=str)
+
+
+def _said(message: Message) -> list[Any]:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+        calls.append([function.get("name"), arguments])
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content)
+    rest = {
+        name: value
+        for name, value in without_nulls(message).items()
+        if name in ("name", "tool_call_id", "reasoning_content")
+    }
+    return [message.get("role"), content, calls, rest if message.get("role") != "assistant" else {}]

@@ -1,0 +1,205 @@
+"""Trajectories: who wrote which tokens, and how they become rows of a batch.
+
+A trajectory is a conversation of the policy with its environment, as segments of tokens. Sampled
+ids are kept as they are, never decoded and encoded again.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.data.datasets import Row
+from nemo_like.generation.protocol import Completion, FinishReason
+from nemo_like.rewards.protocol import RewardResult
+
+End = Literal["final", "length", "context", "turns", "failed"]
+"""Why a trajectory ended: by itself, or its last completion or context was full, or it had taken
+``environment.max_turns``, or its environment or harness failed."""
+ENDS: tuple[End, ...] = ("final", "length", "context", "turns", "failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTask:
+    """One trajectory to make. It carries its identity: results are joined by id, not by order."""
+
+    row: Row
+    group: int
+    """Number of the group in the run: of the prompt, among all that were drawn."""
+    index: int
+    """Position in the group."""
+    seed: int
+    request_id: str
+    record: bool = False
+    """Whether the trajectory is written to trajectories.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Tokens of one author."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] | None = None
+    """Of each token, where the policy sampled them and they train; None: they are given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """What came of a task."""
+
+    task: RolloutTask
+    rows: Sequence[Sequence[Segment]]
+    """Most trajectories are one row. One whose history was rewritten, or that branched, is several,
+    and each sampled token trains in one of them."""
+    completions: Sequence[Completion]
+    """In the order of the calls."""
+    text: str
+    """The last completion without special tokens: what is scored in a single turn."""
+    result: RewardResult
+    end: End = "final"
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Of the first row, the prompt's included; empty for a single turn."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What happened in it, by name, such as tool calls that could not be read."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampled tokens of all completions."""
+        return sum(len(one.token_ids) for one in self.completions)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it ended for want of room."""
+        return self.end in ("length", "context")
+
+    @property
+    def weight_version(self) -> int:
+        """Of the oldest weights that sampled any of it."""
+        return min((one.weight_version for one in self.completions), default=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A trajectory as text, for a driver that asks for it; without its tokens."""
+
+    prompt: int
+    """Position of the prompt among all that are sampled."""
+    index: int
+    """Position in the group."""
+    text: str
+    result: RewardResult
+    num_tokens: int
+    """Sampled tokens, the stop token included."""
+    truncated: bool
+
+
+def as_sample(trajectory: Trajectory) -> Sample:
+    """See ``Sample``."""
+    return Sample(
+        prompt=trajectory.task.group,
+        index=trajectory.task.index,
+        text=trajectory.text,
+        result=trajectory.result,
+        num_tokens=trajectory.num_sampled,
+        truncated=trajectory.truncated,
+    )
+
+
+def single_turn(
+    task: RolloutTask, completion: Completion, text: str, result: RewardResult
+) -> Trajectory:
+    """The trajectory of one completion."""
+    rows = [
+        Segment(token_ids=task.row.prompt_ids),
+        Segment(token_ids=completion.token_ids, logprobs=completion.logprobs),
+    ]
+    truncated = completion.finish_reason is FinishReason.length
+    return Trajectory(
+        task=task,
+        rows=[rows],
+        completions=[completion],
+        text=text,
+        result=result,
+        end="length" if truncated else "final",
+    )
+
+
+def trajectory_seed(run_seed: int, phase: str, group: int, index: int) -> int:
+    """Seed of trajectory ``index`` of ``group``; it depends on neither step nor replica.
+
+    >>> trajectory_seed(0, "train", 2, 3) == trajectory_seed(0, "train", 2, 3)
+    True
+    """
+    return seed_of(run_seed, phase, group, index)
+
+
+def seed_of(*parts: object) -> int:
+    """A seed that fits an int64 column, of what identifies a draw."""
+    text = "/".join(map(str, parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def collate_tokens(trajectories: Iterable[Trajectory]) -> TensorBatch:
+    """Token columns of all rows; tokens train where a segment has logprobs."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    lengths = []
+    for row in (row for trajectory in trajectories for row in trajectory.rows):
+        begin = len(ids)
+        for segment in row:
+            count = len(segment.token_ids)
+            assert segment.logprobs is None or len(segment.logprobs) == count
+            ids += segment.token_ids
+            mask += [segment.logprobs is not None] * count
+            logprobs += [0.0] * count if segment.logprobs is None else segment.logprobs
+        lengths.append(len(ids) - begin)
+    return TensorBatch(
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        tokens={
+            keys.INPUT_IDS: torch.tensor(ids, dtype=torch.int64),
+            keys.LOSS_MASK: torch.tensor(mask, dtype=torch.bool),
+            keys.GENERATION_LOGPROBS: torch.tensor(logprobs, dtype=torch.float32),
+        },
+    )
+
+
+def collate_rows(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """Row columns: what the driver needs to know; rows of one trajectory share all of them."""
+    of_row = [t for t in trajectories for _ in t.rows]
+    trained = [
+        sum(len(segment.token_ids) for segment in row if segment.logprobs is not None)
+        for trajectory in trajectories
+        for row in trajectory.rows
+    ]
+    nan = float("nan")
+    rewards = [nan if t.result.reward is None else t.result.reward for t in of_row]
+    return {
+        keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
+        keys.SAMPLE_MASK: torch.tensor([t.result.reward is not None for t in of_row]).bool(),
+        keys.NUM_LOSS_TOKENS: torch.tensor(trained, dtype=torch.int64),
+        keys.TRUNCATED: torch.tensor([t.truncated for t in of_row]).bool(),
+        keys.GROUP_IDS: torch.tensor([t.task.group for t in of_row], dtype=torch.int64),
+        keys.SIBLINGS: torch.tensor([t.task.index for t in of_row], dtype=torch.int64),
+        keys.SEEDS: torch.tensor([t.task.seed for t in of_row], dtype=torch.int64),
+        keys.WEIGHT_VERSIONS: torch.tensor([t.weight_version for t in of_row], dtype=torch.int64),
+    }
+
+
+def first_rows(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Index [N] of the first row of each trajectory, and the trajectory [B] of each row.
+
+    What is true of a trajectory (its reward, whether it was cut) counts once, in however many rows
+    it trains.
+    """
+    pairs = torch.stack([rows[keys.GROUP_IDS], rows[keys.SIBLINGS]], dim=1)
+    unique, trajectory = pairs.unique(dim=0, return_inverse=True)
+    count = torch.full((len(unique),), len(pairs))
+    first = count.scatter_reduce(0, trajectory, torch.arange(len(pairs)), "amin")
+    return first, trajectory

@@ -1,0 +1,205 @@
+"""The OpenAI protocol of a rollout worker, by its own client: what trains is what was sampled."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+
+from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rollout.endpoint import Endpoint
+from tests.chat_templates import QWEN, build_chat
+from tests.test_trajectories import CALLING, TOOLS, WITH_TOOLS, Scripted, recorder_of, rows_of, user
+
+
+@asynccontextmanager
+async def serving(recorder):
+    endpoint = Endpoint("policy")
+    await endpoint.start()
+    try:
+        with endpoint.serving(recorder) as (url, key):
+            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                yield client
+    finally:
+        await endpoint.close()
+
+
+def ask(recorder, *calls):
+    """Make the calls in turn; each gets the client and what the one before it returned."""
+
+    async def main():
+        async with serving(recorder) as client:
+            found = None
+            for call in calls:
+                found = await call(client, found)
+            return found
+
+    return asyncio.run(main())
+
+
+def sampled_of(recorder, engine):
+    """Ids that train, row by row; ids that the engine sampled are in its ``sampled``."""
+    _, rows = rows_of(recorder)
+    return [[one for one, trains in zip(ids, mask, strict=True) if trains] for ids, mask in rows]
+
+
+class Remembering(Scripted):
+    """An engine that also remembers what it sampled."""
+
+    def __init__(self, chat, *answers, **how):
+        super().__init__(chat, *answers, **how)
+        self.sampled = []
+
+    async def generate(self, request):
+        completion = await super().generate(request)
+        self.sampled.append(completion.token_ids)
+        return completion
+
+
+def test_tokens_that_train_are_those_that_were_sampled(tmp_path):
+    """Calls of every form that clients have: plain, streamed, with a format, with tools."""
+    chat = build_chat(tmp_path, WITH_TOOLS.replace("{{ m.content }}", CALLING))
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": "\\u00e9"}}\n</tool_call>'
+    odd = [200, 201, chat.eos_token_ids[-1]]  # halves of characters
+    engine = Remembering(chat, call, "plain 🙂", odd, "{}", "streamed")
+    recorder = recorder_of(chat, engine)
+    messages = [user("Hi")]
+
+    async def plain(client, _):
+        found = await client.chat.completions.create(model="m", messages=messages)
+        message = found.choices[0].message
+        messages.extend([message.model_dump(exclude_none=True), user("next")])
+        return found
+
+    async def with_tools(client, _):
+        found = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+        [one] = found.choices[0].message.tool_calls
+        assert (one.function.name, one.function.arguments) == ("add", '{"a": "é"}')
+        assert found.choices[0].finish_reason == "tool_calls"
+        return found
+
+    async def formatted(client, _):
+        return await client.chat.completions.create(
+            model="m", messages=messages, response_format={"type": "json_object"}, temperature=0.3
+        )
+
+    async def streamed(client, before):
+        messages.extend([before.choices[0].message.model_dump(exclude_none=True), user("more")])
+        events = await client.chat.completions.create(
+            model="m", messages=messages, stream=True, stream_options={"include_usage": True}
+        )
+        text, usage = "", None
+        async for event in events:
+            usage = event.usage or usage
+            text += "".join(one.delta.content or "" for one in event.choices)
+        assert text == "streamed"
+        assert usage.completion_tokens == len(engine.sampled[-1])
+        return text
+
+    ask(recorder, with_tools, plain, plain, formatted, streamed)
+    first, rest = sampled_of(recorder, engine)  # tools are part of what is continued
+    assert first == engine.sampled[0]
+    assert rest == [token for one in engine.sampled[1:] for token in one]
+
+
+def test_n_completions_of_one_call_are_rows_with_a_trunk(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    engine = Remembering(chat, "a", "b", "c")
+    recorder = recorder_of(chat, engine)
+
+    async def three(client, _):
+        return await client.chat.completions.create(model="m", messages=[user("Hi")], n=3)
+
+    found = ask(recorder, three)
+    assert [one.message.content for one in found.choices] == ["a", "b", "c"]
+    assert [one.index for one in found.choices] == [0, 1, 2]
+    assert found.usage.prompt_tokens == len(chat.render([user("Hi")]))
+    assert sampled_of(recorder, engine) == engine.sampled
+    assert len({one.seed for one in engine.requests}) == 3
+
+
+def test_stop_and_max_tokens_limit_a_call_and_what_the_run_decides_stays(tmp_path, caplog):
+    chat = build_chat(tmp_path, QWEN)
+    engine = Scripted(chat, "cut…", "x")
+    recorder = recorder_of(chat, engine)
+
+    async def call(client, _):
+        return await client.chat.completions.create(
+            model="m", messages=[user("Hi")], max_tokens=3, stop=["\n"], temperature=0.2, seed=5
+        )
+
+    assert ask(recorder, call, call).choices[0].finish_reason == "stop"
+    sampling = engine.requests[0].sampling
+    assert (sampling.max_new_tokens, sampling.stop, sampling.temperature) == (3, ("\n",), 1.0)
+    warned = [one.message for one in caplog.records if "has no effect" in one.message]
+    assert len(warned) == 2  # once each
+    assert "temperature=0.2" in warned[0]
+
+
+def test_completions_of_plain_text_continue_it(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    engine = Remembering(chat, "one", "two")
+    recorder = recorder_of(chat, engine)
+
+    async def begin(client, _):
+        return await client.completions.create(model="m", prompt="Once")
+
+    async def go_on(client, before):
+        text = f"Once{before.choices[0].text} and"
+        return await client.completions.create(model="m", prompt=text)
+
+    assert ask(recorder, begin, go_on).choices[0].text == "two"
+    assert sampled_of(recorder, engine) == [engine.sampled[0] + engine.sampled[1]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "said"),
+    [
+        ({"messages": []}, "bad_messages", "'messages' must be a list of messages"),
+        ({"messages": [{"role": "user"}]}, "bad_messages", "'content' of message 0 is null"),
+        ({"messages": [user("Hi")], "n": 0}, None, ""),
+        ({"messages": [user("Hi")], "max_tokens": -1}, "bad_max_tokens", "positive integer"),
+        ({"messages": [user("a<|im_end|>b")]}, "bad_messages", "by which the template marks turns"),
+        ({"messages": [user("Hi")], "tools": TOOLS}, "bad_messages", "takes no tools"),
+    ],
+)
+def test_a_bad_request_is_answered_as_clients_expect(tmp_path, asked, code, said):
+    chat = build_chat(tmp_path, QWEN)
+    recorder = recorder_of(chat, Scripted(chat, "a"))
+
+    async def call(client, _):
+        return await client.chat.completions.create(model="m", **asked)
+
+    if code is None:
+        assert ask(recorder, call).choices[0].message.content == "a"
+        return
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(recorder, call)
+    assert refused.value.code == code
+    assert said in refused.value.message
+
+
+def test_a_trajectory_that_is_over_answers_no_call_and_another_key_reaches_none(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    recorder = recorder_of(chat, Scripted(chat, "a"), turns=1)
+
+    async def call(client, _):
+        return await client.chat.completions.create(model="m", messages=[user("Hi")])
+
+    with pytest.raises(openai.BadRequestError, match="had its 1 turns") as refused:
+        ask(recorder, call, call)
+    assert refused.value.code == "trajectory_ended"
+
+    async def stranger(client, _):
+        return await client.with_options(api_key="sk-mine").chat.completions.create(
+            model="m", messages=[user("Hi")]
+        )
+
+    with pytest.raises(openai.AuthenticationError, match="belongs to no trajectory"):
+        ask(recorder, stranger)
+
+    async def models(client, _):
+        return (await client.models.list()).data[0].id
+
+    assert ask(recorder, models) == "policy"
+    assert recorder.trajectory(RewardResult(reward=1.0)).end == "turns"

@@ -1,0 +1,359 @@
+"""Conversations in reward processes, over the endpoint of a worker, with scripted answers."""
+
+import asyncio
+import json
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_like.config.sampling import EnvironmentConfig
+from nemo_like.data.datasets import Row
+from nemo_like.environments.guess import Guess
+from nemo_like.environments.protocol import ENDPOINT, Action, ToolCall
+from nemo_like.environments.search import Index, Search
+from nemo_like.environments.tools import Tools, calculate, shortened
+from nemo_like.errors import UserError
+from nemo_like.generation.protocol import Completion, FinishReason, SamplingParams
+from nemo_like.rewards.environment import start_pool
+from nemo_like.rollout.endpoint import Endpoint
+from nemo_like.rollout.recorder import Limits, Recorder
+from nemo_like.rollout.trajectory import RolloutTask
+from tests.chat_templates import build_chat
+from tests.small_runs import ROOT, run
+from tests.test_trajectories import CALLING, WITH_TOOLS
+
+OURS = '''
+import asyncio, os, time
+from nemo_like.environments.protocol import Observation, StepResult
+
+class Acts:
+    """Each answer says what to do."""
+    def __init__(self, bonus=0.0):
+        self.bonus = bonus
+    def reset(self, row):
+        self.n = 0
+        return Observation()
+    def step(self, action):
+        self.n += 1
+        if action.text == "raise": raise KeyError("no such thing")
+        if action.text == "hang": time.sleep(30)
+        if action.text == "die": os._exit(3)
+        if action.text == "nothing": return StepResult()
+        if action.text.startswith("done"):
+            return StepResult(reward=float(action.text[4:] or 0) + self.bonus, done=True)
+        return StepResult(messages=[{"role": "user", "content": "go on"}], reward=0.25,
+                          metrics={"steps": 1})
+
+class Waits(Acts):
+    async def reset(self, row):
+        self.n = 0
+        return Observation()
+    async def step(self, action):
+        await asyncio.sleep(float(action.text))
+        return StepResult(reward=1.0, done=True)
+
+class Half:
+    def reset(self, row): ...
+
+async def raises(row, base_url, api_key):
+    raise ValueError(row["prompt"])
+
+async def silent(row, base_url, api_key):
+    return 1.0
+'''
+
+
+class ByPrompt:
+    """An engine whose answers are the lines of a prompt's row, one a turn."""
+
+    def __init__(self, chat):
+        self.chat, self.open, self.most_open = chat, 0, 0
+
+    async def generate(self, request):
+        text = self.chat.decode(request.prompt_ids)
+        script = text.split("SCRIPT ")[1].split(" END")[0].split("|")
+        answer = script[text.count("assistant\n") - 1]
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        await asyncio.sleep(0)
+        self.open -= 1
+        ids = [*self.chat.cuts.ids(answer), self.chat.eos_token_ids[-1]]
+        return Completion(
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            finish_reason=FinishReason.stop,
+            weight_version=1,
+        )
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    template = WITH_TOOLS.replace("{{ m.content }}", CALLING)
+    return build_chat(tmp_path_factory.mktemp("chat"), template)
+
+
+@pytest.fixture
+def ours(tmp_path):
+    path = tmp_path / "ours.py"
+    path.write_text(textwrap.dedent(OURS))
+    return path
+
+
+def conversations(chat, scripts, turns=8, tokens=10_000, **environment):
+    """Trajectories of scripts, ``answer|answer``, all at once."""
+    config = EnvironmentConfig(**{"timeout_s": 1.0, "trajectory_timeout_s": 20.0} | environment)
+    pool = start_pool(config.replace(max_turns=turns))
+
+    async def one(endpoint, engine, index, script):
+        messages = ({"role": "user", "content": f"SCRIPT {script} END"},)
+        row = Row(
+            index=0, messages=messages, fields={"answer": "4"},
+            prompt_ids=tuple(chat.render(messages)),
+        )  # fmt: skip
+        recorder = Recorder(
+            RolloutTask(row=row, group=0, index=index, seed=index, request_id=str(index)),
+            engine,
+            chat,
+            SamplingParams(max_new_tokens=100),
+            Limits(tokens=tokens, turns=turns),
+        )
+        with endpoint.serving(recorder) as address:
+            fields = row.fields | {"messages": list(messages), ENDPOINT: list(address)}
+            result = await pool.score(row.prompt, "", fields)
+        return recorder.trajectory(result)
+
+    async def main():
+        endpoint, engine = Endpoint("policy"), ByPrompt(chat)
+        await endpoint.start()
+        try:
+            return await asyncio.gather(
+                *(one(endpoint, engine, i, script) for i, script in enumerate(scripts))
+            )
+        finally:
+            await endpoint.close()
+
+    try:
+        return asyncio.run(main())
+    finally:
+        pool.shutdown()
+
+
+def test_step_rewards_add_up_and_failures_cost_their_own_trajectory(chat, ours):
+    scripts = ["done1", "more|more|done2", "raise", "nothing", "hang", "done"]
+    found = conversations(chat, scripts, name=f"{ours}:Acts", options={"bonus": 0.5})
+    rewards = [one.result.reward for one in found]
+    assert rewards == [1.5, 3.0, None, None, None, 0.5]
+    errors = [one.result.error or "" for one in found]
+    assert "KeyError: 'no such thing' (" in errors[2]
+    assert "step() gave neither messages nor done=True" in errors[3]
+    assert "step() took longer than 1 s" in errors[4]
+    assert found[1].result.metrics["environment/steps"] == 2
+    assert [one.end for one in found] == ["final", "final", "failed", "failed", "failed", "final"]
+    assert [one.counts["turns"] for one in found] == [1, 3, 1, 1, 1, 1]
+
+
+def test_an_environment_that_ends_its_process_costs_what_the_process_holds(chat, ours):
+    found = conversations(chat, ["die"], name=f"{ours}:Acts")
+    assert found[0].result.reward is None
+    assert "exit code 3" in str(found[0].result.error)
+
+
+def test_the_number_of_turns_and_the_room_end_a_conversation_with_its_reward(chat, ours):
+    [found] = conversations(chat, ["more|more|done1"], turns=2, name=f"{ours}:Acts")
+    assert (found.result.reward, found.counts["turns"], found.end) == (0.5, 2, "turns")
+    [found] = conversations(chat, ["more|more|done1"], tokens=80, name=f"{ours}:Acts")
+    assert (found.result.reward, found.end) == (0.25, "context")
+
+
+def test_many_conversations_wait_at_once_and_slow_ones_hold_up_none(chat, ours):
+    """2,000 s of waiting; one process, one event loop."""
+    scripts = [f"{(i * 37 % 100) / 50:.2f}" for i in range(500)]
+    begin = time.monotonic()
+    found = conversations(chat, scripts, name=f"{ours}:Waits", timeout_s=5.0)
+    assert [one.result.reward for one in found] == [1.0] * 500
+    assert time.monotonic() - begin < 20  # 2 s, the start of a process, and 500 requests
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Half", {}, "has no step()"),
+        ("Acts", {"bones": 1}, r"does not take environment.options=.*bones"),
+        ("Absent", {}, "has no 'Absent'"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused_at_the_start(
+    chat, ours, name, options, message
+):
+    with pytest.raises(UserError, match=message):
+        conversations(chat, [], name=f"{ours}:{name}", options=options)
+
+
+def test_a_harness_that_fails_or_calls_no_model_trains_on_nothing(chat, ours):
+    [found] = conversations(chat, ["x"], name=f"{ours}:raises")
+    assert "ValueError: SCRIPT x END" in str(found.result.error)
+    [found] = conversations(chat, ["x"], name=f"{ours}:silent")
+    assert found.result.reward is None
+    assert "the model was never called" in str(found.result.error)
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": row["messages"]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print("working")
+if text == "fail": sys.exit("no luck")
+print(json.dumps({"reward": float(text), "length": len(text)}))
+"""
+
+
+def test_a_program_is_a_harness_by_two_variables(chat, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    options = {"command": [sys.executable, str(path)]}
+    found = conversations(chat, ["0.5", "fail", "2"], name="program", options=options)
+    assert [one.result.reward for one in found] == [0.5, None, 2.0]
+    assert found[0].result.metrics == {"length": 3}
+    assert "exit code 1: no luck" in str(found[1].result.error)
+
+
+def call(expression):
+    arguments = json.dumps({"expression": expression})
+    return f'<tool_call>{{"name": "calculate", "arguments": {arguments}}}</tool_call>'
+
+
+def test_tools_are_called_until_there_is_an_answer(chat, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def reward(prompt, completion, answer, **_): return float(completion == answer)"
+    )
+    scripts = [
+        f"{call('2 + 2')}|4",
+        "5",
+        f"{call('1 / 0')}|{call('2 **')}|4",
+        '<tool_call>{"name": "calculate"|4',
+        '<tool_call>{"name": "paint", "arguments": {}}</tool_call>|4',
+    ]
+    found = conversations(chat, scripts, name="tools", reward=f"{reward}:reward")
+    assert [one.result.reward for one in found] == [1.0, 0.0, 1.0, 1.0, 1.0]
+    said = [[m["content"] for m in one.messages if m["role"] == "tool"] for one in found]
+    assert said[0] == ["4"]
+    assert said[1] == []
+    assert "ZeroDivisionError" in said[2][0]
+    assert "SyntaxError" in said[2][1]
+    assert said[3][0].startswith("Error: the tool call is not valid JSON: Expecting ',' delimiter")
+    assert said[3][0].endswith("Write the call again.")
+    assert said[4] == ["Error: there is no tool paint; use calculate."]
+    assert found[2].result.metrics["environment/failed_calls"] == 2
+    assert found[3].counts["unreadable_tool_calls"] == 1
+    assert found[3].result.metrics["environment/unreadable_calls"] == 1
+
+
+def test_a_tool_that_ends_is_called_once_and_no_turn_follows():
+    def submit(value: str) -> str:
+        """
+        Hand in.
+
+        Args:
+            value: What.
+        """
+        return value
+
+    tools = Tools([submit], ends=["submit"])
+    action = Action(text="", tool_calls=[ToolCall(id="1", name="submit", arguments={"value": "4"})])
+    result = asyncio.run(tools.step(action))
+    assert result.done
+    assert result.messages[0]["content"] == "4"
+    with pytest.raises(UserError, match="ends names stop"):
+        Tools(ends=["stop"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2 * (3 + 4)", "14"),
+        ("7 / 2", "3.5"),
+        ("6 / 2", "3"),
+        ("-2 ** 2", "-4"),
+        ("7 % 4 // 2", "1"),
+    ],
+)
+def test_the_calculator_computes(text, value):
+    assert calculate(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "'a' * 9", "9 ** 9 ** 9", "a", "1 if 1 else 2", "True", "(" * 300]
+)
+def test_the_calculator_computes_nothing_else(text):
+    with pytest.raises((ValueError, SyntaxError)):
+        calculate(text)
+
+
+def test_the_side_that_is_cut_is_the_side_that_goes():
+    text = "ABCDEFGHIJ"
+    found = [shortened(text, 4, side) for side in ("left", "right", "middle")]
+    assert found == ["GHIJ", "ABCD", "AB…IJ"]
+    assert shortened(text, 10, "left") == text
+
+
+def test_a_search_finds_the_documents_that_have_rare_words(tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("The river Aare\nflows north.\n\nThe river Rhone flows south.\n\nBread.\n")
+    search = Search(str(corpus), num_results=1)
+    action = Action(
+        text="", tool_calls=[ToolCall(id="1", name="search", arguments={"query": "river Rhone"})]
+    )
+    [message] = asyncio.run(search.step(action)).messages
+    assert message["content"] == "[1] The river Rhone flows south."
+    assert Index(["a b", "c"]).best("z", 3) == []
+    with pytest.raises(UserError, match="cannot be read"):
+        Search(str(tmp_path / "none.txt"))
+
+
+def test_a_number_is_found_by_halving():
+    for prompt in "abcdefgh":
+        game, low, high = Guess(), 1, 15
+        game.reset({"prompt": prompt})
+        for _ in range(4):
+            middle = (low + high) // 2
+            result = game.step(Action(text=f"I say {middle}"))
+            if result.done:
+                break
+            if result.messages[0]["content"] == "Higher.":
+                low = middle + 1
+            else:
+                high = middle - 1
+        assert result.done
+        assert result.reward >= 1 - 3 / 8
+    assert "no number" in Guess.step(game, Action(text="?")).messages[0]["content"]
+
+
+@pytest.mark.parametrize(
+    "name", ["custom_environment/environment.py:TwoTries", "custom_harness/harness.py:run"]
+)
+def test_an_example_learns_and_engine_and_trainer_agree(tmp_path, name):
+    path = ROOT / "examples" / name.partition(":")[0]
+    assert len(path.read_text().splitlines()) <= 40
+    small = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4")
+    rows = ("data.num_train_rows=200", "data.num_validation_rows=24", "validation.every_steps=8")
+    steps = run(
+        tmp_path,
+        f"environment.name={ROOT / 'examples' / name}",
+        "grpo.max_steps=8",
+        "logging.tensorboard=false",
+        small=(*small, *rows),
+    )
+    assert steps[8]["validation/reward"] > steps[0]["validation/reward"] + 0.15
+    assert steps[1]["rollout/trajectory/turns"] > 1.3
+    assert max(one["mismatch/mean_abs"] for n, one in steps.items() if n) < 1e-5
+    first = (Path(tmp_path) / "trajectories.jsonl").read_text().splitlines()[0]
+    assert json.loads(first)["messages"][1]["role"] == "assistant"
