@@ -520,6 +520,7 @@ def test_new_weights_count_from_where_a_run_was_continued():
     batch = next(other)
     assert Counter(name for name, _ in batch) == {"a": 8, "b": 2}
     assert not set(seen) & set(batch)
+    assert other.num_drawn == 20
 
 
 def test_a_part_with_other_rows_starts_at_its_beginning_and_says_so(caplog):

@@ -22,6 +22,11 @@ T_co = TypeVar("T_co", covariant=True)
 class RowLoader(Protocol[T_co]):
     """What deals out rows without end."""
 
+    @property
+    def num_drawn(self) -> int:
+        """Rows that were given out since the beginning."""
+        ...
+
     def next_rows(self, count: int) -> Sequence[T_co]:
         """The next ``count`` rows."""
         ...
@@ -198,6 +203,11 @@ class MixtureLoader(Generic[T]):
         self.steps_per_epoch: int = math.ceil(sum(self._sizes.values()) / batch_size)
         """Batches with as many rows as all parts have."""
         self.steps_left: int | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """See ``RowLoader``."""
+        return sum(part.num_drawn for part in self._parts.values())
 
     @property
     def epochs_done(self) -> float:
