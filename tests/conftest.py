@@ -81,6 +81,17 @@ def signals_of_their_own() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def algorithms_of_their_own() -> Iterator[None]:
+    """A script's algorithm stays registered in its process, and would be in later tests."""
+    from nemo_like.compose import registry
+
+    before = dict(registry._of_scripts)
+    yield
+    registry._of_scripts.clear()
+    registry._of_scripts.update(before)
+
+
 def build_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer with a ChatML template: every text can be encoded."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -27,6 +27,8 @@ LEAVES = {
     "algorithms/texts.py": "what runs on given texts share",
     "api.py": "Python API",
     "compose/docs.py": "`nemo-like keys`",
+    "compose/help.py": "`--help`",
+    "compose/names.py": "`nemo-like names` and what refusals say of other projects' names",
     "data/preferences.py": "pairs",
     "data/reasoning_gym.py": "generated tasks and their verifiers",
     "data/tables.py": "CSV, Parquet, data sets of Hugging Face",
@@ -52,8 +54,10 @@ LEAVES = {
     "policy/debug/": "`policy.debug`: checks and hang reports",
     "policy/moments/": "AdamW's moments in host memory or fewer bits",
     "policy/token_advantages.py": "PPO's advantages",
+    "rewards/code/": "grading of programs",
     "rewards/math/": "grading of mathematics",
     "rewards/reward_model.py": "grading by a reward model",
+    "rewards/sandbox/": "runs programs that a model wrote",
 }
 """Files and folders that not every run needs; all else in ``nemo_like`` is the core, which imports
 none of these (``tests/test_architecture.py``)."""

@@ -277,6 +277,13 @@ ENGINES = [
     *seen(loop, "environment.trajectory_timeout_s=5", beside=_TALKS),
     *seen(loop, "environment.rewritten_history=refuse", beside=_TALKS),
     *seen(loop, "environment.pass_variables=[JUDGE_KEY]", beside=_OWN),
+    *proven(
+        "tests/test_code_reward.py::test_options_reach_the_programs",
+        "environment.code_credit=partial",
+        "environment.code_seconds=1",
+        "environment.code_memory_gib=1",
+        beside="environment.reward=code",
+    ),
     *seen(loop, "environment.reward_model={other_scores}", beside=_SCORED),
 ]
 ROLLOUTS = [

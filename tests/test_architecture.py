@@ -32,6 +32,8 @@ LAYERS = [
     {"cli", "api"},
 ]
 DOORS = {
+    ("compose/keys.py", "compose/names.py"),
+    ("compose/main.py", "compose/help.py"),
     ("data/conversations.py", "data/reasoning_gym.py"),
     ("data/datasets.py", "data/reasoning_gym.py"),
     ("data/datasets.py", "data/tables.py"),
@@ -63,6 +65,7 @@ MAY_READ_ENVIRONMENT = {
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
     "rewards/pool.py",
+    "rewards/sandbox/limits.py",
     "generation/vllm/engine.py",
     "generation/vllm/processes.py",
     "generation/vllm/environment.py",

@@ -8,8 +8,9 @@ import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_like.compose.files import SHIPPED
+from nemo_like.compose.files import SHIPPED, find_file, located
 from nemo_like.compose.load import compose_raw
+from nemo_like.compose.overrides import refuse_twice
 from nemo_like.errors import UserError
 
 
@@ -59,4 +60,10 @@ class ConfigParser(CommandParser):
             raise UserError(f"--config-path={folder} is not a folder; give one with YAML files.")
         name = options.config_name or (names[0] if names else "grpo")
         overrides = [word for word in options.words if word not in names]
-        return folder, name, overrides, options.config_dir
+        refuse_twice(overrides)
+        folders = [folder, *([options.config_dir] if options.config_dir else [])]
+        extra_dir = options.config_dir
+        if name.endswith(".yaml") and Path(name).is_file() and find_file(folders, name) is None:
+            found, name = located(name, folders)
+            extra_dir = found or extra_dir
+        return folder, name, overrides, extra_dir

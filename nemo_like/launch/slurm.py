@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.load import check_algorithm, compose_raw
-from nemo_like.compose.main import check_run_dirs, jobs
+from nemo_like.compose.sweep import check_run_dirs, jobs, part_folders
 from nemo_like.config.run import RunConfig
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
@@ -95,12 +95,13 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     named = options.config_name
     options.config_name = named or own
     folder, name, overrides, extra_dir = parser.source(options)
-    configs = []
     typed = jobs(folder, name, overrides, extra_dir, multirun=options.multirun)
-    for job in typed:
-        composed = compose_raw(folder, name, job, extra_dir)
-        configs.append(composed.load())
-        _check_run_dir(composed.raw, configs)
+    composed = [compose_raw(folder, name, job, extra_dir) for job in typed]
+    typed = part_folders(composed, typed, None)
+    configs = []
+    for one in composed:
+        configs.append(one.load())
+        _check_run_dir(one.raw, configs)
     check_run_dirs(configs)
     if own in registry.names():  # Scripts of the user's own may run any.
         check_algorithm(script, type(configs[0]), registry.find(own).config)

@@ -89,12 +89,20 @@ def resolve_model(
 
 
 def _from_hub(name: str, key: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     if trusts_code():
         patterns = [*patterns, "*.py"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no network reaches the hub"
+        raise UserError(
+            f"{key}={name}: {why}, and the model is not in the cache of this machine; run "
+            f"`hf download {name} --local-dir FOLDER` where there is a network, copy the folder "
+            f"here, and set {key} to it."
+        ) from error
     except Exception as error:  # the boundary of a network client with many kinds of failure
         reason = str(error).strip().splitlines()[0]
         raise UserError(

@@ -51,6 +51,11 @@ def load(spec: str) -> "BatchReward | RewardFunction":
     function = resolve_reward(spec)
     if function.is_async:
         return function
+    return one_by_one(function)
+
+
+def one_by_one(function: RewardFunction) -> BatchReward:
+    """Score one row after the other."""
     loop = asyncio.Runner()  # for a plain function that returns an awaitable
 
     def finish(result: Awaitable[Any]) -> Any:
