@@ -22,6 +22,7 @@ early.is_over()
 
 # Modules are imported when needed; each has ``run(arguments)``.
 COMMANDS = {
+    "data": "nemo_like.launch.data",
     "plan": "nemo_like.launch.plan",
     "slurm": "nemo_like.launch.slurm",
     "ray-config": "nemo_like.launch.ray_config",

@@ -36,6 +36,7 @@ DOORS = {
     ("compose/main.py", "compose/help.py"),
     ("data/conversations.py", "data/reasoning_gym.py"),
     ("data/datasets.py", "data/reasoning_gym.py"),
+    ("data/datasets.py", "data/tables.py"),
     ("models/resolve.py", "models/smollm2.py"),
     ("planning/offload.py", "planning/memory.py"),
     ("policy/optim.py", "policy/moments/flat_adamw.py"),

@@ -21,7 +21,7 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SINGLE_TURN, SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
-from nemo_like.data.loader import PromptLoader
+from nemo_like.data.loader import MixtureLoader, PromptLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.waiting import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.worker import Worker
@@ -52,7 +52,7 @@ class Sampling:
     policy: RemoteModel
     critic: RemoteModel | None
     rollouts: SyncRolloutSource
-    loader: PromptLoader[Row]
+    loader: PromptLoader[Row] | MixtureLoader[Row]
     validation_rows: list[Row]
     num_made: int = 0
     """Steps that this execution has begun."""
@@ -83,6 +83,8 @@ class Sampling:
     def log(self, metrics: Metrics) -> None:
         """Log the metrics of the step in progress."""
         warn_of_mismatch(self.config, metrics)
+        if isinstance(self.loader, MixtureLoader):
+            metrics |= self.loader.pop_metrics()
         self.session.run.log(metrics | self.session.meter.pop())
 
 
@@ -191,7 +193,7 @@ def read_prompts(
     rows_of: Mapping[str, list[Row]],
     model_path: str,
     chat: ChatTokenizer,
-) -> tuple[PromptLoader[Row], list[Row], int]:
+) -> tuple[PromptLoader[Row] | MixtureLoader[Row], list[Row], int]:
     """Training rows in order, validation rows, and the tokens of the longest row.
 
     ``rows_of``: see ``Session.rows``. Raises UserError for a row that does not fit.
@@ -219,13 +221,27 @@ def read_prompts(
         )
     if config.trains:
         warn_of_adapters(config)
-    loader = PromptLoader(
-        train, fingerprint=fingerprint(train), seed=config.run.seed, shuffle=config.data.shuffle
-    )
     environment, most = config.environment, longest + most_new
     if environment.name != SINGLE_TURN:
         most = min(room, environment.max_tokens or room)
-    return loader, checked["data.validation"], most
+    return _loader(config, train), checked["data.validation"], most
+
+
+def _loader(
+    config: SamplingRunConfig, rows: Sequence[Row]
+) -> PromptLoader[Row] | MixtureLoader[Row]:
+    data, seed = config.data, config.run.seed
+    if not (data.mixes and config.trains):
+        return PromptLoader(rows, fingerprint=fingerprint(rows), seed=seed, shuffle=data.shuffle)
+    weights = data.weights
+    return MixtureLoader(
+        {name: [row for row in rows if row.part == name] for name in weights},
+        weights,
+        fingerprint=fingerprint,
+        batch_size=config.loop.num_prompts_per_step,
+        seed=seed,
+        shuffle=data.shuffle,
+    )
 
 
 def _check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:

@@ -26,7 +26,8 @@ _WEAK = {"num", "max", "new", "per", "step", "steps", "size", "every"}
 def free_dicts(schema: type[Section]) -> Iterator[str]:
     """Keys of dictionaries that take any key, such as ``generation.engine_kwargs``."""
     for key, field in keys_of(schema):
-        if get_origin(field.annotation) is dict:
+        kinds = (field.annotation, *get_args(field.annotation))
+        if any(get_origin(kind) is dict for kind in kinds):
             yield key
 
 
