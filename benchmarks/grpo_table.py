@@ -19,7 +19,9 @@ PHASES = ("rollout", "refit", "logprobs", "train")
 
 
 def steps_of(record: Record) -> list[Record]:
-    """Steps of TRL or of this project: ``step``, ``wall_s``, ``reward``, ``tokens``, ``<phase>_s``.
+    """Steps of a peer or of this project.
+
+    Each has ``step``, ``wall_s``, ``reward``, ``tokens``, ``<phase>_s``.
 
     ``wall_s`` is from the end of the step before to its own end; validation is left out.
     """
@@ -106,7 +108,7 @@ def table(workload: Workload, records: Sequence[Record]) -> list[str]:
         lines += _step_lines(name, numbers, accuracies(latest[name]))
     ours = steps.get("ours")
     if ours:
-        for name in ("trl", "trl-uncorrected"):
+        for name in ("trl", "trl-uncorrected", "verl"):
             if steps.get(name):
                 lines.append(_ratio(f"ours / {name}", ours["wall_s"], steps[name]["wall_s"]))
         if floor:

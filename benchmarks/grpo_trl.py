@@ -2,11 +2,12 @@
 
     python benchmarks/grpo_trl.py --workload smollm2 --out trl.jsonl
 
-Read from TRL 1.16, for speed on one GPU that has the memory: no sleep mode, no activation
-checkpointing, one generation for each optimizer step, the largest micro-batch that fits (they are
-padded to the step's longest completion), Liger's layer kernels where they are installed. Left as
-TRL has it: float32 master weights under bfloat16 autocast, fused AdamW, sdpa, the chunked fused
-output head, loss ``dapo`` (a mean over the step's tokens, this project's too), no KL term.
+Read from TRL 1.16, for speed on one GPU that has the memory: no sleep mode and no activation
+checkpointing but where the workload is large, one generation for each optimizer step, the largest
+micro-batch that fits (they are padded to the step's longest completion), Liger's layer kernels
+where they are installed. Left as TRL has it: float32 master weights under bfloat16 autocast, fused
+AdamW, sdpa, the chunked fused output head, loss ``dapo`` (a mean over the step's tokens, this
+project's too), no KL term.
 
 The importance correction is this project's (tokens, truncated at 2). TRL's own is by sequence, and
 either needs a forward pass before the training one; ``--no-correction`` goes without.
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, help="completions of a micro-batch")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.2)
+    parser.add_argument("--model-dtype", help="of the weights that train; else float32")
     parser.add_argument("--correction", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
         "--liger",
@@ -89,12 +91,12 @@ def trl_settings(workload: Workload, inputs: Inputs, args: argparse.Namespace) -
         "learning_rate": workload.lr,
         "lr_scheduler_type": "constant",
         "bf16": True,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": workload.is_large,
         "use_liger_kernel": args.liger,
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": args.gpu_memory_utilization,
-        "vllm_enable_sleep_mode": False,
+        "vllm_enable_sleep_mode": workload.is_large,
         "vllm_max_model_length": longest + workload.max_new_tokens,
         "vllm_importance_sampling_correction": args.correction,
         "logging_steps": 1,
@@ -102,6 +104,8 @@ def trl_settings(workload: Workload, inputs: Inputs, args: argparse.Namespace) -
         "report_to": "none",
         "disable_tqdm": True,
     }
+    if args.model_dtype is not None:
+        settings["model_init_kwargs"] = {"dtype": args.model_dtype}
     if args.correction:
         settings["vllm_importance_sampling_mode"] = "token_truncate"
         settings["vllm_importance_sampling_clip_max"] = 2.0

@@ -23,7 +23,7 @@ from zlib import crc32
 _SEED_STRIDE = 1_000_000
 _VALIDATION_SEED = 900_000_000
 
-RANDOM_QWEN = "qwen2.5-1.5b, random weights"
+RANDOM = ", random weights"
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-1.5b": {
         "hidden_size": 1536,
@@ -68,7 +68,7 @@ class Workload:
 
     name: str
     model: str
-    """What ``policy.model`` takes, or ``RANDOM_QWEN``."""
+    """What ``policy.model`` takes, or a name of ``SHAPES`` with ``RANDOM`` at its end."""
     num_prompts: int
     num_generations: int
     max_new_tokens: int
@@ -83,6 +83,8 @@ class Workload:
     """Held-out prompts, answered before and after training. 0: speed alone is measured."""
     trl_rows: int
     """Completions of one forward and backward pass of TRL; without checkpointing, 80 GB hold it."""
+    is_large: bool = False
+    """Whether a GPU holds training states only with checkpointing, and an engine that sleeps."""
     overrides: tuple[str, ...]
     """This project's settings."""
 
@@ -111,7 +113,7 @@ WORKLOADS = {
         ),
         Workload(
             name="qwen1.5b",
-            model=RANDOM_QWEN,
+            model=f"qwen2.5-1.5b{RANDOM}",
             num_prompts=16,
             num_generations=8,
             max_new_tokens=512,
@@ -121,6 +123,26 @@ WORKLOADS = {
             trl_rows=16,
             overrides=(
                 *ONE_GPU,
+                "policy.micro_batch_tokens=16384",
+                "policy.logprob_chunk_tokens=4096",
+            ),
+        ),
+        Workload(
+            name="qwen7b",
+            model=f"qwen2.5-7b{RANDOM}",
+            num_prompts=16,
+            num_generations=8,
+            max_new_tokens=1024,
+            lr=1e-6,
+            steps=8,
+            reward="coin",
+            trl_rows=8,
+            is_large=True,
+            overrides=(
+                "cluster.gpus_per_node=1",
+                "policy.dtype=bfloat16",
+                "policy.compile=true",
+                "policy.activation_checkpointing=full",
                 "policy.micro_batch_tokens=16384",
                 "policy.logprob_chunk_tokens=4096",
             ),
@@ -264,9 +286,9 @@ def _write_rows(path: Path, rows: Any) -> None:
 def _model(name: str, folder: Path) -> Path:
     from nemo_like.models.resolve import resolve_model
 
-    if name != RANDOM_QWEN:
+    if not name.endswith(RANDOM):
         return resolve_model(name)
-    return random_model("qwen2.5-1.5b", folder / "model")
+    return random_model(name.removesuffix(RANDOM), folder / "model")
 
 
 def random_model(shape: str, folder: Path) -> Path:

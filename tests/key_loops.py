@@ -22,10 +22,10 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose import registry
 from nemo_like.config.sampling import EnvironmentConfig, SamplingRunConfig
 from nemo_like.config.section import Section
-from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.waiting import DriverMeter
+from nemo_like.distributed.worker import RankLayout
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, worker_contexts
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.settings import engine_args
@@ -33,6 +33,7 @@ from nemo_like.losses.advantages import Moments
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Metrics
 from nemo_like.planning.layout import parallel_sizes
+from nemo_like.planning.offload import Placement
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from nemo_like.policy.worker import SenderAddress, Started
@@ -138,7 +139,7 @@ class Ranks:
     weight_version = 0
 
     def start(self, setup: Any, *where: Any) -> Started:
-        return Started(num_trained=1)
+        return Started(num_trained=1, placement=Placement(offload="none"))
 
     def rollout(self, request: RolloutRequest) -> RolloutResult:
         tasks = request.tasks

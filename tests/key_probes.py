@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_like.algorithms.ppo.config import PPOConfig
-from nemo_like.launch.slurm_script import BatchJob, render_script
+from nemo_like.launch.slurm import BatchJob, render_script
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.resources import plan_run

@@ -172,7 +172,7 @@ TRAINING = [
     ),
     *seen(trained, f"{_OPTIMIZER}.kind=sgd", f"{_OPTIMIZER}.lr=1e-3", f"{_OPTIMIZER}.beta1=0.5"),
     *seen(trained, f"{_OPTIMIZER}.beta2=0.9", f"{_OPTIMIZER}.eps=1e-3"),
-    *seen(trained, f"{_OPTIMIZER}.weight_decay=0.1"),
+    *seen(trained, f"{_OPTIMIZER}.weight_decay=0.1", f"{_OPTIMIZER}.moments=bfloat16"),
     *seen(trained, f"{_OPTIMIZER}.momentum=0.5", beside=f"{_OPTIMIZER}.kind=sgd"),
     *seen(trained, f"{_SCHEDULER}.kind=linear", f"{_SCHEDULER}.warmup_steps=2"),
     *seen(
@@ -255,6 +255,7 @@ _FILE = (
     "data.num_validation_rows=256",
     "environment.reward=math",
 )
+_VALIDATED = ("data.validation={prompts}", *_FILE[2:])
 _OWN = "environment.reward=nemo_like.data.reasoning_gym.reward"
 _TALKS = "environment.name=guess"
 _SCORED = "environment.reward=reward_model environment.reward_model={scores}"
@@ -276,6 +277,13 @@ ENGINES = [
     *seen(loop, "environment.trajectory_timeout_s=5", beside=_TALKS),
     *seen(loop, "environment.rewritten_history=refuse", beside=_TALKS),
     *seen(loop, "environment.pass_variables=[JUDGE_KEY]", beside=_OWN),
+    *proven(
+        "tests/test_code_reward.py::test_options_reach_the_programs",
+        "environment.code_credit=partial",
+        "environment.code_seconds=1",
+        "environment.code_memory_gib=1",
+        beside="environment.reward=code",
+    ),
     *seen(loop, "environment.reward_model={other_scores}", beside=_SCORED),
 ]
 ROLLOUTS = [
@@ -290,6 +298,7 @@ ROLLOUTS = [
     *refused("step moves weights", "policy.parallel.ddp.average_every_steps=2", beside=_DDP),
     Seen("data.train={prompts}", (), loop, _FILE),
     *seen(loop, "data.num_train_rows=30", "data.shuffle=false"),
+    Seen("data.columns={{prompt: answer, answer: prompt}}", ("data.train={prompts}", *_FILE), loop),
     Seen("data.overlong=drop", ("data.train={overlong_prompts}", *_FILE), loop),
     *seen(loop, "validation.num_generations_per_prompt=2", "validation.temperature=0.5"),
     *seen(loop, "validation.top_p=0.5", "validation.top_k=5", "validation.max_new_tokens=9"),
@@ -366,13 +375,16 @@ TEXTS = [
     *seen(loop, "validation.every_steps=2", "{s}.num_epochs=2", "{s}.max_steps=2"),
     *seen(loop, "data.tasks={{gcd: {{}}}}", "data.num_train_rows=30", "data.num_validation_rows=8"),
     *seen(loop, "data.system_prompt=Hi", "data.shuffle=false"),
-    *seen(loop, "data.max_length=38", beside="data.overlong=truncate"),
+    *seen(loop, "data.max_length=38", beside="data.overlong=truncate_right"),
     *seen(loop, "data.overlong=drop", beside="data.max_length=38"),
 ]
+_TEXTS = ("data.train={texts}", *_ONE_EPOCH)
+_PAIRS = ("data.train={pairs}", *_ONE_EPOCH)
 ROWS = [
     *TEXTS,
     Seen("data.train={texts}", (), loop, _ONE_EPOCH),
     Seen("data.validation={texts}", (), loop, _ONE_EPOCH[2:]),
+    Seen("data.columns={{prompt: completion, completion: prompt}}", _TEXTS, loop),
     *seen(loop, "{s}.num_rows_per_step=5"),
     *seen(loop, "data.train_on=all"),
 ]
@@ -380,6 +392,7 @@ PAIRS = [
     *TEXTS,
     Seen("data.train={pairs}", (), loop, _ONE_EPOCH),
     Seen("data.validation={pairs}", (), loop, _ONE_EPOCH[2:]),
+    Seen("data.columns={{chosen: rejected, rejected: chosen}}", _PAIRS, loop),
     *seen(loop, "{s}.num_pairs_per_step=2"),
 ]
 SFT = [*ROWS, *LOGITS, *CONTEXT_AND_TENSOR, *PIPELINE]
@@ -421,7 +434,8 @@ _NOTHING_TRAINS = (
     "policy.parallel.ddp.powersgd_start_step=2 "
     "policy.parallel.ddp.average_every_steps=2 policy.attention=eager policy.optimizer.kind=sgd "
     "policy.optimizer.lr=1 policy.optimizer.beta1=0.5 policy.optimizer.beta2=0.5 "
-    "policy.optimizer.eps=1 policy.optimizer.momentum=0.5 policy.optimizer.weight_decay=1 "
+    "policy.optimizer.eps=1 policy.optimizer.moments=int8 policy.optimizer.momentum=0.5 "
+    "policy.optimizer.weight_decay=1 "
     "policy.scheduler.kind=linear policy.scheduler.warmup_steps=1 "
     "policy.scheduler.decay_steps=1 policy.scheduler.min_lr_ratio=0.5 policy.max_grad_norm=2 "
     "policy.batching=padded policy.micro_batch_tokens=9000 policy.micro_batch_size=1 "
@@ -464,6 +478,7 @@ EVAL = [
     *seen(loop, "generation.stop_token_ids=[5]", "validation.num_generations_per_prompt=3"),
     *seen(loop, "validation.temperature=0.5", "validation.top_p=0.5", "validation.top_k=5"),
     Seen("validation.max_new_tokens=9", (), loop, ("generation.max_new_tokens=64",)),
+    Seen("data.columns={{prompt: answer, answer: prompt}}", _VALIDATED, loop),
     Seen("data.overlong=drop", ("data.validation={overlong_prompts}", *_FILE[2:]), loop),
     *seen(loop, "eval.pass_at=[2]", "eval.majority_at=[2]", "eval.pass_reward=0.5"),
     *seen(loop, "eval.category_field=task"),

@@ -30,6 +30,11 @@ SMALL_ON_A_FILE = tuple(one for one in SMALL if "rows" not in one)
 """The file has as many rows as it has."""
 
 
+def last_of(overrides):
+    """Each key once, with its last value: a command refuses a key that is typed twice."""
+    return list({str(one).partition("=")[0]: str(one) for one in overrides}.values())
+
+
 def small_config(folder, *overrides, small=SMALL, name="grpo"):
     """What ``run`` runs with; overrides win."""
     always = ("generation.backend=hf", "cluster.call_timeout_s=120", f"run.dir={folder}")

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.config.lora import LoraConfig
-from nemo_like.distributed.store import listening_store
+from nemo_like.distributed.network import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.vllm.engine import VLLMEngine

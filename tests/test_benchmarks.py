@@ -1,3 +1,7 @@
+import argparse
+import json
+import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -8,6 +12,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # scripts, which are no package
 
 import grpo
+import grpo_verl
+import offload
 import workloads
 from grpo_table import accuracies, floor_times, medians, steps_of, table
 from workloads import WORKLOADS, coin, count_parameters, make_rows, prepare, read_rows, reward
@@ -166,7 +172,7 @@ def test_the_table_has_the_ratios_of_what_is_there():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only", "ours,verl"], "no contender verl"),
+        (["--only", "ours,openrlhf"], "no contender openrlhf"),
         (["--steps", "4"], "the first three and the last are not measured"),
         (["policy.compile"], "policy.compile is no override"),
     ],
@@ -217,3 +223,43 @@ def test_our_command_names_a_reward_that_exists(tmp_path):
     for workload in WORKLOADS.values():
         assert callable(getattr(workloads, workload.reward))
         assert workload.num_completions % workload.trl_rows == 0
+
+
+def test_steps_of_verl_are_read_off_its_console():
+    line = "(TaskRunner pid=7) step:3 - timing_s/gen:1.5 - timing_s/step:np.float64(4.25) - x:a"
+    line += " - timing_s/update_weights:0.25 - response_length/mean:100.0"
+    line += " - critic/rewards/mean:0.5"
+    found = grpo_verl.step_numbers(f"\x1b[36m{line}\x1b[0m")
+    assert found is not None
+    assert (found["step"], found["wall_s"], found["generation_s"]) == (3, 4.25, 1.5)
+    assert (found["refit_s"], found["mean_tokens"], found["reward"]) == (0.25, 100.0, 0.5)
+    assert grpo_verl.step_numbers("(TaskRunner pid=7) steps: 3") is None
+
+
+def test_steps_of_verl_last_from_end_to_end(tmp_path):
+    says = "print(f'step:{i} - timing_s/step:9.0 - response_length/mean:3', flush=True)"
+    script = f"import time\nfor i in (1, 2):\n    {says}\n    time.sleep(0.4)"
+    out = tmp_path / "out.jsonl"
+    assert grpo_verl.run([sys.executable, "-c", script], dict(os.environ), out, 16) == 0
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert first["wall_s"] == 9.0
+    assert 0.3 < second["wall_s"] < 5
+    assert second["tokens"] == 48
+
+
+def test_verl_is_asked_for_the_workload_as_it_is(tmp_path):
+    args = argparse.Namespace(out=tmp_path / "v.jsonl", steps=2, gpu_memory_utilization=0.3)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")
+    inputs = workloads.Inputs(model=tmp_path, prompts=prompts, validation=None)
+    for name, tokens in (("smollm2", 32768), ("qwen7b", 16384)):
+        found = grpo_verl.verl_settings(WORKLOADS[name], inputs, args)
+        assert f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}" in found
+        checkpoints = "actor_rollout_ref.model.enable_gradient_checkpointing="
+        assert checkpoints + str(name == "qwen7b").lower() in found
+    assert grpo_verl.compute_score("reward", "it is 2", "2", {"prompt": "1 + 1"}) == 1.0
+
+
+def test_moments_are_timed_on_the_parameters_of_the_shape():
+    shapes = offload.parameter_shapes(28)
+    assert sum(math.prod(shape) for shape in shapes) == 7_615_616_512

@@ -17,12 +17,9 @@ from ray.util import placement_group_table
 
 from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.connection import why_not_started
-from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.progress import written
-from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.virtual_cluster import Bundle, VirtualCluster, physical_order
-from nemo_like.distributed.waiting import Pending, progress, wait_together
-from nemo_like.distributed.worker import Worker
+from nemo_like.distributed.waiting import DriverMeter, Pending, progress, wait_together, written
+from nemo_like.distributed.worker import RankLayout, Worker
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 from nemo_like.generation.generation import Generation

@@ -21,7 +21,7 @@ import pytest
 
 from nemo_like.errors import StoppedError, UserError
 from nemo_like.run.ending import end_on_error
-from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, prompts_of, records
+from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, last_of, prompts_of, records
 from tests.warm_process import WarmProcess
 
 SCRIPT = str(ROOT / "examples" / "run_grpo.py")
@@ -35,7 +35,7 @@ def no_arguments(): return 1.0
 
 
 def command(*overrides):
-    return [sys.executable, SCRIPT, *map(str, overrides)]
+    return [sys.executable, SCRIPT, *last_of(overrides)]
 
 
 @cache
@@ -137,7 +137,7 @@ def start_in_fork(warm, tmp_path, *overrides, **env):
     output = str(tmp_path / "output.txt")
     env = environment(NEMO_LIKE_TEST=str(tmp_path), TMPDIR=temporary(tmp_path), **env)
     target = "tests.typed_command:run_script"
-    return warm.drivers.start(target, SCRIPT, list(overrides), str(tmp_path), env, output)
+    return warm.drivers.start(target, SCRIPT, last_of(overrides), str(tmp_path), env, output)
 
 
 def end_of_fork(warm, tmp_path, pid, timeout_s=240.0):
@@ -227,7 +227,7 @@ def test_a_sweep_of_the_users_own_config_runs_every_job_in_a_folder_of_its_own(w
         **warm.workers,
     )
     assert code == 0, output
-    folders = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    folders = [*(tmp_path / "runs").glob("grpo-*/seed=?")]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     assert sorted(summary["seed"] for summary in summaries) == [0, 1]
     assert all(summary["steps"] == 1 for summary in summaries)

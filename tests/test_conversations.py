@@ -521,7 +521,12 @@ def test_a_message_may_be_empty_where_others_speak_or_tools_are_called(tmp_path)
         ({"prompt": "x", "completion": TURNS[2:]}, "begins and ends with one of the assistant"),
         ({"text": ""}, "at least one character"),
         ({"text": 5}, "'text' must be text"),
-        ({"messages": TURNS, "tools": [{}]}, "'tools' is not supported"),
+        ({"messages": TURNS, "tools": [{}]}, "the model's chat template takes no tools; "),
+        ({"messages": TURNS, "tools": "[{"}, "'tools' is text that is not JSON"),
+        ({"messages": TURNS, "tools": [1]}, "'tools' must be a list of objects"),
+        ({"text": "x", "tools": [{}]}, "'tools' has no effect on 'text'"),
+        ({"text": "x", "system": "y"}, "'system' must be text, and beside messages without"),
+        ({"messages": TURNS, "system": 5}, "'system' must be text"),
         ({"messages": [TURNS[0], {**TURNS[1], "content": None}]}, "'content' of message 1 is null"),
         (
             {"messages": [TURNS[0], {**TURNS[1], "weight": 0}]},
@@ -598,7 +603,18 @@ def test_a_message_may_be_empty_where_others_speak_or_tools_are_called(tmp_path)
         ({"prompt": "x", "completion": "y", "label": "0"}, "'label' is 0, which marks a bad"),
         ({"messages": TURNS, "label": "False"}, "'label' is false, which marks a bad answer"),
         ({"messages": TURNS, "label": False}, "pair both kinds for run_dpo.py"),
-        ({"prompt": "x", "completion": "y", "system": "z"}, "'system' is not supported"),
+        (
+            {"messages": [{"role": "system", "content": "x"}, *TURNS], "system": "y"},
+            "take it out of the row, or out of 'messages'",
+        ),
+        (
+            {"messages": [{"from": "function_call", "value": "x"}, TURNS[1]]},
+            "message 0 is from 'function_call', which is no known role",
+        ),
+        (
+            {"messages": [TURNS[0], {**CALLING, "tool_calls": [{"arguments": "{x"}]}]},
+            "the arguments of a tool call of message 1 are text that is not JSON",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
@@ -613,42 +629,32 @@ def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
     [
         (
             {"question": 1, "answer": 2},
-            "rename 'question' to 'prompt' and 'answer' to 'comp",
+            "; set data.columns='{prompt: question, completion: answer}'.",
         ),
         (
             {"problem": 1, "solution": 2, "answer": 3},
-            "'problem' to 'prompt' and 'solution' to 'c",
+            "set data.columns='{prompt: problem, completion: solution}'.",
         ),
         (
             {"instruction": 1, "input": "", "output": 2},
-            "write 'instruction' and 'input' as one 'prompt' and rename 'output' to 'completion'.",
+            "set data.columns='{prompt: [instruction, input], completion: output}'.",
         ),
         (
             {"instruction": 1, "context": "", "response": 2},
-            "'instruction' and 'context' as one",
+            "set data.columns='{prompt: [instruction, context], completion: response}'.",
         ),
-        ({"prompt": 1, "response": 2}, "; rename 'response' to 'completion'."),
-        (
-            {"system": 1, "question": 2, "response": 3},
-            "write 'system' and 'question' as 'prompt', a list of a system and a user message and "
-            "rename 'response' to 'completion'.",
-        ),
+        ({"prompt": 1, "response": 2}, "; set data.columns='{completion: response}'."),
         (
             {"question": 1, "choices": [2], "answer": 3},
-            "write 'question' and 'choices' as one 'prompt' and the right choice in words as "
+            "write question and choices as one 'prompt' and the right choice in words as "
             "'completion' ('answer' says which it is).",
         ),
         (
-            {"conversations": [{"from": "human", "value": "x"}]},
-            "rename 'conversations' to 'messages' and in each of them 'from' to 'role' (human is "
-            "user, gpt is assistant) and 'value' to 'content'.",
-        ),
-        ({"conversation": [TURNS[0]]}, "; rename 'conversation' to 'messages'."),
-        (
             {"prompt": "x", "chosen": [TURNS[0]], "rejected": [TURNS[0]]},
-            "rename 'chosen' to 'messages' (and take 'prompt' out).",
+            "set data.columns='{messages: chosen}'.",
         ),
-        ({"chosen": "x", "rejected": "y"}, "rename 'chosen' to 'completion'."),
+        ({"question": 1, "chosen": "x", "rejected": "y"}, "'{prompt: question, completion: chos"),
+        ({"chosen": "\n\nHuman: x", "rejected": "y"}, "set data.columns='{messages: chosen}'."),
         ({"prompt": "x"}, "rows without an answer are for runs that sample, such as run_grpo.py."),
         ({"tokens": [1]}, "it has tokens."),
     ],
@@ -737,11 +743,10 @@ def test_a_template_that_would_have_the_model_write_its_own_header_is_refused(tm
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gzip.compress(b'{"text": "a"}\n', mtime=0), "a file in gzip format"),
-        (b"PAR1\x15\x04\x15\x10", "a file in Parquet format"),
+        (gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "a broken gzip file"),
         (b"ARROW1\0\0", "a file in Arrow format"),
         ('{"text": "a"}\n'.encode("utf-16"), "a file in UTF-16 format"),
-        (b' [\n {"text": "a"},\n {"text": "b"}\n]', "a JSON list; write each of its objects on a"),
+        (b' [\n {"text": "a"},\n {"text" "b"}\n]', "line 3: not a JSON list"),
         (b'{\n "text": "a"\n}', "line 1: not JSON .*; a row is one JSON object on one line"),
     ],
 )
@@ -777,7 +782,7 @@ def test_a_row_that_fits_exactly_is_never_cut(tmp_path, caplog):
     row = {"prompt": "abc", "completion": "defg"}
     path = write_rows(tmp_path / "r.jsonl", row)
     _, length = lengths_of(chat, row)
-    for overlong in ("refuse", "drop", "truncate"):
+    for overlong in ("refuse", "drop", "truncate_right"):
         for limits in ({"context": length}, {"micro_batch_tokens": length}, {"max_length": length}):
             batch, _ = load(chat, path, overlong=overlong, **limits)
             assert batch.lengths.tolist() == [length]
@@ -833,7 +838,7 @@ def test_the_kept_part_of_a_cut_answer_trains_and_a_row_without_any_is_dropped(t
     ]
     before, _ = lengths_of(chat, rows[0])
     path = write_rows(tmp_path / "r.jsonl", *rows)
-    batch, _ = load(chat, path, max_length=before + 3, overlong="truncate")
+    batch, _ = load(chat, path, max_length=before + 3, overlong="truncate_right")
     cut, whole = rows_of(batch)
     tokenizer = tokenizer_of(tmp_path)
     assert trained_texts(tokenizer, *cut) == ["bcd"]
@@ -896,8 +901,8 @@ def test_conversations_overlap_where_all_but_the_last_answer_is_the_same():
 def test_the_default_is_questions_with_answers_that_earn_full_marks():
     chat = ChatTokenizer(str(resolve_model("embedded")))
     config = ConversationsConfig(num_train_rows=20, num_validation_rows=5)
-    rows = conversations.read(config, "reasoning_gym", 20, 3, "data.train")
-    assert rows == conversations.read(config, "reasoning_gym", 20, 3, "data.train")
+    rows = conversations.read(config, config.train_parts[0], 20, 3)
+    assert rows == conversations.read(config, config.train_parts[0], 20, 3)
     question, answer = (message["content"] for message in rows[0].messages)
     digits = question.split(":")[1].rstrip("= ")
     assert answer == f"<answer>{eval(digits)}</answer>"  # sums of five one-digit numbers
@@ -913,7 +918,7 @@ def test_the_default_is_questions_with_answers_that_earn_full_marks():
 def test_a_task_without_a_single_right_answer_is_refused_by_name():
     config = ConversationsConfig(tasks={"propositional_logic": None})
     with pytest.raises(UserError, match=r"data\.tasks\.propositional_logic has no single right"):
-        conversations.read(config, "reasoning_gym", 5, 0, "data.train")
+        conversations.read(config, config.train_parts[0], 5, 0)
 
 
 def test_tokens_of_many_rows_are_those_of_each_row_alone(tmp_path):

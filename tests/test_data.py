@@ -19,8 +19,7 @@ from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, witho
 from nemo_like.data.loader import EpochLoader, PromptLoader
 from nemo_like.data.tokenizer import end_token_ids, load_tokenizer
 from nemo_like.errors import UserError
-from nemo_like.models.context import context_length
-from nemo_like.models.resolve import resolve_model
+from nemo_like.models.resolve import context_length, resolve_model
 from nemo_like.observe.metrics import Metric, merge
 from nemo_like.rewards.reward_text import RewardText
 from tests.chat_templates import QWEN, QWEN3, build_chat, tokenizer_of
@@ -35,7 +34,8 @@ def write_rows(path, *rows):
 
 
 def load(path, **config):
-    return load_rows(path, PromptsConfig(**config), 0, 0, "data.train")
+    config = PromptsConfig(train=path, **config)
+    return load_rows(config.train_parts, config, 0, 0)
 
 
 def prompts(count):
@@ -179,22 +179,22 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
         ('{"messages": [{"role": "user", "content": null}]}', "'content' of message 0 is null"),
         ('{"messages": [{"role": "Human", "content": "x"}]}', "'Human', which must be 'user'"),
         ('{"messages": [{"role": "user", "content": "x", "tool_calls": "f"}]}', "no list of obj"),
-        ('{"prompt": "x", "tools": [{"name": "f"}]}', "'tools' is not supported"),
-        ('{"problem": "x", "solution": "y"}', "rename 'problem' to 'prompt'; other entries reach"),
+        ('{"prompt": "x", "tools": [{"name": "f"}]}', "'tools' has no effect here"),
+        ('{"problem": "x", "solution": "y"}', "set data.columns='{prompt: problem}'; other entri"),
         ('{"text": "x"}', "it has text; texts are for run_sft.py."),
         ('{"chosen": "x", "rejected": "y"}', "; pairs are for run_dpo.py and run_rm.py."),
-        ('{"prompt": "x", "messages": [{}]}', "it has prompt, messages; take one of them out."),
+        ('{"prompt": "x", "messages": [{}]}', "set data.columns.prompt to the one to use"),
         (
             '{"prompt": "x", "messages": [{"role": "assistant"}]}',
-            "; take 'messages' out, which has",
+            "set data.columns.prompt to the one to use, prompt or messages.",
         ),
         (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
-            "ends with the one to answer; leave out the assistant's last message.",
+            "leave out the assistant's last message, or set data.columns.prompt to the first",
         ),
         (
             '{"conversations": [{"from": "human", "value": "x"}]}',
-            "'value' to 'content' and leave out the assistant's last one.",
+            "set data.columns.prompt to what is asked, such as conversations.0.value, or to",
         ),
         ('{"prompt": "x", "prompt": "y"}', "line 2: not JSON ('prompt' is given twice)"),
         ('{"prompt": "x", "n": {"k": 1, "k": 2}}', "line 2: not JSON ('k' is given twice)"),

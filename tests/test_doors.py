@@ -142,7 +142,7 @@ def test_the_keys_of_a_script_are_in_its_help_and_are_checked():
     done = subprocess.run(
         [sys.executable, RAFT, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert "num_kept: 2" in done.stdout
+    assert "raft.num_kept=2" in done.stdout
     code, said = typed(f"{RAFT}:ALGORITHM", "raft.num_keep=3")
     assert (code, "did you mean raft.num_kept" in said) == (2, True)
     code, said = typed(f"{RAFT}:ALGORITHM", "raft.num_kept=8")

@@ -21,7 +21,7 @@ import pytest
 from nemo_like.config.run import CheckpointConfig
 from nemo_like.run.checkpoint import Checkpoints
 from nemo_like.run.folder import claim
-from tests.small_runs import ROOT, SMALL
+from tests.small_runs import ROOT, SMALL, last_of
 
 HF = "generation.backend=hf"
 VLLM = "generation.backend=vllm"
@@ -41,9 +41,10 @@ class Command:
         self.output = folder / "output.txt"
         mine = {"TMPDIR": self.mark, "NEMO_LIKE_TEST": self.mark, "OMP_NUM_THREADS": "1"}
         kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        typed = (f"run.dir={self.folder}", *overrides)
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, ROOT / "examples" / script, f"run.dir={self.folder}", *overrides],
+                [sys.executable, ROOT / "examples" / script, *last_of(typed)],
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -14,7 +14,7 @@ from nemo_like.data.datasets import Row
 from nemo_like.environments.guess import Guess
 from nemo_like.environments.protocol import ENDPOINT, Action, ToolCall
 from nemo_like.environments.search import Index, Search
-from nemo_like.environments.tools import Tools, calculate, shortened
+from nemo_like.environments.tools import Tools, calculate, python, shortened
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import Completion, FinishReason, SamplingParams
 from nemo_like.rewards.environment import start_pool
@@ -296,6 +296,12 @@ def test_the_calculator_computes(text, value):
 def test_the_calculator_computes_nothing_else(text):
     with pytest.raises((ValueError, SyntaxError)):
         calculate(text)
+
+
+def test_the_python_tool_runs_programs_apart():
+    assert asyncio.run(python("print(2 ** 10)")) == "1024\n"
+    assert "NameError" in asyncio.run(python("print(x)"))
+    assert asyncio.run(python("import os; print(os.environ.get('USER'))")) == "None\n"
 
 
 def test_the_side_that_is_cut_is_the_side_that_goes():

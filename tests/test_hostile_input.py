@@ -12,10 +12,12 @@ from nemo_like.algorithms.distillation.config import DistillationConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.sft.config import SFTConfig
+from nemo_like.compose import registry
 from nemo_like.compose.files import check_config_files, schema_of
 from nemo_like.compose.load import check_algorithm, compose_config
-from nemo_like.compose.main import _parse, check_run_dirs, jobs
+from nemo_like.compose.main import _parse
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
+from nemo_like.compose.sweep import check_run_dirs, jobs
 from nemo_like.config.run import ClusterConfig, RunSection
 from nemo_like.errors import RunError, UserError
 from nemo_like.run.ending import end_on_error
@@ -165,8 +167,9 @@ def test_jobs_of_a_sweep_write_folders_of_their_own():
 @pytest.mark.parametrize("flag", ["--seed", "--run.seed=1", "--config-name", "--cfg=foo"])
 def test_a_flag_that_does_not_exist_gets_one_sentence(flag):
     with pytest.raises(UserError, match="--hydra-help lists the options"):
-        _parse([flag])
-    assert isinstance(_parse(["run.seed=1"]), argparse.Namespace)
+        _parse([flag], registry.find("grpo"), CONFIGS)
+    parsed = _parse(["run.seed=1"], registry.find("grpo"), CONFIGS)
+    assert isinstance(parsed, argparse.Namespace)
 
 
 def test_more_workers_than_any_cluster_has_are_refused_before_they_are_listed():

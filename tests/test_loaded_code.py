@@ -18,7 +18,8 @@ import torch
 import nemo_like
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
-from nemo_like.run.checkpoint import is_private, open_checkpoint, others_who_write
+from nemo_like.run.checkpoint import open_checkpoint
+from nemo_like.run.folder import is_private, others_who_write
 from tests import loaded_code
 from tests.engine_cases import CASES
 from tests.small_runs import ROOT, run, run_config
@@ -226,6 +227,7 @@ RUNS_CODE = re.compile(
 OUR_PROCESSES = "what our own process sent over a channel that no other user can open"
 ALLOWED = {
     ("doors.py", "spec.loader.exec_module"): "the file that the user named as code",
+    ("rewards/code/harness.py", "exec"): "the program of a completion, inside the sandbox",
     ("generation/vllm/worker.py", "pickle.loads"): OUR_PROCESSES,
     ("policy/state/checkpoint_files.py", f"{loaded_code.DCP}.state_dict_loader.load"): (
         "with a reader and a planner of ours, which unpickle nothing"

@@ -27,11 +27,8 @@ from nemo_like.data.tokenizer import end_token_ids
 from nemo_like.errors import UserError
 from nemo_like.generation.hf_model import build_model
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.models.build import model_class
-from nemo_like.models.context import context_length
-from nemo_like.models.kinds import CAUSAL_LM, CLASSIFIER, has_class
-from nemo_like.models.resolve import resolve_model
-from nemo_like.models.settings import model_settings
+from nemo_like.models.build import model_class, model_settings
+from nemo_like.models.resolve import CAUSAL_LM, CLASSIFIER, context_length, has_class, resolve_model
 from nemo_like.planning.model_shape import read_settings
 from nemo_like.policy.state.export_check import check_export
 from nemo_like.policy.state.probe import check_architecture
@@ -140,7 +137,7 @@ def test_the_kinds_that_are_read_are_those_that_transformers_makes():
         CAUSAL_LM: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         CLASSIFIER: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     }
-    from nemo_like.models.kinds import _listed
+    from nemo_like.models.resolve import _listed
 
     for auto_class, table in tables.items():
         assert _listed(auto_class) == table.keys()
@@ -230,7 +227,7 @@ def test_configurations_are_read_in_one_place():
         for path in package.rglob("*.py")
         if re.search(r"\bAutoConfig\.|PreTrainedConfig\.from_pretrained", path.read_text())
     ]
-    assert files == ["models/settings.py"]
+    assert files == ["models/build.py"]
 
 
 @pytest.fixture

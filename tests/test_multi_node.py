@@ -10,7 +10,7 @@ import pytest
 
 from tests.network_nodes import QUICK_HEALTH_CHECKS, Network, listening, why_impossible
 from tests.not_here import cannot_test
-from tests.small_runs import SMALL, records, run
+from tests.small_runs import SMALL, last_of, records, run
 
 START_S = 120.0
 TIMES = ("time", "train/tokens_per_s", "driver/")
@@ -31,7 +31,7 @@ def network():
 
 def command(folder, *overrides):
     always = ("generation.backend=hf", "cluster.call_timeout_s=120", f"run.dir={folder}")
-    return [sys.executable, "examples/run_grpo.py", *SMALL, *always, *overrides]
+    return [sys.executable, "examples/run_grpo.py", *last_of([*SMALL, *always, *overrides])]
 
 
 def numbers(record):

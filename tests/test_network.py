@@ -12,12 +12,12 @@ from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.network import (
     NodeNetwork,
     listening_address,
+    listening_store,
     read_network,
     worker_environment,
 )
-from nemo_like.distributed.rank_layout import RankLayout
-from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.worker import RankLayout
 from nemo_like.distributed.worker_group import worker_contexts
 from nemo_like.errors import UserError
 from nemo_like.planning.resources import NodeResources, check_fits, plan_resources

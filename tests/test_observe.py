@@ -14,11 +14,9 @@ import pytest
 from rich.console import Console as Terminal
 
 from nemo_like.errors import RunError
-from nemo_like.observe.console import Column, Progress, live_terminal
-from nemo_like.observe.jsonl import JsonlFile
-from nemo_like.observe.log import setup_logging
+from nemo_like.observe.console import Column, Progress, live_terminal, setup_logging
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, Spans, merge, values
-from nemo_like.observe.sinks import JsonlSink, Sinks, TensorBoardSink
+from nemo_like.observe.sinks import JsonlFile, Sinks, TensorBoardSink
 
 DEV_FULL = Path("/dev/full")  # every write to it fails with "No space left on device"
 needs_dev_full = pytest.mark.skipif(not DEV_FULL.exists(), reason="Linux only")
@@ -211,7 +209,7 @@ def test_a_sink_that_fails_is_counted_and_the_others_go_on(
 
 @needs_dev_full
 def test_a_full_disk_under_the_metrics_file_ends_the_run() -> None:
-    sinks = Sinks([JsonlSink(DEV_FULL)])
+    sinks = Sinks([JsonlFile(DEV_FULL)])
     with pytest.raises(RunError, match=r"cannot write /dev/full: No space left .*run.resume=true"):
         sinks.log(1, {"train/loss": 1.0})
     sinks.close()
@@ -219,7 +217,7 @@ def test_a_full_disk_under_the_metrics_file_ends_the_run() -> None:
 
 def test_each_step_is_one_line_on_disk_before_the_next_begins(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    sink = JsonlSink(path)
+    sink = JsonlFile(path)
     sink.log(1, {"train/loss": 0.5, "train/kl": math.nan})
     (record,) = records_of(path)
     assert list(record) == ["step", "time", "train/loss", "train/kl"]
@@ -235,14 +233,14 @@ def test_resume_drops_later_steps_and_a_torn_last_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path)
+    sink = JsonlFile(path)
     for step in range(6):
         sink.log(step, {"train/loss": float(step)})
     sink.close()
     with path.open("ab") as file:
         file.write('{"step": 6, "time": 1.0, "note": "\u00e9'.encode()[:-1])
 
-    resumed = JsonlSink(path)
+    resumed = JsonlFile(path)
     resumed.truncate_after(3)
     resumed.log(4, {"train/loss": 40.0})
     resumed.close()

@@ -20,9 +20,9 @@ from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.activations import layer_activations, layers_in_flight
 from nemo_like.planning.layout import layer_range, parallel_sizes
-from nemo_like.planning.memory import GIB, Role, predict_memory
+from nemo_like.planning.memory import predict_memory
 from nemo_like.planning.model_fit import check_model_fits
-from nemo_like.planning.model_shape import ModelShape, read_model_shape
+from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_shape
 from nemo_like.planning.resources import plan_run
 from nemo_like.planning.step_time import predict_step
 
@@ -355,9 +355,16 @@ def test_each_optimizer_has_its_state(kind, size):
 
 def test_what_is_offloaded_is_on_the_host():
     state = memory(tiny(offload="optimizer"))
-    assert "optimizer" not in state["train"]
-    assert state["train"]["host"] == pytest.approx(8 * TOTAL)
-    assert state["optimizer"]["optimizer"] == pytest.approx(8 * TOTAL)
+    for phase in ("train", "optimizer"):
+        assert state[phase]["host"] == pytest.approx(8 * TOTAL)
+        assert state[phase]["optimizer"] == pytest.approx(8 * TOTAL), "all of it passes at once"
+    rounded = OptimizerConfig(moments="bfloat16")
+    state = memory(tiny(offload="optimizer", optimizer=rounded))["optimizer"]
+    assert (state["host"], state["working"]) == pytest.approx((4 * TOTAL, 16 * TOTAL))
+    momentum = OptimizerConfig(kind="sgd")
+    moved = memory(tiny(offload="optimizer", optimizer=momentum))
+    assert "optimizer" not in moved["train"]
+    assert moved["train"]["host"] == moved["optimizer"]["optimizer"] == pytest.approx(4 * TOTAL)
     every = memory(tiny(offload="all"))
     assert every["train"].keys() & {"parameters", "gradients", "optimizer"} == set()
     assert every["train"]["host"] == pytest.approx(16 * TOTAL)

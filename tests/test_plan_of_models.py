@@ -10,8 +10,8 @@ from nemo_like.cli import main
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
-from nemo_like.planning.memory import GIB, Role, predict_memory
-from nemo_like.planning.model_shape import ModelShape, read_model_shape
+from nemo_like.planning.memory import predict_memory
+from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_shape
 from nemo_like.policy.trainer import Trainer, TrainerSetup
 from tests.key_steps import TEMPERATURE, alone, sum_of_squares
 from tests.three_steps import denominators, make_rows

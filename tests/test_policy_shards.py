@@ -8,8 +8,8 @@ import torch
 from nemo_like.batch import keys
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.worker import RankLayout
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.models.resolve import resolve_model

@@ -160,7 +160,10 @@ def test_scores_that_agree_and_numbers_that_are_none_are_read(tmp_path):
         ({"prompt": "x", "chosen": "y"}, "a row needs 'prompt', 'chosen' and 'rejected'"),
         ({**PLAIN, "ranks": [0, 1]}, "only one of these forms"),
         ({"chosen": "y", "rejected": "z"}, "give the texts' common beginning as 'prompt', in mess"),
-        ({"question": "x", "chosen": "y", "rejected": "z"}, "rename 'question' to 'prompt'"),
+        (
+            {"question": "x", "chosen": "y", "rejected": "z"},
+            "set data.columns='{prompt: question}'",
+        ),
         ({"prompt": "x", "completion": "y", "label": True}, "rows for KTO.* no run trains on; put"),
         ({"prompt": "x", "completion": "y"}, "one answer prefers nothing: it is for run_sft.py"),
         ({"messages": [USER, GOOD]}, "one answer prefers nothing: it is for run_sft.py"),
@@ -253,7 +256,7 @@ def test_overlong_pairs_are_refused_dropped_whole_or_cut(tmp_path, caplog):
     batch, _ = load(chat, path, max_length=limit, overlong="drop")
     assert batch.lengths.tolist() == [before + 5, limit]
     assert "dropped 1 of 2 pairs" in caplog.text
-    batch, _ = load(chat, path, max_length=limit, overlong="truncate")
+    batch, _ = load(chat, path, max_length=limit, overlong="truncate_right")
     assert batch.lengths.tolist() == [before + 5, limit] * 2
     assert "cut 1 of 2 pairs" in caplog.text
 
@@ -263,7 +266,7 @@ def test_a_pair_is_dropped_whose_kept_tokens_differ_no_more_or_do_not_train(tmp_
     before = len(chat.render([USER]))
     late = {**PLAIN, "chosen": "same beginning", "rejected": "same beginning!"}
     path = write_rows(tmp_path / "r.jsonl", late, {**PLAIN, "prompt": "a" * 99}, PLAIN)
-    batch, _ = load(chat, path, max_length=before + 8, overlong="truncate")
+    batch, _ = load(chat, path, max_length=before + 8, overlong="truncate_right")
     assert batch.lengths.tolist() == [before + 5, before + 8]
     assert "dropped 1 of 3 pairs as of two rows with the same first" in caplog.text
     assert "dropped 1 of 3 pairs as without a token to train" in caplog.text
@@ -290,9 +293,9 @@ def test_validation_pairs_are_no_training_pairs(tmp_path):
 def test_the_default_pairs_have_a_right_and_a_wrong_answer():
     tasks = {"chain_sum": {"max_terms": 2}, "prime_factorization": None}
     config = PairsConfig(tasks=tasks)
-    pairs = preferences.read(config, "reasoning_gym", 24, 3, "data.train")
-    assert pairs == preferences.read(config, "reasoning_gym", 24, 3, "data.train")
-    assert pairs != preferences.read(config, "reasoning_gym", 24, 4, "data.train")
+    pairs = preferences.read(config, config.train_parts[0], 24, 3)
+    assert pairs == preferences.read(config, config.train_parts[0], 24, 3)
+    assert pairs != preferences.read(config, config.train_parts[0], 24, 4)
     for pair, record in zip(pairs, rows(tasks, 24, 3), strict=True):
         assert pair.chosen.messages[:-1] == pair.rejected.messages[:-1]
         scored = [
@@ -313,7 +316,7 @@ def test_the_default_pairs_have_a_right_and_a_wrong_answer():
 def test_a_task_whose_rows_all_have_one_answer_has_no_wrong_one():
     config = PairsConfig()
     with pytest.raises(UserError, match=r"row 0: no other row of data\.tasks\.chain_sum"):
-        preferences.read(config, "reasoning_gym", 1, 0, "data.train")
+        preferences.read(config, config.train_parts[0], 1, 0)
 
 
 @pytest.mark.parametrize("first", [[False, False, True], [True, False, False]])
@@ -323,7 +326,7 @@ def test_a_pair_of_which_only_one_row_keeps_a_token_to_train_is_dropped(first):
         TokenRow(ids=torch.tensor([1, 2, index]), mask=torch.tensor(mask))
         for index, mask in enumerate(masks)
     ]
-    limit = Limit(num_tokens=1, key="data.max_length", overlong="truncate")
+    limit = Limit(num_tokens=1, key="data.max_length", overlong="truncate_right")
     rows = LengthFilter(limit=limit)
     assert rows.fit(pair, "row 1") == []
     assert dict(rows.dropped) == {"without a token to train within the first 1": 1}

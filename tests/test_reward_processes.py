@@ -247,7 +247,7 @@ def score(pool, *completions):
         ("write pickle", f"{SOCKET}: a frame that is not JSON"),
         ("write framed pickle", f"{SOCKET}: a frame that is not JSON"),
         ("write forged", f"{SOCKET}: a result on a row that it does not hold"),
-        ("write forged list", f"{SOCKET}: a value that is not an object"),
+        ("write forged list", f"{SOCKET}: a frame that is not a result"),
         ("write first word", f"{SOCKET}: a frame that is not a result"),
         ("write deep", f"{SOCKET}: a frame that is not JSON"),
         ("write long", f"{SOCKET}: a frame of {2 << 30} bytes"),
@@ -510,7 +510,7 @@ time.sleep(600)
 """
 KILL = """
 import os, sys
-from nemo_like.rewards.process_tree import kill_tree
+from nemo_like.rewards.process import kill_tree
 os.setuid(65534)
 kill_tree(int(sys.argv[1]))
 """

@@ -15,10 +15,9 @@ from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import RunSection
 from nemo_like.errors import RunError, UserError
-from nemo_like.run.ending import end_on_error
+from nemo_like.run.ending import end_on_error, listen
 from nemo_like.run.folder import note_end, note_start, save_config
 from nemo_like.run.run import Run
-from nemo_like.run.stop_request import listen
 from tests.small_runs import run_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -15,7 +15,7 @@ from nemo_like.compose.load import check, compose_config
 from nemo_like.config.run import CheckpointConfig, ClusterConfig, RunSection
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.errors import UserError
-from nemo_like.launch.slurm_script import BatchJob, render_script
+from nemo_like.launch.slurm import BatchJob, render_script
 from tests.small_runs import accept
 
 ROOT = Path(__file__).parent.parent
@@ -183,6 +183,11 @@ def test_multirun_makes_a_task_of_each_combination(capsys, folder):
     assert f"2) command=(python {SCRIPT} run.seed=1 grpo.max_steps=3 " in text
 
 
+def test_tasks_that_share_a_folder_get_one_each_below_it(capsys, folder):
+    text = rendered(capsys, "--multirun", "run.dir=runs/mine", "run.seed=0,1")
+    assert f"""1) command=(python {SCRIPT} run.seed=1 'run.dir="runs/mine/seed=1"') """ in text
+
+
 def test_scripts_are_good_bash(capsys, tmp_path):
     texts = [
         rendered(capsys, "cluster.gpus_per_node=8", "cluster.slurm.setup='. x'"),
@@ -292,10 +297,10 @@ WRONG_WORDS = [
     (["render", SCRIPT, "--gpus=8"], 2, "unrecognized arguments: --gpus=8"),
     (["render", SCRIPT, "--config-name=dpo"], 2, "one of run_dpo.py; use that"),
     (["render", SCRIPT, "cluster.slurm.log_dir='a%b'"], 2, "use a path without % and \\"),
-    (["render", SCRIPT, "-m", "run.seed=0,1", "run.dir=a"], 2, "run.dir=a would be written by"),
+    (["render", SCRIPT, "-m", "run.seed=0,1", "run.dir=a,b"], 2, "run.dir=a would be written"),
     (["render", SCRIPT, "-m", "cluster.num_nodes=1,2"], 2, "have the same machines"),
     (
-        ["render", SCRIPT, "cluster.slurm.requeue=true", *RESUMED, "run.dir=runs/${now:%H}"],
+        ["render", SCRIPT, "cluster.slurm.requeue=true", RESUMED[0], "run.dir=runs/${now:%H}"],
         2,
         "run.dir=runs/${now:%H} is another folder each time",
     ),

@@ -218,12 +218,15 @@ def test_examples_resume_and_fit_what_slurm_gave_in_stand_ins(tmp_path, name):
         tmp_path,
         ROOT / "slurm" / f"{name}.sbatch",
         "policy.optimizer.lr=1e-6",
+        "checkpoint.every_steps=3",
         SLURM_GPUS_ON_NODE="8",
     )
     (command,) = (call.environment["NEMO_LIKE_COMMAND"] for call in calls if "driver" in call.words)
     program, script, *overrides = shlex.split(command)
     assert (program, script) == ("python", f"examples/run_{name}.py")
+    assert len({one.partition("=")[0] for one in overrides}) == len(overrides)
     config = compose_config(ROOT / "configs", name, overrides)
+    assert config.checkpoint.every_steps == 3
     assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (2, 8)
     assert (config.run.dir, config.run.resume) == (f"runs/{name}-77", True)
     assert config.policy.optimizer.lr == 1e-6

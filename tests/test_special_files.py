@@ -42,7 +42,8 @@ def test_rows_come_of_regular_files_only(tmp_path, monkeypatch, kind):
     make_special(path, kind)
     told = rf"^data\.train={path} is {kind}, not a file; write its content to a file\.$"
     with pytest.raises(UserError, match=told):
-        load_rows(str(path), PromptsConfig(train=str(path)), 0, 0, "data.train")
+        config = PromptsConfig(train=str(path))
+        load_rows(config.train_parts, config, 0, 0)
     with pytest.raises(UserError, match=told):
         check(f"data.train={path}", "environment.reward=math")
 

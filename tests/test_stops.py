@@ -13,8 +13,8 @@ import pytest
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import StoppedError, exit_code
 from nemo_like.observe.metrics import Metric
+from nemo_like.run.ending import LeftError, StopRequest
 from nemo_like.run.run import Run
-from nemo_like.run.stop_request import LeftError, StopRequest
 from tests.small_runs import ROOT
 
 

@@ -97,3 +97,4 @@ def test_the_wheel_says_what_matters_in_a_bug_report(installed):
     assert said["nemo-like"] == "0.1.0"
     assert {"python", "torch", "ray", "transformers", "pydantic"} <= said.keys()
     assert "| `grpo.max_steps` |" in installed("keys")
+    assert "| `learning_rate` | `policy.optimizer.lr` |" in installed("names")

@@ -1,20 +1,21 @@
-"""Engine memory: what a step's completions need, within the engine's share of a GPU."""
+"""Memory of shared GPUs: an engine's, by its step's completions, and each model's neighbours'."""
 
 import math
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.planning.model_shape import (
+    BYTES,
     MOST_SEQUENCES,
     kv_bytes_per_sequence,
     read_model_shape,
 )
+from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
+from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.refit.adapters import travels_apart
 
 # Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
@@ -56,10 +57,33 @@ def engine_config(
         shape = read_model_shape(Path(model_path))
     except UserError:  # A model that the formulas do not cover: the engine has to measure.
         return engine
-    size = getattr(torch, engine.dtype).itemsize
+    size = BYTES[engine.dtype]
     return replace(
         engine,
         weight_bytes=shape.num_parameters * size // engine.tensor_parallel_size,
         kv_cache_bytes=engine.max_num_seqs
         * kv_bytes_per_sequence(shape, engine.max_model_len, size, engine.tensor_parallel_size),
     )
+
+
+def share_gpus(
+    config: SamplingRunConfig,
+    engine: EngineConfig,
+    plan: ResourcePlan,
+    others: Others,
+    policy: RemoteModel,
+    critic: RemoteModel | None,
+) -> None:
+    """Give each model what else takes memory of its GPUs; ``others``: a teacher."""
+    if not plan.uses_gpus:
+        return
+    if plan.colocated:
+        others = others.and_engines(
+            config.generation.num_engines_per_bundle,
+            engine.weight_bytes,
+            engine.kv_cache_bytes,
+            sleeps=engine.sleep,
+        )
+    policy.others = others
+    if critic is not None and not plan.critic:
+        policy.others, critic.others = critic.taking(others), policy.taking(others)

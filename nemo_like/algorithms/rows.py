@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from nemo_like.config.paths import REASONING_GYM, REWARD_MODEL
-from nemo_like.config.sampling import SINGLE_TURN, SamplingRunConfig
+from nemo_like.config.sampling import REWARD_MODEL, SINGLE_TURN, SamplingRunConfig
+from nemo_like.data.columns import paths_of
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.errors import UserError
 from nemo_like.rewards.function import resolve_reward
@@ -22,13 +22,11 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
     data, seed = config.data, config.run.seed
     train: list[Row] = []
     validation: list[Row] = []
-    source = data.validation or REASONING_GYM
     if config.trains:
-        train = load_rows(data.train, data, data.num_train_rows, seed, "data.train")
-        source = data.validation or data.train
+        train = load_rows(data.train_parts, data, data.num_train_rows, seed)
     if config.evaluates or config.validates:
         held_out = seed + VALIDATION_SEED_OFFSET
-        validation = load_rows(source, data, data.num_validation_rows, held_out, "data.validation")
+        validation = load_rows(data.validation_parts, data, data.num_validation_rows, held_out)
     if train and validation:
         train = without_overlap(train, validation)
     found = {"data.train": train, "data.validation": validation}
@@ -42,8 +40,9 @@ def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, k
     for row in rows:
         for name in sorted(required):
             if name not in row.fields:
-                found = ", ".join(row.fields) or "none"
+                found = ", ".join(paths_of(row.fields)) or "none"
                 raise UserError(
                     f"environment.reward={reward} needs the field '{name}', and row {row.index} of "
-                    f"{key} does not have it (its fields: {found})."
+                    f"{key} does not have it (its fields: {found}); set data.columns.{name} to the "
+                    "column that has it."
                 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_like.algorithms.engine_size import engine_config
+from nemo_like.algorithms.engine_size import engine_config, share_gpus
 from nemo_like.algorithms.self_check import (
     MismatchCheck,
     check_sampled,
@@ -21,16 +21,17 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SINGLE_TURN, SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
-from nemo_like.data.loader import PromptLoader
-from nemo_like.distributed.progress import IMPORTING_ENGINE, STARTING_ENGINE
+from nemo_like.data.loader import MixtureLoader, PromptLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.waiting import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.worker import Worker
 from nemo_like.doors import absolute
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.models.context import context_for
+from nemo_like.models.resolve import context_for
 from nemo_like.observe.metrics import Metrics
+from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.rewards.environment import check_reward_model, for_other_folders
@@ -51,7 +52,7 @@ class Sampling:
     policy: RemoteModel
     critic: RemoteModel | None
     rollouts: SyncRolloutSource
-    loader: PromptLoader[Row]
+    loader: PromptLoader[Row] | MixtureLoader[Row]
     validation_rows: list[Row]
     num_made: int = 0
     """Steps that this execution has begun."""
@@ -82,15 +83,21 @@ class Sampling:
     def log(self, metrics: Metrics) -> None:
         """Log the metrics of the step in progress."""
         warn_of_mismatch(self.config, metrics)
+        if isinstance(self.loader, MixtureLoader):
+            metrics |= self.loader.pop_metrics()
         self.session.run.log(metrics | self.session.meter.pop())
 
 
 def start_sampling(
-    config: SamplingRunConfig, session: Session, critic: RemoteModel | None = None
+    config: SamplingRunConfig,
+    session: Session,
+    critic: RemoteModel | None = None,
+    others: Others | None = None,
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
-    ``critic``: one of ``new_critic``, which starts at the same time.
+    ``critic``: one of ``new_critic``, which starts at the same time. ``others``: models that share
+    the policy's GPUs and start later.
     """
     run, plan = session.run, session.cluster.plan
     with run.start_phase("prompts"):
@@ -98,8 +105,11 @@ def start_sampling(
         loader, validation_rows, longest = read_prompts(
             config, session.rows, session.model_path, chat
         )
+    trained = config.policy
+    if not config.trains and trained.offload == "auto":
+        trained = trained.replace(offload="none")  # there is no optimizer state
     policy = RemoteModel(
-        config.policy,
+        trained,
         config.cluster,
         session.policy_group,
         model_path=session.model_path,
@@ -111,9 +121,9 @@ def start_sampling(
     generation = Generation(session.rollout_group)
     session.stack.callback(generation.shutdown)
     models = _by_role(policy, critic)
-    setup = rollout_setup(
-        config, run, plan, engine_config(config, session.model_path, longest, plan)
-    )
+    engine = engine_config(config, session.model_path, longest, plan)
+    share_gpus(config, engine, plan, others or Others(), policy, critic)
+    setup = rollout_setup(config, run, plan, engine)
     with run.start_phase("workers"):
         if (reward_model := setup.environment.reward_model) is not None:
             session.ask_for(generation.group, reward_model)
@@ -183,7 +193,7 @@ def read_prompts(
     rows_of: Mapping[str, list[Row]],
     model_path: str,
     chat: ChatTokenizer,
-) -> tuple[PromptLoader[Row], list[Row], int]:
+) -> tuple[PromptLoader[Row] | MixtureLoader[Row], list[Row], int]:
     """Training rows in order, validation rows, and the tokens of the longest row.
 
     ``rows_of``: see ``Session.rows``. Raises UserError for a row that does not fit.
@@ -211,13 +221,27 @@ def read_prompts(
         )
     if config.trains:
         warn_of_adapters(config)
-    loader = PromptLoader(
-        train, fingerprint=fingerprint(train), seed=config.run.seed, shuffle=config.data.shuffle
-    )
     environment, most = config.environment, longest + most_new
     if environment.name != SINGLE_TURN:
         most = min(room, environment.max_tokens or room)
-    return loader, checked["data.validation"], most
+    return _loader(config, train), checked["data.validation"], most
+
+
+def _loader(
+    config: SamplingRunConfig, rows: Sequence[Row]
+) -> PromptLoader[Row] | MixtureLoader[Row]:
+    data, seed = config.data, config.run.seed
+    if not (data.mixes and config.trains):
+        return PromptLoader(rows, fingerprint=fingerprint(rows), seed=seed, shuffle=data.shuffle)
+    weights = data.weights
+    return MixtureLoader(
+        {name: [row for row in rows if row.part == name] for name in weights},
+        weights,
+        fingerprint=fingerprint,
+        batch_size=config.loop.num_prompts_per_step,
+        seed=seed,
+        shuffle=data.shuffle,
+    )
 
 
 def _check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:

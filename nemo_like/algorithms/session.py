@@ -18,8 +18,8 @@ from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.section import named_outside
 from nemo_like.data.datasets import Row
 from nemo_like.distributed.connection import connect
-from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
+from nemo_like.distributed.waiting import DriverMeter
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import UserError

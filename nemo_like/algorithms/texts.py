@@ -14,12 +14,13 @@ from nemo_like.config.policy import Output
 from nemo_like.config.section import value_of
 from nemo_like.config.texts import TextRunConfig
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.data.loader import EpochLoader
+from nemo_like.data.loader import EpochLoader, MixtureLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
-from nemo_like.models.context import context_length
+from nemo_like.models.resolve import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.planning.offload import Others
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.run.run import Run
 
@@ -38,7 +39,7 @@ class Texts:
     policy: RemoteModel
     train: RemoteBatch
     held_out: RemoteBatch | None
-    loader: EpochLoader
+    loader: EpochLoader[int] | MixtureLoader[int]
     """Deals out units of rows: row i, or rows 2i and 2i + 1."""
     rows_per_unit: int
     max_steps: int
@@ -55,6 +56,8 @@ class Texts:
     def log(self, batch: RemoteBatch, metrics: Metrics) -> None:
         """Log the metrics of the step that trained on ``batch``."""
         num_tokens = int(batch.rows[keys.NUM_LOSS_TOKENS].sum())
+        if isinstance(self.loader, MixtureLoader):
+            metrics |= self.loader.pop_metrics()
         self.session.run.log(
             metrics
             | {
@@ -89,10 +92,12 @@ def start_texts(
     *,
     output: Output = "logprobs",
     temperature: float = 1.0,
+    others: Others | None = None,
 ) -> Texts:
     """Tokenize all rows by ``load`` (of ``conversations`` or ``preferences``), start the model.
 
-    The model is not restored yet; see ``restore``. Raises UserError.
+    The model is not restored yet; see ``restore``. ``others``: models that share its GPUs. Raises
+    UserError.
     """
     passes, run = config.passes, session.run
     with run.start_phase("data"):
@@ -119,6 +124,7 @@ def start_texts(
         temperature=temperature,
         with_reference=config.keeps_reference,
     )
+    policy.others = others or Others()
     with run.start_phase("workers"):
         session.check_folders()
         policy.start()
@@ -149,15 +155,29 @@ def read_texts(
     )
 
 
-def _loader(config: TextRunConfig, train: TensorBatch) -> EpochLoader:
-    passes = config.passes
-    return EpochLoader(
-        range(len(train) // passes.rows_per_unit),
+def _loader(config: TextRunConfig, train: TensorBatch) -> EpochLoader[int] | MixtureLoader[int]:
+    passes, data = config.passes, config.texts
+    units = range(len(train) // passes.rows_per_unit)
+    if not data.mixes:
+        return EpochLoader(
+            units,
+            batch_size=passes.units_per_step,
+            num_epochs=passes.num_epochs if passes.max_steps is None else None,
+            seed=config.run.seed,
+            shuffle=data.shuffle,
+            fingerprint=_fingerprint(train),
+        )
+    part_of = train.rows.pop(keys.PART)[:: passes.rows_per_unit].tolist()
+    names = [part.name for part in data.train_parts]
+    return MixtureLoader(
+        {name: [unit for unit in units if names[part_of[unit]] == name] for name in data.weights},
+        data.weights,
+        fingerprint=lambda units: _fingerprint(
+            train.select(unit_rows(list(units), passes.rows_per_unit))
+        ),
         batch_size=passes.units_per_step,
-        num_epochs=passes.num_epochs if passes.max_steps is None else None,
         seed=config.run.seed,
-        shuffle=config.texts.shuffle,
-        fingerprint=_fingerprint(train),
+        shuffle=data.shuffle,
     )
 
 

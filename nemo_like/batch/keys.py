@@ -56,3 +56,6 @@ SEEDS = "seeds"
 """int64, sampling seed of the completion."""
 WEIGHT_VERSIONS = "weight_versions"
 """int64, version of the weights that sampled the completion."""
+PART = "part"
+"""int64, which entry of the mixture ``data.train`` the row is from; none without one. Written by
+the data."""

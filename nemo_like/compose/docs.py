@@ -49,7 +49,9 @@ def _sections(
             nested.append((f"{prefix}{name}", inner))
         else:
             text = " ".join((field.description or "").split()).replace("|", r"\|")  # a cell's end
-            lines.append(f"| `{prefix}{name}` | `{_default(field)}` | {text}{_choices(field)} |")
+            words = ", ".join(f"`{word}`" for word in words_of(field))
+            text += f" One of {words}." if words else ""
+            lines.append(f"| `{prefix}{name}` | `{default_of(field)}` | {text} |")
     if lines:
         paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
         about = "\n\n".join(textwrap.fill(" ".join(one.split()), 120) for one in paragraphs)
@@ -65,15 +67,17 @@ def _sections(
             seen.add((name, inner))
 
 
-def _default(field: FieldInfo) -> str:
+def default_of(field: FieldInfo) -> str:
+    """The default as one would type it."""
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
 
 
-def _choices(field: FieldInfo) -> str:
+def words_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that a field takes, or may take besides names of the user's own."""
     words = choices(field.annotation)
     for door in (one for one in field.metadata if isinstance(one, Door)):
         words += tuple(door.ours)
-    return f" One of {', '.join(f'`{word}`' for word in words)}." if words else ""
+    return words

@@ -1,8 +1,9 @@
 """The YAML files that a configuration is made of: where they are, and what they are based on."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_like.compose import registry
 from nemo_like.compose.yaml_traps import check_yaml, read_yaml
@@ -69,6 +70,8 @@ def _bases(folders: Sequence[Path], name: str, below: tuple[str, ...]) -> Iterat
     if name in below:
         raise UserError(f"{path}: its defaults lead back to itself; base it on another file.")
     found = read_yaml(path)
+    if algorithm := _of_whole_file(found):
+        yield f"{algorithm}{registry.SUFFIX}"
     entries = found.get("defaults", ()) if isinstance(found, dict) else ()
     group = name.rpartition("/")[0]
     for entry in entries if isinstance(entries, list) else ():
@@ -80,6 +83,40 @@ def _bases(folders: Sequence[Path], name: str, below: tuple[str, ...]) -> Iterat
         base = base.removeprefix("/") if base.startswith("/") or not group else f"{group}/{base}"
         yield base
         yield from _bases(folders, base, (*below, name))
+
+
+def plain_file(folders: Sequence[Path], name: str) -> Path | None:
+    """The file of ``name`` if it has no ``defaults``, but an algorithm's own section: it is taken
+    to state differences from the schema, as does the ``config.yaml`` that a run leaves."""
+    path = find_file(folders, name)
+    return path if path and _of_whole_file(read_yaml(path)) else None
+
+
+def _of_whole_file(found: Any) -> str | None:
+    """The algorithm whose sections, its own among them, are all that a file has."""
+    if not isinstance(found, Mapping):
+        return None
+    for name in registry.names():
+        schema = registry.find(name).config
+        if schema.section in found and found.keys() <= schema.model_fields.keys():
+            return name
+    return None
+
+
+def located(file: str, folders: Sequence[Path]) -> tuple[Path | None, str]:
+    """Folder and name for Hydra of a path that was typed; no folder if it is in one of ``folders``.
+
+    Raises UserError.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"{file}: no such file; give a YAML file, or --config-name=NAME.")
+    if path.suffix != ".yaml":
+        raise UserError(f"{file}: the name of a configuration ends in .yaml; rename it.")
+    for folder in folders:
+        if path.resolve().is_relative_to(folder.resolve()):
+            return None, str(path.resolve().relative_to(folder.resolve()).with_suffix(""))
+    return path.parent, path.stem
 
 
 def find_file(folders: Sequence[Path], name: str) -> Path | None:

@@ -18,10 +18,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.compose import registry
-from nemo_like.compose.files import check_choice, check_config_files, find_file, schema_of
-from nemo_like.compose.keys import did_you_mean
+from nemo_like.compose.files import (
+    check_choice,
+    check_config_files,
+    find_file,
+    plain_file,
+    schema_of,
+)
+from nemo_like.compose.keys import unknown_key
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
-from nemo_like.compose.values import checked
+from nemo_like.compose.values import checked, with_numbers
 from nemo_like.config.paths import check_files
 from nemo_like.config.run import RunConfig
 from nemo_like.config.section import check_sections
@@ -62,8 +68,8 @@ def typed(raw: DictConfig, schema: type[RunConfig]) -> Any:
         values = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
         raise explain(error, schema) from error
-    assert isinstance(values, dict)
-    return checked(schema, {str(key): value for key, value in values.items()})
+    written = OmegaConf.to_container(raw, resolve=False)
+    return checked(schema, with_numbers(values, written, schema))
 
 
 def check(config: RunConfig, *, files_are_here: bool = True, runs: bool = True) -> None:
@@ -112,6 +118,11 @@ def compose_raw(
     schema = schema_of(folders, config_name)
     store_schema(schema, folders)
     check_overrides(overrides, schema)
+    if path := plain_file(folders, config_name):
+        values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        values["defaults"] = [f"{registry.name_of(schema)}{registry.SUFFIX}", "_self_"]
+        config_name = "a_file_without_defaults"
+        ConfigStore.instance().store(name=config_name, node=values)
     try:
         with _hydra(folders):
             accepted = accept_free_keys(overrides, schema)
@@ -150,12 +161,16 @@ def explain(error: Exception, schema: type[RunConfig]) -> UserError:
     key = getattr(cause, "full_key", None) or _full_key(lines)
     text = lines[0].rstrip(".")
     if key and "not in" in text:
-        return UserError(f"{key} is not a key of the configuration; {did_you_mean(key, schema)}")
+        return unknown_key(key, schema)
     if group := re.match(r"In '.*': Could not find '(\w+)/(.*)'", text):
         first = next(i for i, line in enumerate(lines) if line.startswith("Available options")) + 1
         last = next(i for i, line in enumerate(lines) if line.startswith("Config search path"))
         options = ", ".join(lines[first:last])
-        return UserError(f"{group[1]}={group[2]} is not a choice; use one of {options}.")
+        other = f", or policy.model={group[2]} for a folder or a hub name"
+        return UserError(
+            f"{group[1]}={group[2]} is not a choice; use one of {options}"
+            f"{other if group[1] == 'model' else ''}."
+        )
     if "Ambiguous value" in text:
         return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
     if "Cannot merge DictConfig with ListConfig" in text:

@@ -7,25 +7,24 @@ from pathlib import Path
 
 import hydra
 import psutil
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_like.compose.files import check_config_files, schema_of
+from nemo_like.compose.files import find_file, located
+from nemo_like.compose.keys import hint_for
 from nemo_like.compose.load import Composed, check_algorithm, compose_raw, explain, store_schema
-from nemo_like.compose.overrides import accept_free_keys, check_overrides
+from nemo_like.compose.overrides import accept_free_keys
+from nemo_like.compose.sweep import check_run_dirs, jobs, new_folder, part_folders
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.run import RunConfig
-from nemo_like.distributed.compiler_cache import keep_compiler_cache
+from nemo_like.config.section import keys_of
+from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import StoppedError, UserError
-from nemo_like.run.ending import end_early, end_on_error, handlers_restored
-from nemo_like.run.stop_request import listen
+from nemo_like.run.ending import end_early, end_on_error, handlers_restored, listen
 
 # Hydra's own modes, which compose by themselves and run nothing of ours.
-_HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info")
+_HYDRA_FLAGS = ("--hydra-help", "--version", "--shell-completion", "-sc", "--info")
 
 
 def run_command(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
@@ -45,11 +44,20 @@ def run_command(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]
 
 
 def _run_jobs(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
-    if any(argument.partition("=")[0] in _HYDRA_FLAGS for argument in arguments):
+    flags = [argument.partition("=")[0] for argument in arguments]
+    if any(flag in ("--help", "-h") for flag in flags):
+        end_on_error(lambda: _help(algorithm, config_dir, arguments))
+        return
+    if any(flag in _HYDRA_FLAGS for flag in flags):
         _leave_to_hydra(algorithm, config_dir, arguments)
         return
-    found = end_on_error(lambda: _composed(algorithm, config_dir, arguments))
-    if any(argument.partition("=")[0] in ("--cfg", "-c") for argument in arguments):
+    parsed = end_on_error(lambda: _parse(arguments, algorithm, config_dir))
+    found = end_on_error(lambda: _composed(algorithm, config_dir, parsed))
+    if parsed.cfg == "job" and not parsed.package:
+        texts = [OmegaConf.to_yaml(one.raw, resolve=parsed.resolve) for one in found]
+        sys.stdout.write("---\n".join(texts))
+        return
+    if parsed.cfg:
         _leave_to_hydra(algorithm, config_dir, arguments)
         return
     configs: list[RunConfig] = end_on_error(lambda: _checked(found))
@@ -67,8 +75,7 @@ def _run(algorithm: Algorithm, config: RunConfig, began: float | None) -> None:
 
 def _leave_to_hydra(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
     """Help, completion, or the configuration itself: nothing runs."""
-    extra_dir = end_on_error(lambda: _parse(arguments)).config_dir
-    folders = [config_dir, *([Path(extra_dir)] if extra_dir else [])]
+    folders = end_on_error(lambda: _folders(_parse(arguments, algorithm, config_dir), config_dir))
     store_schema(algorithm.config, folders)
     sys.argv[1:] = accept_free_keys(arguments, algorithm.config)
     folder = str(config_dir.resolve())
@@ -76,14 +83,26 @@ def _leave_to_hydra(algorithm: Algorithm, config_dir: Path, arguments: Sequence[
     decorate(lambda _: None)()
 
 
-def _composed(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> list[Composed]:
+def _help(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
+    from nemo_like.compose.help import show
+
+    show(algorithm, [config_dir], arguments)
+
+
+def _folders(parsed: argparse.Namespace, config_dir: Path) -> list[Path]:
+    """Where Hydra looks for configurations."""
+    folders = [Path(parsed.config_path) if parsed.config_path else config_dir]
+    return [*folders, *([Path(parsed.config_dir)] if parsed.config_dir else [])]
+
+
+def _composed(algorithm: Algorithm, config_dir: Path, parsed: argparse.Namespace) -> list[Composed]:
     """What Hydra makes of each job."""
-    parsed = _parse(arguments)
-    directory = Path(parsed.config_path) if parsed.config_path else config_dir
-    extra_dir = Path(parsed.config_dir) if parsed.config_dir else None
+    directory, *extra = _folders(parsed, config_dir)
+    extra_dir = extra[0] if extra else None
     name = algorithm.name if parsed.config_name is None else parsed.config_name
     found = []
-    for job in jobs(directory, name, parsed.overrides, extra_dir, multirun=parsed.multirun):
+    typed = jobs(directory, name, parsed.overrides, extra_dir, multirun=parsed.multirun)
+    for job in typed:
         found.append(compose_raw(directory, name, job, extra_dir))
         check_algorithm(sys.argv[0], found[-1].schema, algorithm.config)
         if parsed.resolve:
@@ -91,6 +110,8 @@ def _composed(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) 
                 OmegaConf.resolve(found[-1].raw)
             except OmegaConfBaseException as error:
                 raise explain(error, algorithm.config) from error
+    if parsed.multirun:
+        part_folders(found, typed, new_folder(algorithm.name))
     return found
 
 
@@ -100,56 +121,48 @@ def _checked(found: Sequence[Composed]) -> list[RunConfig]:
     return configs
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """What Hydra's own parser makes of the command line; raises UserError instead of exiting."""
+def _parse(arguments: Sequence[str], algorithm: Algorithm, config_dir: Path) -> argparse.Namespace:
+    """What Hydra's own parser makes of the command line; raises UserError instead of exiting.
+
+    A path of a configuration becomes the folder and the name by which Hydra finds it.
+    """
     parser = get_args_parser()
-    parser.exit_on_error = False
+    parser.exit_on_error = parser.allow_abbrev = False
+    parser.add_argument("--config", dest="files", action="append", default=[])
     try:
         parsed, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; --hydra-help lists the options.") from error
-    if unknown:
-        raise UserError(
-            f"{unknown[0]} is not an option; keys are given without dashes, key=value, and "
-            "--hydra-help lists the options."
-        )
+    for word in unknown:
+        if word.startswith("-"):
+            raise UserError(_no_option(word, algorithm.config))
+    parsed.overrides += unknown  # words behind an option
+    files = [one for one in parsed.overrides if one.endswith((".yaml", ".yml")) and "=" not in one]
+    parsed.overrides = [one for one in parsed.overrides if one not in files]
+    files += parsed.files
+    name = parsed.config_name
+    folders = _folders(parsed, config_dir)
+    if name and (files or (find_file(folders, name) is None and Path(name).is_file())):
+        files.append(name)
+    if len(files) > 1:
+        raise UserError(f"{' and '.join(files)} are more than one configuration; give one.")
+    if files:
+        folder, parsed.config_name = located(files[0], folders)
+        if folder and parsed.config_dir:
+            raise UserError(
+                f"{files[0]} is not in --config-dir={parsed.config_dir}; leave one out."
+            )
+        parsed.config_dir = folder or parsed.config_dir
     return parsed
 
 
-def check_run_dirs(configs: Sequence[RunConfig]) -> None:
-    """The jobs of a sweep must not share a folder; raises UserError."""
-    folders = [config.run.dir for config in configs if config.run.dir is not None]
-    for folder in folders:
-        if folders.count(folder) > 1:
-            raise UserError(
-                f"run.dir={folder} would be written by several jobs; leave it out, or put what "
-                "differs into it: run.dir='runs/seed_${run.seed}'."
-            )
-
-
-def jobs(
-    config_dir: Path,
-    config_name: str,
-    overrides: list[str],
-    extra_dir: Path | None,
-    *,
-    multirun: bool,
-) -> list[list[str]]:
-    """The overrides of each job; those of ``--multirun`` as Hydra's basic sweeper will make them.
-
-    Raises UserError for keys that do not exist.
-    """
-    folders = [config_dir] + ([extra_dir] if extra_dir else [])
-    check_config_files(folders, config_name)
-    schema = schema_of(folders, config_name)
-    check_overrides(overrides, schema)
-    if not multirun:
-        return [overrides]
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    try:
-        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    except HydraException as error:  # what Hydra can only expand while it runs
-        raise UserError(
-            f"--multirun cannot expand glob(...) ({error}); list the values, a,b,c."
-        ) from error
-    return [list(job) for batch in batches for job in batch]
+def _no_option(typed: str, schema: type[RunConfig]) -> str:
+    """``--learning_rate`` is no option; what it is as a key."""
+    name = typed.lstrip("-").partition("=")[0]
+    hint = hint_for(name.replace("-", "_"), schema) or ""
+    if name in dict(keys_of(schema)):
+        hint = f"Write {name}=VALUE."
+    return (
+        f"{typed} is not an option; keys are given without dashes, key=value, and --hydra-help "
+        f"lists the options. {hint[:1].upper()}{hint[1:]}".rstrip()
+    )

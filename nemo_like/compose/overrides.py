@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from nemo_like.compose.keys import changes_as_text, did_you_mean, free_dicts, is_in_free_dict
+from nemo_like.compose.keys import changes_as_text, free_dicts, is_in_free_dict, unknown_key
 from nemo_like.config.run import RunConfig
 from nemo_like.config.section import keys_of
 from nemo_like.errors import UserError
@@ -21,10 +21,24 @@ _GROUPS = ("model",)
 _KEY = re.compile(r"~?\+{0,2}[A-Za-z0-9_]+([./@-][A-Za-z0-9_]+)*")
 
 
+def refuse_twice(overrides: Sequence[str]) -> None:
+    """Refuse a key that is typed more than once, where Hydra would take the last value."""
+    keys = [one.partition("=")[0].strip("+~ ") for one in overrides]
+    for key in keys:
+        if keys.count(key) > 1:
+            typed = [one for one, name in zip(overrides, keys, strict=True) if name == key]
+            raise UserError(f"{key} is given {len(typed)} times ({' '.join(typed)}); give it once.")
+
+
 def check_overrides(overrides: Sequence[str], schema: type[RunConfig]) -> None:
     """Refuse what cannot be read, and keys that do not exist, with the nearest one that does."""
     parser, kinds = OverridesParser.create(), dict(keys_of(schema))
     for typed in overrides:
+        key, equals, value = typed.partition("=")
+        if equals and key.strip() != key:
+            raise UserError(
+                f"'{typed}': write {key.strip()}={value.strip()}, without blanks around the '='."
+            )
         try:
             override = parser.parse_override(typed)
         except HydraException as error:
@@ -71,10 +85,18 @@ def _written(value: Any) -> str:
 
 def _unreadable(typed: str, schema: type[RunConfig]) -> UserError:
     key, equals, value = typed.partition("=")
+    if not equals and typed in dict(keys_of(schema)):
+        return UserError(f"'{typed}' is not key=value; write {typed}=VALUE, without blanks.")
     if not equals or not key:
         return UserError(f"'{typed}' is not key=value.")
     if not _KEY.fullmatch(key):
-        return UserError(f"{key} is not a key of the configuration; {did_you_mean(key, schema)}")
+        return unknown_key(key, schema)
+    if re.search(r"\.[0-9]+[A-Za-z_]", key):
+        section, _, name = key.rpartition(".")
+        return UserError(
+            f"{typed}: Hydra reads no key that begins with a digit here; write it in a dictionary, "
+            f"'{section}={{{name}: {value}}}'."
+        )
     quoted = value.replace('"', r"\"")
     piece = "each piece of text" if value.startswith(("[", "{")) else "text"
     example = "" if value.startswith(("[", "{")) else f": '{key}=\"{quoted}\"'"
@@ -91,7 +113,7 @@ def _check_key(
     if is_in_free_dict(key, schema):
         return
     if key not in kinds and key not in _GROUPS:
-        raise UserError(f"{key} is not a key of the configuration; {did_you_mean(key, schema)}")
+        raise unknown_key(key, schema)
     if override.is_delete():
         raise UserError(f"~{key}: keys cannot be removed; leave it out, and it has its default.")
     if override.is_add():

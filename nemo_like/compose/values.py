@@ -1,11 +1,12 @@
 """From pydantic's errors to one sentence: key, value, rule, remedy."""
 
+import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from nemo_like.compose.keys import did_you_mean
+from nemo_like.compose.keys import unknown_key
 from nemo_like.config.section import Instead, Section, choices, interval, keys_of
 from nemo_like.errors import UserError
 
@@ -16,6 +17,7 @@ _RANGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "less_than_equal": lambda c: f"must be at most {c['le']:g}",
     "finite_number": lambda _: "must be a finite number",
 }
+_NUMBERS = ("int_type", "float_type")
 _KINDS = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -33,6 +35,42 @@ def checked(schema: type[Section], values: Mapping[str, Any]) -> Any:
         raise _first(error, schema) from error
 
 
+def with_numbers(found: Any, written: Any, schema: type[Section]) -> dict[str, Any]:
+    """``found`` with numbers and booleans for the text that interpolations gave in their place.
+
+    ``written`` is the same before they were resolved: ``${oc.env:STEPS}`` is always text.
+    """
+    kinds = dict(keys_of(schema))
+
+    def converted(value: Any, before: Any, key: str) -> Any:
+        if isinstance(value, dict) and isinstance(before, dict):
+            return {
+                name: converted(one, before[name], f"{key}.{name}".lstrip("."))
+                for name, one in value.items()
+            }
+        if isinstance(value, list) and isinstance(before, list):
+            pairs = zip(value, before, strict=True)
+            return [converted(one, other, key) for one, other in pairs]
+        if isinstance(value, str) and isinstance(before, str) and "${" in before and key in kinds:
+            return _as(kinds[key].annotation, value)
+        return value
+
+    return converted(found, written, "")
+
+
+def _as(kind: Any, text: str) -> Any:
+    """``text`` as the first of bool, int and float that the type of a field has and that it is."""
+    words = {"true": True, "false": False}
+    named = [kind, *(inner for one in get_args(kind) for inner in (one, *get_args(one)))]
+    if bool in named and text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            if int in named or float in named:
+                return number(text)
+    return text
+
+
 def _first(error: ValidationError, schema: type[Section]) -> UserError:
     """The first key that does not exist, before values that may follow from it."""
     found = error.errors(include_url=False)
@@ -47,7 +85,7 @@ def _sentence(error: Any, key: str, schema: type[Section]) -> str:
     kind, value = error["type"], error["input"]
     field = dict(keys_of(schema)).get(key)
     if kind == "extra_forbidden":
-        return f"{key} is not a key of the configuration; {did_you_mean(key, schema)}"
+        return str(unknown_key(key, schema))
     if value is None:
         return f"{key}=null: this key needs a value; leave it out for its default."
     if kind == "model_type":
@@ -66,10 +104,8 @@ def _sentence(error: Any, key: str, schema: type[Section]) -> str:
         remedies = [one.text for one in field.metadata if isinstance(one, Instead)] if field else []
         return f"{key}={_shown(value)} {'; '.join([said, *remedies])}."
     if rule := _KINDS.get(kind):
-        if isinstance(value, str) and kind != "dict_type" and _is_number(value):
-            rule += (
-                ", and this is text: leave out the quotes (or write ${{oc.decode:${{oc.env:X}}}})"
-            )
+        if isinstance(value, str) and kind in _NUMBERS and _is_number(value):
+            rule += ", and this is text: leave out the quotes"
         return f"{key}={_shown(value)} {rule.format(key=key)}."
     return f"{key}={_shown(value)}: {error['msg']}."
 

@@ -1,16 +1,18 @@
 """Sections ``data``: prompts to sample from, conversations, and pairs."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from nemo_like.config.section import Count, OnlyIf, Section
-
-REASONING_GYM = "reasoning_gym"
+from nemo_like.config.sources import REASONING_GYM, Column, Part, Source, parts
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
-OverlongRows = Literal["refuse", "drop", "truncate"]
+Overlong = Literal["refuse", "drop", "truncate_left", "truncate_right"]
+FORMS = ("prompt", "messages", "completion", "text", "chosen", "rejected", "completions", "ranks")
+"""Columns of which a row's form is made, in any kind of run."""
 
 
 def _switch(value: Any) -> Any:
@@ -30,15 +32,30 @@ DEFAULT_TASKS: dict[str, dict[str, Any]] = {
 class RowsConfig(Section):
     """What all kinds of rows have in common."""
 
-    train: str = REASONING_GYM
-    """``reasoning_gym`` or a .jsonl file."""
-    validation: str | None = None
-    """Like ``train``; training rows with the same prompt are left out. None: held-out rows of
-    reasoning_gym; no validation for a file."""
+    own_columns: ClassVar[tuple[str, ...]] = ()
+    """Names that ``columns`` may give; any, if there are none."""
+
+    train: Source = REASONING_GYM
+    """``reasoning_gym``, or files of rows; or a mixture of such."""
+    validation: Source | None = None
+    """Like ``train``, without weights; training rows with the same prompt are left out. None:
+    held-out rows of reasoning_gym; no validation for files."""
+    columns: Annotated[
+        dict[str, Column],
+        OnlyIf(
+            lambda here, _: not all(part.generates for part in here.all_parts),
+            "rows of reasoning_gym have the names that are read",
+        ),
+    ] = Field(default_factory=dict)
+    """Which column of the files is which of ours, ``{prompt: question, answer:
+    reward_model.ground_truth}``. A dot leads into an object, or to an entry of a list
+    (``messages.0.content``). The texts of several columns, ``[instruction, input]``, are joined by
+    an empty line. A column that stands for the same as a named one (``messages`` where ``prompt``
+    is named) is left aside. An entry of a mixture may have columns of its own."""
     tasks: Annotated[
         dict[str, Any],
         OnlyIf(
-            lambda here, _: REASONING_GYM in (here.train, here.validation),
+            lambda here, _: any(part.generates for part in here.all_parts),
             "neither data.train nor data.validation is reasoning_gym",
         ),
     ] = Field(default_factory=dict)
@@ -47,7 +64,7 @@ class RowsConfig(Section):
     num_train_rows: Annotated[
         Count,
         OnlyIf(
-            lambda here, _: here.train == REASONING_GYM,
+            lambda here, _: any(part.generates for part in here.train_parts),
             "data.train is a file, whose rows are all used",
         ),
     ] = 4000
@@ -55,7 +72,7 @@ class RowsConfig(Section):
     num_validation_rows: Annotated[
         Count,
         OnlyIf(
-            lambda here, _: (here.validation or here.train) == REASONING_GYM,
+            lambda here, _: any(part.generates for part in here.validation_parts),
             "validation rows do not come from reasoning_gym",
         ),
     ] = 256
@@ -69,20 +86,67 @@ class RowsConfig(Section):
     """New order every epoch, derived from ``run.seed``."""
 
     @property
+    def mixes(self) -> bool:
+        """Whether training rows are drawn from several parts by weight."""
+        return isinstance(self.train, dict)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the parts of a mixture that have any."""
+        return {part.name: part.weight for part in self.train_parts if part.weight}
+
+    @property
+    def train_parts(self) -> list[Part]:
+        """Where training rows come from."""
+        return parts("data.train", self.train, self.columns)
+
+    @property
+    def validation_parts(self) -> list[Part]:
+        """Where validation rows come from; empty if there are none."""
+        given = self.validation
+        if given is None and self.train == REASONING_GYM:
+            given = REASONING_GYM
+        return [] if given is None else parts("data.validation", given, self.columns)
+
+    @property
+    def all_parts(self) -> list[Part]:
+        """Both."""
+        return [*self.train_parts, *self.validation_parts]
+
+    @property
     def has_validation_rows(self) -> bool:
         """Whether there is anything to validate on."""
-        return self.validation is not None or self.train == REASONING_GYM
+        return bool(self.validation_parts)
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """What sources and columns cannot be."""
+        for part in self.all_parts:
+            if part.generates and len(part.sources) > 1:
+                yield f"{part.key}: {REASONING_GYM} is a part of its own; make this a mixture."
+            for name in part.columns:
+                if self.own_columns and name not in self.own_columns:
+                    ours = ", ".join(self.own_columns)
+                    yield f"{here}.columns.{name} would have no effect: rows have {ours}."
+        if isinstance(self.validation, dict):
+            weighted = [name for name, one in self.validation.items() if "weight" in one]
+            for name in weighted[:1]:
+                yield (
+                    f"{here}.validation.{name}.weight would have no effect: every validation row "
+                    "counts once; leave it out."
+                )
 
 
 class PromptsConfig(RowsConfig):
     """The prompts."""
 
-    train: str = REASONING_GYM
-    """``reasoning_gym`` (tasks below), or a .jsonl file whose rows have ``prompt`` (text) or
-    ``messages`` (chat); other fields reach the reward function."""
-    overlong: Literal["refuse", "drop"] = "refuse"
+    train: Source = REASONING_GYM
+    """``reasoning_gym`` (tasks below), or files whose rows have ``prompt`` (text) or ``messages``
+    (chat); other fields reach the reward function. Also a folder, a pattern, a list, a data set of
+    Hugging Face, or a mixture, ``{name: {path: ..., weight: ...}}``; see docs/data.md."""
+    overlong: Overlong = "refuse"
     """Prompts that do not fit the model's context with ``generation.max_new_tokens``: ``refuse`` to
-    start, or ``drop`` them and say how many."""
+    start; ``drop`` them; or cut their longest message, its beginning (``truncate_left``) or its end
+    (``truncate_right``). The log counts what is dropped or cut."""
 
 
 class TextsConfig(RowsConfig):
@@ -91,24 +155,29 @@ class TextsConfig(RowsConfig):
     max_length: Annotated[int | None, Field(ge=2)] = None
     """Most tokens of a row. None: as many as the model's context and
     ``policy.micro_batch_tokens`` hold (half of the latter for each row of a pair)."""
-    overlong: OverlongRows = "refuse"
-    """Rows above ``max_length``: ``refuse`` to start; ``drop`` them, pairs as a whole; or
-    ``truncate``: keep their beginning, and drop those without a trained token in it. The log counts
-    what is dropped."""
+    overlong: Overlong = "refuse"
+    """Rows above ``max_length``: ``refuse`` to start; ``drop`` them, pairs as a whole; or cut their
+    beginning (``truncate_left``, both rows of a pair by as much) or their end (``truncate_right``),
+    and drop those without a trained token in what is left. The log counts what is dropped or
+    cut."""
 
 
 class ConversationsConfig(TextsConfig):
     """The conversations.
 
-    A .jsonl row has ``messages`` that end with the assistant's; or ``prompt`` (text of a user, or
+    A row has ``messages`` that end with the assistant's; or ``prompt`` (text of a user, or
     messages) and ``completion`` (text of the assistant, or messages); or ``text``, which is used
     without the chat template and trains as a whole.
     """
 
-    train: str = REASONING_GYM
-    """A .jsonl file (rows have ``messages``, ``prompt`` and ``completion``, or ``text``), or
-    ``reasoning_gym``: the questions of ``tasks``, each with its right answer in the tags
-    ``<answer>…</answer>`` that its reward asks for."""
+    own_columns: ClassVar[tuple[str, ...]] = (
+        *("messages", "prompt", "completion", "text", "system", "tools", "label"),
+    )
+
+    train: Source = REASONING_GYM
+    """Files (rows have ``messages``, ``prompt`` and ``completion``, or ``text``), a mixture (see
+    docs/data.md), or ``reasoning_gym``: the questions of ``tasks``, each with its right answer in
+    the tags ``<answer>…</answer>`` that its reward asks for."""
     train_on: TrainOn = "assistant"
     """``assistant``: every turn of the assistant (of the completion, where a row has one), from its
     first token to the one that ends it, without an empty block of thinking that only the template
@@ -118,14 +187,19 @@ class ConversationsConfig(TextsConfig):
 class PairsConfig(TextsConfig):
     """The pairs of a chosen and a rejected completion.
 
-    A .jsonl row has ``prompt``, ``chosen`` and ``rejected`` (text, or messages); or the latter two
+    A row has ``prompt``, ``chosen`` and ``rejected`` (text, or messages); or the latter two
     alone, as messages whose common beginning is the prompt; or ``prompt``, two ``completions`` and
     their ``ranks``, of which the lower is chosen. With ``prompt``, the two may also be full
     conversations that begin with it. Pairs whose completions are the same are left out, and counted
     in the log.
     """
 
-    train: str = REASONING_GYM
-    """A .jsonl file (rows have ``prompt``, ``chosen`` and ``rejected``; ``chosen`` and
-    ``rejected``; or ``prompt``, ``completions`` and ``ranks``), or ``reasoning_gym``: the questions
-    of ``tasks``, each with its right answer and one that is wrong, taken from another row."""
+    own_columns: ClassVar[tuple[str, ...]] = (
+        *("prompt", "chosen", "rejected", "completions", "ranks", "system", "tools"),
+    )
+
+    train: Source = REASONING_GYM
+    """Files (rows have ``prompt``, ``chosen`` and ``rejected``; ``chosen`` and ``rejected``; or
+    ``prompt``, ``completions`` and ``ranks``), a mixture (see docs/data.md), or ``reasoning_gym``:
+    the questions of ``tasks``, each with its right answer and one that is wrong, taken from another
+    row."""

@@ -9,10 +9,14 @@ from pydantic import Field
 from nemo_like.config.section import Count, NonNegative, OnlyIf, Positive, Section, Share
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
+Moments = Literal["float32", "bfloat16", "int8"]
 
 _ADAM = ("adamw", "adamw8bit", "muon")
 _OF_ADAM = OnlyIf(
     lambda here, _: here.kind in _ADAM, "only {here}.kind=adamw, adamw8bit and muon have it"
+)
+_OF_ADAMW = OnlyIf(
+    lambda here, _: here.kind in ("adamw", "muon"), "only {here}.kind=adamw and muon have it"
 )
 _OF_MOMENTUM = OnlyIf(
     lambda here, _: here.kind in ("sgd", "muon"),
@@ -41,6 +45,9 @@ class OptimizerConfig(Section):
     """Decay of the second moment, in [0, 1) (as ``beta1``)."""
     eps: Annotated[Positive, _OF_ADAM] = 1e-8
     """Added to the root of the second moment (as ``beta1``)."""
+    moments: Annotated[Moments, _OF_ADAMW] = "float32"
+    """Format of AdamW's moments between steps (adamw, muon's AdamW part): 8, 4 or 2 bytes for each
+    parameter. ``int8``: whole numbers with a scale for 256 of a row; vectors keep float32."""
     momentum: Annotated[Share, _OF_MOMENTUM] = 0.95
     """Decay of the momentum, in [0, 1) (sgd, muon)."""
     weight_decay: NonNegative = 0.0
@@ -48,11 +55,17 @@ class OptimizerConfig(Section):
     gradient."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """adamw8bit comes from a package of its own."""
+        """adamw8bit comes from a package of its own; blocks of int8 are not cut."""
         if self.kind == "adamw8bit" and importlib.util.find_spec("torchao") is None:
             yield (
                 f"{here}.kind=adamw8bit needs the package torchao, which is not installed; "
                 "pip install torchao, or use adamw."
+            )
+        if self.moments == "int8" and (size := run.policy.parallel.tensor_parallel_size) > 1:
+            yield (
+                f"{here}.moments=int8 has a scale for 256 numbers of a row, which "
+                f"policy.parallel.tensor_parallel_size={size} would cut; set {here}.moments="
+                "bfloat16 or tensor_parallel_size=1."
             )
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import yaml
 
-from nemo_like.config.data import REASONING_GYM
+from nemo_like.config.data import RowsConfig
 from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import REWARD_MODEL, SamplingRunConfig
 from nemo_like.config.section import named_outside, value_of
+from nemo_like.config.sources import REASONING_GYM, find
+from nemo_like.doors import refuse_special
 from nemo_like.errors import UserError
-from nemo_like.special_files import refuse_special
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
 REWARD_MODEL_KEY = "environment.reward_model"
@@ -43,11 +44,11 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
     for key, other in config.other_models():
         check_model(key, other, has_tokenizer=runs)
     if isinstance(config, SamplingRunConfig):
-        _check_data(config.data.train, config.data.validation, config.environment.reward)
+        _check_data(config.data, config.environment.reward)
         if config.environment.reward == REWARD_MODEL:
             _check_reward_model(config.environment.reward_model, has_tokenizer=runs)
     else:
-        _check_data(value_of(config, "data.train"), value_of(config, "data.validation"))
+        _check_data(value_of(config, "data"))
     for key, door, spec in named_outside(config):
         door.look(key, spec)
     check_run_dir(config)
@@ -138,23 +139,23 @@ def _could_be_hub_name(model: str) -> bool:
     return len(parts) == 2 and all(parts) and not model.startswith((".", "/", "~"))
 
 
-def _check_data(train: str, validation: str | None, reward: str | None = None) -> None:
+def _check_data(data: RowsConfig, reward: str | None = None) -> None:
     """``reward``: what scores the rows, if anything does."""
-    for key, source in (("data.train", train), ("data.validation", validation)):
-        if source is None or source == REASONING_GYM:
-            continue
-        refuse_special(f"{key}={source}", Path(source))
-        if not Path(source).is_file():
-            raise UserError(
-                f"{key}={source}: no such file; give a .jsonl file, or {REASONING_GYM}."
-            )
-        if not _has_text(Path(source)):
-            raise UserError(f"{key}={source} is empty; give a file with at least one row.")
-        if reward == REASONING_GYM:
-            raise UserError(
-                f"environment.reward={REASONING_GYM} scores reasoning_gym's own rows, and {key} is "
-                "a file; set environment.reward to math or to your file.py:function."
-            )
+    for part in data.all_parts:
+        for source in (one for one in part.sources if one != REASONING_GYM):
+            found = find(part.key, source)
+            for path in found if isinstance(found, list) else ():
+                refuse_special(f"{part.key}={source}", path)
+                if not _has_text(path):
+                    raise UserError(
+                        f"{part.key}={path} is empty; give a file with at least one row."
+                    )
+            if reward == REASONING_GYM:
+                raise UserError(
+                    f"environment.reward={REASONING_GYM} scores reasoning_gym's own rows, and "
+                    f"{part.key} is a file; set environment.reward to math or to your "
+                    "file.py:function."
+                )
 
 
 def _has_text(path: Path) -> bool:

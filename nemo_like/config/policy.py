@@ -13,15 +13,15 @@ from nemo_like.config.section import Count, OnlyIf, Positive, Section
 
 Batching = Literal["packed", "padded"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
+Offload = Literal["auto", "none", "optimizer", "all"]
 PipelineSchedule = Literal["gpipe", "one_f_one_b", "interleaved"]
 Output = Literal["logprobs", "values", "values_before"]
 """What a model gives for each token: ``logprobs`` of tokens that train; ``values``: a scalar head's
 number where the token has been read; ``values_before``: its number where the token was to be
 sampled, of tokens that train."""
 
-_ON_GPU = OnlyIf(
-    lambda _, run: run.cluster.gpus_per_node > 0, "the run uses no GPU; set cluster.gpus_per_node"
-)
+_NO_GPU = "the run uses no GPU; set cluster.gpus_per_node"
+_ON_GPU = OnlyIf(lambda _, run: run.cluster.gpus_per_node > 0, _NO_GPU)
 _DDP = OnlyIf(
     lambda _, run: run.policy.parallel.data_parallel == "ddp",
     "FSDP synchronises gradients in its own way; set policy.parallel.data_parallel=ddp",
@@ -140,7 +140,7 @@ class ParallelConfig(Section):
                 f"shards nothing; set {here}.data_parallel=fsdp or leave it true."
             )
         policy = run.policy
-        if policy.offload != "none":
+        if policy.offload not in ("auto", "none"):
             yield (
                 f"policy.offload={policy.offload} does not go with data_parallel=ddp, which keeps "
                 f"everything on the GPU; set {here}.data_parallel=fsdp or policy.offload=none."
@@ -247,9 +247,14 @@ class PolicyConfig(Section):
     matrix products and attention, recompute the rest."""
     activation_offload: Annotated[bool, _ON_GPU] = False
     """Keep activations for the backward pass in host memory (GPU)."""
-    offload: Annotated[Literal["none", "optimizer", "all"], _ON_GPU] = "none"
-    """Keep ``optimizer`` state in host memory between steps, or ``all``: parameters, gradients and
-    optimizer state, and the optimizer runs there too (GPU)."""
+    offload: Annotated[
+        Offload,
+        OnlyIf(lambda here, run: here.offload == "none" or run.cluster.gpus_per_node > 0, _NO_GPU),
+    ] = "auto"
+    """What is kept in host memory (GPU). ``optimizer``: its state; AdamW's comes to the GPU bucket
+    by bucket during its step, with the same results. ``all``: parameters, gradients and optimizer
+    state, and the optimizer runs there too. ``auto``: ``none`` where everything fits besides the
+    engine, otherwise ``optimizer``; the run says which and why."""
     debug: DebugConfig = DebugConfig()
 
     def rules(self, here: str, run: Any) -> Iterator[str]:

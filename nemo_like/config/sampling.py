@@ -15,11 +15,13 @@ from nemo_like.config.texts import NEEDS_VALIDATION_ROWS
 from nemo_like.doors import Door
 
 REWARD_MODEL = "reward_model"
+CODE = "code"
 REWARDS = Door(
     "nemo_like.rewards",
     {
         REASONING_GYM: "nemo_like.data.reasoning_gym.reward",
         "math": "nemo_like.rewards.math.reward.reward",
+        CODE: "nemo_like.rewards.code.reward.reward",
         REWARD_MODEL: "",
     },
 )
@@ -50,6 +52,7 @@ _OWN_FUNCTION = OnlyIf(
     lambda here, _: here.reward not in REWARDS.ours,
     "environment.reward is not a function of your own",
 )
+_CODE = OnlyIf(lambda here, _: here.reward == CODE, f"environment.reward is not {CODE}")
 
 
 class EnvironmentConfig(Section):
@@ -76,7 +79,8 @@ class EnvironmentConfig(Section):
     thinking): ``split`` begins another row of the same trajectory there, ``refuse`` masks the
     trajectory and counts it."""
     reward: Annotated[str, REWARDS] = REASONING_GYM
-    """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``reward_model`` (the score of
+    """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``code`` (runs the program in
+    the completion against the field ``tests``), ``reward_model`` (the score of
     ``environment.reward_model``), ``file.py:function`` or ``package.module.function``; ``def
     reward(prompt, completion, **fields) -> float | dict``, where fields are the row's, and
     ``messages``, all of the prompt."""
@@ -88,7 +92,7 @@ class EnvironmentConfig(Section):
     rows_at_once: Annotated[
         Count | None,
         OnlyIf(
-            lambda here, _: here.reward not in (REASONING_GYM, "math"),
+            lambda here, _: here.reward not in (REASONING_GYM, "math", CODE),
             "this environment.reward scores one completion after the other",
         ),
     ] = None
@@ -115,12 +119,25 @@ class EnvironmentConfig(Section):
     of ``data.template_switches`` that it uses), and the score is read at the token that ends the
     completion, as in training it. A completion that was cut off is scored as if it ended there."""
 
+    code_credit: Annotated[Literal["strict", "partial"], _CODE] = "strict"
+    """Reward of a program: 1 if all tests pass and 0 otherwise, or the share that passes."""
+    code_seconds: Annotated[Positive, _CODE] = 5.0
+    """Seconds of one test. All tests of a row together have ``environment.timeout_s`` less 2 s;
+    those that are not reached fail."""
+    code_memory_gib: Annotated[Positive, _CODE] = 0.5
+    """GiB of address space of each process of a program, and of memory of all together."""
+
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Names of variables only: an entry may hold a secret, and is not shown."""
-        if self.reward == REWARD_MODEL and self.name != SINGLE_TURN:
+        if self.reward in (REWARD_MODEL, CODE) and self.name != SINGLE_TURN:
             yield (
-                f"{here}.reward={REWARD_MODEL} scores one completion; set {here}.name="
+                f"{here}.reward={self.reward} scores one completion; set {here}.name="
                 f"{SINGLE_TURN}, or a reward function of your own."
+            )
+        if self.reward == CODE and self.timeout_s < self.code_seconds + 2:
+            yield (
+                f"{here}.timeout_s={self.timeout_s:g} must be at least 2 s more than "
+                f"{here}.code_seconds={self.code_seconds:g}; raise it."
             )
         for name in self.pass_variables:
             if not _VARIABLE.fullmatch(name):

@@ -114,6 +114,19 @@ def interval(field: FieldInfo) -> str:
     return f"{opening}{ends[lower]:g}, {ends[upper]:g}{closing}"
 
 
+def range_of(field: FieldInfo) -> str:
+    """The range of a field in words, of one end or two; empty if it has none.
+
+    >>> range_of(FieldInfo.from_annotation(Count)), range_of(FieldInfo.from_annotation(Share))
+    ('at least 1', 'in [0, 1)')
+    """
+    if both := interval(field):
+        return f"in {both}"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    ends = [(one, name) for one in field.metadata for name in _ENDS if hasattr(one, name)]
+    return next((f"{words[name]} {getattr(one, name):g}" for one, name in ends), "")
+
+
 def section_of(field: FieldInfo) -> type[Section] | None:
     """The class of a field that is a section."""
     kind = field.annotation

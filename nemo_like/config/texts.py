@@ -1,6 +1,7 @@
 """Runs that train on given texts: how often rows are used, and held-out loss."""
 
-from typing import Annotated, ClassVar
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -39,6 +40,14 @@ class PassesSection(Section):
     """Passes over the training rows."""
     max_steps: Count | None = None
     """Optimizer steps of the whole run, resumed parts included. None: those of ``num_epochs``."""
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """Parts of a mixture have passes of their own."""
+        if self.max_steps is None and run.data.mixes:
+            yield (
+                f"{here}.max_steps=null: data.train is a mixture, whose parts end at different "
+                f"times; set {here}.max_steps."
+            )
 
     @property
     def units_per_step(self) -> int:

@@ -74,6 +74,8 @@ class ChatTokenizer:
         check_switches(template, switches or {}, key)
         self.switches = dict(switches or those_known(template, otherwise or {}))
         """Variables for the template, by name."""
+        self.tools: Sequence[Any] = ()
+        """Schemas of functions that the template is always given."""
         self.cuts = TokenCuts(self._tokenizer)
         self.eos_token_ids = end_token_ids(Path(model_path), self._tokenizer.eos_token_id)
         """Every id that ends a turn: the tokenizer's, and all that the folder's files name."""
@@ -149,8 +151,7 @@ class ChatTokenizer:
         """Token ids of plain text without the template: one BOS if the tokenizer has it put one,
         and one end token."""
         ids: list[int] = self._tokenizer(text)["input_ids"]
-        bos = self._tokenizer.bos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:
+        if self.cuts.begins_twice(ids):
             del ids[0]
         end = self._tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] not in self.eos_token_ids):
@@ -174,17 +175,15 @@ class ChatTokenizer:
         )
         return ours == theirs
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion without special tokens."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a completion, without special tokens unless they are asked for."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def decode_whole(self, token_ids: Sequence[int]) -> str:
         """Text of a completion with its special tokens, but the one that ends it."""
         ids = list(token_ids)
         ids = ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     @functools.cached_property
     def _markers_hold(self) -> bool:
@@ -220,7 +219,7 @@ class ChatTokenizer:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=list(tools) or None,
+                tools=list(tools or self.tools) or None,
                 add_generation_prompt=to_answer,
                 tokenize=False,
                 **self.switches,
@@ -234,6 +233,7 @@ class ChatTokenizer:
         try:
             (text,), (found,) = render_jinja_template(
                 conversations=[list(messages)],
+                tools=list(self.tools) or None,
                 chat_template=self._tokenizer.get_chat_template(),
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,

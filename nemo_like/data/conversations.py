@@ -1,5 +1,6 @@
 """Rows of supervised fine-tuning: conversations and texts, and which of their tokens train."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.data import ConversationsConfig, TrainOn
+from nemo_like.config.sources import Part
 from nemo_like.data import datasets
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import (
@@ -20,12 +22,27 @@ from nemo_like.data.messages import (
     prompt_key,
     prompt_messages,
     refuse_empty,
+    system_of,
+    tools_of,
     with_system_prompt,
     without_nulls,
 )
 from nemo_like.data.refusals import refuse_message_weights, refuse_row_weight
-from nemo_like.data.shapes import Purpose, how_to_load, refuse_bad_answer, refuse_unsupported
-from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
+from nemo_like.data.shapes import (
+    Purpose,
+    how_to_load,
+    refuse_bad_answer,
+    refuse_unsupported,
+    with_our_names,
+)
+from nemo_like.data.token_rows import (
+    LengthFilter,
+    Limit,
+    TokenRow,
+    collate,
+    length_limit,
+    load_both,
+)
 from nemo_like.errors import UserError
 
 _REMEDY = (
@@ -44,6 +61,8 @@ class Conversation:
     messages: tuple[Message, ...] = ()
     num_prompt_messages: int = 0
     """Messages at the beginning that never train; 0: every turn of the assistant may."""
+    tools: Sequence[Any] = ()
+    """What the assistant may call, for the template."""
     text: str | None = None
 
     @property
@@ -68,7 +87,7 @@ def load(
     Raises UserError, with key, file and line, for files and rows that break a rule.
     """
     limit = length_limit(config, context=context, micro_batch_tokens=micro_batch_tokens)
-    return datasets.load_both(
+    return load_both(
         config,
         partial(read, config),
         lambda rows, key: tokenize(rows, chat, config.train_on, limit, key),
@@ -77,12 +96,10 @@ def load(
     )
 
 
-def read(
-    config: ConversationsConfig, source: str, num_rows: int, seed: int, key: str
-) -> list[Conversation]:
-    """Rows of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
-    records = datasets.records(source, config.tasks, num_rows, seed, key)
-    if source == datasets.REASONING_GYM:
+def read(config: ConversationsConfig, part: Part, num_rows: int, seed: int) -> list[Conversation]:
+    """Rows of one part; UserError as in ``load``."""
+    records = datasets.records(part, config.tasks, num_rows, seed)
+    if part.generates:
         from nemo_like.data.reasoning_gym import solved
 
         records = solved(records)
@@ -119,6 +136,7 @@ def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRo
     The first token never trains, because nothing predicts it. Raises UserError naming the row.
     """
     try:
+        chat = _with_tools(chat, row.tools)
         if row.text is not None:
             ids = chat.encode_text(row.text)
             mask = [True] * len(ids)
@@ -134,6 +152,18 @@ def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRo
     mask[0] = False
     end = len(mask) - mask[::-1].index(True) if any(mask) else len(mask)
     return TokenRow(ids=torch.tensor(ids[:end]), mask=torch.tensor(mask[:end]))
+
+
+def _with_tools(chat: ChatTokenizer, tools: Sequence[Any]) -> ChatTokenizer:
+    """The same, which gives ``tools`` to its template; UserError if that takes none."""
+    if not tools:
+        return chat
+    other = copy.copy(chat)
+    other.tools = tools
+    probe = [{"role": "user", "content": "x"}]
+    if other.text(probe, to_answer=True) == chat.text(probe, to_answer=True):
+        raise UserError("the model's chat template takes no tools; describe them in a message.")
+    return other
 
 
 def completion_messages(content: object, name: str, where: str) -> list[Message]:
@@ -171,21 +201,25 @@ def form_of(
 
 
 def _conversation(record: dict[str, Any], system_prompt: str | None, where: str) -> Conversation:
-    record = without_nulls(record)
+    record = with_our_names(without_nulls(record))
     if "completion" not in record and _is_id_of(record.get("prompt"), record.get("messages")):
         del record["prompt"]
     description = "'messages', or 'prompt' and 'completion', or 'text'"
     given = form_of(record, _FORMS, description, Purpose.answers, where)
     refuse_bad_answer(record, where)
+    tools, system = tools_of(record, where), system_of(record, system_prompt, where)
     if "text" in given:
         if not isinstance(record["text"], str) or not record["text"].strip():
             raise UserError(f"{where}: 'text' must be text of at least one character.")
         return Conversation(where=where, text=record["text"])
     if "prompt" in given:
-        prompt = prompt_messages(record["prompt"], "prompt", system_prompt, where)
+        prompt = prompt_messages(record["prompt"], "prompt", system, where)
         completion = completion_messages(record["completion"], "completion", where)
         return Conversation(
-            where=where, messages=(*prompt, *completion), num_prompt_messages=len(prompt)
+            where=where,
+            messages=(*prompt, *completion),
+            num_prompt_messages=len(prompt),
+            tools=tools,
         )
     messages = cleaned(record["messages"])
     if not is_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
@@ -195,7 +229,8 @@ def _conversation(record: dict[str, Any], system_prompt: str | None, where: str)
             f"{fault(messages)}."
         )
     refuse_empty(messages, "messages", where)
-    return Conversation(where=where, messages=tuple(with_system_prompt(messages, system_prompt)))
+    messages = with_system_prompt(messages, system)
+    return Conversation(where=where, messages=tuple(messages), tools=tools)
 
 
 def _is_id_of(prompt: object, messages: object) -> bool:

@@ -1,20 +1,21 @@
-"""Rows of prompts from a file or from reasoning_gym."""
+"""Rows of prompts, and how the rows of any run are found and read."""
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nemo_like.config.data import DEFAULT_TASKS, PromptsConfig, TextsConfig
-from nemo_like.config.paths import REASONING_GYM
+from nemo_like.config.data import DEFAULT_TASKS, Overlong, PromptsConfig
+from nemo_like.config.sources import REASONING_GYM, DataSet, Part, find
 from nemo_like.data import json_rows
-from nemo_like.data.messages import Message, prompt_key, prompt_messages, without_nulls
+from nemo_like.data.columns import renamed
+from nemo_like.data.messages import Message, prompt_key, prompt_messages, system_of, without_nulls
 from nemo_like.data.shapes import UNSUPPORTED, Purpose, how_to_load, refuse_unsupported
+from nemo_like.doors import refuse_special
 from nemo_like.errors import UserError
-from nemo_like.special_files import refuse_special
 
 if TYPE_CHECKING:
     from nemo_like.data.chat import ChatTokenizer
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 VALIDATION_SEED_OFFSET = 1_000_003
 """From the seed of generated training rows to that of the held-out ones."""
 _RESERVED = ("completion",)
-_MEANT_FOR_US = ("prompt", "messages", "completion", *UNSUPPORTED)
+_MEANT_FOR_US = ("prompt", "messages", "completion", "system", "tools", *UNSUPPORTED)
 """Entries that count as absent where they are null; others are the reward function's."""
 
 
@@ -38,7 +39,6 @@ class HasPrompt(Protocol):
 
 
 R = TypeVar("R", bound=HasPrompt)
-B = TypeVar("B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ class Row:
     messages: tuple[Message, ...]
     fields: dict[str, Any]
     """Every other entry of the row."""
+    part: str = ""
+    """Name of its part of a mixture."""
     prompt_ids: tuple[int, ...] = ()
     """The rendered messages, from ``check_lengths`` on: no step waits for a tokenizer."""
 
@@ -64,65 +66,72 @@ class Row:
         return prompt_key(self.messages)
 
 
-def load_rows(source: str, config: PromptsConfig, num_rows: int, seed: int, key: str) -> list[Row]:
-    """Rows of ``source``: ``reasoning_gym``, or a .jsonl file.
+def load_rows(parts: Sequence[Part], config: PromptsConfig, num_rows: int, seed: int) -> list[Row]:
+    """Rows of ``reasoning_gym``, files and data sets, numbered through.
 
-    Raises UserError naming ``key`` and the line for a missing or empty file and for a bad row.
+    Raises UserError naming the key and the line for a missing or empty file and for a bad row.
     """
+    found = (
+        (part.name, where, record)
+        for part in parts
+        for where, record in records(part, config.tasks, num_rows, seed)
+    )
     return [
-        _row(index, record, config.system_prompt, where)
-        for index, (where, record) in enumerate(records(source, config.tasks, num_rows, seed, key))
+        _row(index, name, record, config.system_prompt, where)
+        for index, (name, where, record) in enumerate(found)
     ]
 
 
 def records(
-    source: str, tasks: Mapping[str, Any], num_rows: int, seed: int, key: str
+    part: Part, tasks: Mapping[str, Any], num_rows: int, seed: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each row of ``source`` stands, for messages, and its entries.
+    """Where each row of ``part`` stands, for messages, and its entries under our names.
 
-    Raises UserError naming ``key``, and the line of what is not a JSON object.
+    Raises UserError naming the key, and the line of what is not a row.
     """
+    for source in part.sources if part.weight else ():
+        empty = True
+        for place, record in _read(source, part.key, tasks, num_rows, seed):
+            empty = False
+            where = f"{part.key}={source}, {place}"
+            yield where, record if part.generates else renamed(record, part, where)
+        if empty:
+            raise UserError(f"{part.key}={source} has no rows; give a file with at least one.")
+
+
+def _read(
+    source: str, key: str, tasks: Mapping[str, Any], num_rows: int, seed: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row's place in ``source``, and its entries."""
     if source == REASONING_GYM:
         from nemo_like.data.reasoning_gym import rows as generate
 
         generated = generate(tasks or DEFAULT_TASKS, num_rows, seed)
-        found = ((f"row {index}", record) for index, record in enumerate(generated))
-    else:
-        refuse_special(f"{key}={source}", Path(source))
-        if not Path(source).is_file():
-            raise UserError(f"{key}={source}: no such file; give a .jsonl file or {REASONING_GYM}.")
-        found = json_rows.read(Path(source), key)
-    empty = True
-    for place, record in found:
-        empty = False
-        yield f"{key}={source}, {place}", record
-    if empty:
-        raise UserError(f"{key}={source} has no rows; give a file with at least one.")
+        yield from ((f"row {index}", record) for index, record in enumerate(generated))
+        return
+    found = find(key, source)
+    if isinstance(found, DataSet):
+        from nemo_like.data.tables import read_data_set
+
+        yield from read_data_set(found, key, source)
+        return
+    if len(found) > 1:
+        logger.info("%s=%s: %d files, %s to %s", key, source, len(found), found[0], found[-1])
+    for path in found:
+        before = f"{path.name}, " if len(found) > 1 else ""
+        refuse_special(f"{key}={source}", path)
+        yield from ((f"{before}{place}", record) for place, record in _read_file(path, key))
 
 
-def load_both(
-    config: TextsConfig,
-    read: Callable[[str, int, int, str], list[R]],
-    tokenize: Callable[[list[R], str], B],
-    *,
-    seed: int,
-    with_validation: bool,
-) -> tuple[B, B | None]:
-    """Training rows, and validation rows if there are any and they are asked for.
+def _read_file(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
+    is_csv = path.name.removesuffix(".gz").endswith((".csv", ".tsv"))
+    if not is_parquet and not is_csv:
+        return json_rows.read(path, key)
+    from nemo_like.data.tables import read_csv, read_parquet
 
-    ``read(source, num_rows, seed, key)`` gives the rows of one source, ``tokenize(rows, key)`` the
-    batch that they make.
-    """
-    train_rows = read(config.train, config.num_train_rows, seed, "data.train")
-    source = config.validation
-    if source is None and config.train == REASONING_GYM:
-        source = REASONING_GYM
-    if source is None or not with_validation:
-        return tokenize(train_rows, "data.train"), None
-    key, held_out = "data.validation", seed + VALIDATION_SEED_OFFSET
-    validation_rows = read(source, config.num_validation_rows, held_out, key)
-    train_rows = without_overlap(train_rows, validation_rows)
-    return tokenize(train_rows, "data.train"), tokenize(validation_rows, key)
+    return read_parquet(path, key) if is_parquet else read_csv(path, key)
 
 
 def without_overlap(train_rows: list[R], validation_rows: Sequence[R]) -> list[R]:
@@ -162,28 +171,52 @@ def check_lengths(
     """
     most = min(context, micro_batch_tokens) - max_new_tokens
     limit = "policy.micro_batch_tokens" if micro_batch_tokens < context else "the model's context"
-    kept, longest = [], 0
+    kept, longest, num_cut = [], 0, 0
     for row in rows:
         try:
             prompt_ids = tuple(chat.render(row.messages))
+            length = len(prompt_ids)
+            if length > most and config.overlong.startswith("truncate"):
+                row, prompt_ids = _shortened(row, prompt_ids, chat, most, config.overlong)
+                num_cut += bool(prompt_ids)
         except UserError as error:
             raise UserError(f"{key}, row {row.index}: {error}") from error
-        length = len(prompt_ids)
-        if length <= most:
-            kept.append(replace(row, prompt_ids=prompt_ids))
-            longest = max(longest, length)
-        elif config.overlong == "refuse":
+        if length > most and config.overlong == "refuse":
             raise UserError(
                 f"{key}: the prompt of row {row.index} has {length} tokens, and {limit} leaves "
                 f"{most} beside the completion; shorten it, lower generation.max_new_tokens, or "
-                "set data.overlong=drop."
+                "set data.overlong to drop, truncate_left or truncate_right."
             )
+        if 0 < len(prompt_ids) <= most:
+            kept.append(replace(row, prompt_ids=prompt_ids))
+            longest = max(longest, len(prompt_ids))
+    if num_cut:
+        logger.warning("%s: cut %d of %d prompts to %d tokens", key, num_cut, len(rows), most)
     if len(kept) < len(rows):
         dropped = len(rows) - len(kept)
         logger.warning("%s: dropped %d of %d prompts as too long", key, dropped, len(rows))
     if rows and not kept:
         raise UserError(f"{key}: every prompt is longer than {most} tokens.")
     return kept, longest
+
+
+def _shortened(
+    row: Row, prompt_ids: tuple[int, ...], chat: "ChatTokenizer", most: int, overlong: Overlong
+) -> tuple[Row, tuple[int, ...]]:
+    """A row whose longest message lacks as many tokens as are too many; no ids if it has fewer."""
+    lengths = [len(one["content"]) for one in row.messages]
+    index = lengths.index(max(lengths))
+    while len(prompt_ids) > most:
+        message = row.messages[index]
+        text = chat.cuts.without_tokens(
+            message["content"], len(prompt_ids) - most, at_start=overlong == "truncate_left"
+        )
+        if not text.strip():
+            return row, ()
+        before, after = row.messages[:index], row.messages[index + 1 :]
+        row = replace(row, messages=(*before, {**message, "content": text}, *after))
+        prompt_ids = tuple(chat.render(row.messages))
+    return row, prompt_ids
 
 
 def fingerprint(rows: Sequence[Row]) -> str:
@@ -194,7 +227,9 @@ def fingerprint(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def _row(index: int, record: dict[str, Any], system_prompt: str | None, where: str) -> Row:
+def _row(
+    index: int, part: str, record: dict[str, Any], system_prompt: str | None, where: str
+) -> Row:
     fields = {
         name: value
         for name, value in record.items()
@@ -207,11 +242,19 @@ def _row(index: int, record: dict[str, Any], system_prompt: str | None, where: s
             f"{where}: a row needs either 'prompt' or 'messages'; it has {found}"
             f"{how_to_load(fields, Purpose.prompts)}."
         )
-    messages = prompt_messages(fields.pop(given[0]), given[0], system_prompt, where)
+    system = system_of(fields, system_prompt, where)
+    messages = prompt_messages(fields.pop(given[0]), given[0], system, where)
     refuse_unsupported(record, where)
+    if fields.pop("tools", None):
+        raise UserError(
+            f"{where}: 'tools' has no effect here: what a model that samples may call comes from "
+            "its environment; describe it in a system message, or take it out of the row."
+        )
+    fields.pop("system", None)
     for name in _RESERVED:
         if name in fields:
             raise UserError(
-                f"{where}: '{name}' is what the model writes; rename that field, or leave it out."
+                f"{where}: '{name}' is what the model writes; set data.columns.reference={name}, "
+                "and the reward function gets it as 'reference'."
             )
-    return Row(index=index, messages=tuple(messages), fields=fields)
+    return Row(index=index, messages=tuple(messages), fields=fields, part=part)

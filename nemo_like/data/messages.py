@@ -1,6 +1,7 @@
 """Messages of a row: what counts as one, and what of it says nothing."""
 
 import json
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -13,6 +14,14 @@ Message = dict[str, Any]
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _SAID_BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Entries by which a message without content says something."""
+_SHAREGPT = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("tool", "observation"), "tool"),
+    "system": "system",
+}
+"""Roles by what ShareGPT's ``from`` calls them."""
+_TURN = re.compile(r"\n\n(Human|Assistant):")
 _KINDS = {dict: "an object", list: "a list", type(None): "null"}
 
 
@@ -20,10 +29,61 @@ def cleaned(value: object) -> object:
     """A row's entry; of messages, without entries that are null, and with content as one text.
 
     Content may be left out beside tool calls, and may be a list of parts that are all text.
+    ShareGPT's ``from`` and ``value`` are role and content; a text may be a ``dialogue``.
     """
+    value = dialogue(value)
     if not isinstance(value, list):
         return value
     return [_cleaned(one) if isinstance(one, dict) else one for one in value]
+
+
+def dialogue(value: object) -> object:
+    """Messages of a text with turns as in HH-RLHF; anything else as it is.
+
+    >>> dialogue("\\n\\nHuman: Hi\\n\\nAssistant:")
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
+        return value
+    _, *pieces = _TURN.split(value)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = [
+        {"role": roles[who], "content": text.strip()}
+        for who, text in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+    asks = turns[-1] == {"role": "assistant", "content": ""}
+    return turns[:-1] if asks else turns
+
+
+def system_of(record: Message, default: str | None, where: str) -> str | None:
+    """Text of the row's own ``system``, or the ``default``."""
+    text = record.get("system")
+    if text in (None, ""):
+        return default
+    for name in ("prompt", "messages", "chosen", "text"):
+        first = cleaned(record.get(name))
+        own = is_messages(first) and first[0]["role"] == "system" and first[0]["content"] != text
+        if not isinstance(text, str) or own or (name == "text" and name in record):
+            raise UserError(
+                f"{where}: 'system' must be text, and beside messages without a system message of "
+                f"their own; take it out of the row, or out of '{name}'."
+            )
+    return text
+
+
+def tools_of(record: Message, where: str) -> list[Any]:
+    """What the assistant may call: the row's ``tools``, a list or the same as JSON text."""
+    tools = record.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: 'tools' is text that is not JSON ({error}).") from error
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise UserError(f"{where}: 'tools' must be a list of objects, or the same as JSON text.")
+    if tools and "text" in record:
+        raise UserError(f"{where}: 'tools' has no effect on 'text'; take it out of the row.")
+    return tools
 
 
 def without_nulls(record: Message) -> Message:
@@ -44,6 +104,7 @@ def prompt_messages(
     content: object, name: str, system_prompt: str | None, where: str
 ) -> list[Message]:
     """The messages to answer that the entry ``name`` of a row holds, or has as a user's text."""
+    content = dialogue(content)
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     messages = cleaned(messages)
     if (
@@ -52,7 +113,11 @@ def prompt_messages(
         or all(message["role"] == "system" for message in messages)
     ):
         answered = is_messages(messages) and messages[-1]["role"] == "assistant"
-        remedy = "; leave out the assistant's last message" if answered else fault(messages)
+        answer = (
+            "; leave out the assistant's last message, or set data.columns.prompt to the first "
+        )
+        answer += f"question alone, such as {name}.0.content"
+        remedy = answer if answered else fault(messages)
         raise UserError(
             f"{where}: '{name}' must be text, or a list of {{'role', 'content'}} messages that "
             f"ends with the one to answer{remedy}."
@@ -118,6 +183,8 @@ def fault(messages: object) -> str:
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             return f" (message {index} is not an object)"
+        if not {"role", "content"} & message.keys() and "from" in message:
+            return f" (message {index} is from '{message['from']}', which is no known role)"
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 return f" (the '{name}' of message {index} {_not_text(message.get(name))})"
@@ -128,7 +195,20 @@ def fault(messages: object) -> str:
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             return f" (the 'tool_calls' of message {index} are no list of objects)"
+        if not all(map(_is_call, calls)):
+            return f" (the arguments of a tool call of message {index} are text that is not JSON)"
     return ""
+
+
+def _is_call(call: Message) -> bool:
+    """Whether arguments that are text are JSON."""
+    function = call.get("function")
+    given = (function if isinstance(function, dict) else call).get("arguments")
+    try:
+        json.loads(given if isinstance(given, str) else "null")
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _not_text(value: object) -> str:
@@ -142,6 +222,8 @@ def _not_text(value: object) -> str:
 
 def _cleaned(message: Message) -> Message:
     kept = without_nulls(message)
+    if "role" not in kept and "value" in kept and kept.get("from") in _SHAREGPT:
+        kept = {"role": _SHAREGPT[kept.pop("from")], "content": kept.pop("value"), **kept}
     calls = kept.get("tool_calls")
     if isinstance(calls, list):
         kept["tool_calls"] = [_cleaned_call(one) for one in calls]

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.data import PairsConfig
+from nemo_like.config.sources import Part
 from nemo_like.data import conversations, datasets
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation
@@ -18,11 +19,20 @@ from nemo_like.data.messages import (
     is_messages,
     opens_with,
     prompt_messages,
+    system_of,
+    tools_of,
     without_nulls,
 )
 from nemo_like.data.refusals import refuse_contrary_scores, refuse_message_weights
 from nemo_like.data.shapes import Purpose, how_to_load
-from nemo_like.data.token_rows import LengthFilter, Limit, TokenRow, collate, length_limit
+from nemo_like.data.token_rows import (
+    LengthFilter,
+    Limit,
+    TokenRow,
+    collate,
+    length_limit,
+    load_both,
+)
 from nemo_like.errors import UserError
 
 _FORMS = (
@@ -64,7 +74,7 @@ def load(
     limit = length_limit(
         config, context=context, micro_batch_tokens=micro_batch_tokens, rows_per_unit=2
     )
-    return datasets.load_both(
+    return load_both(
         config,
         partial(read, config),
         lambda pairs, key: tokenize(pairs, chat, limit, key),
@@ -73,10 +83,10 @@ def load(
     )
 
 
-def read(config: PairsConfig, source: str, num_rows: int, seed: int, key: str) -> list[Pair]:
-    """Pairs of ``reasoning_gym`` or of a .jsonl file; UserError as in ``load``."""
-    records = datasets.records(source, config.tasks, num_rows, seed, key)
-    if source == datasets.REASONING_GYM:
+def read(config: PairsConfig, part: Part, num_rows: int, seed: int) -> list[Pair]:
+    """Pairs of one part; UserError as in ``load``."""
+    records = datasets.records(part, config.tasks, num_rows, seed)
+    if part.generates:
         from nemo_like.data.reasoning_gym import with_wrong_answers
 
         records = with_wrong_answers(list(records))
@@ -127,18 +137,18 @@ def _pair(record: dict[str, Any], system_prompt: str | None, where: str) -> Pair
     elif _is_whole(chosen) and _is_whole(rejected):
         prompt, chosen, rejected = _without_prompt(prompt, chosen, rejected, names, where)
     refuse_contrary_scores(record, first, where)
-    messages = prompt_messages(prompt, "prompt", system_prompt, where)
-    return Pair(
-        chosen=_with_completion(messages, chosen, names[0], where),
-        rejected=_with_completion(messages, rejected, names[1], where),
+    system, tools = system_of(record, system_prompt, where), tools_of(record, where)
+    messages = prompt_messages(prompt, "prompt", system, where)
+    both = (
+        Conversation(
+            where=where,
+            messages=(*messages, *conversations.completion_messages(completion, name, where)),
+            num_prompt_messages=len(messages),
+            tools=tools,
+        )
+        for completion, name in zip((chosen, rejected), names, strict=True)
     )
-
-
-def _with_completion(
-    prompt: list[Message], completion: object, name: str, where: str
-) -> Conversation:
-    messages = conversations.completion_messages(completion, name, where)
-    return Conversation(where=where, messages=(*prompt, *messages), num_prompt_messages=len(prompt))
+    return Pair(chosen=next(both), rejected=next(both))
 
 
 def _is_whole(completion: object) -> TypeGuard[list[Message]]:

@@ -1,32 +1,21 @@
-"""Rows in other shapes than ours: how to write them so that they can be read."""
+"""Rows in other shapes than ours: how to have them read."""
 
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
+from nemo_like.config.data import FORMS
+from nemo_like.data.messages import dialogue
 from nemo_like.errors import UserError
 
-UNSUPPORTED = (
-    "tools",
-    "functions",
-    "system",
-    "chat_template",
-    "chat_template_kwargs",
-    "images",
-    "videos",
-    "audios",
-)
+UNSUPPORTED = ("functions", "chat_template", "chat_template_kwargs", "images", "videos", "audios")
 """Entries of a row that change what a template renders elsewhere, and would have no effect here."""
-_REMEDIES = {
-    "system": "write it as the first message of the prompt, {'role': 'system', 'content': ...}",
-    "chat_template_kwargs": "set data.template_switches, which are those of every row",
-}
+_REMEDIES = {"chat_template_kwargs": "set data.template_switches, which are those of every row"}
 _QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
 _MORE = ("input", "context")
 _ANSWERS = ("completion", "output", "response", "solution", "answer")
 _WITHOUT_ANSWER = "rows without an answer are for runs that sample, such as run_grpo.py"
-_ONE = "take one of them out"
-_SHAREGPT = ("from", "value")
+_CONVERSATIONS = ("conversations", "conversation")
 
 
 class Purpose(Enum):
@@ -63,43 +52,28 @@ def refuse_bad_answer(record: Mapping[str, Any], where: str) -> None:
         )
 
 
+def with_our_names(record: dict[str, Any]) -> dict[str, Any]:
+    """A row whose only text is a list of messages under one of their usual other names."""
+    for name in _CONVERSATIONS:
+        if isinstance(record.get(name), list) and not any(one in record for one in FORMS):
+            return {"messages" if key == name else key: one for key, one in record.items()}
+    return record
+
+
 def how_to_load(record: Mapping[str, Any], purpose: Purpose) -> str:
-    """What to write instead, where the shape is known: the end of a sentence, or ''."""
-    remedy = _conversation(record, purpose) or {
-        Purpose.answers: _answers,
-        Purpose.pairs: _pairs,
-        Purpose.prompts: _prompts,
-    }[purpose](record)
+    """What to set or write instead, where the shape is known: the end of a sentence, or ''."""
+    known = {Purpose.answers: _answers, Purpose.pairs: _pairs, Purpose.prompts: _prompts}
+    remedy = known[purpose](record)
     return f"; {remedy}" if remedy else ""
-
-
-def _conversation(record: Mapping[str, Any], purpose: Purpose) -> str:
-    """Messages under other names."""
-    for name, value in record.items():
-        if not (isinstance(value, list) and value and isinstance(value[0], dict)):
-            continue
-        shared = all(one in value[0] for one in _SHAREGPT)
-        if not shared and not (name == "conversation" and "role" in value[0]):
-            continue
-        steps = [f"rename '{name}' to 'messages'"]
-        if shared:
-            steps.append("and in each of them 'from' to 'role' (human is user, gpt is assistant)")
-            steps.append("and 'value' to 'content'")
-        if purpose is Purpose.prompts:
-            steps.append("and leave out the assistant's last one")
-        if purpose is Purpose.pairs:
-            return "one conversation prefers nothing: it is for run_sft.py, as 'messages'"
-        return " ".join(steps)
-    return ""
 
 
 def _answers(record: Mapping[str, Any]) -> str:
     if "chosen" in record and "rejected" in record:
-        new = "completion" if isinstance(record["chosen"], str) else "messages"
-        beside = " (and take 'prompt' out)" if new == "messages" and "prompt" in record else ""
+        is_text = isinstance(dialogue(record["chosen"]), str)
+        new = {"prompt": _prompt(record), "completion": "chosen"} if is_text else {}
         return (
-            "pairs are for run_dpo.py and run_rm.py; to train on the better answers alone, rename "
-            f"'chosen' to '{new}'{beside}"
+            "pairs are for run_dpo.py and run_rm.py; to train on the better answers alone, "
+            + _columns(**(new or {"messages": "chosen"}))
         )
     prompt = _prompt(record)
     answer = next((name for name in _ANSWERS if name in record), None)
@@ -108,14 +82,11 @@ def _answers(record: Mapping[str, Any]) -> str:
     if not prompt and "prompt" not in record:
         return ""
     if "choices" in record:
-        last = f"the right choice in words as 'completion' ('{answer}' says which it is)"
-        return f"{prompt} and {last}" if prompt else f"write {last}"
-    if answer == "completion":
-        return prompt
-    last = f"'{answer}' to 'completion'"
-    if prompt.startswith("rename"):
-        return f"{prompt} and {last}"
-    return f"{prompt} and rename {last}" if prompt else f"rename {last}"
+        return (
+            f"write {prompt or 'prompt'} and choices as one 'prompt' and the right choice in words "
+            f"as 'completion' ('{answer}' says which it is)"
+        )
+    return _columns(prompt=prompt, completion="" if answer == "completion" else answer)
 
 
 def _pairs(record: Mapping[str, Any]) -> str:
@@ -125,44 +96,49 @@ def _pairs(record: Mapping[str, Any]) -> str:
             "good and a bad answer of the same prompt into one row, as 'chosen' and 'rejected'"
         )
     if "chosen" in record and "rejected" in record:
-        return _prompt(record) or (
+        return _columns(prompt=_prompt(record)) or (
             "give the texts' common beginning as 'prompt', in messages if it has several turns, "
             "and leave it out of both"
         )
-    if "messages" in record or "text" in record or any(name in record for name in _ANSWERS):
+    others = ("messages", "text", *_CONVERSATIONS, *_ANSWERS)
+    if any(name in record for name in others):
         return "one answer prefers nothing: it is for run_sft.py"
     return _WITHOUT_ANSWER if "prompt" in record or _prompt(record) else ""
 
 
 def _prompts(record: Mapping[str, Any]) -> str:
     if "prompt" in record and "messages" in record:
-        return "take 'messages' out, which has the answer" if _ends(record) else _ONE
-    if prompt := _prompt(record):
-        return f"{prompt}; other entries reach the reward function under their own names"
+        return "set data.columns.prompt to the one to use, prompt or messages"
+    if "choices" in record and (prompt := _prompt(record)):
+        return f"write {prompt} and choices as one 'prompt'"
+    if columns := _columns(prompt=_prompt(record)):
+        return f"{columns}; other entries reach the reward function under their own names"
+    for name in _CONVERSATIONS:
+        if name in record:
+            return (
+                f"set data.columns.prompt to what is asked, such as {name}.0.value, or to messages "
+                "that end with it"
+            )
     if "chosen" in record and "rejected" in record:
-        return "pairs are for run_dpo.py and run_rm.py"
+        is_list = isinstance(record["chosen"], list)
+        question = "; to sample, set data.columns.prompt=chosen.0.content" if is_list else ""
+        return f"pairs are for run_dpo.py and run_rm.py{question}"
     if "text" in record:
         return "texts are for run_sft.py"
     return ""
 
 
-def _ends(record: Mapping[str, Any]) -> bool:
-    """Whether a row's messages end with an answer."""
-    messages = record["messages"]
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return isinstance(last, dict) and last.get("role") == "assistant"
-
-
 def _prompt(record: Mapping[str, Any]) -> str:
-    """How to make ``prompt`` of what is called otherwise; '' where there is one, or nothing."""
+    """The columns of which ``prompt`` can be made; '' where there is one, or nothing."""
     question = next((name for name in _QUESTIONS if name in record), None)
     if question is None or question == "prompt":
         return ""
-    if "choices" in record:
-        return f"write '{question}' and 'choices' as one 'prompt'"
-    if "system" in record:
-        return f"write 'system' and '{question}' as 'prompt', a list of a system and a user message"
     more = next((name for name in _MORE if name in record and name != question), None)
-    if more is not None:
-        return f"write '{question}' and '{more}' as one 'prompt'"
-    return f"rename '{question}' to 'prompt'"
+    return question if more is None else f"[{question}, {more}]"
+
+
+def _columns(**columns: str) -> str:
+    """The key to set, of those of ours that have a column."""
+    named = {name: column for name, column in columns.items() if column}
+    inside = ", ".join(f"{name}: {column}" for name, column in named.items())
+    return f"set data.columns='{{{inside}}}'" if named else ""

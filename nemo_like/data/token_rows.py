@@ -1,11 +1,11 @@
-"""Rows as token ids: which of them fit, and how they become a batch.
+"""Rows as token ids: which of them fit, and how they become the batches of a run.
 
 Legend: ``T`` tokens of a row, ``B`` rows, ``N`` tokens of all rows.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.data import OverlongRows, TextsConfig
+from nemo_like.config.data import Overlong, TextsConfig
+from nemo_like.config.sources import Part
+from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, R, without_overlap
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,19 @@ def collate(rows: Sequence[TokenRow]) -> TensorBatch:
     )
 
 
+def _cut(row: TokenRow, first: int, most: int) -> TokenRow:
+    """The ``most`` tokens from ``first`` on; the first one never trains."""
+    mask = row.mask[first : first + most].clone()
+    mask[:1] = False
+    return TokenRow(ids=row.ids[first : first + most], mask=mask)
+
+
+def _num_common(one: Tensor, other: Tensor) -> int:
+    """How many tokens two rows have in common at their beginning."""
+    shorter = min(len(one), len(other))
+    return int((one[:shorter] == other[:shorter]).cumprod(0).sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limit:
     """Most tokens of a row, and what happens to a longer one."""
@@ -51,7 +66,7 @@ class Limit:
     num_tokens: int
     key: str
     """What sets the number, for messages."""
-    overlong: OverlongRows
+    overlong: Overlong
 
 
 def length_limit(
@@ -97,17 +112,23 @@ class LengthFilter:
         if length > most and overlong == "refuse":
             raise UserError(
                 f"{where}: the row has {length} tokens, and {self.limit.key} allows {most}; "
-                "shorten it, raise the limit, or set data.overlong to drop or truncate."
+                "shorten it, raise the limit, or set data.overlong to drop, truncate_left or "
+                "truncate_right."
             )
         if length > most and overlong == "drop":
             self.dropped[f"longer than {most} tokens"] += 1
             return []
-        kept = [TokenRow(ids=row.ids[:most], mask=row.mask[:most]) for row in unit]
+        first = max(0, length - most) if overlong == "truncate_left" else 0
+        kept = [_cut(row, first, most) for row in unit]
+        side = "last" if first else "first"
         if not all(row.mask.any() for row in kept):
-            self.dropped[f"without a token to train within the first {most}"] += 1
+            self.dropped[f"without a token to train within the {side} {most}"] += 1
             return []
         if len(kept) == 2 and torch.equal(kept[0].ids, kept[1].ids):
-            self.dropped[f"of two rows with the same first {most} tokens"] += 1
+            self.dropped[f"of two rows with the same {side} {most} tokens"] += 1
+            return []
+        if len(kept) == 2 and first >= _num_common(unit[0].ids, unit[1].ids):
+            self.dropped["of two rows of which nothing common would be left"] += 1
             return []
         self.num_truncated += length > most
         return kept
@@ -128,3 +149,32 @@ class LengthFilter:
         if self.dropped.total() == num_units:
             reasons = "; ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             raise UserError(f"{key}: none of {num_units} {noun} is left: {reasons}.")
+
+
+def load_both(
+    config: TextsConfig,
+    read: Callable[[Part, int, int], list[R]],
+    tokenize: Callable[[list[R], str], TensorBatch],
+    *,
+    seed: int,
+    with_validation: bool,
+) -> tuple[TensorBatch, TensorBatch | None]:
+    """Training rows, and validation rows if there are any and they are asked for.
+
+    ``read(part, num_rows, seed)`` gives the rows of one part, ``tokenize(rows, key)`` the batch
+    that they make. Rows of a mixture have the column ``PART``.
+    """
+    held_out: list[R] = []
+    if with_validation:
+        for part in config.validation_parts:
+            held_out += read(part, config.num_validation_rows, seed + VALIDATION_SEED_OFFSET)
+    batches = []
+    for index, part in enumerate(config.train_parts):
+        if not part.weight:
+            continue
+        rows = without_overlap(read(part, config.num_train_rows, seed), held_out)
+        batches.append(tokenize(rows, part.key))
+        if config.mixes:
+            batches[-1].rows[keys.PART] = torch.full((len(batches[-1]),), index)
+    train = TensorBatch.concatenate(batches)
+    return train, tokenize(held_out, "data.validation") if held_out else None

@@ -69,6 +69,24 @@ class TokenCuts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
+    def begins_twice(self, ids: Sequence[int]) -> bool:
+        """Whether there are two BOS at the beginning."""
+        bos = self._tokenizer.bos_token_id
+        return bos is not None and list(ids[:2]) == [bos, bos]
+
+    def without_tokens(self, text: str, count: int, *, at_start: bool) -> str:
+        """Plain text without its first or last ``count`` tokens, or whole characters in them."""
+        if not self._tokenizer.is_fast:
+            ids = self.ids(text)
+            return self._tokenizer.decode(
+                ids[count:] if at_start else ids[: max(0, len(ids) - count)]
+            )
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        places: list[tuple[int, int]] = found["offset_mapping"]
+        if count >= len(places):
+            return ""
+        return text[places[count - 1][1] :] if at_start else text[: places[-count][0]]
+
     def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Token ids of ``text``, and how many of them stand before each of the rising ``cuts``."""
         encoding = self._tokenizer(

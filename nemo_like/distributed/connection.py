@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 import ray
+from ray import JobID
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray.exceptions import AuthenticationError
 
-from nemo_like.distributed.ray_errors import errors_in_log
 from nemo_like.distributed.sweeper import Sweeper
 from nemo_like.errors import RunError, StoppedError, UserError, exit_code
 
@@ -37,6 +37,7 @@ _SLOW_S = 25.0
 _LEAST_GIB = 2.0
 _HTTP2_SETTINGS = 4
 """Type of the frame with which every gRPC server, such as Ray's head, greets, unasked."""
+logger = logging.getLogger(__name__)
 
 
 def connect() -> Callable[[], None]:
@@ -55,10 +56,7 @@ def connect() -> Callable[[], None]:
     # others'; Ray would print their tracebacks next to that sentence.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS", "")
-    if address in ("", "local"):
-        leave = partial(_leave, _start())
-    else:
-        leave = partial(_leave, _join(address))
+    leave = partial(_leave, _start() if address in ("", "local") else _join(address))
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler, below Python's, would print a traceback before ours is called.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -102,10 +100,9 @@ def _leave(end: Callable[[], None]) -> None:
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Ignore Ctrl-C and similar: a half-ended Ray would end this process with code 1."""
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
-        previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM) if is_main else ()
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
@@ -133,13 +130,13 @@ def _start() -> Callable[[], None]:
     began = time.monotonic()
     try:
         sweeper = Sweeper()
-        with _on_loopback(), _variables(sweeper.environment | {"TMPDIR": str(sweeper.folder)}):
+        folder = str(sweeper.folder)
+        # Then Ray takes 127.0.0.1 for this node, and its processes listen there alone, as on macOS
+        # and Windows; elsewhere its argument for the address refuses loopback.
+        on_loopback = _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
+        with on_loopback, _environment(sweeper.environment | {"TMPDIR": folder}):
             end_thread = _init_in_thread(
-                None,
-                sweeper.close,
-                address="local",
-                include_dashboard=False,
-                _temp_dir=str(sweeper.folder),
+                None, sweeper.close, address="local", include_dashboard=False, _temp_dir=folder
             )
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         told = why_not_started(
@@ -158,22 +155,18 @@ def _start() -> Callable[[], None]:
 
 
 def why_not_started(error: Exception, *, waited_s: float, load: float, free_gib: float) -> str:
-    """Why Ray did not start: known facts, then what to check, likely causes first.
-
-    ``load``: processes that wanted to run, for each processor, over the last minute.
-    """
-    folders = (
+    """Known facts, then what to check. ``load``: processes that wanted to run, by processor."""
+    causes = []
+    if free_gib < _LEAST_GIB and not isinstance(error, OSError):
+        short = f"memory is short, of which Ray's processes take about {_LEAST_GIB:g} GiB"
+        causes.append(f"{short}: free some")
+    if (load > _BUSY or waited_s > _SLOW_S) and not isinstance(error, OSError):
+        busy = "the machine is busy, and Ray's processes did not come up in time"
+        causes.append(f"{busy}: try again when less runs on it")
+    causes.append(
         "see that its folders can be written (~/.ray for its token; TMPDIR, or a short path in "
         "RAY_TMPDIR, for its sessions and their logs), and what the variables RAY_... say"
     )
-    causes = [folders]
-    if not isinstance(error, OSError):
-        if load > _BUSY or waited_s > _SLOW_S:
-            busy = "the machine is busy, and Ray's processes did not come up in time"
-            causes.insert(0, f"{busy}: try again when less runs on it")
-        if free_gib < _LEAST_GIB:
-            short = f"memory is short, of which Ray's processes take about {_LEAST_GIB:g} GiB"
-            causes.insert(0, f"{short}: free some")
     return (
         f"{_in_a_line(error)} (after {waited_s:.0f} s, with {load:.1f} processes that want to run "
         f"for each processor and {free_gib:.1f} GiB of memory free); {'; or '.join(causes)}."
@@ -181,33 +174,29 @@ def why_not_started(error: Exception, *, waited_s: float, load: float, free_gib:
 
 
 @contextmanager
-def _variables(of_processes: Mapping[str, str]) -> Iterator[None]:
+def _environment(of_processes: Mapping[str, str]) -> Iterator[None]:
     """Set what Ray's processes, and so our workers, inherit; this one goes on without."""
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in of_processes}
     os.environ.update(of_processes)
     try:
         yield
     finally:
-        for name in of_processes:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
+        for name, value in before.items():
+            if value is None:
                 del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Within, Ray starts with 127.0.0.1 for this node, which its processes then listen on alone.
-
-    It does so by itself on macOS and Windows; elsewhere its argument for the node's address refuses
-    loopback. (The variable that this constant is read from counts when ray is imported.)
-    """
-    was = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Within, Ray's ``module`` has another value: it has no public setting for it."""
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = was
+        setattr(module, name, before)
 
 
 def _in_a_line(error: Exception) -> str:
@@ -226,7 +215,14 @@ def _join(address: str) -> Callable[[], None]:
             "6379 by default), or auto for one on this machine; for a job server's "
             "address, use ray job submit --address."
         )
-    _check_answer(address)
+    try:
+        _expect_head(address)
+    # The latter two for port 65536, and for a name with an empty or too long label.
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: no Ray answers there ({error}); start that cluster, or unset "
+            "RAY_ADDRESS to start one here."
+        ) from error
     try:
         return _init_in_thread(_JOIN_TIMEOUT_S, lambda: None, address=address)
     except AuthenticationError as error:
@@ -253,11 +249,10 @@ def _init_in_thread(
 ) -> Callable[[], None]:
     """ray.init; TimeoutError after ``limit_s``. Returns how to end the thread, and all it started.
 
-    If it is interrupted, Ray ends as soon as it has started, and then ``if_abandoned`` is called.
-
-    Its waits are in C++, where no signal reaches them, so it has a thread, which may be left. There
-    it leaves our handler of SIGTERM alone, and what it starts never sees that signal, which many
-    send to all processes of a run: workers must live until the driver has saved.
+    It waits in C++, where no signal reaches it, so it has a thread. If the wait is interrupted, Ray
+    ends as soon as it has started, and then ``if_abandoned`` is called. In a thread it also leaves
+    our handler of SIGTERM alone, and what it starts never sees that signal, which many send to all
+    processes of a run: workers must live until the driver has saved.
     """
     done: Future[None] = Future()
     left = threading.Event()
@@ -265,7 +260,8 @@ def _init_in_thread(
     def init() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
         try:
-            with errors_in_log():
+            # Ray's listener prints a page of advice for each worker that dies, before our sentence.
+            with _replaced(ray_worker, "listen_error_messages", _log_errors):
                 ray.init(**options, **_QUIET)
         except BaseException as error:
             done.set_exception(error)
@@ -289,17 +285,6 @@ def _init_in_thread(
     return left.set
 
 
-def _check_answer(address: str) -> None:
-    try:
-        _expect_head(address)
-    # The latter two for port 65536, and for a name with an empty or too long label.
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise UserError(
-            f"RAY_ADDRESS={address}: no Ray answers there ({error}); start that cluster, or unset "
-            "RAY_ADDRESS to start one here."
-        ) from error
-
-
 def _expect_head(address: str) -> None:
     """OSError unless Ray listens there and answers."""
     host, _, port = address.rpartition(":")
@@ -314,3 +299,14 @@ def _expect_head(address: str) -> None:
             raise TimeoutError(f"connected, and silent for {_ANSWER_TIMEOUT_S:g} s") from error
     if len(greeting) < 4 or greeting[3] != _HTTP2_SETTINGS:
         raise ConnectionError(f"what listens greets with {greeting!r}, as Ray does not")
+
+
+def _log_errors(worker: Any, stopped: threading.Event) -> None:
+    """Log errors of Ray's processes that concern this job or the whole cluster."""
+    ours = (None, worker.current_job_id.binary(), JobID.nil().binary())
+    with suppress(OSError):  # the head is gone, which others notice
+        worker.gcs_error_subscriber.subscribe()
+        while not stopped.is_set():
+            _, error = worker.gcs_error_subscriber.poll()
+            if error is not None and error["job_id"] in ours:
+                logger.info("Ray: %s", error["error_message"], extra={"file_only": True})

@@ -64,11 +64,7 @@ class RemoteBatch:
             lengths=torch.cat(list(lengths)),
             rows={name: torch.cat([chunk[name] for chunk in rows]) for name in rows[0]},
         )
-        chunk = [torch.full((len(one),), i) for i, one in enumerate(lengths)]
-        position = [torch.arange(len(one)) for one in lengths]
-        batch.sources.append(
-            _Source(refs=tuple(refs), chunk=torch.cat(chunk), position=torch.cat(position))
-        )
+        batch.add_columns(refs, torch.arange(len(batch)).split([len(one) for one in lengths]))
         return batch
 
     @staticmethod
@@ -89,20 +85,14 @@ class RemoteBatch:
         sources = []
         for parts in zip(*(batch.sources for batch in batches), strict=True):
             first = torch.tensor([0] + [len(part.refs) for part in parts]).cumsum(0)
-            sources.append(
-                _Source(
-                    refs=tuple(ref for part in parts for ref in part.refs),
-                    chunk=torch.cat(
-                        [part.chunk + n for part, n in zip(parts, first, strict=False)]
-                    ),
-                    position=torch.cat([part.position for part in parts]),
-                )
-            )
+            chunks = [part.chunk + n for part, n in zip(parts, first, strict=False)]
+            refs = tuple(ref for part in parts for ref in part.refs)
+            position = torch.cat([part.position for part in parts])
+            sources.append(_Source(refs=refs, chunk=torch.cat(chunks), position=position))
+        names = batches[0].rows
         return RemoteBatch(
             lengths=torch.cat([batch.lengths for batch in batches]),
-            rows={
-                name: torch.cat([batch.rows[name] for batch in batches]) for name in batches[0].rows
-            },
+            rows={name: torch.cat([batch.rows[name] for batch in batches]) for name in names},
             sources=sources,
         )
 
@@ -115,7 +105,9 @@ class RemoteBatch:
             sources=[source.select(index) for source in self.sources],
         )
 
-    def add_columns(self, refs: Sequence[ObjectRef], rows_of: Sequence[Sequence[int]]) -> None:
+    def add_columns(
+        self, refs: Sequence[ObjectRef], rows_of: Sequence[Sequence[int] | Tensor]
+    ) -> None:
         """Add token columns: row j of ``refs[i]`` belongs to row ``rows_of[i][j]`` here."""
         chunk = torch.full((len(self),), -1)
         position = torch.zeros(len(self), dtype=torch.int64)

@@ -128,10 +128,7 @@ def _shared_memory(pid: int) -> dict[int, str]:
 
 
 def _started_under(folder: str, with_forks: bool) -> set[int]:
-    """Processes with our mark in their environment, the owner's forks, and all that they started.
-
-    A fork has no mark, but the other end of our pipe, which no program inherits.
-    """
+    """Those with our mark, forks of the owner (which alone have our pipe), and all below them."""
     pipe = Path("/proc/self/fd/0").readlink() if with_forks else None
     marked: set[int] = set()
     children: dict[int, list[int]] = {}

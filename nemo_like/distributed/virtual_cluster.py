@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -48,15 +48,12 @@ class Bundle:
     gpu_id: str | None
     """Id as CUDA_VISIBLE_DEVICES takes it; None in a CPU run."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that its processes get."""
     listens_on: str = ""
-    """See ``network.listening_address``."""
+    """This and ``environment``: see ``WorkerContext``."""
 
     def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
         """Where an actor of this bundle goes; without it, it would wait for CPUs that we hold."""
-        return PlacementGroupSchedulingStrategy(
-            placement_group=self.group, placement_group_bundle_index=self.index
-        )
+        return PlacementGroupSchedulingStrategy(self.group, self.index)
 
 
 class VirtualCluster:
@@ -122,8 +119,17 @@ class VirtualCluster:
     def _number_bundles(self, timeout_s: float) -> list[Bundle]:
         """Ask every node where it is, and sort by node and GPU: rank order is physical order."""
         num_nodes = len(self.plan.bundles_per_node)
+        gpus = self.plan.node_resources.get("GPU", 0)
+        probes = [
+            _where.options(
+                num_gpus=gpus,
+                num_cpus=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            ).remote()
+            for index in range(num_nodes)
+        ]
         try:
-            places = ray.get([self._probe(index) for index in range(num_nodes)], timeout=timeout_s)
+            places = ray.get(probes, timeout=timeout_s)
         except GetTimeoutError as error:
             raise WaitTimeoutError(
                 f"The driver waited {timeout_s:g} s for its {num_nodes} node(s) to answer."
@@ -151,16 +157,8 @@ class VirtualCluster:
         ]
         return sorted(bundles, key=physical_order)
 
-    def _probe(self, index: int) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=index
-        )
-        gpus = self.plan.node_resources.get("GPU", 0)
-        return _where.options(num_gpus=gpus, num_cpus=0, scheduling_strategy=strategy).remote()
-
 
 def reserve(plan: ResourcePlan, config: ClusterConfig) -> VirtualCluster:
-    """What a run's configuration asks for."""
     return VirtualCluster(plan, config.start_timeout_s, config.network_interface)
 
 
@@ -170,9 +168,7 @@ def physical_order(bundle: Bundle) -> tuple[str, str, int]:
     return (bundle.address, bundle.node_id, int(gpu) if gpu.isdigit() else -1)
 
 
-def alive_nodes(
-    resources: Mapping[str, Mapping[str, float]] | None = None,
-) -> list[NodeResources]:
+def alive_nodes(resources: Mapping[str, Mapping[str, float]] | None = None) -> list[NodeResources]:
     """Every alive node with what it has in all, or in ``resources``, by its id."""
     return [
         NodeResources(

@@ -3,10 +3,11 @@
 Actors are hosts, which are up at once: neither they nor who starts them import a worker's class.
 """
 
-import asyncio
+import contextlib
 import faulthandler
 import inspect
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_like.distributed.compiler_cache import keep_compiler_cache
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,8 @@ class WorkerContext:
     rank: int
     world_size: int
     address: str
-    """Address of its node."""
+    """Of its node, as ``node_id``."""
     node_id: str
-    """Ray's id of its node."""
     gpu_ids: tuple[str, ...]
     """GPUs that it may use; empty in a CPU run."""
     environment: Mapping[str, str]
@@ -50,7 +50,6 @@ class WorkerContext:
 
     @property
     def log_path(self) -> Path:
-        """The worker's own log."""
         return Path(self.log_dir) / f"{self.role}-{self.rank}.log"
 
 
@@ -113,13 +112,62 @@ class AsyncHost(Host):
 
     def __init__(self, context: WorkerContext, worker_class: Callable[[], type[Worker]]) -> None:
         super().__init__(context, worker_class)
-        self._importing = asyncio.Lock()
+        import asyncio  # 60 ms, which commands that import this file do without
+
+        self._importing, self._in_thread = asyncio.Lock(), asyncio.to_thread
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See ``Host``."""
         if self._worker is None:
             async with self._importing:
                 # In a thread: the event loop would answer nobody for seconds.
-                await asyncio.to_thread(self._ready_worker)
+                await self._in_thread(self._ready_worker)
         result = super().call(method, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
+
+
+def keep_compiler_cache() -> None:
+    """Keep the cache of this process, and those that it starts, in the user's cache folder.
+
+    Call it before torch is imported, which makes a folder in TMPDIR by then, and leaves it there.
+    """
+    if _VARIABLE in os.environ:
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # no home, or a read-only one: as torch has it
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = caches / "nemo_like" / "inductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ[_VARIABLE] = str(folder)
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """A grid of ranks; the last axis varies fastest, so its ranks are physical neighbours.
+
+    >>> layout = RankLayout({"dp": 2, "tp": 2})
+    >>> layout.coordinate(2, "dp"), layout.output_ranks("dp")
+    (1, (0, 2))
+    >>> RankLayout({"pp": 2, "dp": 2}).output_ranks("dp", last="pp")
+    (2, 3)
+    """
+
+    sizes: dict[str, int]
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        names = list(self.sizes)
+        stride = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
+        return rank // stride % self.sizes[axis]
+
+    def output_ranks(self, axis: str, last: str | None = None) -> tuple[int, ...]:
+        """The rank at each position of ``axis``: first along every other, but last on ``last``."""
+        wanted = {name: 0 for name in self.sizes if name != axis}
+        if last is not None:
+            wanted[last] = self.sizes[last] - 1
+        return tuple(
+            rank
+            for rank in range(self.world_size)
+            if all(self.coordinate(rank, name) == at for name, at in wanted.items())
+        )

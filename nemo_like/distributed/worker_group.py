@@ -2,31 +2,33 @@
 
 import copy
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar
 
 import ray
-from ray.exceptions import (
-    OutOfMemoryError,
-    RayActorError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
-from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.failures import (
+from nemo_like.distributed.virtual_cluster import Bundle
+from nemo_like.distributed.waiting import (
+    DriverMeter,
+    Pending,
+    check_idle,
     death_message,
     disconnection_message,
     is_disconnection,
+    wait_together,
+    watched,
 )
-from nemo_like.distributed.rank_layout import RankLayout
-from nemo_like.distributed.virtual_cluster import Bundle
-from nemo_like.distributed.waiting import Pending, check_idle, wait_together, watched
-from nemo_like.distributed.worker import AsyncHost, Host, Worker, WorkerContext
+from nemo_like.distributed.worker import AsyncHost, Host, RankLayout, Worker, WorkerContext
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 
 W = TypeVar("W", bound=Worker)
+_DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 P = ParamSpec("P")
 R = TypeVar("R")
+Method: TypeAlias = (
+    Callable[Concatenate[W, P], R] | Callable[Concatenate[W, P], Coroutine[Any, Any, R]]
+)
+"""Of a worker class, with what it takes and what it returns or awaits."""
 
 
 def worker_contexts(
@@ -104,26 +106,13 @@ class WorkerGroup(Generic[W]):
 
     @property
     def world_size(self) -> int:
-        """Ranks in the group."""
         return len(self.actors)
 
-    def call(
-        self,
-        method: Callable[Concatenate[W, P], R]
-        | Callable[Concatenate[W, P], Coroutine[Any, Any, R]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[R]:
+    def call(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The same arguments to every rank; results in rank order."""
-        return self._call_all(dict.fromkeys(range(self.world_size), (args, kwargs)), method)
+        return wait_together(self.submit(method, *args, **kwargs))[0]
 
-    def submit(
-        self,
-        method: Callable[Concatenate[W, P], R]
-        | Callable[Concatenate[W, P], Coroutine[Any, Any, R]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> "Pending[R]":
+    def submit(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> "Pending[R]":
         """``call`` without waiting; see ``wait_together``."""
         return self._send(dict.fromkeys(range(self.world_size), (args, kwargs)), method)
 
@@ -133,11 +122,7 @@ class WorkerGroup(Generic[W]):
         return Pending(group=self, refs=refs, phase="start-up")
 
     def submit_each(
-        self,
-        method: Callable[Concatenate[W, Any, ...], R]
-        | Callable[Concatenate[W, Any, ...], Coroutine[Any, Any, R]],
-        of_rank: Sequence[Any],
-        *args: Any,
+        self, method: Method[W, ..., R], of_rank: Sequence[Any], *args: Any
     ) -> "Pending[R]":
         """``of_rank[i]`` and ``args`` to rank i, without waiting."""
         assert len(of_rank) == self.world_size, (len(of_rank), self.world_size)
@@ -145,8 +130,7 @@ class WorkerGroup(Generic[W]):
 
     def scatter(
         self,
-        method: Callable[Concatenate[W, Any, ...], R]
-        | Callable[Concatenate[W, Any, ...], Coroutine[Any, Any, R]],
+        method: Method[W, ..., R],
         shards: Sequence[Any],
         *args: Any,
         axis: str = "dp",
@@ -154,26 +138,16 @@ class WorkerGroup(Generic[W]):
     ) -> list[R]:
         """Shard i to all ranks at position i of ``axis``; results of its output ranks, in order.
 
-        Leaders are first along every other axis, and last along ``last``. ``args`` go to all.
+        See ``RankLayout.output_ranks`` for ``last``. ``args`` go to all.
         """
         assert len(shards) == self.layout.sizes[axis], (len(shards), self.layout)
-        work = {
-            rank: ((shards[self.layout.coordinate(rank, axis)], *args), {})
-            for rank in range(self.world_size)
-        }
-        results = self._call_all(work, method)
+        places = (self.layout.coordinate(rank, axis) for rank in range(self.world_size))
+        calls = self.submit_each(method, [shards[place] for place in places], *args)
+        results = wait_together(calls)[0]
         return [results[rank] for rank in self.layout.output_ranks(axis, last)]
 
-    def call_rank(
-        self,
-        rank: int,
-        method: Callable[Concatenate[W, P], R]
-        | Callable[Concatenate[W, P], Coroutine[Any, Any, R]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R:
-        """One rank only."""
-        return self._call_all({rank: (args, kwargs)}, method)[0]
+    def call_rank(self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return wait_together(self._send({rank: (args, kwargs)}, method))[0][0]
 
     def waiting(
         self,
@@ -196,7 +170,7 @@ class WorkerGroup(Generic[W]):
 
     def watch(self, method: Callable[Concatenate[W, ...], Coroutine[Any, Any, None]]) -> None:
         """Call ``method``, which returns only by failing; every wait of the run sees that."""
-        refs = self._send(dict.fromkeys(range(self.world_size), ((), {})), method).refs
+        refs = self.submit(method).refs
         for ref in refs:
             del self.calls[ref]
         self.watches |= refs
@@ -215,7 +189,7 @@ class WorkerGroup(Generic[W]):
                 return phase
             try:
                 ray.get(ref)
-            except (RayActorError, WorkerCrashedError, OutOfMemoryError):
+            except _DIED:
                 return phase
             except RayTaskError:  # it failed by itself before
                 continue
@@ -230,9 +204,6 @@ class WorkerGroup(Generic[W]):
         for actor in doomed:
             ray.kill(actor)
 
-    def _call_all(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> list[Any]:
-        return wait_together(self._send(work, method))[0]
-
     def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> "Pending[Any]":
         name = method.__name__
         if self.minds_idle:
@@ -245,10 +216,7 @@ class WorkerGroup(Generic[W]):
         return Pending(group=self, refs=refs, phase=name)
 
     def result(self, ref: Any, rank: int, when: str) -> Any:
-        """What a finished call returned; a failure names this group's rank and phase.
-
-        ``when``: in or before which phase that is seen, and what of the rank.
-        """
+        """What a finished call returned; a failure names the rank, and ``when`` it was noticed."""
         context = self.contexts[rank]
         try:
             return ray.get(ref)
@@ -261,5 +229,5 @@ class WorkerGroup(Generic[W]):
             if is_disconnection(cause):
                 raise RunError(disconnection_message(context, when, cause)) from error
             raise
-        except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
+        except _DIED as error:
             raise WorkerDiedError(death_message(context, when, error)) from error

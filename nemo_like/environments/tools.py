@@ -24,6 +24,7 @@ TOOLS = Door(
     "nemo_like.tools",
     {
         "calculate": "nemo_like.environments.tools.calculate",
+        "python": "nemo_like.environments.tools.python",
     },
 )
 _KEY = "environment.options.tools"
@@ -118,6 +119,20 @@ def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(tool)
     except Exception as error:  # transformers' own errors, by what is missing
         raise UserError(f"{_KEY}: {tool.__name__} cannot be described: {error}") from error
+
+
+async def python(code: str) -> str:
+    """
+    Run a Python program, apart from everything else, and read what it prints.
+
+    Args:
+        code: The program. It starts afresh each time, without files or a network.
+    """
+    from nemo_like.rewards.sandbox.program import run_program  # prepares processes
+
+    result = await run_program(code)
+    said = result.stdout + result.stderr
+    return said if result.reason in ("exit", "signal") else f"{said}\n(ended: {result.reason})"
 
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {

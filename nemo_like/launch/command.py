@@ -1,15 +1,12 @@
 """Options and words of the commands that start from a configuration, given as a run's would be."""
 
-from nemo_like import early  # noqa: F401
-
-# isort: split
-
 import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_like.compose.files import SHIPPED
+from nemo_like.compose.files import SHIPPED, find_file, located
 from nemo_like.compose.load import compose_raw
+from nemo_like.compose.overrides import refuse_twice
 from nemo_like.errors import UserError
 
 
@@ -22,7 +19,6 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting."""
         raise UserError(f"{message}; use {self.usage}.")
 
 
@@ -38,18 +34,12 @@ class ConfigParser(CommandParser):
             "--config-path", "-cp", type=Path, help="folder to use instead of the shipped one"
         )
 
-    def load(
-        self, options: argparse.Namespace, *, files_are_here: bool = True, runs: bool = True
-    ) -> Any:
-        """The checked configuration; raises UserError. See ``compose.load.load``."""
-        composed = compose_raw(*self.source(options))
-        return composed.load(files_are_here=files_are_here, runs=runs)
+    def load(self, options: argparse.Namespace, **checks: bool) -> Any:
+        """The checked configuration; raises UserError. See ``compose.load.load`` for ``checks``."""
+        return compose_raw(*self.source(options)).load(**checks)
 
     def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
-        """What ``compose_raw`` needs: folder, name, overrides and the user's folder.
-
-        Raises UserError for more than one name, and for a folder that does not exist.
-        """
+        """Folder, name, overrides and the user's folder, for ``compose_raw``; raises UserError."""
         # Words without "=" are no overrides, but Hydra's ~key deletes one.
         names = [word for word in options.words if "=" not in word and not word.startswith("~")]
         if len(names) + (options.config_name is not None) > 1:
@@ -59,4 +49,10 @@ class ConfigParser(CommandParser):
             raise UserError(f"--config-path={folder} is not a folder; give one with YAML files.")
         name = options.config_name or (names[0] if names else "grpo")
         overrides = [word for word in options.words if word not in names]
-        return folder, name, overrides, options.config_dir
+        refuse_twice(overrides)
+        folders = [folder, *([options.config_dir] if options.config_dir else [])]
+        extra_dir = options.config_dir
+        if name.endswith(".yaml") and Path(name).is_file() and find_file(folders, name) is None:
+            found, name = located(name, folders)
+            extra_dir = found or extra_dir
+        return folder, name, overrides, extra_dir

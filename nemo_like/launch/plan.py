@@ -44,10 +44,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def plan_lines(config: RunConfig, model_folder: Path) -> Iterator[str]:
-    """The whole report on a checked configuration, line by line.
-
-    Raises UserError, before the first line, if the model cannot be cut as configured.
-    """
+    """The whole report, line by line; UserError before the first if the model cannot be cut so."""
     plan = plan_run(config)
     check_model_fits(config.policy, len(plan.policy), model_folder)
     sizes = parallel_sizes(config.policy, len(plan.policy))
@@ -135,16 +132,13 @@ def _batch(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
     if policy.micro_batch_size is not None:
         bound += f", policy.micro_batch_size={policy.micro_batch_size}"
     layout = "padded" if policy.batching == "padded" else "packed"
+    tokens = f"{longest_row(config)} tokens; shorter ones share micro-batches"
+    if isinstance(config, SamplingRunConfig):
+        tokens = f"{longest_row(config)} new tokens; prompts add to it"
     yield (
         f"            {bound}: about {micro_batches(config, sizes)} micro-batch(es) a rank, "
-        f"{layout}, if rows have {_row_tokens(config)}"
+        f"{layout}, if rows have {tokens}"
     )
-
-
-def _row_tokens(config: RunConfig) -> str:
-    if isinstance(config, SamplingRunConfig):
-        return f"{longest_row(config)} new tokens; prompts add to it"
-    return f"{longest_row(config)} tokens; shorter ones share micro-batches"
 
 
 def _times(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The part of ``nemo-like plan`` on memory: of each model, and of those that share bundles."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +18,17 @@ from nemo_like.config.section import value_of
 from nemo_like.config.texts import TextRunConfig
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
-from nemo_like.planning.memory import PhaseMemory, Role, predict_memory
-from nemo_like.planning.model_shape import ModelShape, read_model_shape
-from nemo_like.planning.resources import ResourcePlan
+from nemo_like.planning.memory import PhaseMemory, predict_memory
+from nemo_like.planning.model_shape import (
+    BYTES,
+    MOST_SEQUENCES,
+    ModelShape,
+    Role,
+    kv_bytes_per_sequence,
+    read_model_shape,
+)
+from nemo_like.planning.offload import Others, auto_line, lasting, memory_needs
+from nemo_like.planning.resources import ResourcePlan, plan_run
 
 # Rows of a table at most, and how many of its end are among them.
 MOST_ROWS = 24
@@ -39,8 +48,6 @@ _PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """One of a run's models."""
-
     name: str
     config: PolicyConfig
     shape: ModelShape
@@ -55,14 +62,7 @@ _Predicted = Sequence[tuple[_Model, dict[int, tuple[PhaseMemory, ...]]]]
 
 
 def predict_models(config: RunConfig, plan: ResourcePlan, folder: Path) -> _Predicted:
-    """What ``memory_lines`` shows; UserError for a model whose size is not known.
-
-    ``folder``: the policy's model.
-    """
-    return [(model, _phases(config, model)) for model in _models(config, plan, folder)]
-
-
-def _models(config: RunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]:
+    """What ``memory_lines`` shows; UserError for an unknown size. ``folder``: the policy's."""
     distills = isinstance(config, DistillationConfig | OffPolicyDistillationConfig)
     role = Role(
         scalar_head=isinstance(config, RewardModelConfig),
@@ -91,7 +91,7 @@ def _models(config: RunConfig, plan: ResourcePlan, folder: Path) -> list[_Model]
         shape = _shape_of(teacher.model, "teacher.model")
         asked = Role(trains=False)
         models.append(replace(policy, name="teacher", config=teacher, shape=shape, role=asked))
-    return models
+    return [(model, _phases(config, model)) for model in models]
 
 
 def _shape_of(model: str, key: str) -> ModelShape:
@@ -134,6 +134,43 @@ def memory_lines(config: RunConfig, predicted: _Predicted) -> Iterator[str]:
                 yield _stage_name(model.sizes, pipeline_rank)
             yield from _phase_table(phases)
     yield from _together([(one.name, of[0]) for one, of in predicted if one.shares])
+    if gpu and not isinstance(config, EvalConfig):
+        yield from _offload_lines(config, predicted)
+
+
+def _offload_lines(config: RunConfig, predicted: _Predicted) -> Iterator[str]:
+    """What ``policy.offload=auto`` comes to, by the size of the GPUs."""
+    plan = plan_run(config)
+    ranks_per_node = max(Counter(map(plan.node_of, plan.policy)).values())
+    for model, _ in predicted:
+        if not model.role.trains or model.config.offload != "auto":
+            continue
+        others = Others()
+        if model.shares:
+            others = _engines(config, plan, predicted[0][0].shape)
+            for one, _ in predicted:
+                if one.shares and one is not model:
+                    others = others.and_shape(one.shape, one.config, one.sizes.num_ranks, one.role)
+        of_model = memory_needs(
+            model.shape, model.config, model.sizes.num_ranks, model.role, others
+        )
+        line = auto_line(model.config, of_model, ranks_per_node)
+        yield from ("", f"policy.offload=auto, {model.name}: {line}")
+
+
+def _engines(config: RunConfig, plan: ResourcePlan, shape: ModelShape) -> Others:
+    """Engines for completions of full length, without prompts."""
+    if not isinstance(config, SamplingRunConfig) or not plan.colocated:
+        return Others()
+    generation, size = config.generation, BYTES[config.policy.dtype]
+    tp = generation.tensor_parallel_size
+    rows = min(MOST_SEQUENCES, math.ceil(config.rows_per_step / len(plan.generation)))
+    return Others().and_engines(
+        generation.num_engines_per_bundle,
+        shape.num_parameters * size / tp,
+        rows * kv_bytes_per_sequence(shape, generation.max_new_tokens, size, tp),
+        sleeps=generation.sleep and generation.kind.sleeps,
+    )
 
 
 def _stage_name(sizes: ParallelSizes, pipeline_rank: int) -> str:
@@ -150,23 +187,18 @@ def _together(models: Sequence[tuple[str, Sequence[PhaseMemory]]]) -> Iterator[s
     """
     if len(models) == 1:
         return
-    lasting = {name: _lasting(phases) for name, phases in models}
+    lasts = {name: lasting(phases) for name, phases in models}
     peaks = [
-        (phase.total + sum(size for other, size in lasting.items() if other != name), name, phase)
+        (phase.total + sum(size for other, size in lasts.items() if other != name), name, phase)
         for name, phases in models
         for phase in phases
     ]
     size, name, phase = max(peaks, key=lambda peak: peak[0])
-    others = " and ".join(other for other in lasting if other != name)
+    others = " and ".join(other for other in lasts if other != name)
     yield ""
     yield (
         f"together: {gib(size)} GiB in the {name}'s {phase.name}, beside what lasts of the {others}"
     )
-
-
-def _lasting(phases: Sequence[PhaseMemory]) -> float:
-    """Between a model's turns; in the second phase gradients are only DDP's buckets."""
-    return sum(phases[1].parts.get(part, 0.0) for part in ("parameters", "optimizer", "gradients"))
 
 
 def _phase_table(phases: Sequence[PhaseMemory]) -> Iterator[str]:
@@ -224,7 +256,6 @@ def gib(size: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines with columns flush right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -50,12 +50,24 @@ def run(arguments: Sequence[str]) -> None:
     plan = plan_run(config)
     if options.kind == "autoscaler":
         document = _autoscaler(options, plan)
-    elif options.kind == "raycluster":
-        document = _manifest(options, "RayCluster", _cluster(options, plan))
     else:
-        _, name, overrides, _ = parser.source(options)
-        entrypoint = _entrypoint(options, config, name, overrides)
-        document = _manifest(options, "RayJob", _job(entrypoint, _cluster(options, plan)))
+        spec = _cluster(options, plan)
+        if options.kind == "rayjob":
+            _, name, overrides, _ = parser.source(options)
+            spec = {
+                "entrypoint": _entrypoint(options, config, name, overrides),
+                # A retry would find a run in run.dir; run.resume=true is for people to decide.
+                "backoffLimit": 0,
+                "shutdownAfterJobFinishes": True,
+                "ttlSecondsAfterFinished": _KEEP_FAILED_S,
+                "rayClusterSpec": spec,
+            }
+        document = {
+            "apiVersion": "ray.io/v1",
+            "kind": "RayJob" if options.kind == "rayjob" else "RayCluster",
+            "metadata": {"name": options.name},
+            "spec": spec,
+        }
     sys.stdout.write(yaml.safe_dump(document, sort_keys=False, width=1000))
 
 
@@ -87,12 +99,13 @@ def _parser() -> ConfigParser:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse what is missing, malformed or without effect for the kind."""
-    wanted = {"--memory": options.memory, "--hosts": options.hosts, "--ssh-user": options.ssh_user}
+    given = {"--memory": options.memory, "--hosts": options.hosts, "--ssh-user": options.ssh_user}
     kubernetes = options.kind in _KUBERNETES
-    for option, value in wanted.items():
-        if (option == "--memory") is kubernetes and not value:
+    for option, value in given.items():
+        needed = (option == "--memory") is kubernetes
+        if needed and not value:
             raise UserError(f"--kind={options.kind} needs {option}; use {_USAGE}.")
-        if (option == "--memory") is not kubernetes and value:
+        if value and not needed:
             raise UserError(f"{option}={value} has no effect with --kind={options.kind}; drop it.")
     if options.secret_env and not kubernetes:
         raise UserError("--secret-env names Kubernetes Secrets, and --kind=autoscaler has none.")
@@ -130,26 +143,6 @@ def _check(options: argparse.Namespace) -> None:
 
 def _is_plain(path: str) -> bool:
     return PurePosixPath(path).is_absolute() and ".." not in PurePosixPath(path).parts
-
-
-def _manifest(options: argparse.Namespace, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": kind,
-        "metadata": {"name": options.name},
-        "spec": spec,
-    }
-
-
-def _job(entrypoint: str, cluster: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "entrypoint": entrypoint,
-        # A retry would find a run in run.dir; run.resume=true is for people to decide.
-        "backoffLimit": 0,
-        "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": _KEEP_FAILED_S,
-        "rayClusterSpec": cluster,
-    }
 
 
 def _entrypoint(

@@ -10,9 +10,11 @@ combination is one task of a job array.
 """
 
 import contextlib
+import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,13 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.load import check_algorithm, compose_raw
-from nemo_like.compose.main import check_run_dirs, jobs
+from nemo_like.compose.sweep import check_run_dirs, jobs, part_folders
 from nemo_like.config.run import RunConfig
-from nemo_like.config.slurm import SlurmConfig
+from nemo_like.config.slurm import SlurmConfig, cpus_per_node
 from nemo_like.errors import UserError
 from nemo_like.launch.command import CommandParser, ConfigParser
 from nemo_like.launch.slurm_jobs import cancel, print_log, status_lines, submit
-from nemo_like.launch.slurm_script import BatchJob, render_script
 
 _RAY_SCRIPT = next(
     folder / "slurm" / "ray.sbatch"
@@ -35,30 +36,52 @@ _RAY_SCRIPT = next(
 )
 _RUN_USAGE = "SCRIPT [key=value ...] [--config-name NAME] [--config-dir DIR] [--multirun]"
 _JOB_USAGE = "JOB [--log-dir DIR]"
+_COMMANDS = ("render", "submit", "status", "logs", "cancel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """A run as it was typed, or the tasks of a sweep."""
+
+    name: str
+    config: RunConfig
+    """That of the first task; all have the same ``cluster``."""
+    commands: Sequence[Sequence[str]]
+    """Words of each task's command line."""
+    folder: Path
+    """Where the commands run: the folder in which they were typed."""
+
+    @property
+    def is_array(self) -> bool:
+        return len(self.commands) > 1
+
+    @property
+    def logs(self) -> Path:
+        """``cluster.slurm.log_dir``, whole."""
+        return self.folder / Path(self.config.cluster.slurm.log_dir).expanduser()
 
 
 def run(arguments: Sequence[str]) -> None:
     """Carry out one of the commands; raises UserError, and RunError with Slurm's own words."""
-    name = arguments[0] if arguments else ""
+    name, *rest = arguments or [""]
     if name in ("-h", "--help"):
         sys.stdout.write(
             f"usage: nemo-like slurm render|submit {_RUN_USAGE}\n"
             f"       nemo-like slurm status|logs|cancel {_JOB_USAGE}\n\n{__doc__}"
         )
-    elif name in _COMMANDS:
-        _COMMANDS[name](arguments[1:])
-    else:
+    elif name not in _COMMANDS:
         raise UserError(
             f"'{name}' is not a command of nemo-like slurm; use {', '.join(_COMMANDS)}."
         )
+    elif name == "render":
+        sys.stdout.write(render_script(_batch_job(name, rest), _RAY_SCRIPT))
+    elif name == "submit":
+        _submit(_batch_job(name, rest))
+    else:
+        _about_job(name, rest)
 
 
-def _render(arguments: Sequence[str]) -> None:
-    sys.stdout.write(render_script(_batch_job("render", arguments), _RAY_SCRIPT))
-
-
-def _submit(arguments: Sequence[str]) -> None:
-    job = _batch_job("submit", arguments)
+def _submit(job: BatchJob) -> None:
     script = render_script(job, _RAY_SCRIPT)
     try:
         job.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not: the job would just fail
@@ -79,6 +102,25 @@ def _submit(arguments: Sequence[str]) -> None:
     )
 
 
+def _about_job(command: str, arguments: Sequence[str]) -> None:
+    parser = CommandParser(f"slurm {command}", f"nemo-like slurm {command} {_JOB_USAGE}", __doc__)
+    parser.add_argument("job", help="id of a job, or of a task of an array: 12_3")
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path(SlurmConfig().log_dir),
+        help="cluster.slurm.log_dir of a job that Slurm has forgotten",
+    )
+    if command == "logs":
+        parser.add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
+    options = parser.parse_args(arguments)
+    if command == "logs":
+        print_log(options.job, options.log_dir, follow=options.follow)
+        return
+    lines = (status_lines if command == "status" else cancel)(options.job, options.log_dir)
+    sys.stdout.write("\n".join([*lines, ""]))
+
+
 def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     """What is typed, with its configuration composed and checked as the run will do it."""
     parser = ConfigParser(f"slurm {command}", f"nemo-like slurm {command} {_RUN_USAGE}", __doc__)
@@ -95,12 +137,13 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     named = options.config_name
     options.config_name = named or own
     folder, name, overrides, extra_dir = parser.source(options)
-    configs = []
     typed = jobs(folder, name, overrides, extra_dir, multirun=options.multirun)
-    for job in typed:
-        composed = compose_raw(folder, name, job, extra_dir)
-        configs.append(composed.load())
-        _check_run_dir(composed.raw, configs)
+    composed = [compose_raw(folder, name, job, extra_dir) for job in typed]
+    typed = part_folders(composed, typed, None)
+    configs = []
+    for one in composed:
+        configs.append(one.load())
+        _check_run_dir(one.raw, configs)
     check_run_dirs(configs)
     if own in registry.names():  # Scripts of the user's own may run any.
         check_algorithm(script, type(configs[0]), registry.find(own).config)
@@ -133,39 +176,84 @@ def _check_run_dir(raw: DictConfig, configs: Sequence[RunConfig]) -> None:
         )
 
 
-def _job_parser(command: str) -> CommandParser:
-    parser = CommandParser(f"slurm {command}", f"nemo-like slurm {command} {_JOB_USAGE}", __doc__)
-    parser.add_argument("job", help="id of a job, or of a task of an array: 12_3")
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        default=Path(SlurmConfig().log_dir),
-        help="cluster.slurm.log_dir of a job that Slurm has forgotten",
-    )
-    return parser
+def render_script(job: BatchJob, ray_script: Path) -> str:
+    """The batch script; raises UserError for paths that Slurm cannot write to."""
+    header = [f"#SBATCH {option}" for option in _options(job)]
+    exports = [f"export NEMO_LIKE_{name}={value}" for name, value in _variables(job)]
+    last = shlex.join(["exec", "bash", str(ray_script)])
+    return "\n".join(["#!/bin/bash", *header, "", *_command(job.commands), *exports, last, ""])
 
 
-def _status(arguments: Sequence[str]) -> None:
-    options = _job_parser("status").parse_args(arguments)
-    sys.stdout.write("\n".join([*status_lines(options.job, options.log_dir), ""]))
+def _options(job: BatchJob) -> Iterator[str]:
+    cluster, slurm = job.config.cluster, job.config.cluster.slurm
+    yield f"--job-name={_word(job.name)}"
+    yield f"--chdir={_word(str(job.folder))}"
+    if "%" in str(job.logs) or "\\" in str(job.logs):  # it replaces %x, and gives up at \
+        raise UserError(
+            f"cluster.slurm.log_dir: Slurm cannot write to {job.logs}; use a path without % and \\."
+        )
+    yield f"--output={_word(str(job.logs))}/{'%A_%a' if job.is_array else '%j'}.out"
+    if job.is_array:
+        yield f"--array=0-{len(job.commands) - 1}"
+    # Said even where it is the default: what an outer job has set does not count then.
+    yield f"--nodes={cluster.num_nodes}"
+    yield "--ntasks-per-node=1"
+    yield f"--cpus-per-task={slurm.cpus_per_node or cpus_per_node(job.config)}"
+    if cluster.gpus_per_node:
+        yield f"--gpus-per-node={cluster.gpus_per_node}"
+    for option in ("time", "partition", "account"):
+        value = getattr(slurm, option)
+        if value is not None:
+            yield f"--{option}={_word(value)}"
+    if slurm.requeue:
+        yield "--requeue"
+        yield f"--signal=B:USR1@{slurm.signal_before_s}"
+        yield "--open-mode=append"
+    else:
+        # Many clusters queue a job again when a node fails; this run would not continue.
+        yield "--no-requeue"
+    yield from slurm.extra
 
 
-def _logs(arguments: Sequence[str]) -> None:
-    parser = _job_parser("logs")
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
-    options = parser.parse_args(arguments)
-    print_log(options.job, options.log_dir, follow=options.follow)
+def _word(text: str) -> str:
+    """One word of a ``#SBATCH`` line, where a backslash quotes inside quotes too.
+
+    >>> print(_word("gpu"), _word('my "runs" #1'))
+    gpu "my \\"runs\\" #1"
+    """
+    if not text.isprintable():
+        raise UserError(f"{text!r} cannot stand in a batch script; use a name of printable text.")
+    if shlex.quote(text) == text:
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
-def _cancel(arguments: Sequence[str]) -> None:
-    options = _job_parser("cancel").parse_args(arguments)
-    sys.stdout.write("\n".join([*cancel(options.job, options.log_dir), ""]))
+def _command(commands: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Words quoted once, so that people can read and change them; bash quotes them again."""
+    if len(commands) == 1:
+        yield f"command=({shlex.join(commands[0])})"
+    else:
+        yield 'case "$SLURM_ARRAY_TASK_ID" in'
+        for task, command in enumerate(commands):
+            yield f"{task}) command=({shlex.join(command)}) ;;"
+        yield "esac"
+    yield "printf -v NEMO_LIKE_COMMAND '%q ' \"${command[@]}\""
+    yield "export NEMO_LIKE_COMMAND"
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "render": _render,
-    "submit": _submit,
-    "status": _status,
-    "logs": _logs,
-    "cancel": _cancel,
-}
+def _variables(job: BatchJob) -> Iterator[tuple[str, str]]:
+    """What ``ray.sbatch`` is told; empty ones too, so that the user's shell adds none."""
+    cluster, slurm = job.config.cluster, job.config.cluster.slurm
+    number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_array else "$SLURM_JOB_ID"
+    yield "SETUP", shlex.quote(slurm.setup or "")
+    yield "CONTAINER", shlex.quote(slurm.container or "")
+    yield "CONTAINER_RUNTIME", str(slurm.container_runtime) if slurm.container else "''"
+    yield "MOUNTS", shlex.quote(",".join(slurm.mounts))
+    yield "LOG_DIR", f'{shlex.quote(str(job.logs))}/"{number}"'
+    yield "GPUS_PER_NODE", str(cluster.gpus_per_node)
+    yield "CPUS_PER_NODE", "''"  # those that Slurm gave
+    yield "START_TIMEOUT_S", str(math.ceil(cluster.start_timeout_s))
+    yield "REQUEUE", "1" if slurm.requeue else "''"
+    # What is left of it is for Ray to end, and for Slurm, which may give the signal late.
+    yield "STOP_TIMEOUT_S", str(slurm.signal_before_s // 2)

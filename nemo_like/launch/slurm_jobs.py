@@ -8,10 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nemo_like.errors import RunError, UserError, WaitTimeoutError
 from nemo_like.observe.console import ROLLOUT_COLUMNS, TRAINING_COLUMNS
@@ -25,25 +24,16 @@ _ASK_AGAIN_S = 2.0
 
 _FORGOTTEN = "forgotten by Slurm"
 _ENDED = {
-    _FORGOTTEN,
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
+    *(_FORGOTTEN, "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 }
 _UNKNOWN_JOB = ("Invalid job id", "not found")
-_NO_ACCOUNTING = "accounting storage is disabled"
+_NO_ACCOUNTING = ("accounting storage is disabled",)
 _JOB = re.compile(r"\d+(_\d+)?")
 _SUBMITTED = re.compile(r"^(\d+)(;.*)?$", re.MULTILINE)
 """The name of the cluster may follow, and a site's greeting come before."""
 _RUN_FOLDER = re.compile(r"\d\d:\d\d:\d\d (?:Run folder|Continuing after step \d+ in) (/.+)")
-_LAUNCHER = re.compile(r"nemo-like: (.+)")  # what slurm/ray.sbatch says
+_LAUNCHER = re.compile(r"^nemo-like: (.+)", re.MULTILINE)  # what slurm/ray.sbatch says
 _NUM_TOLD = 2
 
 
@@ -68,18 +58,15 @@ class Task:
         return self.state in _ENDED
 
     def __str__(self) -> str:
-        words = [f"{self.number} {self.state}"]
+        text = f"{self.number} {self.state}"
         code, _, signal = self.exit_code.partition(":")
         why = [] if self.reason in ("None", "") else [self.reason]
         why += [f"exit code {code}"] if code != "0" else []
         why += [f"signal {signal}"] if signal not in ("", "0") else []
-        if why:
-            words.append(f"({', '.join(why)})")
-        if self.nodes not in ("", "(null)", "None assigned"):
-            words.append(f"on {self.nodes}")
-        if self.time and self.state != "PENDING":
-            words.append(f"after {self.time} of {self.limit}")
-        return " ".join(words)
+        text += f" ({', '.join(why)})" if why else ""
+        text += f" on {self.nodes}" if self.nodes not in ("", "(null)", "None assigned") else ""
+        after = f" after {self.time} of {self.limit}"
+        return text + (after if self.time and self.state != "PENDING" else "")
 
 
 def submit(script: str) -> str:
@@ -87,9 +74,8 @@ def submit(script: str) -> str:
 
     Options go on the command line too: SBATCH_TIMELIMIT and its like would win over the script.
     """
-    header = script.partition("\n\n")[0].splitlines()[1:]
-    typed = [line.removeprefix("#SBATCH ") for line in header]
-    options = [word for line in typed for word in shlex.split(line, comments=True)]
+    header = "\n".join(re.findall(r"^#SBATCH (.*)", script.partition("\n\n")[0], re.MULTILINE))
+    options = shlex.split(header, comments=True)
     told = _ask("sbatch", "--parsable", *options, stdin=script)
     found = _SUBMITTED.search(told)
     if found is None:
@@ -179,12 +165,7 @@ def _find(job: str, log_dir: Path) -> list[Task]:
 
 def _tasks(job: str) -> list[Task]:
     """What the controller knows; nothing some minutes after a job's end (MinJobAge)."""
-    try:
-        told = _ask("scontrol", "--oneliner", "show", "job", job)
-    except RunError as error:
-        if any(words in str(error) for words in _UNKNOWN_JOB):
-            return []
-        raise
+    told = _ask("scontrol", "--oneliner", "show", "job", job, unless=_UNKNOWN_JOB)
     return [_task(line) for line in told.splitlines() if line]
 
 
@@ -209,12 +190,8 @@ def _task(line: str) -> Task:
 def _accounted(job: str, log_dir: Path) -> list[Task]:
     """What Slurm's accounting kept, where a cluster has it."""
     names = "JobID,State,ExitCode,NodeList,Elapsed,Timelimit"
-    try:
-        told = _ask("sacct", "-X", "--noheader", "--parsable2", f"--format={names}", "-j", job)
-    except RunError as error:
-        if _NO_ACCOUNTING in str(error):
-            return []
-        raise
+    options = ("-X", "--noheader", "--parsable2", f"--format={names}", "-j", job)
+    told = _ask("sacct", *options, unless=_NO_ACCOUNTING)
     rows = (line.split("|") for line in told.splitlines())
     return [
         Task(
@@ -230,8 +207,11 @@ def _accounted(job: str, log_dir: Path) -> list[Task]:
     ]
 
 
-def _ask(*command: str, stdin: str = "") -> str:
-    """What a command of Slurm printed; RunError with its own words if it failed."""
+def _ask(*command: str, stdin: str = "", unless: Sequence[str] = ()) -> str:
+    """What a command of Slurm printed; RunError with its own words if it failed.
+
+    Nothing if one of ``unless`` is among these words.
+    """
     try:
         done = subprocess.run(
             command,
@@ -240,7 +220,6 @@ def _ask(*command: str, stdin: str = "") -> str:
             encoding="utf-8",
             errors="replace",
             timeout=_ANSWER_TIMEOUT_S,
-            check=False,
         )
     except FileNotFoundError as error:
         raise RunError(
@@ -252,10 +231,12 @@ def _ask(*command: str, stdin: str = "") -> str:
             f"{command[0]} did not answer within {_ANSWER_TIMEOUT_S:g} s; scontrol ping tells "
             "whether Slurm's controller is up."
         ) from error
-    prefix = re.compile(rf"({command[0]}: )?(error: )?")
-    words = [prefix.sub("", line, count=1) for line in done.stderr.splitlines() if line]
+    prefix = rf"({command[0]}: )?(error: )?"
+    words = [re.sub(prefix, "", line, count=1) for line in done.stderr.splitlines() if line]
     if done.returncode:
         said = "; ".join(words) or done.stdout.strip()
+        if any(one in said for one in unless):
+            return ""
         raise RunError(f"{command[0]} failed with code {done.returncode}: {said}.")
     if words:  # A site's own remarks on a job that it takes.
         sys.stderr.write("\n".join([*words, ""]))
@@ -264,27 +245,18 @@ def _ask(*command: str, stdin: str = "") -> str:
 
 def _told_by(log: Path) -> tuple[list[str], Path | None]:
     """What the launcher said last (which nodes are up, why a job ends), and the run's folder."""
-    told: list[str] = []
-    folder = None
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if found := _LAUNCHER.match(line):
-                told.append(found[1])
-            elif found := _RUN_FOLDER.search(line):
-                folder = Path(found[1].rstrip())
-    return told[-_NUM_TOLD:], folder
+    text = log.read_text(encoding="utf-8", errors="replace")
+    folders = _RUN_FOLDER.findall(text)
+    return _LAUNCHER.findall(text)[-_NUM_TOLD:], Path(folders[-1].rstrip()) if folders else None
 
 
 def _last_step(metrics: Path) -> str:
     """Number and metrics, as the console of a run names them, of the last whole record."""
-    record: dict[str, Any] = {}
-    if metrics.is_file():
-        with metrics.open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.endswith("\n"):
-                    record = json.loads(line)
-    if not record:
+    text = metrics.read_text(encoding="utf-8") if metrics.is_file() else ""
+    *whole, _ = text.split("\n")
+    if not whole:
         return "none yet"
+    record = json.loads(whole[-1])
     columns = ROLLOUT_COLUMNS if "rollout/reward" in record else TRAINING_COLUMNS
     shown = (
         f"{column.label} {column.template.format(record[column.metric])}"

@@ -31,10 +31,8 @@ class AdapterPlace:
     """One parameter that gets an adapter."""
 
     module: str
-    """Its module's name in the model."""
     parameter: str
     shape: tuple[int, ...]
-    """Of the parameter."""
     input_first: bool = False
     """Whether it is stored as [in, out], as GPT-2's."""
     is_layer: bool = True
@@ -52,7 +50,6 @@ class AdapterPlace:
 
     @property
     def full_name(self) -> str:
-        """The parameter's name in the model."""
         return f"{self.module}.{self.parameter}"
 
 
@@ -79,7 +76,13 @@ def adapter_places(model: PreTrainedModel, lora: LoraConfig) -> list[AdapterPlac
             f"policy.lora.rank={lora.rank}: {type(model).__name__} has no linear layer that could "
             "have an adapter; set policy.lora.rank=0."
         )
-    _refuse_apart(chosen, lora)
+    inner = [place.name for place in chosen if not place.is_layer]
+    if inner and lora.refit == "adapters":
+        raise UserError(
+            f"policy.lora.refit=adapters: engines have no place for adapters of {inner[0]}, which "
+            "is a mixture of experts' own; set policy.lora.refit=merged, or name linear layers "
+            "alone in policy.lora.targets."
+        )
     return chosen
 
 
@@ -89,7 +92,9 @@ def peft_targets(model: PreTrainedModel, lora: LoraConfig) -> dict[str, Any]:
     layers = {p.module for p in places if p.is_layer and not p.taken_for_experts}
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in layers}
     short = {name.rpartition(".")[2] for name in layers}
-    inner = {_after_number(place.full_name) for place in places if place.module not in layers}
+    # The part of a name that all layers share: of model.layers.11.mlp.experts, mlp.experts.
+    full = (place.full_name for place in places if place.module not in layers)
+    inner = {re.split(r"\.\d+\.", name)[-1] for name in full}
     return {
         "target_modules": sorted(layers if short & others else short),
         "target_parameters": sorted(inner) or None,
@@ -98,10 +103,7 @@ def peft_targets(model: PreTrainedModel, lora: LoraConfig) -> dict[str, Any]:
 
 
 def inject_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Add adapters to the configured matrices, in place; all else is frozen.
-
-    Raises UserError if a target names nothing that can have one.
-    """
+    """Add adapters in place and freeze all else; UserError if a target names nothing that can."""
     import peft  # needs a second to import, and few runs have adapters
 
     # Names alone: peft's own "all-linear" would add routers, and take shared experts for experts.
@@ -117,16 +119,6 @@ def inject_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         raise UserError(
             f"policy.lora.targets: {error} Name other layers there, or set policy.lora.rank=0."
         ) from error
-
-
-def _refuse_apart(places: list[AdapterPlace], lora: LoraConfig) -> None:
-    inner = [place.name for place in places if not place.is_layer]
-    if inner and lora.refit == "adapters":
-        raise UserError(
-            f"policy.lora.refit=adapters: engines have no place for adapters of {inner[0]}, which "
-            "is a mixture of experts' own; set policy.lora.refit=merged, or name linear layers "
-            "alone in policy.lora.targets."
-        )
 
 
 def _candidates(model: PreTrainedModel) -> list[AdapterPlace]:
@@ -149,32 +141,15 @@ def _candidates(model: PreTrainedModel) -> list[AdapterPlace]:
                 )
             )
         elif not isinstance(module, _NOT_MATRICES):
-            found += _inner_places(name, module)
-    return found
-
-
-def _inner_places(name: str, module: nn.Module) -> list[AdapterPlace]:
-    """Matrices that a module of another kind multiplies by: stacked experts, a router."""
-    places = []
-    for own, parameter in module.named_parameters(recurse=False):
-        stack, matrix = parameter.dim() == 3, parameter.dim() == 2 and own == "weight"
-        if stack or matrix:
-            places.append(
+            found += [  # what another kind of module multiplies by: stacked experts, a router
                 AdapterPlace(
                     module=name,
                     parameter=own,
                     shape=tuple(parameter.shape),
                     is_layer=False,
-                    by_default=stack,
+                    by_default=parameter.dim() == 3,
                 )
-            )
-    return places
-
-
-def _after_number(name: str) -> str:
-    """The part of a name that all layers share.
-
-    >>> _after_number("model.layers.11.mlp.experts.gate_up_proj")
-    'mlp.experts.gate_up_proj'
-    """
-    return re.split(r"\.\d+\.", name)[-1]
+                for own, parameter in module.named_parameters(recurse=False)
+                if parameter.dim() == 3 or (parameter.dim() == 2 and own == "weight")
+            ]
+    return found

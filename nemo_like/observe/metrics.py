@@ -52,11 +52,8 @@ def mean_of_steps(steps: Sequence[Metrics]) -> Metrics:
     combined: Metrics = {}
     for name, reduce in names.items():
         found = [step[name] for step in steps if name in step]
-        if reduce is Reduce.max:
-            combined[name] = _combine(found)
-        else:
-            mean = sum(metric.value for metric in found) / len(found)
-            combined[name] = Metric(mean, reduce=reduce)
+        mean = Metric(sum(metric.value for metric in found) / len(found), reduce=reduce)
+        combined[name] = _combine(found) if reduce is Reduce.max else mean
     return combined
 
 
@@ -70,12 +67,9 @@ def merge(parts: Sequence[Metrics]) -> Metrics:
     >>> merge([{"validation/accuracy": batch} for batch in batches])["validation/accuracy"].value
     0.8
     """
-    by_name: dict[str, list[Metric]] = {}
-    for part in parts:
-        for name, metric in part.items():
-            by_name.setdefault(name, []).append(metric)
     merged: Metrics = {}
-    for name, metrics in by_name.items():
+    for name in dict.fromkeys(name for part in parts for name in part):
+        metrics = [part[name] for part in parts if name in part]
         kinds = {metric.reduce for metric in metrics}
         assert len(kinds) == 1, f"{name} is reduced as {sorted(kinds)}; parts must agree"
         counted = [metric for metric in metrics if metric.counts]
@@ -115,10 +109,7 @@ def _total(terms: Iterable[float]) -> float:
 
 
 class Spans:
-    """Wall-clock seconds by phase, for one thread.
-
-    Spans may nest; each counts its whole duration, so an outer span contains its inner ones.
-    """
+    """Wall-clock seconds by phase, for one thread; an outer span contains its inner ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,15 +1,17 @@
 """Where the numbers of a step go: always ``metrics.jsonl``, then TensorBoard and others."""
 
+import json
 import logging
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nemo_like.errors import RunError, UserError
-from nemo_like.observe.jsonl import JsonlFile
 
 logger = logging.getLogger(__name__)
 
@@ -19,30 +21,9 @@ class MetricSink(Protocol):
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Record all numbers of ``step``; there is no second call for the same step."""
-        ...
 
     def close(self) -> None:
         """Write out what is left; called once, also after a failure."""
-        ...
-
-
-class JsonlSink:
-    """``{"step": 3, "time": 1764201600.123, "train/loss": ...}``, the record that is never lost."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = JsonlFile(path)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Append one line; raises RunError if it cannot be written."""
-        self._file.append({"step": step, "time": round(time.time(), 3), **values})
-
-    def truncate_after(self, step: int) -> None:
-        """Before a resume: drop what was logged after the checkpoint of ``step``."""
-        self._file.truncate_after(step)
-
-    def close(self) -> None:
-        """Release the file."""
-        self._file.close()
 
 
 class TensorBoardSink:
@@ -67,7 +48,6 @@ class TensorBoardSink:
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and end the writer's thread."""
         self._writer.close()
 
 
@@ -87,7 +67,7 @@ class Sinks:
         """Calls that failed, by class name of the sink."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Record a step everywhere; only a sink's RunError (``JsonlSink``) ends the run."""
+        """Record a step everywhere; only a sink's RunError (``JsonlFile``) ends the run."""
         assert self._last_step is None or step > self._last_step, (
             f"step {step} comes after step {self._last_step}, which is already logged"
         )
@@ -113,3 +93,70 @@ class Sinks:
             self.num_failures[name] += 1
             if self.num_failures[name] == 1:
                 logger.warning("%s failed and may miss steps; the run goes on: %r", name, error)
+
+
+class JsonlFile:
+    """Records with a ``step``, each on disk (in the kernel's hands) when ``append`` returns.
+
+    NaN and infinity are written as Python's ``json`` and pandas read them: ``NaN``, ``Infinity``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._open()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Append ``{"step": 3, "time": 1764201600.123, "train/loss": ...}``."""
+        self.append({"step": step, "time": round(time.time(), 3), **values})
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record; raises RunError if the file system refuses it."""
+        # A lone surrogate (half of a character cut by a tokenizer) becomes its JSON escape.
+        line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self.path}: {error.strerror}; make room or repair the file system, "
+                "then continue with run.resume=true"
+            ) from error
+
+    def truncate_after(self, step: int) -> None:
+        """Drop records of later steps and unreadable lines; a kill in between loses nothing."""
+        self._file.close()
+        aside = self.path.with_name(self.path.name + ".tmp")
+        with aside.open("wb") as kept:
+            kept.writelines(self._lines_until(step))
+            kept.flush()
+            os.fsync(kept.fileno())
+        aside.replace(self.path)
+        self._file = self._open()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> FileIO:
+        # Unbuffered: no record waits in this process for a flush that a kill would prevent.
+        return self.path.open("ab", buffering=0)
+
+    def _lines_until(self, step: int) -> Iterator[bytes]:
+        num_unreadable = 0
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if (found := _step_of(line)) is None:
+                    num_unreadable += 1
+                elif found <= step:
+                    yield line.rstrip(b"\n") + b"\n"
+        if num_unreadable:
+            logger.warning("%s: dropped %d torn lines", self.path, num_unreadable)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Step of a record; None if the line is not a record, such as one that a crash cut off."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None

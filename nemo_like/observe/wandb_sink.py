@@ -50,7 +50,13 @@ class WandbSink:
                 mode="online" if online else "offline",
                 config=_masked(config),
                 reinit="create_new",  # several runs in one process (--multirun) stay apart
-                settings=_settings(wandb),
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",  # run.log has the console; captured output may hold anything
+                    x_disable_meta=True,  # it holds the command line, with any secret typed there
+                    init_timeout=_INIT_TIMEOUT_S,
+                    finish_timeout=_FINISH_TIMEOUT_S,
+                ),
             )
         except wandb.Error as error:
             raise UserError(
@@ -82,24 +88,11 @@ def _run_id(run_dir: Path) -> tuple[str, bool]:
     return run_id, False
 
 
-def _settings(wandb: Any) -> Any:
-    return wandb.Settings(
-        silent=True,
-        console="off",  # run.log has the console; captured output may hold anything
-        x_disable_meta=True,  # the metadata holds the command line, with any secret typed there
-        init_timeout=_INIT_TIMEOUT_S,
-        finish_timeout=_FINISH_TIMEOUT_S,
-    )
-
-
 def _masked(config: Mapping[str, Any]) -> dict[str, Any]:
     """Copy without the text under keys like ``hf_token`` or ``api_key``."""
     masked: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            masked[key] = _masked(value)
-        elif isinstance(value, str) and _SECRET_KEY.search(key):
-            masked[key] = "***"
-        else:
-            masked[key] = value
+        is_secret = isinstance(value, str) and _SECRET_KEY.search(key)
+        plain = _masked(value) if isinstance(value, Mapping) else value
+        masked[key] = "***" if is_secret else plain
     return masked

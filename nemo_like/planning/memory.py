@@ -20,16 +20,17 @@ from nemo_like.planning.activations import (
 )
 from nemo_like.planning.gradients import GradientMemory
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
-from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape
+from nemo_like.planning.model_shape import BYTES, FLOAT32, GIB, ModelShape, Role
 from nemo_like.planning.parameters import (
     RankParameters,
     rank_parameters,
     state_bytes,
     trained_parameters,
+    transit_bytes,
     update_bytes,
 )
 
-GIB = 2**30
+_TRAINED = Role()
 _Parts = dict[str, float]
 """Bytes by what they hold."""
 # What only some moments have.
@@ -52,20 +53,6 @@ class PhaseMemory:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Role:
-    """What a model is for, as far as memory depends on it."""
-
-    trains: bool = True
-    """False: it only answers, as a teacher does."""
-    scalar_head: bool = False
-    """Critics and reward models have one number a token in place of a vocabulary."""
-    with_reference: bool = False
-    """A frozen copy stays in memory too. (With adapters, it is the model itself.)"""
-    many_ids: bool = False
-    """A student's logprobs are of many ids per token: backward holds shares as well as logits."""
-
-
 def predict_memory(
     shape: ModelShape,
     policy: PolicyConfig,
@@ -73,7 +60,7 @@ def predict_memory(
     *,
     pipeline_rank: int = 0,
     num_micro_batches: int = 2,
-    role: Role = Role(),
+    role: Role = _TRAINED,
 ) -> tuple[PhaseMemory, ...]:
     """Peaks of the phases ``start``, ``logprobs`` (with a scalar head ``values``), ``train`` and
     ``optimizer``, in this order; of a model that does not train, the first two.
@@ -207,7 +194,7 @@ class _Rank:
         return self._phase("optimizer", parts)
 
     def _phase(self, name: str, parts: _Parts, host: float = 0.0) -> PhaseMemory:
-        """Leave out what is offloaded: all but unreduced gradients, or the state between steps."""
+        """Leave out what is offloaded: all but unreduced gradients, or the optimizer's state."""
         away: set[str] = set()
         if self.policy.offload == "all":
             away = {"parameters", "optimizer"}
@@ -215,13 +202,22 @@ class _Rank:
                 away |= {"gradients", "working"}
             elif not self._gradients.unreduced:
                 away |= {"gradients"}
-        elif self.policy.offload == "optimizer" and name != "optimizer":
-            away = {"optimizer"}
+        elif self.policy.offload == "optimizer":
+            if self.policy.optimizer.kind == "adamw":
+                parts, host = self._moments_on_host(parts, host)
+            elif name != "optimizer":
+                away = {"optimizer"}
         return PhaseMemory(
             name=name,
             parts={part: size / GIB for part, size in parts.items() if part not in away},
             host=(host + sum(size for part, size in parts.items() if part in away)) / GIB,
         )
+
+    def _moments_on_host(self, parts: _Parts, host: float) -> tuple[_Parts, float]:
+        """Always, with room on the GPU for the buckets that pass through."""
+        trained = self._trained.total / self._gradients.shards
+        transit = transit_bytes(self.policy.optimizer.moments, trained)
+        return parts | {"optimizer": transit}, host + self._state()
 
     def _largest(self, name: str, moments: Iterable[_Parts], host: float = 0.0) -> PhaseMemory:
         always = {"parameters": self._masters(), "optimizer": self._state()}

@@ -16,6 +16,7 @@ _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim"),
 }
+GIB = 2**30
 FLOAT32 = 4
 """Bytes of a float32 number."""
 BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
@@ -67,6 +68,20 @@ class ModelShape:
         """Parameters of the whole model."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * (self.layer_matrices + self.layer_norms) + tables + self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What a model is for, as far as memory depends on it."""
+
+    trains: bool = True
+    """False: it only answers, as a teacher does."""
+    scalar_head: bool = False
+    """Critics and reward models have one number a token in place of a vocabulary."""
+    with_reference: bool = False
+    """A frozen copy stays in memory too. (With adapters, it is the model itself.)"""
+    many_ids: bool = False
+    """A student's logprobs are of many ids per token: backward holds shares as well as logits."""
 
 
 def read_settings(model_folder: Path) -> dict[str, Any]:

@@ -3,13 +3,21 @@
 from dataclasses import dataclass
 
 from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.optimizer import Moments, OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.layout import layer_range, num_stages
 from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape
 
-_8BIT_MOMENT = 1 + FLOAT32 / 256  # torchao: a float32 scale for each block of 256 bytes
+BLOCK = 256
+"""Numbers that share a float32 scale: of a row with ``moments=int8``, of a shard in torchao."""
+BUCKET_NUMBERS = 1 << 26
+"""Parameters whose moments travel together to the GPU and back."""
+NUM_SLOTS = 3
+"""Buckets on the GPU at one time: one comes, one is in use, one goes."""
+_8BIT_MOMENT = 1 + FLOAT32 / BLOCK
+_BOTH_MOMENTS = {"float32": 2.0 * FLOAT32, "bfloat16": 4.0, "int8": 2 * _8BIT_MOMENT}
+"""Bytes for one parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,20 +111,34 @@ def layer_adapters(shape: ModelShape, lora: LoraConfig) -> float:
     return float(lora.rank * sum(sides[name] for name in lora.targets or sides))
 
 
+def moments_bytes(moments: Moments, in_matrices: float, in_vectors: float) -> float:
+    """AdamW's state for so many parameters; ``int8`` is for matrices alone."""
+    of_vectors = _BOTH_MOMENTS["float32" if moments == "int8" else moments]
+    return _BOTH_MOMENTS[moments] * in_matrices + of_vectors * in_vectors
+
+
+def transit_bytes(moments: Moments, num_parameters: float) -> float:
+    """GPU memory of the buckets that moments in host memory pass through."""
+    return _BOTH_MOMENTS[moments] * min(NUM_SLOTS * BUCKET_NUMBERS, num_parameters)
+
+
 def state_bytes(optimizer: OptimizerConfig, parameters: RankParameters) -> float:
     """Bytes of optimizer state, before sharding.
 
-    adamw: two float32 moments; sgd: momentum; muon: momentum for matrices of layers, two moments
+    adamw: two moments; sgd: momentum; muon: momentum for matrices of layers, two moments
     for all else; adamw8bit: two moments of a byte with their scales; adafactor: sums over rows and
     columns, taken as nothing.
     """
     match optimizer.kind:
         case "adamw":
-            return 2 * FLOAT32 * parameters.total
+            in_matrices = parameters.total - parameters.norms
+            return moments_bytes(optimizer.moments, in_matrices, parameters.norms)
         case "sgd":
             return FLOAT32 * parameters.total if optimizer.momentum > 0 else 0.0
         case "muon":
-            return FLOAT32 * (2 * parameters.total - parameters.matrices)
+            rest = parameters.total - parameters.matrices - parameters.norms
+            momentum = FLOAT32 * parameters.matrices
+            return momentum + moments_bytes(optimizer.moments, rest, parameters.norms)
         case "adamw8bit":
             return 2 * _8BIT_MOMENT * parameters.total
         case "adafactor":
@@ -128,10 +150,10 @@ def update_bytes(
 ) -> float:
     """Bytes that the update itself needs.
 
-    AdamW works in place. sgd adds decay to a copy of the gradients. Muon and Adafactor gather one
-    matrix at a time: Muon one of a layer, float32 with its gradient and three 16-bit factors of
-    Newton-Schulz; Adafactor the embedding at most, or an adapter's larger matrix, with gradient and
-    update.
+    AdamW works in place, or on one bucket of unpacked moments and what rounding them takes. sgd
+    adds decay to a copy of the gradients. Muon and Adafactor gather one matrix at a time: Muon one
+    of a layer, float32 with its gradient and three 16-bit factors of Newton-Schulz; Adafactor the
+    embedding at most, or an adapter's larger matrix, with gradient and update.
     """
     optimizer, matrix = policy.optimizer, shape.hidden * shape.intermediate
     match optimizer.kind:
@@ -143,5 +165,7 @@ def update_bytes(
             widest = max(shape.hidden, shape.intermediate, shape.query_width)
             whole = max(matrix, shape.vocab * shape.hidden)
             return 3 * FLOAT32 * (policy.lora.rank * widest or whole)
+        case "adamw" if optimizer.moments != "float32":
+            return 4 * FLOAT32 * min(BUCKET_NUMBERS, parameters.total / shards)
         case _:
             return 0.0

@@ -8,9 +8,11 @@ Every completion is taken to be as long as it may be; prompts, scoring and a cri
 import math
 from dataclasses import dataclass
 
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.planning.activations import BYTES
 from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape, kv_bytes_per_sequence
+from nemo_like.planning.parameters import moments_bytes
 from nemo_like.planning.resources import ResourcePlan
 
 PEAK_FLOPS = 989e12
@@ -23,6 +25,9 @@ DECODE_HOST_S = 0.004
 """An engine's work on the host for one token of all its sequences."""
 REFIT_BYTES_PER_S = 55e9
 """From policy to engine, gathering and loading included."""
+OFFLOAD_BYTES_PER_S = 42e9
+"""Of AdamW's moments on their way through a GPU, in both directions at the same time
+(``benchmarks/results/offload-h200.jsonl``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +54,21 @@ def predict_step(
         PhaseTime(name="refit", seconds=refit, bound_by="copies between processes"),
         PhaseTime(name="train", seconds=(3 + again) * forward_s, bound_by="matrix products"),
     ]
+    if (transit_s := offload_seconds(policy, shape.num_parameters, len(plan.policy))) > 0:
+        by_bus = "moments to and from the host"
+        phases.append(PhaseTime(name="optimizer", seconds=transit_s, bound_by=by_bus))
     if config.keeps_reference:
         phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by="matrix products"))
     return phases
+
+
+def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int) -> float:
+    """What AdamW's step takes where its moments are in host memory; 0 where they are not."""
+    optimizer = policy.optimizer
+    if policy.offload != "optimizer" or optimizer.kind != "adamw" or policy.lora.rank:
+        return 0.0
+    moments = moments_bytes(optimizer.moments, num_parameters, 0)
+    return moments / num_ranks / OFFLOAD_BYTES_PER_S
 
 
 def _rollout(

@@ -24,7 +24,10 @@ _Named = list[tuple[str, Parameter]]
 
 
 def make_optimizers(
-    named_parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig
+    named_parameters: Iterable[tuple[str, Parameter]],
+    config: OptimizerConfig,
+    *,
+    on_host: bool = False,
 ) -> list[Optimizer]:
     """The optimizers that together step on all parameters that require a gradient.
 
@@ -32,12 +35,13 @@ def make_optimizers(
     norms and biases. Sharded parameters move as those of a single process do, except with
     ``adamw8bit``: it rounds moments in blocks of 256 numbers of a shard, and not at all in shards
     of fewer than 4096, so its rounding, and that alone, depends on how parameters are sharded.
+    ``on_host``: state is kept in host memory; see ``step_with``.
     Raises UserError if the kind's package is missing or if no parameter suits it.
     """
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
     match config.kind:
         case "adamw":
-            return [_adamw(named, config)]
+            return [_adamw(named, config, on_host)]
         case "sgd":
             return [SGD(_groups(named, config), lr=config.lr, momentum=config.momentum)]
         case "adafactor":
@@ -45,7 +49,7 @@ def make_optimizers(
         case "adamw8bit":
             return [_adamw8bit(named, config)]
         case "muon":
-            return _muon_and_adamw(named, config)
+            return _muon_and_adamw(named, config, on_host)
 
 
 def make_schedulers(
@@ -58,7 +62,17 @@ def make_schedulers(
     ]
 
 
-def move_state(optimizer: Optimizer, device: torch.device) -> None:
+def step_with(optimizer: Optimizer, device: torch.device, *, on_host: bool) -> None:
+    """Step on ``device``; state that is kept ``on_host`` comes and goes, AdamW's by itself."""
+    moves = on_host and not isinstance(optimizer, AdamW)
+    if moves:
+        _move_state(optimizer, device)
+    optimizer.step()
+    if moves:
+        _move_state(optimizer, torch.device("cpu"))
+
+
+def _move_state(optimizer: Optimizer, device: torch.device) -> None:
     """Move moments to ``device``; step counts stay where the optimizer put them."""
     for state in optimizer.state.values():
         for name, value in state.items():
@@ -180,16 +194,21 @@ class FullMatrixAdafactor(Adafactor):
                 local_part(parameter).copy_(_shard_like(parameter, full.detach()))
 
 
-def _adamw(named: _Named, config: OptimizerConfig) -> AdamW:
+def _adamw(named: _Named, config: OptimizerConfig, on_host: bool) -> AdamW:
     """AdamW (arXiv:1711.05101)."""
     on_gpu = all(p.device.type == "cuda" for _, p in named)
-    return ShardwiseAdamW(
-        _groups(named, config),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True if on_gpu else None,
-    )
+    groups = _groups(named, config)
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "fused": True if on_gpu else None,
+    }
+    if not on_host and config.moments == "float32":
+        return ShardwiseAdamW(groups, **options)
+    from nemo_like.policy.moments.flat_adamw import FlatAdamW
+
+    return FlatAdamW(groups, moments=config.moments, on_host=on_host, **options)
 
 
 def _adamw8bit(named: _Named, config: OptimizerConfig) -> Optimizer:
@@ -209,7 +228,7 @@ def _adamw8bit(named: _Named, config: OptimizerConfig) -> Optimizer:
     )
 
 
-def _muon_and_adamw(named: _Named, config: OptimizerConfig) -> list[Optimizer]:
+def _muon_and_adamw(named: _Named, config: OptimizerConfig, on_host: bool) -> list[Optimizer]:
     matrices = [(name, p) for name, p in named if p.ndim == 2 and _is_in_a_layer(name)]
     if not matrices:
         raise UserError(
@@ -227,7 +246,7 @@ def _muon_and_adamw(named: _Named, config: OptimizerConfig) -> list[Optimizer]:
     ]
     taken = {name for name, _ in matrices}
     if rest := [(name, p) for name, p in named if name not in taken]:
-        optimizers.append(_adamw(rest, config))
+        optimizers.append(_adamw(rest, config, on_host))
     return optimizers
 
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.driver_meter import DriverMeter
-from nemo_like.distributed.rank_layout import RankLayout
 from nemo_like.distributed.virtual_cluster import VirtualCluster
+from nemo_like.distributed.waiting import DriverMeter
+from nemo_like.distributed.worker import RankLayout
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.planning.layout import parallel_sizes
 

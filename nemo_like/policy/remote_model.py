@@ -1,7 +1,9 @@
 """The driver's handle of a model spread over ranks: sends references out, gets numbers back."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,13 +17,16 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import KLEstimator
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.progress import IMPORTING, gb, num_bytes, writing_folder, written
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.waiting import IMPORTING, gb, num_bytes, writing_folder, written
 from nemo_like.distributed.worker_group import Pending, WorkerGroup
+from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
-from nemo_like.planning.model_shape import attention_tokens
+from nemo_like.planning.model_shape import Role, attention_tokens, read_model_shape
+from nemo_like.planning.offload import MemoryNeeds, Others, memory_needs
 from nemo_like.policy.parallel.stages import bins_for_pipeline
+from nemo_like.policy.placement import log_placement
 from nemo_like.policy.trainer import TrainerSetup
 from nemo_like.policy.worker import PolicyWorker, Shard
 
@@ -51,6 +56,8 @@ class RemoteModel:
         self.temperature = temperature
         self.weight_version = 0
         """Optimizer steps taken so far."""
+        self.others = Others()
+        """What else takes memory of its GPUs; known before ``start``."""
         self._start_timeout_s = cluster_config.start_timeout_s
         self._attention_tokens = attention_tokens(Path(model_path))
         self._save_timeout_s = cluster_config.save_timeout_s
@@ -75,14 +82,20 @@ class RemoteModel:
         def waiting(doing: str) -> WorkerGroup[PolicyWorker]:
             return self.group.waiting(self._start_timeout_s, "start_timeout_s", doing)
 
-        path = self._setup.model_path
+        path, contexts = self._setup.model_path, self.group.contexts
+        setup = replace(
+            self._setup,
+            memory=self._memory(),
+            ranks_per_node=max(Counter(each.node_id for each in contexts).values()),
+        )
         port = waiting(IMPORTING).call_rank(0, PolicyWorker.open_store)
         started, *_ = waiting(
             f"it loads a model, whose files have {gb(num_bytes(Path(path)))}, and checks a "
             "small one of its kind; from a shared disk that may take minutes"
-        ).call(PolicyWorker.start, self._setup, self.group.contexts[0].meeting_address, port)
+        ).call(PolicyWorker.start, setup, contexts[0].meeting_address, port)
         if self._setup.trains:
             logger.info("%s: %s parameters train.", path, f"{started.num_trained:,}")
+            log_placement(started.placement)
         if unused := started.unused:
             logger.warning(
                 "%s: %d tensors of its files are not used, as its config.json has no place for "
@@ -93,6 +106,31 @@ class RemoteModel:
             )
         waiting("it compiles the model, which takes a minute or more the first time").call(
             PolicyWorker.warm_up
+        )
+
+    def taking(self, others: Others) -> Others:
+        """``others``, and what this model takes of its GPUs while they work."""
+        setup = self._setup
+        return others.and_model(setup.model_path, setup.config, self.group.world_size, self._role)
+
+    def _memory(self) -> MemoryNeeds | None:
+        """None without GPUs or training, and for a model that the formulas do not cover."""
+        uses_gpus = bool(self.group.contexts[0].gpu_ids)
+        if not (uses_gpus and self._setup.trains and self.others.is_known):
+            return None
+        try:
+            shape = read_model_shape(Path(self._setup.model_path))
+            return memory_needs(shape, self.config, self.group.world_size, self._role, self.others)
+        except UserError:
+            return None
+
+    @property
+    def _role(self) -> Role:
+        setup = self._setup
+        return Role(
+            trains=setup.trains,
+            scalar_head=setup.output != "logprobs",
+            with_reference=setup.with_reference,
         )
 
     def logprobs(

@@ -22,6 +22,7 @@ from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.models.naming import plain_name
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
+from nemo_like.planning.offload import MemoryNeeds
 from nemo_like.policy.debug.diagnostics import Diagnostics
 from nemo_like.policy.gradients import (
     clip_gradients,
@@ -32,11 +33,12 @@ from nemo_like.policy.gradients import (
 from nemo_like.policy.inputs import InputLayout, InputShape, empty_batch, model_inputs
 from nemo_like.policy.loss_scale import LossScale, any_bad_loss
 from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.optim import make_optimizers, make_schedulers, move_state
+from nemo_like.policy.optim import make_optimizers, make_schedulers, step_with
 from nemo_like.policy.parallel.ddp import average_parameters, wrap_ddp
 from nemo_like.policy.parallel.mesh import PolicyMesh
 from nemo_like.policy.parallel.pipeline import Pipeline
 from nemo_like.policy.parallel.shared_parameters import SharedParameters
+from nemo_like.policy.placement import place_state
 from nemo_like.policy.requests import ForwardRequest, MicroBatches, forward_requests
 from nemo_like.policy.state.loading import load_stages
 
@@ -62,6 +64,10 @@ class TrainerSetup:
     """Of collectives."""
     refit_timeout_s: float = 600.0
     """Of each wait for an engine."""
+    memory: MemoryNeeds | None = None
+    """Predicted memory of a rank on a GPU, where the formulas cover the model."""
+    ranks_per_node: int = 1
+    """Most ranks of the model that share a node's memory."""
 
 
 class Trainer:
@@ -99,8 +105,10 @@ class Trainer:
         for stage in self.reference if setup.trains else self.stages:
             stage.requires_grad_(False)
         self._ddp = wrap_ddp(self.stages[0], self.mesh) if self.mesh.ddp and setup.trains else None
+        self.placement = place_state(config, setup.memory, setup.ranks_per_node, device)
+        self._on_host = self.placement.offload == "optimizer"
         self.optimizers = [
-            make_optimizers(stage.named_parameters(), config.optimizer)
+            make_optimizers(stage.named_parameters(), config.optimizer, on_host=self._on_host)
             for stage in (self.stages if setup.trains else ())
         ]
         self.schedulers = make_schedulers(
@@ -241,11 +249,7 @@ class Trainer:
 
     def _optimizer_step(self) -> None:
         for optimizer in chain(*self.optimizers):
-            if self.config.offload == "optimizer":
-                move_state(optimizer, self.device)
-            optimizer.step()
-            if self.config.offload == "optimizer":
-                move_state(optimizer, torch.device("cpu"))
+            step_with(optimizer, self.device, on_host=self._on_host)
         for scheduler in self.schedulers:
             scheduler.step()
         self.num_steps += 1

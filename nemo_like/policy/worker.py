@@ -20,13 +20,14 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.generation import Transport
 from nemo_like.config.losses import KLEstimator
+from nemo_like.distributed.network import listening_store
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.distributed.store import listening_store
 from nemo_like.distributed.worker import Worker, WorkerContext
 from nemo_like.losses.kl import kl_of_rows
 from nemo_like.losses.mismatch import MismatchSums, mismatch_of_rows
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
+from nemo_like.planning.offload import Placement
 from nemo_like.policy import scoring
 from nemo_like.policy.requests import MicroBatches
 from nemo_like.policy.state.export_check import check_export
@@ -87,6 +88,7 @@ class Started:
 
     num_trained: int
     """Trained parameters of the full model, not of this rank's shard."""
+    placement: Placement
     unused: Sequence[str] = ()
     """Rank 0: tensors that the model's files hold and that it has no use for."""
 
@@ -129,7 +131,11 @@ class PolicyWorker(Worker):
         )
         self._trainer = Trainer(setup, self._device)
         unused = [] if self.context.rank else unused_tensors(path, output)
-        return Started(num_trained=self._trainer.num_parameters(), unused=unused)
+        return Started(
+            num_trained=self._trainer.num_parameters(),
+            placement=self._trainer.placement,
+            unused=unused,
+        )
 
     def warm_up(self) -> None:
         """Compile before the first step, if anything is compiled; collective."""

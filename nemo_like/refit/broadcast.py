@@ -53,7 +53,7 @@ class BroadcastSender:
         num_receivers: int,
         timeout_s: float,
     ) -> None:
-        """``store``: where the group meets; see ``distributed.store.listening_store``."""
+        """``store``: where the group meets; see ``distributed.network.listening_store``."""
         self._timeout = timedelta(seconds=timeout_s)
         self._store = store
         self.port: int = store.port

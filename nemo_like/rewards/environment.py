@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_like.config.paths import REWARD_MODEL, REWARD_MODEL_KEY
 from nemo_like.config.remote_code import TRUSTED, trusts_code
-from nemo_like.config.sampling import SINGLE_TURN, EnvironmentConfig
+from nemo_like.config.sampling import CODE, SINGLE_TURN, EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute
@@ -112,6 +112,8 @@ def start_pool(
             pass_variables=environment.pass_variables,
             concurrency=environment.rows_at_once or _CONVERSATIONS_OF_A_LOOP,
         )
+    if environment.reward == CODE:
+        return pool_of(_code_options(environment), module="nemo_like.rewards.code.reward")
     pool = pool_of(
         environment.reward,
         pass_variables=environment.pass_variables,
@@ -125,3 +127,14 @@ def start_pool(
             "leave it out, or set environment.num_processes."
         )
     return pool
+
+
+def _code_options(environment: EnvironmentConfig) -> str:
+    return json.dumps(
+        {
+            "credit": environment.code_credit,
+            "seconds": environment.code_seconds,
+            "memory_gib": environment.code_memory_gib,
+            "timeout_s": environment.timeout_s,
+        }
+    )

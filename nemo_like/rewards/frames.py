@@ -7,9 +7,12 @@ schema, and never run.
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from nemo_like.rewards.protocol import MOST, RewardResult, RewardRow, failed
 
@@ -19,7 +22,33 @@ MOST_ROW_BYTES = 1 << 28
 MOST_RESULT_BYTES = 1 << 20
 
 _LENGTH = struct.Struct(">I")
-_RESULT_KEYS = {"id", *(one.name for one in fields(RewardResult))}
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_Number = Annotated[float, Field(ge=-MOST, le=MOST)]
+# As text that can be written to any file: JSON may hold halves of surrogate pairs.
+_Text = Annotated[
+    str,
+    BeforeValidator(
+        lambda it: it.encode("utf-8", "backslashreplace").decode() if isinstance(it, str) else it
+    ),
+]
+T = TypeVar("T")
+
+
+@dataclass(config=_STRICT, kw_only=True)
+class _Result:
+    id: _Text
+    reward: _Number | None
+    metrics: dict[_Text, _Number]
+    error: _Text | None
+    answer: _Text | None
+    dropped: dict[_Text, _Text]
+    spent: _Text | None
+
+
+@dataclass(config=_STRICT, kw_only=True)
+class _FirstWord:
+    refused: _Text | None
+    is_concurrent: bool
 
 
 class FrameError(Exception):
@@ -58,7 +87,6 @@ class Frames:
 
 
 def frame(payload: bytes) -> bytes:
-    """``payload`` behind its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 
@@ -81,7 +109,6 @@ def rows_frame(rows: Sequence[bytes]) -> bytes:
 
 
 def read_rows(payload: bytes) -> list[RewardRow]:
-    """Inverse of ``rows_frame``, in the reward process."""
     return [RewardRow(**row) for row in json.loads(payload)]
 
 
@@ -96,77 +123,33 @@ def result_frame(row_id: str, result: RewardResult) -> bytes:
 
 def read_result(payload: bytes) -> tuple[str, RewardResult]:
     """The row's id and its result; FrameError for everything else."""
-    said = _parse(payload)
-    if said.keys() != _RESULT_KEYS:
-        raise FrameError("a frame that is not a result")
-    reward, error = _optional_number(said["reward"]), _optional_text(said["error"])
-    if (reward is None) == (error is None):
+    said = _parse(payload, _Result, "a result")
+    if (said.reward is None) == (said.error is None):
         raise FrameError("a result with both reward and error, or with neither")
-    result = RewardResult(
-        reward=reward,
-        metrics={_text(name): _number(value) for name, value in _dict(said["metrics"]).items()},
-        error=error,
-        answer=_optional_text(said["answer"]),
-        dropped={_text(name): _text(why) for name, why in _dict(said["dropped"]).items()},
-        spent=_optional_text(said["spent"]),
-    )
-    return _text(said["id"]), result
+    plain = asdict(said)
+    return plain.pop("id"), RewardResult(**plain)
 
 
 def first_word_frame(refused: str | None, *, is_concurrent: bool = False) -> bytes:
-    """Goes out before any result: why a process cannot use its reward, if it can't.
-
-    ``is_concurrent``: rows are scored while others still are, by an ``async def``.
-    """
+    """Before any result: why the reward cannot be used, if so, and whether rows are concurrent."""
     return frame(json.dumps({"refused": refused, "is_concurrent": is_concurrent}).encode())
 
 
 def read_first_word(payload: bytes) -> tuple[str | None, bool]:
     """Inverse of ``first_word_frame``; FrameError for everything else."""
-    said = _parse(payload)
-    if said.keys() != {"refused", "is_concurrent"}:
-        raise FrameError("a frame that is not a first word")
-    if not isinstance(said["is_concurrent"], bool):
-        raise FrameError("a first word of another type")
-    return _optional_text(said["refused"]), said["is_concurrent"]
+    said = _parse(payload, _FirstWord, "a first word")
+    return said.refused, said.is_concurrent
 
 
-def _parse(payload: bytes) -> Mapping[str, Any]:
+def _parse(payload: bytes, schema: type[T], what: str) -> T:
     try:
-        return _dict(json.loads(payload.decode(), parse_constant=_refuse_constant))
+        said = json.loads(payload.decode())
     except (ValueError, RecursionError) as error:
         raise FrameError("a frame that is not JSON") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise FrameError(f"a number that is {name}")
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise FrameError("a value that is not an object")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) <= MOST:
-        raise FrameError("a value that is not a finite number")
-    return float(value)
-
-
-def _optional_number(value: Any) -> float | None:
-    return None if value is None else _number(value)
-
-
-def _text(value: Any) -> str:
-    """As text that can be written to any file: JSON may hold halves of surrogate pairs."""
-    if not isinstance(value, str):
-        raise FrameError("a value that is not text")
-    return value.encode("utf-8", "backslashreplace").decode()
-
-
-def _optional_text(value: Any) -> str | None:
-    return None if value is None else _text(value)
+    try:
+        return schema(**said)
+    except (ValueError, TypeError) as error:  # TypeError: it is no object
+        raise FrameError(f"a frame that is not {what}") from error
 
 
 def _require_plain(value: Any, where: str) -> None:

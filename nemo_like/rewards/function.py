@@ -3,6 +3,7 @@
 Whatever happens to a row costs that row, or one of its metrics.
 """
 
+import asyncio
 import contextlib
 import errno
 import inspect
@@ -51,10 +52,7 @@ class RewardFunction:
 
 
 def resolve_reward(spec: str) -> RewardFunction:
-    """Import the function that ``spec`` names; UserError says why it cannot be used.
-
-    ``prompt`` and ``completion`` are passed by name, so their order is free.
-    """
+    """The function that ``spec`` names; UserError if it cannot be called with a row by name."""
     function = REWARDS.load(_KEY, spec)
     try:
         signature = inspect.signature(function)
@@ -78,20 +76,21 @@ def resolve_reward(spec: str) -> RewardFunction:
     )
 
 
-def score_row(
-    function: RewardFunction, row: RewardRow, finish: Callable[[Awaitable[Any]], Any]
-) -> RewardResult:
-    """Score one row outside of an event loop; ``finish`` gives what an awaitable gives."""
+def score_row(function: RewardFunction, row: RewardRow, runner: asyncio.Runner) -> RewardResult:
+    """Score one row outside of an event loop; ``runner`` is for a plain function's awaitable."""
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        return await result
+
     with _one_process():
         try:
             result = function(row.prompt, row.completion, row.fields)
-            return to_result(finish(result) if inspect.isawaitable(result) else result)
+            return to_result(runner.run(awaited(result)) if inspect.isawaitable(result) else result)
         except BaseException as error:  # sys.exit() in a row's scoring must not end the process
             return _failed_by(error, function)
 
 
 async def score_async(function: RewardFunction, row: RewardRow) -> RewardResult:
-    """Score one row by an ``async def``."""
     with _one_process():
         try:
             return to_result(await function(row.prompt, row.completion, row.fields))
@@ -109,22 +108,15 @@ def _one_process() -> Iterator[None]:
 
 
 def _failed_by(error: BaseException, function: RewardFunction) -> RewardResult:
-    return failed(_failure(function, error), spent=_exhausted(error))
-
-
-def _failure(function: RewardFunction, error: BaseException) -> str:
     if isinstance(error, UserError):
-        return str(error)
+        return failed(str(error), spent=_exhausted(error))
     code = getattr(inspect.unwrap(function.function), "__code__", None)
-    folder = Path(code.co_filename).parent if code else None
-    return f"{error_text(error)} ({error_place(error, folder)})"
+    place = error_place(error, Path(code.co_filename).parent if code else None)
+    return failed(f"{error_text(error)} ({place})", spent=_exhausted(error))
 
 
 def _exhausted(error: BaseException | None) -> str | None:
-    """What the process has no more of, by an error or by one that it came of.
-
-    A function that leaks meets it again on every later row.
-    """
+    """What the process has no more of, by an error or its causes: later rows will meet it again."""
     for _ in range(_MOST_CAUSES):
         if error is None:
             break
@@ -159,8 +151,7 @@ def to_result(result: Any) -> RewardResult:
     reward = _number("the reward", result["reward"])
     answer = None
     if "answer" in rest:
-        stated = rest.pop("answer")
-        answer = "" if stated is None else str(stated)
+        answer = "" if (stated := rest.pop("answer")) is None else str(stated)
     metrics, dropped = dict[str, float](), dict[str, str]()
     for key, value in rest.items():
         try:

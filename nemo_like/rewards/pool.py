@@ -41,17 +41,15 @@ _SHUT_DOWN = "the reward process was shut down"
 class RewardPool:
     """An ``Environment`` of ``num_processes`` processes that call one reward function.
 
-    ``reward`` is read as ``resolve_reward`` says, in the reward processes only; UserError
-    if it cannot be used. A row that takes longer than ``timeout_s`` to score (waiting for a free
-    process does not count) or more than ``memory_limit_bytes`` fails. The processes get variables
-    as ``variables`` says, and those of ``pass_variables``.
+    ``reward`` is resolved in the reward processes only, by ``module``; UserError if it cannot be
+    used. A row that takes longer than ``timeout_s`` to score (waiting for a free process does not
+    count) or more than ``memory_limit_bytes`` fails. Processes get ``pass_variables`` besides those
+    that ``variables`` lists.
 
     A process scores one row after the other, or ``concurrency`` at once by an ``async def``. It is
-    replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``;
-    None: it is kept while it works.
-
-    Another ``module`` than that for functions makes of ``reward`` what it likes. A free process
-    gets up to ``rows_at_once`` rows that wait, which share their time limits, and their fate.
+    replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``
+    (None: it is kept while it works). A free process gets up to ``rows_at_once`` rows that wait,
+    which share their time limits, and their fate.
     """
 
     def __init__(
@@ -69,11 +67,14 @@ class RewardPool:
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         variables = reward_variables(os.environ, pass_variables)
+        own = resource.getrlimit(resource.RLIMIT_DATA)
+        limits = [memory_limit_bytes or memory_share(num_processes)]
+        limits += [one for one in own if one != resource.RLIM_INFINITY]
         settings = ProcessSettings(
             module=module,
             reward=reward,
             timeout_s=timeout_s,
-            memory_limit_bytes=_within_own(memory_limit_bytes or memory_share(num_processes)),
+            memory_limit_bytes=min(limits),
             start_timeout_s=start_timeout_s,
             variables=variables,
             withheld=frozenset(os.environ.keys() - variables.keys()),
@@ -206,13 +207,16 @@ class _Lane:
         """A result on each row, whatever happens."""
         try:
             process = await self._usable(max(row.since for row in rows))
-            results = await process.score(rows)
-            return [_explained(result, self._settings.withheld) for result in results]
+            return [
+                replace(result, error=with_hint(result.error, self._settings.withheld))
+                if result.error
+                else result
+                for result in await process.score(rows)
+            ]
         except (LostError, UserError) as error:  # UserError: a replacement could not be loaded
             return [failed(str(error)) for _ in rows]
 
     async def end(self) -> None:
-        """Kill what is left."""
         self._is_ended = True
         for process in self._processes:
             process.lose(_SHUT_DOWN)
@@ -247,27 +251,10 @@ class _Lane:
             process.lose(_SHUT_DOWN)
 
 
-def _explained(result: RewardResult, withheld: frozenset[str]) -> RewardResult:
-    if result.error is None:
-        return result
-    return replace(result, error=with_hint(result.error, withheld))
-
-
 def memory_share(num_processes: int) -> int:
-    """Bytes that each of a machine's reward processes may use."""
-    return int(machine_memory_bytes() * MEMORY_SHARE / num_processes)
-
-
-def _within_own(limit: int) -> int:
-    """``limit``, or what this process may itself use if that is less."""
-    own = [one for one in resource.getrlimit(resource.RLIMIT_DATA) if one != resource.RLIM_INFINITY]
-    return min([limit, *own])
-
-
-def machine_memory_bytes() -> int:
-    """Memory of this machine, or of the container if that is less."""
+    """Bytes that each of a machine's, or a container's, reward processes may use."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or the word "max"
             total = min(total, int(Path(path).read_text()))
-    return total
+    return int(total * MEMORY_SHARE / num_processes)

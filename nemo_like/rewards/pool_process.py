@@ -23,7 +23,7 @@ from nemo_like.rewards.frames import (
     read_result,
     rows_frame,
 )
-from nemo_like.rewards.process_tree import kill_tree
+from nemo_like.rewards.process import kill_tree
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rewards.variables import with_hint
 
@@ -44,8 +44,6 @@ class LostError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings:
-    """What every process of a pool starts with."""
-
     module: str
     reward: str
     timeout_s: float
@@ -83,9 +81,8 @@ class RewardProcess(asyncio.Protocol):
         self._settings = settings
         self._frames = Frames(MOST_RESULT_BYTES)
         self._in_flight: dict[str, asyncio.Future[RewardResult]] = {}
-        self._first_word: asyncio.Future[tuple[str | None, bool]] = (
-            asyncio.get_running_loop().create_future()
-        )
+        self._first_word = asyncio.get_running_loop().create_future()
+        """Gets what ``read_first_word`` returns."""
         self._ready_by = time.monotonic() + settings.start_timeout_s
         self._transport: asyncio.Transport | None = None
         self._lost: str | None = None
@@ -95,7 +92,8 @@ class RewardProcess(asyncio.Protocol):
         self._first_bytes: int | None = None
         """Memory that it had after its first row."""
         self._killing = threading.Lock()
-        self._is_killed = False
+        self.is_gone = False
+        """Whether nothing is left of it."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             arguments = [settings.reward, settings.timeout_s, settings.memory_limit_bytes]
@@ -138,11 +136,6 @@ class RewardProcess(asyncio.Protocol):
         spoilt = not self._in_flight and self._frames.has_part
         gone = self._lost is not None or self._transport is None or self._transport.is_closing()
         return not (spoilt or gone or self.spent or self._process.poll() is not None)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nothing is left of it."""
-        return self._is_killed
 
     async def score(self, rows: Sequence[WaitingRow]) -> list[RewardResult]:
         """Results on rows, within their time limits; LostError if there will be none."""
@@ -188,14 +181,13 @@ class RewardProcess(asyncio.Protocol):
     def kill(self) -> None:
         """Kill the process and all that it has started; returns when it is gone."""
         with self._killing:
-            if self._is_killed:
+            if self.is_gone:
                 return  # its number may belong to another process by now
             kill_tree(self._process.pid)
             self._process.wait()
-            self._is_killed = True
+            self.is_gone = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
@@ -207,7 +199,6 @@ class RewardProcess(asyncio.Protocol):
             self.lose(f"the reward process wrote something else to its socket: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio."""
         if self._lost is None:
             self._ending = asyncio.create_task(self._lose_ended())
 
@@ -228,41 +219,29 @@ class RewardProcess(asyncio.Protocol):
         deadline = time.monotonic() + EXIT_GRACE_S
         while (code := self._process.poll()) is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        self.lose(f"the reward process {_how_it_ended(code)}")
+        how = "closed its socket" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            names = {one.value: one.name for one in signal.Signals}
+            cause = " (out of memory?)" if -code == signal.SIGKILL else ""
+            how = f"was ended by {names.get(-code, f'signal {-code}')}{cause}"
+        self.lose(f"the reward process {how}")
 
     def _wear(self, results: Sequence[RewardResult]) -> None:
         """Notice what later rows would suffer from."""
         self._num_scored += len(results)
         self.spent = self.spent or next((v.spent for v in results if v.spent), None)
-        most_rows = self._settings.most_rows
+        most_rows, limit = self._settings.most_rows, self._settings.memory_limit_bytes
         if most_rows is None or self.spent:
             return
         if self._num_scored >= most_rows:
             self.spent = f"it has scored {self._num_scored} rows"
-        held, limit = _data_bytes(self._process.pid), self._settings.memory_limit_bytes
-        if held is None:
+        try:  # memory of the kind that its limit counts
+            pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[5])
+        except (OSError, IndexError):  # it has ended, or this is not Linux
             return
+        held = pages * os.sysconf("SC_PAGE_SIZE")
         if self._first_bytes is None:
             self._first_bytes = held
         share = GROWTH_SHARE_BUSY if self._in_flight else GROWTH_SHARE
         if held - self._first_bytes > share * max(0, limit - self._first_bytes):
             self.spent = f"it has grown to {held / _GIB:.2f} GiB of at most {limit / _GIB:.2f}"
-
-
-def _how_it_ended(code: int | None) -> str:
-    if code is None:
-        return "closed its socket"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    cause = " (out of memory?)" if -code == signal.SIGKILL else ""
-    known = -code in set(signal.Signals)
-    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}{cause}"
-
-
-def _data_bytes(pid: int) -> int | None:
-    """Memory of the kind that its limit counts."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[5])
-    except (OSError, IndexError):  # it has ended, or this is not Linux
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")

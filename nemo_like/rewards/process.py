@@ -7,7 +7,9 @@ result each.
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
+import itertools
 import os
 import resource
 import signal
@@ -15,25 +17,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 from nemo_like.errors import UserError
-from nemo_like.rewards.frames import (
-    MOST_BYTES,
-    Frames,
-    first_word_frame,
-    read_rows,
-    result_frame,
-)
+from nemo_like.rewards.frames import MOST_BYTES, Frames, first_word_frame, read_rows, result_frame
 from nemo_like.rewards.function import RewardFunction, resolve_reward, score_async, score_row
-from nemo_like.rewards.process_tree import (
-    adopt_orphans,
-    bury_orphans,
-    kill_tree,
-    leave_sigterm_to_driver,
-)
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 
 PARENT_POLL_S = 1.0
@@ -44,6 +35,7 @@ CANCEL_GRACE_S = 1.0
 
 BatchReward = Callable[[Sequence[RewardRow]], list[RewardResult]]
 """One result for each row, in their order; never raises."""
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def load(spec: str) -> "BatchReward | RewardFunction":
@@ -51,25 +43,21 @@ def load(spec: str) -> "BatchReward | RewardFunction":
     function = resolve_reward(spec)
     if function.is_async:
         return function
-    loop = asyncio.Runner()  # for a plain function that returns an awaitable
+    return one_by_one(function)
 
-    def finish(result: Awaitable[Any]) -> Any:
-        async def awaited() -> Any:
-            return await result
 
-        return loop.run(awaited())
+def one_by_one(function: RewardFunction) -> BatchReward:
+    """Score one row after the other."""
+    runner = asyncio.Runner()
 
     def score_each(rows: Sequence[RewardRow]) -> list[RewardResult]:
-        return [score_row(function, row, finish) for row in rows]
+        return [score_row(function, row, runner) for row in rows]
 
     return score_each
 
 
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
-    """Load what the pool's spec names (UserError goes to the pool), then score until it closes.
-
-    A ``RewardFunction`` scores many rows at once, on one event loop.
-    """
+    """Load what the pool's spec names (UserError goes to the pool), then score until it closes."""
     file_descriptor, spec, timeout_s, memory_limit_bytes = argv
     pool = socket.socket(fileno=int(file_descriptor))
     _keep_from_children(pool)
@@ -92,22 +80,17 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
 
 
 def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float) -> None:
-    ended = set[int]()
-    for rows in _lists_of_rows(pool):
-        limit_s = timeout_s * len(rows) + SELF_DESTRUCT_GRACE_S
-        faulthandler.dump_traceback_later(limit_s, exit=True)
-        results = scorer(rows)
-        faulthandler.cancel_dump_traceback_later()
-        ended = bury_orphans(ended)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind must not hit the next row
-        for row, result in zip(rows, results, strict=True):
-            pool.sendall(result_frame(row.id, result))
-
-
-def _lists_of_rows(pool: socket.socket) -> Iterator[list[RewardRow]]:
-    frames = Frames(MOST_BYTES)
+    ended, frames = set[int](), Frames(MOST_BYTES)
     while data := pool.recv(1 << 16):
-        yield from map(read_rows, frames.feed(data))
+        for rows in map(read_rows, frames.feed(data)):
+            limit_s = timeout_s * len(rows) + SELF_DESTRUCT_GRACE_S
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+            results = scorer(rows)
+            faulthandler.cancel_dump_traceback_later()
+            ended = bury_orphans(ended)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # one left behind must not hit the next row
+            for row, result in zip(rows, results, strict=True):
+                pool.sendall(result_frame(row.id, result))
 
 
 def _serve_concurrently(pool: socket.socket, function: RewardFunction, timeout_s: float) -> None:
@@ -139,19 +122,14 @@ class _Server:
         self._ended = set[int]()
 
     async def run(self) -> None:
-        async for row in self._incoming():
-            self._num_open += 1
-            self._watch_loop()
-            task = asyncio.create_task(self._answer(row))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
-
-    async def _incoming(self) -> AsyncIterator[RewardRow]:
         loop, frames = asyncio.get_running_loop(), Frames(MOST_BYTES)
         while data := await loop.sock_recv(self._pool, 1 << 16):
-            for payload in frames.feed(data):
-                for row in read_rows(payload):
-                    yield row
+            for row in itertools.chain.from_iterable(map(read_rows, frames.feed(data))):
+                self._num_open += 1
+                self._watch_loop()
+                task = asyncio.create_task(self._answer(row))
+                self._answers.add(task)
+                task.add_done_callback(self._answers.discard)
 
     async def _answer(self, row: RewardRow) -> None:
         result = await self._score(row)
@@ -212,6 +190,58 @@ def _limit_memory(memory_limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, hard))
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def leave_sigterm_to_driver() -> None:
+    """SIGTERM to all processes of a run must not cost rows; what a function starts obeys it still.
+
+    A handler, as children would inherit that a signal is ignored, or blocked as it comes here.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of orphans below, so that ``kill_tree`` finds daemons (on Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def bury_orphans(before: set[int]) -> set[int]:
+    """Clear away what has ended and was adopted; the rest of what has ended is returned.
+
+    One's own children are for who started them to wait for, until the next call: what had ended
+    ``before`` goes too. A daemon's session, its parent's that is gone, tells it from a child at
+    once; a child's is its own or this process's.
+    """
+    left: set[int] = set()
+    children = ""
+    with contextlib.suppress(OSError):  # Linux only
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    for pid in map(int, children.split()):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            if pid in before or os.getsid(pid) not in (pid, os.getsid(0)):
+                os.waitpid(pid, os.WNOHANG)
+            else:
+                left.add(pid)
+    return left
+
+
+def kill_tree(pid: int) -> None:
+    """Kill the leader of a process group, the group, and descendants that left it.
+
+    A function that runs code often gives it a session of its own, to end it when it is late, and
+    may itself be ended before that. What belongs to another user, as after sudo, is left alone.
+    """
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

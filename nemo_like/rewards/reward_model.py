@@ -18,7 +18,7 @@ from nemo_like.config.paths import REWARD_MODEL_KEY
 from nemo_like.config.remote_code import TRUSTED, set_trust, trusts_code
 from nemo_like.data.token_rows import TokenRow, collate
 from nemo_like.errors import UserError
-from nemo_like.models.settings import model_settings
+from nemo_like.models.build import model_settings
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import HeadSettings, ValueModel
 from nemo_like.policy.requests import ForwardRequest

@@ -9,29 +9,21 @@ from nemo_like.data.conversations import Conversation, encode
 from nemo_like.data.messages import Message
 from nemo_like.data.token_rows import TokenRow
 from nemo_like.errors import UserError
-from nemo_like.models.context import context_length
-from nemo_like.models.kinds import CLASSIFIER
-from nemo_like.models.resolve import resolve_model
+from nemo_like.models.resolve import CLASSIFIER, context_length, resolve_model
 
 
 class RewardText:
     """A reward model's folder: its tokenizer, chat template and context, without its weights."""
 
     def __init__(self, model: str, switches: Mapping[str, Any]) -> None:
-        """``switches``: those of the policy's template; this one gets what it uses of them.
-
-        Raises UserError if there is no such model, or if it has no scalar head.
-        """
+        """``switches``: the policy's, used where known; UserError if the model cannot score."""
         self.folder = resolve_model(model, REWARD_MODEL_KEY, classes=(CLASSIFIER,))
         check_scores(self.folder)
         self.chat = ChatTokenizer(str(self.folder), otherwise=switches)
         self._context = context_length(str(self.folder))
 
     def encode(self, messages: Sequence[Message], completion: str) -> TokenRow:
-        """Prompt and completion up to the token that ends it, as reward models train on them.
-
-        Raises UserError for what the template refuses, and for a text that is too long.
-        """
+        """Up to the token that ends the completion, as in training; UserError if it is too long."""
         answer = {"role": "assistant", "content": completion}
         whole = Conversation(
             where="reward model", messages=(*messages, answer), num_prompt_messages=len(messages)
@@ -45,5 +37,4 @@ class RewardText:
         return row
 
     def num_bytes(self) -> int:
-        """What the weights take in memory."""
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))

@@ -41,10 +41,7 @@ _NAME = re.compile(r"\b[A-Z][A-Z0-9_]{3,}\b")
 
 
 def reward_variables(variables: Mapping[str, str], passed: Iterable[str]) -> dict[str, str]:
-    """What a reward process gets of ``variables``; ``passed``: names that the user adds.
-
-    Raises UserError for such a name without a value.
-    """
+    """What reward processes get of them; UserError for a ``passed`` name without a value."""
     passed = list(passed)
     for name in passed:
         if name not in variables:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from nemo_like.config.generation import GenerationConfig, engine_kind
 from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.driver_meter import DriverMeter
 from nemo_like.distributed.virtual_cluster import VirtualCluster
+from nemo_like.distributed.waiting import DriverMeter
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.doors import absolute, import_path
 from nemo_like.generation.vllm.environment import EngineDevices

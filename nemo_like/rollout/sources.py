@@ -10,7 +10,7 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.config.sampling import SamplingRunConfig, ValidationConfig
 from nemo_like.data.datasets import Row
-from nemo_like.data.loader import PromptLoader
+from nemo_like.data.loader import RowLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
@@ -33,7 +33,7 @@ class SyncRolloutSource:
         *,
         generation: Generation[RolloutWorker],
         sync: WeightSync,
-        loader: PromptLoader[Row],
+        loader: RowLoader[Row],
         validation_rows: Sequence[Row],
         stop_token_ids: tuple[int, ...],
         span: Callable[[str], AbstractContextManager[None]],

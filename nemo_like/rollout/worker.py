@@ -16,8 +16,8 @@ from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.protocol import ENDPOINT
 from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
 from nemo_like.generation.worker import GenerationWorker
-from nemo_like.observe.jsonl import JsonlFile
 from nemo_like.observe.metrics import Metric, Metrics, merge
+from nemo_like.observe.sinks import JsonlFile
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rollout.recorder import Limits, Recorder

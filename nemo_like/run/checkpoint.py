@@ -1,51 +1,53 @@
 """Checkpoints that are complete or absent.
 
 ``<run.dir>/checkpoints/step_<n>`` holds a folder for each model, such as ``policy/`` (sharded
-model, optimizer and schedule),
-``driver.json`` (step, data position, metric) and ``files.json`` (size and checksum of every file).
+model, optimizer and schedule), ``driver.json`` (step, data position, metric) and ``files.json``
+(size and checksum of every file).
 All is written into ``writing_step_<n>`` and renamed at the end (and away before it is deleted), so
 the name ``step_<n>`` is a promise; ``files.json`` tells a file that was damaged later.
 Checksums are no signature: who may write to the folder can renew them. So nothing that is read from
 it can run code (``policy/state/checkpoint_files.py``).
 """
 
-import functools
-import grp
 import json
 import logging
 import math
 import os
-import pwd
 import re
 import shutil
-import stat
+import time
 import zlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from nemo_like.config.run import CheckpointConfig
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from nemo_like.config.run import CheckpointConfig, RunConfig
+from nemo_like.doors import refuse_special
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
-from nemo_like.special_files import refuse_special
+from nemo_like.run.folder import who_else_writes
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _CHUNK_BYTES = 1 << 24
+_LISTED = TypeAdapter(dict[str, tuple[int, int]])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class DriverState:
     """What the driver needs to continue after ``step``."""
 
-    step: int
+    step: NonNegativeInt
     loader: dict[str, Any]
     metric: float | None
     """Value that decides which checkpoint is best, the largest; None if not measured by then."""
     totals: dict[str, float]
     """Of the whole run so far: wall seconds, first and latest validation."""
-    weight_versions: dict[str, int]
+    weight_versions: dict[str, NonNegativeInt]
     """Optimizer steps that each model has taken."""
     metric_name: str | None = None
     """What ``metric`` is the value of, with a minus where the smallest is best. None: written
@@ -63,9 +65,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, in numeric order."""
-        if not self.folder.is_dir():
-            return []
-        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.glob("step_*"))
         return sorted(int(match[1]) for match in matches if match)
 
     def save(self, state: DriverState, write_models: Callable[[Path], None]) -> Path:
@@ -101,10 +101,7 @@ class Checkpoints:
         return final
 
     def latest(self) -> tuple[Path, DriverState] | None:
-        """The newest checkpoint, checked byte for byte; None if there is none.
-
-        Raises UserError naming the damaged file if it is not what was saved.
-        """
+        """The newest checkpoint, as ``open_checkpoint`` reads it; None if there is none."""
         for leftover in sorted(self.folder.glob("*ing_step_*")):
             logger.warning("%s was not finished and is ignored", leftover)
         steps = self.steps()
@@ -114,10 +111,7 @@ class Checkpoints:
         return path, open_checkpoint(path)
 
     def _prune(self, metric_name: str | None) -> None:
-        """Keep the last ``keep_last`` and the best by ``metric_name``.
-
-        One without that metric counts as the worst: of another one, values cannot be compared.
-        """
+        """Keep the last and the best ones; without a value of ``metric_name`` one is the worst."""
         steps = self.steps()
         keep = set(steps[-self._config.keep_last :])
         if self._config.keep_best:
@@ -137,16 +131,11 @@ class Checkpoints:
 
 
 def open_checkpoint(path: Path) -> DriverState:
-    """The state of the checkpoint in ``path``, checked byte for byte.
-
-    Raises UserError naming the damaged file if it is not what was saved.
-    """
+    """The state of a checkpoint that is checked byte for byte; UserError names the damage."""
     refuse_special(f"Checkpoint {path}", path, depth=2)
     _verify(path)
     for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):
-        status = one.stat()
-        private = _is_private_group(status.st_gid)
-        if who := others_who_write(status.st_mode, status.st_uid, os.geteuid(), private):
+        if who := who_else_writes(one):
             logger.warning(
                 "%s can be written by %s, who could have changed the checkpoint and its checksums; "
                 "see that you trust them, or chown and chmod go-w it.",
@@ -155,36 +144,6 @@ def open_checkpoint(path: Path) -> DriverState:
             )
             break
     return _read_state(path)
-
-
-def others_who_write(mode: int, owner: int, me: int, private: bool) -> str | None:
-    """Who else can write to a file, by ``stat``'s mode and owner; None: nobody but root.
-
-    ``private``: its group is this user's alone.
-    """
-    if owner not in (me, 0):
-        return f"its owner, user {owner}"
-    if mode & stat.S_IWOTH:
-        return "everyone"
-    return "its group" if mode & stat.S_IWGRP and not private else None
-
-
-def is_private(group: grp.struct_group, user: pwd.struct_passwd) -> bool:
-    """Whether ``user`` is the only member of a group.
-
-    Systems with umask 002 give each user a primary group of the same name. Who else has a group as
-    their primary one cannot be listed on every system, so the name decides.
-    """
-    own = group.gr_gid == user.pw_gid and group.gr_name == user.pw_name
-    return own and set(group.gr_mem) <= {user.pw_name}
-
-
-@functools.cache
-def _is_private_group(gid: int) -> bool:
-    try:
-        return is_private(grp.getgrgid(gid), pwd.getpwuid(os.geteuid()))
-    except KeyError:  # without a name, as in containers
-        return False
 
 
 def _remove(path: Path) -> None:
@@ -199,42 +158,22 @@ def _remove(path: Path) -> None:
 def _read_state(path: Path) -> DriverState:
     refuse_special(f"Checkpoint {path}", path, depth=1)
     try:
-        state = DriverState(**json.loads((path / "driver.json").read_text()))
-        _check(state)
-    except (OSError, ValueError, TypeError, RecursionError) as error:  # TypeError: other fields
+        return DriverState(**json.loads((path / "driver.json").read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # TypeError: no object
         raise UserError(
-            f"Checkpoint {path} is not one of this version: driver.json: {error}. {_remedy(path)}"
+            f"Checkpoint {path} is not one of this version: driver.json: {_reason(error)}. "
+            f"{_remedy(path)}"
         ) from error
-    return state
 
 
-def _check(state: DriverState) -> None:
-    """Raise ValueError for a value of another kind than a run writes."""
-    versions = state.weight_versions
-    right = {
-        "step": _is_count(state.step),
-        "loader": isinstance(state.loader, dict),
-        "metric": state.metric is None or _is_number(state.metric),
-        "totals": _are_numbers(state.totals),
-        "weight_versions": isinstance(versions, dict) and all(map(_is_count, versions.values())),
-        "metric_name": isinstance(state.metric_name, str | None),
-        "unlogged": state.unlogged is None or _are_numbers(state.unlogged),
-    }
-    for name, is_right in right.items():
-        if not is_right:
-            raise ValueError(f"{name} is {str(getattr(state, name))[:100]}")
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+def _reason(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return ", ".join(
+        f"{one['loc'][0] if one['loc'] else 'it'} is "
+        f"{'missing' if 'missing' in one['type'] else str(one['input'])[:100]}"
+        for one in error.errors()[:3]
+    )
 
 
 def _checksums(folder: Path) -> dict[str, list[int]]:
@@ -249,35 +188,22 @@ def _remedy(path: Path) -> str:
 
 def _verify(path: Path) -> None:
     try:
-        listed = json.loads((path / "files.json").read_text())
-        files = {name: (int(size), int(crc)) for name, (size, crc) in listed.items()}
+        files = _LISTED.validate_python(json.loads((path / "files.json").read_text()))
         if "driver.json" not in files:
             raise ValueError("driver.json is not in it")
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ) as error:  # what JSON can hold instead
-        raise UserError(
-            f"Checkpoint {path} is damaged: files.json: {error}. {_remedy(path)}"
-        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        damaged = f"files.json: {_reason(error)}"
+        raise UserError(f"Checkpoint {path} is damaged: {damaged}. {_remedy(path)}") from error
     for name, (size, crc) in files.items():
-        file = path / name
-        if not _is_file(file):
-            shown = name[:200]
-            raise UserError(f"Checkpoint {path} is damaged: {shown} is missing. {_remedy(path)}")
-        if file.stat().st_size != size or _crc(file) != crc:
-            raise UserError(f"Checkpoint {path} is damaged: {name} has changed. {_remedy(path)}")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that no file can have
-        return False
+        file, damaged = path / name, None
+        try:
+            if file.stat().st_size != size or _crc(file) != crc:
+                damaged = "has changed"
+        except (OSError, ValueError):  # also of a name that no file can have
+            damaged = "is missing or cannot be read"
+        if damaged:
+            what = f"{name[:200]} {damaged}"
+            raise UserError(f"Checkpoint {path} is damaged: {what}. {_remedy(path)}")
 
 
 def _crc(path: Path) -> int:
@@ -295,3 +221,79 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Loader(Protocol):
+    """What deals out rows: a position that can be saved."""
+
+    def state(self) -> dict[str, Any]:
+        """The position after the rows handed out."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position."""
+
+
+class Model(Protocol):
+    """What trains: its state can be saved."""
+
+    weight_version: int
+
+    def save(self, folder: str) -> None:
+        """Write all of it into ``folder``."""
+
+    def load(self, folder: str, weight_version: int) -> None:
+        """Restore what ``save`` wrote after ``weight_version`` steps."""
+
+
+class Saves:
+    """Checkpoints by steps and by time; one per step, however many reasons coincide."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, began: float) -> None:
+        """``began``: start of the first interval, by the monotonic clock."""
+        self.checkpoints = Checkpoints(run_dir, config.checkpoint)
+        self._config = config.checkpoint
+        usual = "validation/reward" if config.samples else "validation/loss"
+        self._metric = config.checkpoint.metric or usual
+        self._sign = "-" if self._metric.endswith("loss") else ""
+        self._saved_at = began
+
+    def is_due(self, step: int) -> bool:
+        """Whether the configuration wants ``step`` saved, by its number or the time."""
+        every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
+        too_long = every_s > 0 and time.monotonic() - self._saved_at >= every_s
+        return too_long or (every_steps > 0 and step % every_steps == 0)
+
+    def save(
+        self,
+        step: int,
+        models: Mapping[str, Model],
+        loader: Loader,
+        numbers: Mapping[str, float],
+        totals: dict[str, float],
+        unlogged: dict[str, float] | None,
+    ) -> None:
+        """Write a checkpoint of ``step``, which measured ``numbers``; see ``DriverState``."""
+        metric = numbers.get(self._metric)
+        if metric is None and unlogged is None and self._config.metric is not None:
+            measured = ", ".join(sorted(numbers))
+            logger.warning("checkpoint.metric=%s is not measured, only %s.", self._metric, measured)
+        if metric is not None and self._sign:
+            metric = -metric
+        state = DriverState(
+            step=step,
+            loader=loader.state(),
+            metric=metric,
+            totals=totals,
+            weight_versions={name: model.weight_version for name, model in models.items()},
+            metric_name=f"{self._sign}{self._metric}",
+            unlogged=unlogged,
+        )
+
+        def write(folder: Path) -> None:
+            for name, model in models.items():
+                model.save(str(folder / name))
+
+        path = self.checkpoints.save(state, write)
+        self._saved_at = time.monotonic()
+        logger.info("Saved %s", path)

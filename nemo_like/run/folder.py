@@ -2,9 +2,13 @@
 
 import contextlib
 import fcntl
+import functools
+import grp
 import json
 import logging
 import os
+import pwd
+import stat
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,20 +21,12 @@ from nemo_like.errors import RunError, UserError
 logger = logging.getLogger(__name__)
 
 _FIXED = (
-    "policy.model",
-    "policy.optimizer.kind",
-    "policy.lora.rank",
-    "policy.lora.alpha",
-    "policy.lora.targets",
-    "critic.model",
+    *("policy.model", "policy.optimizer.kind", "policy.lora.rank", "policy.lora.alpha"),
+    *("policy.lora.targets", "critic.model"),
 )
 """What a checkpoint's tensors are those of."""
 _STARTS = "starts.json"
 _MOST_EQUAL_STARTS = 2
-_UNREADABLE = (
-    "{} is damaged, and what the run was configured with is not known; restore it, or remove "
-    "it to continue with the configuration as it is now."
-)
 
 
 def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
@@ -40,7 +36,7 @@ def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
     would make it another run.
     """
     path = folder / "config.yaml"
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    now = config.model_dump(mode="json")
     if continued and path.exists():
         before = _read(path)
         if config.section not in before:
@@ -49,11 +45,9 @@ def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
                 f"has no section {config.section}; continue it with its own script, or choose "
                 "another folder."
             )
-        now = yaml.safe_load(text)
         _warn_changes(before, now)
-        text = yaml.safe_dump(now, sort_keys=False)
     aside = path.with_name("config.yaml.tmp")
-    aside.write_text(text)
+    aside.write_text(yaml.safe_dump(now, sort_keys=False))
     aside.replace(path)  # whole or not at all, should the run be killed here
 
 
@@ -125,31 +119,55 @@ def note_end(folder: Path) -> None:
     (folder / _STARTS).unlink(missing_ok=True)
 
 
+def who_else_writes(path: Path) -> str | None:
+    """Who besides this user and root can write to a file."""
+    status = path.stat()
+    private = _is_private_group(status.st_gid)
+    return others_who_write(status.st_mode, status.st_uid, os.geteuid(), private)
+
+
+def others_who_write(mode: int, owner: int, me: int, private: bool) -> str | None:
+    """Who but root can write, by ``stat``'s values; ``private``: its group is this user's alone."""
+    if owner not in (me, 0):
+        return f"its owner, user {owner}"
+    if mode & stat.S_IWOTH:
+        return "everyone"
+    return "its group" if mode & stat.S_IWGRP and not private else None
+
+
+def is_private(group: grp.struct_group, user: pwd.struct_passwd) -> bool:
+    """Whether ``user`` is the only member of a group.
+
+    Systems with umask 002 give each user a primary group of the same name. Who else has a group as
+    their primary one cannot be listed on every system, so the name decides.
+    """
+    own = group.gr_gid == user.pw_gid and group.gr_name == user.pw_name
+    return own and set(group.gr_mem) <= {user.pw_name}
+
+
+@functools.cache
+def _is_private_group(gid: int) -> bool:
+    try:
+        return is_private(grp.getgrgid(gid), pwd.getpwuid(os.geteuid()))
+    except KeyError:  # without a name, as in containers
+        return False
+
+
 def _read(path: Path) -> dict[str, Any]:
     """The configuration of an earlier run; UserError if its file is damaged."""
-    try:
+    found = None
+    with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(_UNREADABLE.format(path)) from error
     if not isinstance(found, dict):
-        raise UserError(_UNREADABLE.format(path))
+        raise UserError(
+            f"{path} is damaged, and what the run was configured with is not known; restore it, or "
+            "remove it to continue with the configuration as it is now."
+        )
     return found
 
 
-def _plain(value: Any) -> Any:
-    """Enums as their text, in nested dicts and lists: YAML stays readable."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, str) else value
-
-
 def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> None:
-    """Log what differs from the earlier run; refuse what would make it another run.
-
-    Values that the checkpoint keeps are put back into ``new``.
-    """
+    """Log changes, refuse those that make it another run, undo those that the checkpoint undoes."""
     for key, value in new.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and isinstance(old.get(key), dict) and key != "tasks":
@@ -160,13 +178,7 @@ def _warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") ->
                     f"{name}={value} is not that of the run to continue, {old.get(key)}; use that "
                     "one, or a new run.dir."
                 )
-            kept = name.startswith("policy.optimizer.") or name == "critic.lr"
-            if kept:
-                new[key] = old.get(key)
-            logger.warning(
-                "%s was %s and is now %s%s",
-                name,
-                old.get(key),
-                value,
-                "; the checkpoint's value is kept" if kept else "",
-            )
+            kept = ""
+            if name.startswith("policy.optimizer.") or name == "critic.lr":
+                new[key], kept = old.get(key), "; the checkpoint's value is kept"
+            logger.warning("%s was %s and is now %s%s", name, old.get(key), value, kept)

@@ -18,18 +18,18 @@ from nemo_like.observe.console import (
     TRAINING_COLUMNS,
     Progress,
     live_terminal,
+    setup_logging,
 )
-from nemo_like.observe.log import setup_logging
 from nemo_like.observe.metrics import Metrics, Spans, values
-from nemo_like.observe.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink
+from nemo_like.observe.sinks import JsonlFile, MetricSink, Sinks, TensorBoardSink
+from nemo_like.run.checkpoint import Loader, Model, Saves
+from nemo_like.run.ending import SIGNALS, LeftError, StopRequest, listen
 from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
-from nemo_like.run.saves import Loader, Model, Saves
-from nemo_like.run.stop_request import SIGNALS, LeftError, StopRequest, listen
 
 logger = logging.getLogger(__name__)
 
-_VALIDATION = "validation/"
-_SUMMARIZED = tuple(f"{_VALIDATION}{name}" for name in ("accuracy", "reward", "loss"))
+_SUMMARIZED = ("accuracy", "reward", "loss")
+"""Of the metrics of validations."""
 
 
 class Validator(Protocol):
@@ -78,7 +78,7 @@ class Run:
         self._progress = Progress(
             terminal=terminal,
             columns=ROLLOUT_COLUMNS if samples else TRAINING_COLUMNS,
-            headline="validation/reward" if samples else "validation/loss",
+            headline=f"validation/{'reward' if samples else 'loss'}",
             first_step=self.first_step,
         )
         self._sinks = self._open_sinks()
@@ -130,8 +130,7 @@ class Run:
                 f"{' and '.join(models)}; continue with the models that it began with."
             )
         for name, model in models.items():
-            version = saved[name]
-            model.load(str(self._resumed_from / name), version)
+            model.load(str(self._resumed_from / name), saved[name])
         loader.load_state(self._resumed.loader)
 
     def steps(
@@ -212,12 +211,10 @@ class Run:
     def _measure(
         self, step: int, validator: Validator | None, validate_every: int
     ) -> dict[str, float] | None:
-        """Log a step, with a validation if it is due for one.
-
-        Its numbers, unlogged, if that validation must wait, as the run is to stop.
-        """
+        """Log a step, validated if it is due; its numbers, unlogged, if a stop postpones that."""
         metrics = self._step_metrics
-        if validator is not None and self._is_due(step, validate_every):
+        due = step == self._max_steps or (validate_every > 0 and step % validate_every == 0)
+        if validator is not None and due:
             try:
                 if self._stop.came:
                     raise LeftError
@@ -230,26 +227,23 @@ class Run:
 
     def _finish_resumed_step(self, validator: Validator | None) -> None:
         """Make up for a validation that a stop postponed, and log its step."""
-        if self._resumed is None or self._resumed.unlogged is None:
-            return
-        found = validator.validate(self.first_step) if validator is not None else {}
-        spans = self.spans.pop()
-        self._log_step(self.first_step, self._resumed.unlogged | values(found | spans))
+        if self._resumed is not None and self._resumed.unlogged is not None:
+            found = validator.validate(self.first_step) if validator is not None else {}
+            measured = values(found | self.spans.pop())
+            self._log_step(self.first_step, self._resumed.unlogged | measured)
 
     def _finish_step(self, step: int, metrics: Metrics) -> None:
         spans = self.spans.pop()
-        numbers = values(metrics | spans)
         self._tell_start_up(step, values(spans))
-        self._log_step(step, numbers)
+        self._log_step(step, values(metrics | spans))
 
     def _log_step(self, step: int, numbers: dict[str, float]) -> None:
         if "time/step_s" in numbers and "train/num_tokens" in numbers:
             numbers["train/tokens_per_s"] = numbers["train/num_tokens"] / numbers["time/step_s"]
         if "time/step_s" in numbers and "time/waiting_s" in numbers:
             numbers["time/driver_s"] = numbers["time/step_s"] - numbers["time/waiting_s"]
-        for name, value in numbers.items():
-            if name in _SUMMARIZED:
-                short = name.removeprefix(_VALIDATION)
+        for short in _SUMMARIZED:
+            if (value := numbers.get(f"validation/{short}")) is not None:
                 self._totals.setdefault(f"val_{short}_start", value)
                 self._totals[f"val_{short}_end"] = value
         self._step_values = numbers
@@ -270,9 +264,6 @@ class Run:
             )
             logger.info("Start to the end of the first step: %.1f s (%s)", total, phases)
 
-    def _is_due(self, step: int, every: int) -> bool:
-        return step == self._max_steps or (every > 0 and step % every == 0)
-
     def _totals_now(self) -> dict[str, float]:
         wall_s = self._totals["wall_s"] + time.monotonic() - self._start
         return self._totals | {"wall_s": wall_s}
@@ -283,7 +274,7 @@ class Run:
         kept_step = self.first_step if self._resumed else -1
         if self._resumed and self._resumed.unlogged is not None:
             kept_step -= 1
-        jsonl = JsonlSink(self.dir / "metrics.jsonl")
+        jsonl = JsonlFile(self.dir / "metrics.jsonl")
         jsonl.truncate_after(kept_step)
         sinks: list[MetricSink] = [jsonl]
         if logging_config.tensorboard:

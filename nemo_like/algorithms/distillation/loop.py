@@ -27,7 +27,8 @@ from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.model_fit import check_model_fits
-from nemo_like.planning.model_shape import number, read_settings
+from nemo_like.planning.model_shape import Role, number, read_settings
+from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.remote_model import RemoteModel
 
@@ -48,7 +49,8 @@ class Compared:
 def run(config: DistillationConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``, on the student's own samples."""
     teacher_path, compared = find_teacher(config, session.model_path)
-    live = start_sampling(config, session)
+    others = teacher_memory(config, session, teacher_path)
+    live = start_sampling(config, session, others=others)
     teacher = start_teacher(config, session, live.policy, teacher_path)
     train(config, live, teacher, compared)
     session.finish({"final": live.policy}, teacher=config.teacher.model)
@@ -73,7 +75,8 @@ def run_off_policy(config: OffPolicyDistillationConfig, session: Session) -> Non
     """From a run's processes to a trained model in ``run.dir``, on given texts."""
     teacher_path, compared = find_teacher(config, session.model_path)
     temperature = config.distillation.temperature
-    live = start_texts(config, session, conversations.load, temperature=temperature)
+    others = teacher_memory(config, session, teacher_path)
+    live = start_texts(config, session, conversations.load, temperature=temperature, others=others)
     teacher = start_teacher(config, session, live.policy, teacher_path)
     restore(config, live)
     train_on_texts(config, live, teacher, compared)
@@ -145,6 +148,14 @@ def _check_slices(config: AnyConfig, vocabulary: int, common: int) -> None:
             f"{vocabulary} rows of the larger vocabulary, of which {common} are compared; use a "
             "smaller size."
         )
+
+
+def teacher_memory(config: AnyConfig, session: Session, model_path: str) -> Others:
+    """What the teacher will take of the policy's GPUs."""
+    plan, teacher = session.cluster.plan, config.policy.replace(lora=LoraConfig())
+    if not plan.uses_gpus:
+        return Others()
+    return Others().and_model(model_path, teacher, len(plan.policy), Role(trains=False))
 
 
 def start_teacher(

@@ -17,7 +17,7 @@ from nemo_like.algorithms.session import Session
 from nemo_like.config.paths import is_checkpoint
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
-from nemo_like.observe.jsonl import JsonlFile
+from nemo_like.observe.sinks import JsonlFile
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.run.checkpoint import open_checkpoint
 

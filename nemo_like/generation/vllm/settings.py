@@ -14,6 +14,7 @@ from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.planning.model_shape import read_settings
+from nemo_like.planning.offload import WORKSPACE_BYTES
 from nemo_like.refit.adapters import expected_adapters
 
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -58,8 +59,6 @@ with vLLM's 128 short prompts have none; the CPU kernels want multiples of 32.""
 ADAPTER_ID = 1
 """Of the one adapter, in vLLM."""
 
-WORKSPACE_BYTES = 2 * 2**30
-"""GPU memory of an engine besides weights and KV cache: CUDA, graphs, activations."""
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of sequences that decoding has a CUDA graph for; vLLM's own 70 take 20 s to capture, and
 a step of one with fewer sequences is hardly faster."""

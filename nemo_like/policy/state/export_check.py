@@ -9,9 +9,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.errors import RunError, UserError
-from nemo_like.models.build import model_class
+from nemo_like.models.build import model_class, one_line
 from nemo_like.models.naming import is_adapter, plain_name
-from nemo_like.models.settings import one_line
 from nemo_like.policy.inputs import InputLayout, made_up_rows, model_inputs
 from nemo_like.policy.lora import adapters_of, add_adapters, initialize_adapters
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel

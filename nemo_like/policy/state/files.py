@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nemo_like.distributed.failures import is_disconnection
+from nemo_like.distributed.waiting import is_disconnection
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.naming import Naming, Translation
 from nemo_like.policy.parallel.full_tensors import local_part

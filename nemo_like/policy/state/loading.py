@@ -22,9 +22,8 @@ from transformers.initialization import no_init_weights
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
-from nemo_like.models.build import new_model
+from nemo_like.models.build import model_settings, new_model
 from nemo_like.models.naming import is_adapter, plain_name
-from nemo_like.models.settings import model_settings
 from nemo_like.planning.layout import num_stages
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.lora import add_adapters, initialize_adapters

@@ -12,7 +12,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Attention, Batching, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
-from nemo_like.models.settings import model_settings, one_line
+from nemo_like.models.build import model_settings, one_line
 from nemo_like.policy.attention import PACKED
 from nemo_like.policy.inputs import InputLayout, made_up_rows, model_inputs
 from nemo_like.policy.model import HeadSettings, LogprobModel

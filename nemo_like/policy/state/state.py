@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from nemo_like.config.model_files import CONFIG, read_object
 from nemo_like.data.tokenizer import padding_id
-from nemo_like.distributed.progress import writing_folder
+from nemo_like.distributed.waiting import writing_folder
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.build import model_class
 from nemo_like.policy.lora import write_adapter

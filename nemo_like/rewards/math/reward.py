@@ -36,7 +36,7 @@ from typing import Any
 from nemo_like.rewards.math.compare import comparable, equal, spelling
 from nemo_like.rewards.math.extract import extract, gold_answer
 
-__all__ = ["extract", "reward", "verify"]
+__all__ = ["extract", "has_readable_answer", "reward", "verify"]
 
 
 def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[str, Any]:
@@ -46,10 +46,7 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
     read gets a reward of None, unless the completion has the very same text: nothing can be right
     or wrong there.
     """
-    is_readable = isinstance(answer, (str, int)) or (
-        isinstance(answer, float) and math.isfinite(answer)
-    )
-    gold = gold_answer(str(answer)) if is_readable else ""
+    gold = _gold(answer)
     given = extract(completion, gold)
     is_right = given is not None and equal(gold, given)
     if not is_right and not comparable(gold):
@@ -59,6 +56,18 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
     answered = float(given is not None)
     stated = None if given is None else spelling(given)
     return {"reward": right, "accuracy": right, "answered": answered, "answer": stated}
+
+
+def has_readable_answer(answer: object) -> bool:
+    """Whether a row's ``answer`` can be compared with what a completion states."""
+    return comparable(_gold(answer))
+
+
+def _gold(answer: object) -> str:
+    is_readable = isinstance(answer, (str, int)) or (
+        isinstance(answer, float) and math.isfinite(answer)
+    )
+    return gold_answer(str(answer)) if is_readable else ""
 
 
 def verify(response: str, gold: str) -> bool:

@@ -1,0 +1,122 @@
+"""Rows of tables: CSV, Parquet, and data sets of the package ``datasets``.
+
+A table has one type for each column, so that a row gets entries that it never had. They are taken
+out again, and the same rows come out as from JSON.
+"""
+
+import csv
+import io
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import date, datetime, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, cast
+
+from nemo_like.config.sources import DataSet
+from nemo_like.data.json_rows import opened
+from nemo_like.errors import UserError
+
+Located = tuple[str, dict[str, Any]]
+
+
+def read_csv(path: Path, key: str) -> Iterator[Located]:
+    """Rows of a file with a header; every cell stays the text that it is.
+
+    Raises UserError, with the line, for a row that does not fit the header.
+    """
+    csv.field_size_limit(sys.maxsize)
+    separator = "\t" if path.name.removesuffix(".gz").endswith(".tsv") else ","
+    with opened(path, key) as file:
+        text = io.TextIOWrapper(cast(Any, file), "utf-8-sig", newline="")
+        lines = csv.reader(text, delimiter=separator, strict=True)
+        try:
+            header = next(lines, [])
+            if len(set(header)) < len(header):
+                raise UserError(f"{key}={path}: the header names a column twice; rename one.")
+            for row in lines:
+                if len(row) not in (0, len(header)):
+                    raise UserError(
+                        f"{key}={path}, line {lines.line_num}: {len(row)} cells, and the header "
+                        f"has {len(header)}; put cells with a separator in quotes."
+                    )
+                if row:
+                    yield f"line {lines.line_num}", dict(zip(header, row, strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            line = lines.line_num + isinstance(error, UnicodeDecodeError)  # which read none of it
+            raise UserError(f"{key}={path}, line {line}: {error}.") from error
+
+
+def read_parquet(path: Path, key: str) -> Iterator[Located]:
+    """Rows of a Parquet file; raises UserError, also without pyarrow."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError(
+            f"{key}={path} is a file in Parquet format, which pyarrow reads; pip install "
+            "'nemo-like[data]', or write it as .jsonl."
+        ) from error
+    try:
+        with ParquetFile(path) as file:
+            rows = (row for part in file.iter_batches(1024) for row in part.to_pylist())
+            yield from _plain_rows(rows, f"{key}={path}")
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{key}={path} cannot be read as Parquet: {_first_line(error)}") from error
+
+
+def read_data_set(found: DataSet, key: str, source: str) -> Iterator[Located]:
+    """Rows of a folder of ``save_to_disk``, or of the hub or its cache; raises UserError."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        if found.on_disk:
+            rows = datasets.load_from_disk(found.name)
+        else:
+            name, _, config = found.name.partition(":")
+            rows = datasets.load_dataset(name, config or None, split=found.split)
+    except Exception as error:  # of network, cache, data set or its configuration
+        remedy = ""
+        if isinstance(error, ConnectionError | OSError):
+            remedy = "; without a network it must be in the cache of datasets, or give files"
+        raise UserError(f"{key}={source}: {_first_line(error)}{remedy}.") from error
+    yield from _plain_rows(rows, f"{key}={source}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _plain_rows(rows: Iterable[Any], where: str) -> Iterator[Located]:
+    for number, row in enumerate(rows, start=1):
+        try:
+            record = {name: _plain(value) for name, value in row.items()}
+        except TypeError as error:
+            raise UserError(f"{where}, row {number}: {error}; take that column out.") from error
+        yield f"row {number}", record
+
+
+def _plain(value: Any) -> Any:
+    """What JSON would have had: no nulls in objects (which other rows have), no dates, no NaN.
+
+    >>> _plain({"type": "object", "x": None, "y": [{"z": None}]})
+    {'type': 'object', 'y': [{}]}
+    """
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        if value and all(isinstance(one, tuple) and len(one) == 2 for one in value):
+            return {str(name): _plain(one) for name, one in value}  # a column of maps
+        return [_plain(one) for one in value]
+    if isinstance(value, datetime):
+        is_day = value.time() == time() and value.tzinfo is None
+        return str(value.date() if is_day else value)  # a day that was read as a time
+    if isinstance(value, date | time | Decimal):
+        return str(value)
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if value is None or isinstance(value, str | int):
+        return value
+    raise TypeError(f"a value is {type(value).__name__}, which JSON cannot hold")

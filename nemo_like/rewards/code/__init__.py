@@ -1,0 +1,1 @@
+"""Rewards for programs: they run against the row's tests."""
