@@ -34,6 +34,12 @@ def engine_config(
     most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     on_shared_gpus = plan.uses_gpus and plan.colocated
     sleep = generation.sleep and on_shared_gpus and generation.kind.sleeps
+    if sleep and config.max_lag:
+        raise UserError(
+            f"rollout.max_lag={config.max_lag} has engines sample while the policy trains, and "
+            "here they sleep then, as they share its GPUs; set generation.sleep=false, or give "
+            "them GPUs of their own with cluster.num_generation_workers."
+        )
     share = _GPU_SHARE_SEPARATE
     if plan.colocated:
         share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE
@@ -49,6 +55,7 @@ def engine_config(
         eager_attention=config.policy.batching == "padded" and config.policy.attention == "eager",
         lora=config.policy.lora if travels_apart(config.policy.lora) else None,
         sleep=sleep,
+        in_flight=config.max_lag > 0,
         engine_kwargs=dict(generation.engine_kwargs),
     )
     if plan.uses_gpus and not plan.colocated and generation.num_engines_per_bundle == 1:

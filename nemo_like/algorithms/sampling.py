@@ -13,6 +13,7 @@ from nemo_like.algorithms.self_check import (
     MismatchCheck,
     check_sampled,
     mismatch_check,
+    staleness,
     warn_of_adapters,
     warn_of_mismatch,
 )
@@ -21,7 +22,7 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SINGLE_TURN, SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
-from nemo_like.data.loader import MixtureLoader, PromptLoader
+from nemo_like.data.loader import GroupFeed, MixtureLoader, PromptLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.waiting import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.worker import Worker
@@ -35,7 +36,7 @@ from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.rewards.environment import check_reward_model, for_other_folders
-from nemo_like.rollout.sources import SyncRolloutSource
+from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
 from nemo_like.run.run import Run
@@ -51,8 +52,8 @@ class Sampling:
     session: Session
     policy: RemoteModel
     critic: RemoteModel | None
-    rollouts: SyncRolloutSource
-    loader: PromptLoader[Row] | MixtureLoader[Row]
+    rollouts: RolloutSource
+    feed: GroupFeed[Row]
     validation_rows: list[Row]
     num_made: int = 0
     """Steps that this execution has begun."""
@@ -69,11 +70,12 @@ class Sampling:
         models = _by_role(self.policy, self.critic)
         validator = self.rollouts if config.validates else None
         every = config.validation.every_steps
-        for step in run.steps(config.max_steps, models, self.loader, validator, every):
+        for step in run.steps(config.max_steps, models, self.feed, validator, every):
             self.session.meter.pop()  # what a validation before this step came to
             batch, metrics = self.rollouts.next_batch(step, keep, max_rounds)
             self.num_made = step - run.first_step
             check_sampled(config, batch, self.policy.weight_version, self.num_made)
+            metrics |= staleness(config, batch, self.policy.weight_version)
             yield step, batch, metrics
 
     def mismatch_check(self) -> MismatchCheck:
@@ -83,8 +85,8 @@ class Sampling:
     def log(self, metrics: Metrics) -> None:
         """Log the metrics of the step in progress."""
         warn_of_mismatch(self.config, metrics)
-        if isinstance(self.loader, MixtureLoader):
-            metrics |= self.loader.pop_metrics()
+        if isinstance(self.feed.loader, MixtureLoader):
+            metrics |= self.feed.loader.pop_metrics()
         self.session.run.log(metrics | self.session.meter.pop())
 
 
@@ -129,12 +131,13 @@ def start_sampling(
             session.ask_for(generation.group, reward_model)
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
-    run.restore(models, loader)
-    rollouts = SyncRolloutSource(
+    feed = GroupFeed(loader)
+    run.restore(models, feed)
+    rollouts = RolloutSource(
         config,
         generation=generation,
         sync=WeightSync(config.refit, policy, generation, plan, setup.engine),
-        loader=loader,
+        feed=feed,
         validation_rows=validation_rows,
         stop_token_ids=chat.eos_token_ids,
         span=run.span,
@@ -145,7 +148,7 @@ def start_sampling(
         policy=policy,
         critic=critic,
         rollouts=rollouts,
-        loader=loader,
+        feed=feed,
         validation_rows=validation_rows,
     )
 

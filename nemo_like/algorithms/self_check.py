@@ -12,7 +12,7 @@ from nemo_like.batch import keys
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
-from nemo_like.observe.metrics import Metrics
+from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +33,43 @@ def check_sampled(
     config: SamplingRunConfig, batch: RemoteBatch, weight_version: int, num_made: int
 ) -> None:
     """Check a batch; the first ones of an execution more thoroughly."""
-    check_versions(batch, weight_version)
+    lag = config.max_lag * config.max_updates // config.max_steps
+    check_versions(batch, range(weight_version - lag, weight_version + 1))
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
         check_seeds(batch)
 
 
-def check_versions(batch: RemoteBatch, weight_version: int) -> None:
-    """Raise RunError if any token was sampled with other weights than the policy's."""
+def check_versions(batch: RemoteBatch, allowed: range) -> None:
+    """Raise RunError if any token was sampled with weights of other versions; the last is the
+    policy's."""
     sampled = batch.rows[keys.NUM_LOSS_TOKENS] > 0
     versions = set(batch.rows[keys.WEIGHT_VERSIONS][sampled].tolist())
-    if not versions <= {weight_version}:
+    if not versions <= set(allowed):
         raise RunError(
             f"Completions were sampled with weight versions {sorted(versions)}, and the policy is "
-            f"at {weight_version}: a refit was missed."
+            f"at {allowed[-1]}: a refit was missed."
         )
+
+
+def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int) -> Metrics:
+    """How many versions older than the policy the weights that sampled a batch were.
+
+    Rows of the newest weights are marked: engine and policy can be compared on these alone.
+    """
+    if not config.max_lag:
+        return {}
+    rows = batch.rows
+    oldest = weight_version - rows[keys.WEIGHT_VERSIONS]
+    rows[keys.FRESH] = oldest == 0
+    tokens = rows[keys.NUM_LOSS_TOKENS].double()
+    mean = (weight_version - rows[keys.MEAN_VERSIONS]) * tokens
+    shares = torch.bincount(oldest.clamp(min=0)) / len(oldest)
+    return {
+        "staleness/max": Metric(int(oldest.max()), reduce=Reduce.max),
+        "staleness/mean": Metric(oldest.double().mean().item()),
+        "staleness/mean_of_tokens": Metric((mean.sum() / tokens.sum().clamp(min=1)).item()),
+        **{f"staleness/share_{i}": Metric(one) for i, one in enumerate(shares.tolist())},
+    }
 
 
 def check_seeds(batch: RemoteBatch) -> None:
@@ -88,7 +111,8 @@ class MismatchCheck:
 def mismatch_check(config: SamplingRunConfig, num_made: int) -> MismatchCheck:
     """What the ``num_made``-th step of an execution must pass before its optimizer step."""
     limits: list[MismatchLimit] = []
-    if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
+    checked = 1 if config.max_lag else NUM_CHECKED_STEPS  # later ones have older weights
+    if config.run.self_check and num_made <= checked:
         remedy = (
             "Self-check failed: either the refit is wrong or the engine computes this model in "
             "another way; run.self_check=false goes on regardless."

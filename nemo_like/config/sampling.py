@@ -229,6 +229,11 @@ class SamplingRunConfig(RunConfig):
         return ("train/", "rollout/", "mismatch/", "policy/")
 
     @property
+    def max_lag(self) -> int:
+        """Steps that sampling may be ahead of training."""
+        return 0
+
+    @property
     def trains(self) -> bool:
         """Whether what is sampled also trains."""
         return True
@@ -277,10 +282,39 @@ class UpdatesLoop(SamplingLoop):
             )
 
 
+class RolloutConfig(Section):
+    """How far sampling runs ahead of training."""
+
+    max_lag: Annotated[int, Field(ge=0)] = 0
+    """Most steps by which a token that trains may be older than the policy. 0: each step samples
+    with the newest weights, and waits. From 1 on engines sample while the policy trains: weights
+    are replaced with completions under way, which go on with the new ones, and
+    ``loss.importance`` corrects for the rest. Engines must not sleep meanwhile."""
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """Old tokens need a correction, and engines that are awake."""
+        if self.max_lag and run.loss.importance == "none":
+            yield (
+                f"{here}.max_lag={self.max_lag} trains on tokens of older weights, which "
+                "loss.importance=none does not correct; set truncate or mask."
+            )
+        if self.max_lag and run.mismatch.action == "mask":
+            yield (
+                f"{here}.max_lag={self.max_lag} has logprobs differ by steps, which "
+                "mismatch.action=mask would take for an engine's mistake; set warn or stop."
+            )
+
+
 class PolicyGradientRunConfig(SamplingRunConfig):
     """Sections of runs that make completions with high advantages more likely."""
 
     loss: LossConfig = LossConfig()
+    rollout: RolloutConfig = RolloutConfig()
+
+    @property
+    def max_lag(self) -> int:
+        """Steps that sampling may be ahead of training."""
+        return self.rollout.max_lag
 
     @property
     def loop(self) -> UpdatesLoop:

@@ -6,6 +6,7 @@ Loaders live in the driver, which deals each batch's rows to ranks: no rank can 
 import logging
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -30,6 +31,47 @@ class RowLoader(Protocol[T_co]):
     def next_rows(self, count: int) -> Sequence[T_co]:
         """The next ``count`` rows."""
         ...
+
+
+class GroupFeed(Generic[T]):
+    """Rows with numbers, which may be in use for a while: what is saved is what was used up.
+
+    A run that goes on from there draws all others again, with the same numbers.
+    """
+
+    def __init__(self, loader: "PromptLoader[T] | MixtureLoader[T]") -> None:
+        self.loader = loader
+        self._drawn: deque[tuple[int, dict[str, Any]]] = deque()
+        """First number of each batch that is not used up, and the position before it."""
+        self._num_used = loader.num_drawn
+
+    def draw(self, count: int) -> list[tuple[int, T]]:
+        """The next rows and their numbers."""
+        first = self.loader.num_drawn
+        self._drawn.append((first, self.loader.state()))
+        return list(enumerate(self.loader.next_rows(count), start=first))
+
+    def use_up(self, count: int) -> None:
+        """Note that the first ``count`` rows in use have served."""
+        self._num_used += count
+        while len(self._drawn) > 1 and self._drawn[1][0] <= self._num_used:
+            self._drawn.popleft()
+        if self._num_used == self.loader.num_drawn:
+            self._drawn.clear()
+
+    def state(self) -> dict[str, Any]:
+        """The position of the first row in use."""
+        first, state = self._drawn[0] if self._drawn else (self._num_used, self.loader.state())
+        return state | {"used": self._num_used - first}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position."""
+        state = dict(state)
+        used = state.pop("used", 0)
+        self.loader.load_state(state)
+        if self.loader.num_drawn or used:
+            self.loader.next_rows(used)
+        self._num_used = self.loader.num_drawn
 
 
 class PromptLoader(Generic[T]):

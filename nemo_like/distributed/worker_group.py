@@ -149,6 +149,12 @@ class WorkerGroup(Generic[W]):
     def call_rank(self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return wait_together(self._send({rank: (args, kwargs)}, method))[0][0]
 
+    def submit_rank(
+        self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> "Pending[R]":
+        """``call_rank`` without waiting; see ``wait_together``."""
+        return self._send({rank: (args, kwargs)}, method)
+
     def waiting(
         self,
         timeout_s: float,

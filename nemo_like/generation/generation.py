@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 _SHUTDOWN_TIMEOUT_S = 20.0
 
 
+R = TypeVar("R")
 W = TypeVar("W", bound=GenerationWorker)
 
 
@@ -38,6 +39,10 @@ class Generation(Generic[W]):
         """Begin to receive weights; the seconds that it takes in each replica."""
         self.weight_version = None
         return self.group.submit(GenerationWorker.load_weights, version, adapters_only)
+
+    def results(self, calls: Sequence[Pending[R]]) -> list[R]:
+        """Wait for calls to single replicas."""
+        return [result for (result,) in wait_together(*calls)]
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache; CUDA graphs stay."""

@@ -45,7 +45,9 @@ class MismatchSums:
     @torch.no_grad()  # or the sums would keep the graph of every micro-batch
     def add(self, policy_logprobs: Tensor, entropies: Tensor, batch: TensorBatch) -> None:
         """Take a micro-batch; ``policy_logprobs`` and ``entropies`` are [N], in nats."""
-        at, _ = trained_tokens(batch)
+        at, row = trained_tokens(batch)
+        if (fresh := batch.rows.get(keys.FRESH)) is not None:
+            at = at[fresh[row]]  # others differ by the steps since then, too
         policy = policy_logprobs[at].double()
         d = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
         logprob_diff, bounded = d.abs(), d.clamp(max=_MAX_LOG_WEIGHT)

@@ -26,7 +26,7 @@ class Round:
     def __init__(
         self, results: list[RolloutResult], keep: Callable[[RemoteBatch], Tensor] | None
     ) -> None:
-        """``keep`` is ``SyncRolloutSource.next_batch``'s."""
+        """``keep`` is ``RolloutSource.next_batch``'s."""
         self.results = results
         self.batch = RemoteBatch.from_chunks(
             [result.tokens for result in results],

@@ -1,7 +1,7 @@
 """Where finished batches come from: when to refit, what to sample, and with which seeds."""
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -10,8 +10,9 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.config.sampling import SamplingRunConfig, ValidationConfig
 from nemo_like.data.datasets import Row
-from nemo_like.data.loader import RowLoader
+from nemo_like.data.loader import GroupFeed
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.waiting import Pending
 from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
@@ -24,8 +25,13 @@ from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorke
 logger = logging.getLogger(__name__)
 
 
-class SyncRolloutSource:
-    """Samples every batch with the newest weights, and waits for all of it."""
+class RolloutSource:
+    """Samples groups in the order of their numbers, up to ``max_lag`` steps ahead of training.
+
+    At most (max_lag + 1) x groups per step are under way or wait. Groups are used in their order,
+    so a token that trains is at most ``max_lag`` steps older than the policy. With ``max_lag=0``
+    each batch is sampled with the newest weights, and all of it is waited for.
+    """
 
     def __init__(
         self,
@@ -33,15 +39,18 @@ class SyncRolloutSource:
         *,
         generation: Generation[RolloutWorker],
         sync: WeightSync,
-        loader: RowLoader[Row],
+        feed: GroupFeed[Row],
         validation_rows: Sequence[Row],
         stop_token_ids: tuple[int, ...],
         span: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._config = config
+        self._max_lag = config.max_lag
         self._generation = generation
         self.sync = sync
-        self._loader = loader
+        self._feed = feed
+        self._open: deque[Pending[RolloutResult]] = deque()
+        """Groups that are ahead of training, in order."""
         self._validation_rows = validation_rows
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
         self._span = span
@@ -52,13 +61,28 @@ class SyncRolloutSource:
     def next_batch(
         self, step: int, keep: Callable[[RemoteBatch], Tensor] | None = None, max_rounds: int = 1
     ) -> tuple[RemoteBatch, Metrics]:
-        """Completions of the next prompts, scored. Refits first if generation is stale.
+        """The next groups, scored. Refits first if generation is stale.
 
         ``keep`` gives bool [B], equal within a group: others are left out, and prompts are sampled
         in their place until there are enough, or ``max_rounds`` times. Raises RunError if rewards
         failed for every completion of a round.
         """
         self.refit()
+        rounds: list[Round] = []
+        num_prompts = self._config.loop.num_prompts_per_step
+        missing = num_prompts
+        with self._span("rollout"):
+            while missing > 0 and len(rounds) < max_rounds:
+                results = self._round(step, missing)
+                rounds.append(Round(results, keep))
+                self._check_rewards(rounds[-1].batch.rows, results, f"step {step}")
+                missing -= rounds[-1].num_kept
+            self.sync.give_to_policy()
+        refit, self._refit_metrics = self._refit_metrics, {}
+        return join(rounds, num_prompts, refit)
+
+    def _round(self, step: int, count: int) -> list[RolloutResult]:
+        """The next ``count`` groups or, where replicas would have no work, more."""
         loop, config = self._config.loop, self._config.generation
         sampling = SamplingParams(
             temperature=config.temperature,
@@ -66,23 +90,26 @@ class SyncRolloutSource:
             stop=tuple(config.stop),
             stop_token_ids=self._stop_token_ids,
         )
-        rounds: list[Round] = []
-        missing = loop.num_prompts_per_step
-        with self._span("rollout"):
-            while missing > 0 and len(rounds) < max_rounds:
-                # Fewer prompts than replicas would leave some without work.
-                count = max(missing, self._generation.group.world_size)
-                first_group = self._loader.num_drawn
-                rows = self._loader.next_rows(count)
-                results = self._rollout(
-                    "train", step, rows, loop.num_generations_per_prompt, sampling, first_group
+        if not self._max_lag:
+            count = max(count, self._generation.group.world_size)
+            drawn = self._feed.draw(count)
+            results = self._rollout("train", step, drawn, loop.num_generations_per_prompt, sampling)
+        else:
+            ahead = self._max_lag * loop.num_prompts_per_step
+            for group, row in self._feed.draw(max(0, ahead + count - len(self._open))):
+                replica = group % self._generation.group.world_size
+                tasks = self._tasks(
+                    "train", step, group, row, loop.num_generations_per_prompt, replica
                 )
-                rounds.append(Round(results, keep))
-                self._check_rewards(rounds[-1].batch.rows, results, f"step {step}")
-                missing -= rounds[-1].num_kept
-            self.sync.give_to_policy()
-        refit, self._refit_metrics = self._refit_metrics, {}
-        return join(rounds, loop.num_prompts_per_step, refit)
+                request = RolloutRequest(step=step, tasks=tuple(tasks), sampling=sampling)
+                self._open.append(
+                    self._generation.group.submit_rank(replica, RolloutWorker.rollout, request)
+                )
+            awaited = [self._open.popleft() for _ in range(count)]
+            results = self._generation.results(awaited)
+            warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
+        self._feed.use_up(count)
+        return results
 
     def validate(self, step: int) -> Metrics:
         """Score completions of all validation prompts; every one of them counts.
@@ -95,7 +122,7 @@ class SyncRolloutSource:
             results = self._rollout(
                 "validation",
                 step,
-                self._validation_rows,
+                list(enumerate(self._validation_rows)),
                 config.num_generations_per_prompt,
                 self._sampling(config),
             )
@@ -115,10 +142,9 @@ class SyncRolloutSource:
             results = self._rollout(
                 "validation",
                 step,
-                rows,
+                list(enumerate(rows, start=first_group)),
                 config.num_generations_per_prompt,
                 self._sampling(config),
-                first_group,
                 with_samples=True,
             )
         columns = rows_of(results)
@@ -149,36 +175,18 @@ class SyncRolloutSource:
         self,
         phase: str,
         step: int,
-        rows: Sequence[Row],
+        groups: Sequence[tuple[int, Row]],
         group_size: int,
         sampling: SamplingParams,
-        first_group: int = 0,
         *,
         with_samples: bool = False,
     ) -> list[RolloutResult]:
-        """Deal whole groups to replicas in turn. Rows come back by replica, with their ids.
-
-        ``first_group``: number of the first row among all that were drawn in the run.
-        """
-        num_recorded = self._config.logging.trajectories_per_step if phase == "train" else 0
+        """Deal whole groups to replicas in turn. Rows come back by replica, with their ids."""
         num_replicas = self._generation.group.world_size
         tasks: list[list[RolloutTask]] = [[] for _ in range(num_replicas)]
-        for position, row in enumerate(rows):
-            group, replica = first_group + position, position % num_replicas
-            for index in range(group_size):
-                tasks[replica].append(
-                    RolloutTask(
-                        row=row,
-                        group=group,
-                        index=index,
-                        seed=trajectory_seed(self._config.run.seed, phase, group, index),
-                        request_id=f"{phase}-{step}-{group}-{index}",
-                        # The first replica writes; one trajectory each of several prompts.
-                        record=replica == 0
-                        and index == 0
-                        and position // num_replicas < num_recorded,
-                    )
-                )
+        for position, (group, row) in enumerate(groups):
+            replica = position % num_replicas
+            tasks[replica] += self._tasks(phase, step, group, row, group_size, replica)
         requests = [
             RolloutRequest(
                 step=step, tasks=tuple(of_replica), sampling=sampling, with_samples=with_samples
@@ -188,6 +196,32 @@ class SyncRolloutSource:
         results = self._generation.group.scatter(RolloutWorker.rollout, requests)
         warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
         return [result for result in results if len(result.lengths)]
+
+    def _tasks(
+        self, phase: str, step: int, group: int, row: Row, group_size: int, replica: int
+    ) -> list[RolloutTask]:
+        """One group. Seeds depend on its number, not on the step or the replica."""
+        # The first replica writes; one trajectory each of several prompts.
+        place = group % self._config.loop.num_prompts_per_step
+        is_recorded = (
+            phase == "train"
+            and replica == 0
+            and (
+                place // self._generation.group.world_size
+                < self._config.logging.trajectories_per_step
+            )
+        )
+        return [
+            RolloutTask(
+                row=row,
+                group=group,
+                index=index,
+                seed=trajectory_seed(self._config.run.seed, phase, group, index),
+                request_id=f"{phase}-{step}-{group}-{index}",
+                record=is_recorded and index == 0,
+            )
+            for index in range(group_size)
+        ]
 
     def _check_rewards(
         self, rows: Mapping[str, Tensor], results: Sequence[RolloutResult], when: str

@@ -82,6 +82,12 @@ class Trajectory:
         """Of the oldest weights that sampled any of it."""
         return min((one.weight_version for one in self.completions), default=-1)
 
+    @property
+    def mean_version(self) -> float:
+        """Mean version of the weights over all sampled tokens."""
+        total = sum(one.mean_version * len(one.token_ids) for one in self.completions)
+        return total / self.num_sampled if self.num_sampled else float(self.weight_version)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -188,6 +194,7 @@ def collate_rows(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
         keys.GROUP_IDS: torch.tensor([t.task.group for t in of_row], dtype=torch.int64),
         keys.SIBLINGS: torch.tensor([t.task.index for t in of_row], dtype=torch.int64),
         keys.SEEDS: torch.tensor([t.task.seed for t in of_row], dtype=torch.int64),
+        keys.MEAN_VERSIONS: torch.tensor([t.mean_version for t in of_row], dtype=torch.float64),
         keys.WEIGHT_VERSIONS: torch.tensor([t.weight_version for t in of_row], dtype=torch.int64),
     }
 

@@ -305,8 +305,8 @@ def _completion(
     request: GenerationRequest, sampled: CompletionOutput, num_cached: int, version: int
 ) -> Completion:
     """Translate vLLM's output; RunError if it failed."""
-    reasons = {name: reason for name, reason in FinishReason.__members__.items()}
-    reason = (reasons | {"abort": FinishReason.interrupted}).get(str(sampled.finish_reason))
+    reasons = {**FinishReason.__members__, "abort": FinishReason.interrupted}
+    reason = reasons.get(str(sampled.finish_reason))
     if reason is None:
         raise RunError(
             f"vLLM ended request {request.request_id} for the reason {sampled.finish_reason!r} "
