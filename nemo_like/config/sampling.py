@@ -1,7 +1,7 @@
 """Runs that sample completions: how they are scored and validated, and how much is sampled."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -52,7 +52,26 @@ _OWN_FUNCTION = OnlyIf(
     lambda here, _: here.reward not in REWARDS.ours,
     "environment.reward is not a function of your own",
 )
+_NO_PARTS = OnlyIf(lambda here, _: not here.rewards, "environment.rewards takes its place")
 _CODE = OnlyIf(lambda here, _: here.reward == CODE, f"environment.reward is not {CODE}")
+
+
+def _faults_of_parts(key: str, parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for name, part in parts.items():
+        if not _VARIABLE.fullmatch(name):
+            yield f"{key}: '{name}' must be a name of letters, digits and _."
+        elif unknown := part.keys() - {"function", "weight"}:
+            yield f"{key}.{name} has {sorted(unknown)[0]}, and takes function and weight."
+        elif not isinstance(function := part.get("function"), str):
+            yield f"{key}.{name}.function must name a reward, as environment.reward does."
+        elif function in (REWARD_MODEL, CODE):
+            yield f"{key}.{name}.function={function} goes alone only, as environment.reward."
+        elif refusal := REWARDS.refusal(f"{key}.{name}.function", function):
+            yield refusal
+        elif isinstance(weight := part.get("weight", 1), bool) or not isinstance(
+            weight, int | float
+        ):
+            yield f"{key}.{name}.weight={weight} must be a number."
 
 
 class EnvironmentConfig(Section):
@@ -78,12 +97,16 @@ class EnvironmentConfig(Section):
     """Where the chat template renders earlier turns in another way once others follow (it may strip
     thinking): ``split`` begins another row of the same trajectory there, ``refuse`` masks the
     trajectory and counts it."""
-    reward: Annotated[str, REWARDS] = REASONING_GYM
+    reward: Annotated[str, REWARDS, _NO_PARTS] = REASONING_GYM
     """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``code`` (runs the program in
     the completion against the field ``tests``), ``reward_model`` (the score of
     ``environment.reward_model``), ``file.py:function`` or ``package.module.function``; ``def
     reward(prompt, completion, **fields) -> float | dict``, where fields are the row's, and
     ``messages``, all of the prompt."""
+    rewards: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Several rewards in place of one: ``{name: {function: ..., weight: 1}}``, where a function is
+    what ``environment.reward`` may be, but for a reward model. The reward is their weighted sum,
+    and each is logged as ``rollout/reward_NAME``. If one fails, so does the row."""
     timeout_s: Positive = 10.0
     """Seconds that one completion may take to score, or one step of an environment; after them its
     row is masked and counted."""
@@ -129,6 +152,7 @@ class EnvironmentConfig(Section):
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Names of variables only: an entry may hold a secret, and is not shown."""
+        yield from _faults_of_parts(f"{here}.rewards", self.rewards)
         if self.reward in (REWARD_MODEL, CODE) and self.name != SINGLE_TURN:
             yield (
                 f"{here}.reward={self.reward} scores one completion; set {here}.name="
