@@ -340,7 +340,7 @@ GRPO = [
         "tests/test_several_rewards.py::"
         "test_each_reward_is_normalised_in_its_group_then_added_then_the_step_is",
         "advantage.each_reward=true",
-        beside="environment.rewards={{one: {{function: math}}}}",
+        beside='environment.rewards={{"one":{{"function":"math"}}}}',
     ),
     *seen(loop, "advantage.overlong_buffer_tokens=14"),
     *seen(loop, "advantage.count_untrained=true", beside="grpo.mask_truncated=true"),

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from nemo_like.config.sampling import REWARD_MODEL, SINGLE_TURN, SamplingRunConfig
+from nemo_like.config.environment import REWARD_MODEL, SINGLE_TURN
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.columns import paths_of
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.errors import UserError

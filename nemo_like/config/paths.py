@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from nemo_like.config.data import RowsConfig
+from nemo_like.config.environment import REWARD_MODEL, SINGLE_TURN
 from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
 from nemo_like.config.run import RunConfig
-from nemo_like.config.sampling import REWARD_MODEL, SINGLE_TURN, SamplingRunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.section import named_outside, value_of
 from nemo_like.config.sources import REASONING_GYM, find
 from nemo_like.doors import refuse_special

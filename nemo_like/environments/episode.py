@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from nemo_like.config.sampling import ENVIRONMENTS
+from nemo_like.config.environment import ENVIRONMENTS
 from nemo_like.environments.protocol import ENDPOINT, Action, StepResult, ToolCall
 from nemo_like.errors import UserError
 from nemo_like.rewards.function import RewardFunction, load_reward

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from nemo_like.config.environment import CODE, SINGLE_TURN, EnvironmentConfig
 from nemo_like.config.paths import REWARD_MODEL, REWARD_MODEL_KEY
 from nemo_like.config.remote_code import TRUSTED, trusts_code
-from nemo_like.config.sampling import CODE, SINGLE_TURN, EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute
@@ -113,8 +113,7 @@ def start_pool(
             start_timeout_s=_LOAD_TIMEOUT_S,
         )
     if not is_single:
-        names = ("name", "options", "timeout_s")
-        spec = {name: getattr(environment, name) for name in names}
+        spec = {name: getattr(environment, name) for name in ("name", "options", "timeout_s")}
         return pool_of(
             json.dumps(spec | {"reward": reward_spec(environment)}),
             module="nemo_like.environments.episode",

@@ -15,7 +15,7 @@ from numbers import Complex, Real
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.sampling import REWARDS, EnvironmentConfig
+from nemo_like.config.environment import REWARDS, EnvironmentConfig
 from nemo_like.doors import absolute, error_place, error_text
 from nemo_like.errors import UserError
 from nemo_like.rewards.protocol import MOST, RewardResult, RewardRow, failed

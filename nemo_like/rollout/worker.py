@@ -11,7 +11,7 @@ import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.config.sampling import SINGLE_TURN, EnvironmentConfig
+from nemo_like.config.environment import SINGLE_TURN, EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.protocol import ENDPOINT
 from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
