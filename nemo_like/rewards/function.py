@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.environment import REWARDS, EnvironmentConfig
-from nemo_like.doors import absolute, error_place, error_text
+from nemo_like.doors import error_place, error_text
 from nemo_like.errors import UserError
 from nemo_like.rewards.protocol import MOST, RewardResult, RewardRow, failed
 
@@ -115,13 +115,8 @@ def combined(parts: Mapping[str, Mapping[str, Any]]) -> RewardFunction:
 
 
 def reward_spec(environment: EnvironmentConfig) -> str:
-    """What names a run's reward or rewards, for ``load_reward`` in any folder."""
-    if not environment.rewards:
-        return absolute(environment.reward)
-    parts = environment.rewards
-    return json.dumps(
-        {name: {**part, "function": absolute(part["function"])} for name, part in parts.items()}
-    )
+    """What names a run's reward or rewards, for ``load_reward``."""
+    return json.dumps(environment.rewards) if environment.rewards else environment.reward
 
 
 def load_reward(spec: str) -> RewardFunction:
