@@ -20,7 +20,8 @@ from nemo_like.algorithms.session import Session, find_model
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose import registry
-from nemo_like.config.sampling import EnvironmentConfig, SamplingRunConfig
+from nemo_like.config.environment import EnvironmentConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.section import Section
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import Bundle

@@ -272,6 +272,7 @@ ENGINES = [
     *seen(loop, "environment.num_processes=2", "environment.process_memory_gib=2"),
     *seen(loop, "environment.rows_at_once=8", beside=_OWN),
     *seen(loop, "environment.name=guess"),
+    *seen(loop, "environment.rewards={{one: {{function: math}}}}"),
     *seen(loop, "environment.options={{high: 9}}", beside=_TALKS),
     *seen(loop, "environment.max_turns=3", "environment.max_tokens=200", beside=_TALKS),
     *seen(loop, "environment.trajectory_timeout_s=5", beside=_TALKS),
@@ -335,6 +336,12 @@ GRPO = [
     *seen(loop, "grpo.max_sampling_rounds=2", beside="grpo.dynamic_sampling=true"),
     *proven(_OUTSIDE, "advantage.function=json:loads"),
     *seen(loop, "advantage.baseline=mean", "advantage.scale=none"),
+    *proven(
+        "tests/test_several_rewards.py::"
+        "test_each_reward_is_normalised_in_its_group_then_added_then_the_step_is",
+        "advantage.each_reward=true",
+        beside='environment.rewards={{"one":{{"function":"math"}}}}',
+    ),
     *seen(loop, "advantage.overlong_buffer_tokens=14"),
     *seen(loop, "advantage.count_untrained=true", beside="grpo.mask_truncated=true"),
     *seen(loop, "advantage.overlong_penalty=0.5", beside="advantage.overlong_buffer_tokens=14"),

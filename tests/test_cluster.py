@@ -80,7 +80,7 @@ def group(local_ray, tmp_path):
             lambda: Probe,
             "probe",
             bundles,
-            timeout_s=60,
+            timeout_s=300,
             layout=RankLayout({"dp": 2, "tp": 2}),
             log_dir=str(tmp_path / "logs"),
         )
@@ -153,7 +153,7 @@ def test_a_worker_that_died_in_a_call_which_nobody_waits_for_yet_was_not_idle(gr
 def test_engines_end_in_order_whatever_another_worker_died_of(group, tmp_path):
     """Such as a policy rank, which ends the run: what engines have started would stay."""
     engines = WorkerGroup(
-        lambda: Ending, "engine", group.bundles[:1], timeout_s=60, log_dir=str(tmp_path)
+        lambda: Ending, "engine", group.bundles[:1], timeout_s=300, log_dir=str(tmp_path)
     )
     engines.call(Ending.ready)
     os.kill(group.call(Probe.ready)[1], signal.SIGKILL)
@@ -166,11 +166,11 @@ def test_groups_of_other_runs_and_those_that_are_shut_down_are_not_missed(group,
     plan = plan_resources(ClusterConfig(cpu_workers_per_node=1), 1)
     with VirtualCluster(plan, 30.0) as cluster:
         other = WorkerGroup(
-            lambda: Probe, "other", [[cluster.bundles[0]]], timeout_s=60, log_dir=str(tmp_path)
+            lambda: Probe, "other", [[cluster.bundles[0]]], timeout_s=300, log_dir=str(tmp_path)
         )
         (pid,) = other.call(Probe.ready)
         beside = WorkerGroup(
-            lambda: Probe, "beside", group.bundles, timeout_s=60, log_dir=str(tmp_path)
+            lambda: Probe, "beside", group.bundles, timeout_s=300, log_dir=str(tmp_path)
         )
         beside.call(Probe.ready)
         beside.shutdown()
@@ -239,7 +239,7 @@ def test_more_than_the_cluster_has_is_refused_at_once_and_leaves_nothing(local_r
     before = len(live_groups())
     start = time.monotonic()
     with pytest.raises(UserError, match=r"wants 2 node\(s\) with 8 CPUs and 8 GPUs each.*0 GPUs"):
-        VirtualCluster(plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=8), 1), 60.0)
+        VirtualCluster(plan_resources(ClusterConfig(num_nodes=2, gpus_per_node=8), 1), 300.0)
     assert time.monotonic() - start < 5
     assert len(live_groups()) == before
 
@@ -311,20 +311,20 @@ SEVERAL_NODES = """
     has = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
 
     def nodes_of_workers(bundles):
-        group = WorkerGroup(lambda: Probe, "probe", bundles, timeout_s=60, log_dir="LOGS")
+        group = WorkerGroup(lambda: Probe, "probe", bundles, timeout_s=300, log_dir="LOGS")
         group.submit(Probe.bug)  # Nobody waits for it.
         nodes = [node for _, node in group.call(Probe.place)]
         group.shutdown()
         return nodes
 
     plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=2), 1)
-    with VirtualCluster(plan, 60.0) as virtual:
+    with VirtualCluster(plan, 300.0) as virtual:
         nodes = nodes_of_workers([[b] for b in virtual.bundles])
         assert sorted(has[node] for node in nodes) == [2, 2, 2, 2, 4, 4], "none on the smaller one"
         assert nodes[::2] == nodes[1::2] and len(set(nodes)) == 3, nodes
         assert nodes == [b.node_id for b in virtual.bundles]
     plan = plan_resources(ClusterConfig(num_nodes=3, gpus_per_node=2), 2)
-    with VirtualCluster(plan, 60.0) as virtual:
+    with VirtualCluster(plan, 300.0) as virtual:
         replicas = [[virtual.bundles[i] for i in replica] for replica in plan.generation]
         for bundles, node in zip(replicas, nodes_of_workers(replicas), strict=True):
             assert [b.node_id for b in bundles] == [node, node]
@@ -332,7 +332,7 @@ SEVERAL_NODES = """
             assert 0 <= first < second < has[node]
         assert len({b.node_id for b in virtual.bundles}) == 3
     try:
-        VirtualCluster(plan_resources(ClusterConfig(num_nodes=4, cpu_workers_per_node=2), 1), 60.0)
+        VirtualCluster(plan_resources(ClusterConfig(num_nodes=4, cpu_workers_per_node=2), 1), 300.0)
     except ValueError as error:
         assert "wants 4 node(s) with 2 CPUs each, and 3 of the Ray cluster's 4 node" in str(error)
         leave()
@@ -347,7 +347,7 @@ def run_script(text, tmp_path, **env):
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=500,
         cwd=root,
         env=os.environ | {"PYTHONPATH": root} | env,
         check=False,
@@ -461,9 +461,9 @@ RAY_DIES = """
     def run():
         leave = connect()
         try:
-            with VirtualCluster(plan_resources(ClusterConfig(), 1), 60.0) as cluster:
+            with VirtualCluster(plan_resources(ClusterConfig(), 1), 300.0) as cluster:
                 bundles = [[bundle] for bundle in cluster.bundles]
-                group = WorkerGroup(lambda: Worker, "probe", bundles, timeout_s=60, log_dir="LOGS")
+                group = WorkerGroup(lambda: Worker, "probe", bundles, timeout_s=300, log_dir="LOGS")
                 group.call(Worker.ready)
                 (doomed,) = [p for p in psutil.Process().children() if p.name() == NAME]
                 doomed.kill()

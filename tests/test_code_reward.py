@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_like.config.sampling import EnvironmentConfig
+from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.errors import UserError
 from nemo_like.rewards.code.cases import Asserted, Printed, Returned, cases_of
 from nemo_like.rewards.code.compare import same_output, same_value

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.config.sampling import EnvironmentConfig
+from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.datasets import Row
 from nemo_like.environments.guess import Guess
 from nemo_like.environments.protocol import ENDPOINT, Action, ToolCall

@@ -92,7 +92,7 @@ leave = connect()
 plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=1), 1)
 with VirtualCluster(plan, 60.0) as cluster:
     bundles = [[bundle] for bundle in cluster.bundles]
-    group = WorkerGroup(lambda: Probe, "probe", bundles, timeout_s=60, log_dir=sys.argv[1])
+    group = WorkerGroup(lambda: Probe, "probe", bundles, timeout_s=300, log_dir=sys.argv[1])
     assert group.call(Probe.place) == [(i, b.node_id) for i, b in enumerate(cluster.bundles)]
     print("ranks on", *(context.address for context in group.contexts))
     print("interface", *group.call(Probe.variable, "GLOO_SOCKET_IFNAME"))

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
+from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.run import ClusterConfig
-from nemo_like.config.sampling import EnvironmentConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.resources import plan_resources
 from nemo_like.rewards import variables

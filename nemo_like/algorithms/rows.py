@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Sequence
 
-from nemo_like.config.sampling import REWARD_MODEL, SINGLE_TURN, SamplingRunConfig
+from nemo_like.config.environment import REWARD_MODEL, SINGLE_TURN
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.columns import paths_of
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.errors import UserError
-from nemo_like.rewards.function import resolve_reward
+from nemo_like.rewards.function import load_reward, reward_spec
 
 
 def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
@@ -18,7 +19,7 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
     environment = config.environment
     # A reward model's errors need its tokenizer; conversations may have rewards of their own.
     if environment.reward != REWARD_MODEL and environment.name == SINGLE_TURN:
-        required = resolve_reward(environment.reward).required_fields
+        required = load_reward(reward_spec(environment)).required_fields
     data, seed = config.data, config.run.seed
     train: list[Row] = []
     validation: list[Row] = []

@@ -18,8 +18,9 @@ from nemo_like.algorithms.self_check import (
     warn_of_mismatch,
 )
 from nemo_like.algorithms.session import Session
+from nemo_like.config.environment import SINGLE_TURN
 from nemo_like.config.policy import PolicyConfig
-from nemo_like.config.sampling import SINGLE_TURN, SamplingRunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
 from nemo_like.data.loader import GroupFeed, MixtureLoader, PromptLoader

@@ -82,6 +82,13 @@ class AdvantageConfig(Section):
     count in the mean and deviation of their group and step. True: as with the overlong filter of
     DAPO (arXiv:2503.14476 section 3.4), which takes them out of the loss alone. Completions whose
     reward failed never count."""
+    each_reward: Annotated[
+        bool,
+        OnlyIf(lambda _, run: run.environment.rewards, "environment.rewards is empty"),
+    ] = False
+    """Make advantages of each of ``environment.rewards`` by itself, add them up by weight, subtract
+    the mean of the step's and divide by their deviation (GDPO, arXiv:2601.05242). False: of their
+    weighted sum. A reward that varies little then counts as much as one that varies a lot."""
     overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
     """Completions within this many tokens of ``generation.max_new_tokens`` lose reward, in
     proportion to how far they are into the buffer (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""
@@ -95,7 +102,12 @@ class AdvantageConfig(Section):
     """Reward lost at ``generation.max_new_tokens`` (DAPO: 1)."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """The buffer is part of a completion."""
+        """The buffer is part of a completion; what is subtracted from a reward needs one."""
+        if self.each_reward and (self.overlong_buffer_tokens or run.kl_in_reward):
+            yield (
+                f"{here}.each_reward=true has no one reward to subtract from; set "
+                "advantage.overlong_buffer_tokens=0, and loss.kl_in=loss if there is a KL."
+            )
         buffer, most = self.overlong_buffer_tokens, run.generation.max_new_tokens
         if buffer > most:
             yield (

@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from nemo_like.config.data import RowsConfig
+from nemo_like.config.environment import REWARD_MODEL, SINGLE_TURN
 from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
 from nemo_like.config.run import RunConfig
-from nemo_like.config.sampling import REWARD_MODEL, SamplingRunConfig
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.section import named_outside, value_of
 from nemo_like.config.sources import REASONING_GYM, find
 from nemo_like.doors import refuse_special
@@ -44,8 +45,10 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
     for key, other in config.other_models():
         check_model(key, other, has_tokenizer=runs)
     if isinstance(config, SamplingRunConfig):
-        _check_data(config.data, config.environment.reward)
-        if config.environment.reward == REWARD_MODEL:
+        environment = config.environment
+        alone = environment.name == SINGLE_TURN and not environment.rewards
+        _check_data(config.data, environment.reward if alone else None)
+        if environment.reward == REWARD_MODEL:
             _check_reward_model(config.environment.reward_model, has_tokenizer=runs)
     else:
         _check_data(value_of(config, "data"))

@@ -1,32 +1,18 @@
 """Runs that sample completions: how they are scored and validated, and how much is sampled."""
 
-import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from nemo_like.config.data import REASONING_GYM, PromptsConfig
+from nemo_like.config.data import PromptsConfig
+from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.generation import GenerationConfig, MismatchConfig, RefitConfig
 from nemo_like.config.losses import LossConfig
 from nemo_like.config.run import RunConfig
-from nemo_like.config.section import Count, OnlyIf, Positive, Section
+from nemo_like.config.section import Count, OnlyIf, Section
 from nemo_like.config.texts import NEEDS_VALIDATION_ROWS
-from nemo_like.doors import Door
 
-REWARD_MODEL = "reward_model"
-CODE = "code"
-REWARDS = Door(
-    "nemo_like.rewards",
-    {
-        REASONING_GYM: "nemo_like.data.reasoning_gym.reward",
-        "math": "nemo_like.rewards.math.reward.reward",
-        CODE: "nemo_like.rewards.code.reward.reward",
-        REWARD_MODEL: "",
-    },
-)
-
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ON = OnlyIf(
     lambda here, _: here.every_steps > 0, "{here}.every_steps=0 turns validation off; raise it"
 )
@@ -34,117 +20,6 @@ _HAS_ROWS = OnlyIf(
     lambda _, run: run.data.has_validation_rows, "there are no validation rows; set data.validation"
 )
 _NOT_GREEDY = OnlyIf(lambda here, _: here.temperature > 0, "{here}.temperature=0 is greedy")
-SINGLE_TURN = "single_turn"
-ENVIRONMENTS = Door(
-    "nemo_like.environments",
-    {
-        SINGLE_TURN: "",
-        "tools": "nemo_like.environments.tools.Tools",
-        "search": "nemo_like.environments.search.Search",
-        "guess": "nemo_like.environments.guess.Guess",
-        "program": "nemo_like.environments.program.run",
-    },
-)
-_SEVERAL_TURNS = OnlyIf(
-    lambda here, _: here.name != SINGLE_TURN, f"environment.name={SINGLE_TURN} takes one completion"
-)
-_OWN_FUNCTION = OnlyIf(
-    lambda here, _: here.reward not in REWARDS.ours,
-    "environment.reward is not a function of your own",
-)
-_CODE = OnlyIf(lambda here, _: here.reward == CODE, f"environment.reward is not {CODE}")
-
-
-class EnvironmentConfig(Section):
-    """What a completion answers to, and what scores it."""
-
-    name: Annotated[str, ENVIRONMENTS] = SINGLE_TURN
-    """``single_turn``: one completion, scored by ``environment.reward``; ``tools``: functions to
-    call, a calculator by default; ``search``: a local corpus; ``guess``: a game; ``program``: a
-    command that reaches the model by ``OPENAI_BASE_URL``; ``file.py:Class`` or
-    ``package.module.Class`` with ``reset(row)`` and ``step(action)``; or an ``async def run(row,
-    base_url, api_key)`` that calls the model as it likes and returns the reward, a number or a
-    dict."""
-    options: Annotated[dict[str, Any], _SEVERAL_TURNS] = Field(default_factory=dict)
-    """Keyword arguments of that class or function."""
-    max_turns: Annotated[Count, _SEVERAL_TURNS] = 8
-    """Most completions of one trajectory."""
-    max_tokens: Annotated[Count | None, _SEVERAL_TURNS] = None
-    """Most tokens of one trajectory's row, prompt and turns together. None: what the model's
-    context and ``policy.micro_batch_tokens`` hold."""
-    trajectory_timeout_s: Annotated[Positive, _SEVERAL_TURNS] = 600.0
-    """Seconds that one trajectory may take; after them its rows are masked and counted."""
-    rewritten_history: Annotated[Literal["split", "refuse"], _SEVERAL_TURNS] = "split"
-    """Where the chat template renders earlier turns in another way once others follow (it may strip
-    thinking): ``split`` begins another row of the same trajectory there, ``refuse`` masks the
-    trajectory and counts it."""
-    reward: Annotated[str, REWARDS] = REASONING_GYM
-    """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``code`` (runs the program in
-    the completion against the field ``tests``), ``reward_model`` (the score of
-    ``environment.reward_model``), ``file.py:function`` or ``package.module.function``; ``def
-    reward(prompt, completion, **fields) -> float | dict``, where fields are the row's, and
-    ``messages``, all of the prompt."""
-    timeout_s: Positive = 10.0
-    """Seconds that one completion may take to score, or one step of an environment; after them its
-    row is masked and counted."""
-    num_processes: Count = 1
-    """Reward processes of each generation worker."""
-    rows_at_once: Annotated[
-        Count | None,
-        OnlyIf(
-            lambda here, _: here.reward not in (REASONING_GYM, "math", CODE),
-            "this environment.reward scores one completion after the other",
-        ),
-    ] = None
-    """Completions that each reward process scores at once: of a reward function that is an ``async
-    def`` (others score one after the other) on one event loop that lives as long as the process,
-    None: 32; of a reward model in one forward pass, None: 8."""
-    process_memory_gib: Positive | None = None
-    """GiB of data that each reward process may hold; a process that keeps half of them is
-    replaced. None: half of the node's memory, shared by all of the run's on that node."""
-    pass_variables: Annotated[list[str], _OWN_FUNCTION] = Field(default_factory=list)
-    """Names of environment variables that the reward function needs, such as
-    ``[OPENAI_API_KEY]``. It gets those for programs, folders, languages, threads, caches and
-    proxies (``nemo_like/rewards/variables.py``), and no others."""
-    reward_model: Annotated[
-        str | None,
-        OnlyIf(
-            lambda here, _: here.reward == REWARD_MODEL,
-            f"environment.reward is not {REWARD_MODEL}",
-        ),
-    ] = None
-    """Folder ``final/`` of a run of ``run_rm.py``, or another of transformers' models for sequence
-    classification with one label; or a hub name. It runs on the CPU, and every reward process
-    holds a copy of it. Its own tokenizer and chat template render prompt and completion (with those
-    of ``data.template_switches`` that it uses), and the score is read at the token that ends the
-    completion, as in training it. A completion that was cut off is scored as if it ended there."""
-
-    code_credit: Annotated[Literal["strict", "partial"], _CODE] = "strict"
-    """Reward of a program: 1 if all tests pass and 0 otherwise, or the share that passes."""
-    code_seconds: Annotated[Positive, _CODE] = 5.0
-    """Seconds of one test. All tests of a row together have ``environment.timeout_s`` less 2 s;
-    those that are not reached fail."""
-    code_memory_gib: Annotated[Positive, _CODE] = 0.5
-    """GiB of address space of each process of a program, and of memory of all together."""
-
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Names of variables only: an entry may hold a secret, and is not shown."""
-        if self.reward in (REWARD_MODEL, CODE) and self.name != SINGLE_TURN:
-            yield (
-                f"{here}.reward={self.reward} scores one completion; set {here}.name="
-                f"{SINGLE_TURN}, or a reward function of your own."
-            )
-        if self.reward == CODE and self.timeout_s < self.code_seconds + 2:
-            yield (
-                f"{here}.timeout_s={self.timeout_s:g} must be at least 2 s more than "
-                f"{here}.code_seconds={self.code_seconds:g}; raise it."
-            )
-        for name in self.pass_variables:
-            if not _VARIABLE.fullmatch(name):
-                yield (
-                    f"{here}.pass_variables: an entry of {len(name)} characters is not the name of "
-                    "a variable; list names alone, as in [OPENAI_API_KEY], and export their values."
-                )
 
 
 class ValidationConfig(Section):

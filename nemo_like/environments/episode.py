@@ -16,10 +16,10 @@ from typing import Any
 
 import aiohttp
 
-from nemo_like.config.sampling import ENVIRONMENTS
+from nemo_like.config.environment import ENVIRONMENTS
 from nemo_like.environments.protocol import ENDPOINT, Action, StepResult, ToolCall
 from nemo_like.errors import UserError
-from nemo_like.rewards.function import RewardFunction, resolve_reward
+from nemo_like.rewards.function import RewardFunction, load_reward
 from nemo_like.rewards.process import serve
 
 KEY = "environment.name"
@@ -52,7 +52,7 @@ class Episodes:
                     )
             self._new()
             if spec["reward"] is not None:
-                self._reward = resolve_reward(spec["reward"])
+                self._reward = load_reward(spec["reward"])
         self._session: aiohttp.ClientSession | None = None
         self._threads = ThreadPoolExecutor(256)
 

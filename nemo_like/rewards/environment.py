@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from nemo_like.config.environment import CODE, SINGLE_TURN, EnvironmentConfig
 from nemo_like.config.paths import REWARD_MODEL, REWARD_MODEL_KEY
 from nemo_like.config.remote_code import TRUSTED, trusts_code
-from nemo_like.config.sampling import CODE, SINGLE_TURN, EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute
 from nemo_like.errors import UserError
+from nemo_like.rewards.function import reward_spec
 from nemo_like.rewards.pool import RewardPool, memory_share
 from nemo_like.rewards.reward_text import RewardText
 
@@ -62,8 +63,15 @@ def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
         model = str(RewardText(str(model), {}).folder)
+    parts = {
+        name: {**part, "function": absolute(part["function"])}
+        for name, part in environment.rewards.items()
+    }
     return environment.replace(
-        name=absolute(environment.name), reward=absolute(environment.reward), reward_model=model
+        name=absolute(environment.name),
+        reward=absolute(environment.reward),
+        rewards=parts,
+        reward_model=model,
     )
 
 
@@ -105,9 +113,9 @@ def start_pool(
             start_timeout_s=_LOAD_TIMEOUT_S,
         )
     if not is_single:
-        names = ("name", "options", "reward", "timeout_s")
+        spec = {name: getattr(environment, name) for name in ("name", "options", "timeout_s")}
         return pool_of(
-            json.dumps({name: getattr(environment, name) for name in names}),
+            json.dumps(spec | {"reward": reward_spec(environment)}),
             module="nemo_like.environments.episode",
             pass_variables=environment.pass_variables,
             concurrency=environment.rows_at_once or _CONVERSATIONS_OF_A_LOOP,
@@ -115,7 +123,7 @@ def start_pool(
     if environment.reward == CODE:
         return pool_of(_code_options(environment), module="nemo_like.rewards.code.reward")
     pool = pool_of(
-        environment.reward,
+        reward_spec(environment),
         pass_variables=environment.pass_variables,
         concurrency=environment.rows_at_once or _ROWS_OF_A_LOOP,
     )

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import inspect
+import json
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from numbers import Complex, Real
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.sampling import REWARDS
+from nemo_like.config.environment import REWARDS, EnvironmentConfig
 from nemo_like.doors import error_place, error_text
 from nemo_like.errors import UserError
 from nemo_like.rewards.protocol import MOST, RewardResult, RewardRow, failed
@@ -74,6 +75,53 @@ def resolve_reward(spec: str) -> RewardFunction:
         required_fields=frozenset({p.name for p in needed} & named - _OWN - {"messages"}),
         is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
     )
+
+
+def combined(parts: Mapping[str, Mapping[str, Any]]) -> RewardFunction:
+    """One function of several, by name; see ``environment.rewards``."""
+    functions = {name: resolve_reward(part["function"]) for name, part in parts.items()}
+
+    def total(found: Mapping[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = {"reward": 0.0}
+        for name, value in found.items():
+            one = to_result(value)
+            if one.reward is None:
+                raise UserError(f"{name}: {one.error}")
+            result["reward"] += parts[name].get("weight", 1) * one.reward
+            result |= {f"{name}/{metric}": number for metric, number in one.metrics.items()}
+            result[f"reward_{name}"] = one.reward
+            if one.answer is not None:
+                result.setdefault("answer", one.answer)
+        return result
+
+    def plain(prompt: str, completion: str, **fields: Any) -> dict[str, Any]:
+        return total({name: one(prompt, completion, fields) for name, one in functions.items()})
+
+    async def awaiting(prompt: str, completion: str, **fields: Any) -> dict[str, Any]:
+        found = {}
+        for name, one in functions.items():
+            value = one(prompt, completion, fields)
+            found[name] = await value if inspect.isawaitable(value) else value
+        return total(found)
+
+    is_async = any(one.is_async for one in functions.values())
+    return RewardFunction(
+        ", ".join(one.spec for one in functions.values()),
+        awaiting if is_async else plain,
+        accepted_fields=None,
+        required_fields=frozenset().union(*(one.required_fields for one in functions.values())),
+        is_async=is_async,
+    )
+
+
+def reward_spec(environment: EnvironmentConfig) -> str:
+    """What names a run's reward or rewards, for ``load_reward``."""
+    return json.dumps(environment.rewards) if environment.rewards else environment.reward
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """What ``reward_spec`` names; UserError says why it cannot be used."""
+    return combined(json.loads(spec)) if spec.startswith("{") else resolve_reward(spec)
 
 
 def score_row(function: RewardFunction, row: RewardRow, runner: asyncio.Runner) -> RewardResult:

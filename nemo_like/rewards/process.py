@@ -24,7 +24,7 @@ import psutil
 
 from nemo_like.errors import UserError
 from nemo_like.rewards.frames import MOST_BYTES, Frames, first_word_frame, read_rows, result_frame
-from nemo_like.rewards.function import RewardFunction, resolve_reward, score_async, score_row
+from nemo_like.rewards.function import RewardFunction, load_reward, score_async, score_row
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 
 PARENT_POLL_S = 1.0
@@ -40,7 +40,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def load(spec: str) -> "BatchReward | RewardFunction":
     """The reward function of ``spec``, which scores one row after the other unless it is async."""
-    function = resolve_reward(spec)
+    function = load_reward(spec)
     if function.is_async:
         return function
     return one_by_one(function)

@@ -176,8 +176,13 @@ def collate_tokens(trajectories: Iterable[Trajectory]) -> TensorBatch:
     )
 
 
-def collate_rows(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Row columns: what the driver needs to know; rows of one trajectory share all of them."""
+def collate_rows(
+    trajectories: Sequence[Trajectory], parts: Iterable[str] = ()
+) -> dict[str, Tensor]:
+    """Row columns: what the driver needs to know; rows of one trajectory share all of them.
+
+    ``parts``: names of several rewards.
+    """
     of_row = [t for t in trajectories for _ in t.rows]
     trained = [
         sum(len(segment.token_ids) for segment in row if segment.logprobs is not None)
@@ -186,7 +191,12 @@ def collate_rows(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     ]
     nan = float("nan")
     rewards = [nan if t.result.reward is None else t.result.reward for t in of_row]
+    of_part = {
+        f"{keys.PART}{name}": [t.result.metrics.get(f"{keys.PART}{name}", nan) for t in of_row]
+        for name in parts
+    }
     return {
+        **{name: torch.tensor(one, dtype=torch.float64) for name, one in of_part.items()},
         keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
         keys.SAMPLE_MASK: torch.tensor([t.result.reward is not None for t in of_row]).bool(),
         keys.NUM_LOSS_TOKENS: torch.tensor(trained, dtype=torch.int64),

@@ -11,7 +11,7 @@ import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.config.sampling import SINGLE_TURN, EnvironmentConfig
+from nemo_like.config.environment import SINGLE_TURN, EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.protocol import ENDPOINT
 from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
@@ -109,6 +109,7 @@ class RolloutWorker(GenerationWorker):
             self.start_engine(setup.backend, setup.engine),
         )
         environment = setup.environment
+        self._reward_parts = [*environment.rewards]
         if environment.name != SINGLE_TURN:
             self._limits = Limits(
                 tokens=min(setup.most_tokens, environment.max_tokens or setup.most_tokens),
@@ -139,7 +140,7 @@ class RolloutWorker(GenerationWorker):
         return RolloutResult(
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
-            rows=collate_rows(trajectories),
+            rows=collate_rows(trajectories, self._reward_parts),
             metrics=merge([_metrics(t) for t in trajectories]),
             errors=dict(errors.most_common(_MAX_ERRORS)),
             dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),

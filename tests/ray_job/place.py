@@ -33,7 +33,7 @@ def main(report: Path) -> None:
     with VirtualCluster(plan_resources(ClusterConfig(gpus_per_node=2), 1), 60.0) as cluster:
         bundles = [[bundle] for bundle in cluster.bundles]
         log_dir = str(report.parent / "logs")
-        group = WorkerGroup(lambda: Place, "place", bundles, timeout_s=60, log_dir=log_dir)
+        group = WorkerGroup(lambda: Place, "place", bundles, timeout_s=300, log_dir=log_dir)
         report.write_text(json.dumps(group.call(Place.seen)))
         group.shutdown()
     leave()

@@ -24,6 +24,7 @@ from nemo_like.losses.advantages import (
     group_advantages,
     has_signal,
     overlong_penalty,
+    whiten,
     zero_variance_share,
 )
 from nemo_like.observe.metrics import Metric, Metrics
@@ -123,7 +124,14 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     if advantage.function is not None:
         make = ADVANTAGES.load("advantage.function", advantage.function)
     groups, valid = rows[keys.GROUP_IDS][first], counted(batch, config)[first]
-    rows[keys.ADVANTAGES] = make(rewards, groups, valid, advantage)[trajectory]
+    if not advantage.each_reward:
+        rows[keys.ADVANTAGES] = make(rewards, groups, valid, advantage)[trajectory]
+        return
+    joined = torch.zeros_like(rewards, dtype=torch.float32)
+    for name, part in config.environment.rewards.items():
+        of_part = rows[f"{keys.PART}{name}"][first]
+        joined += part.get("weight", 1) * make(of_part, groups, valid, advantage)
+    rows[keys.ADVANTAGES] = whiten(joined, valid)[trajectory]
 
 
 def group_metrics(batch: RemoteBatch, config: GRPOConfig) -> Metrics:

@@ -44,4 +44,5 @@ def _main():
     os._exit(0)
 
 
-_main()
+if __name__ == "__main__":
+    _main()

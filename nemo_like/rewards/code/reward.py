@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.sampling import CODE
+from nemo_like.config.environment import CODE
 from nemo_like.errors import UserError
 from nemo_like.rewards.code.cases import Asserted, Case, Printed, Returned, cases_of
 from nemo_like.rewards.code.compare import same_output, same_value
