@@ -164,6 +164,7 @@ class Ranks:
                 keys.GROUP_IDS: prompts,
                 keys.SIBLINGS: index,
                 keys.SEEDS: torch.tensor([task.seed for task in tasks]),
+                keys.MEAN_VERSIONS: torch.full((len(tasks),), float(self.weight_version)),
                 keys.WEIGHT_VERSIONS: torch.full((len(tasks),), self.weight_version),
             },
             metrics={},

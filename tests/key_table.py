@@ -324,6 +324,7 @@ POLICY_GRADIENT = [
     *seen(loop, "loss.normalization=sequence"),
     *seen(loop, "loss.constant_tokens=7", beside="loss.normalization=constant"),
     *seen(loop, "loss.importance=none", "loss.importance_level=sequence"),
+    *seen(loop, "rollout.max_lag=1"),
     *seen(loop, "loss.importance_cap=1.2", "loss.entropy_coef=0.1", "loss.kl_coef=0.1"),
     *seen(loop, "loss.importance_floor=0.8", beside="loss.importance=mask"),
     *seen(loop, "loss.kl_estimator=k1", "loss.kl_in=reward", beside="loss.kl_coef=0.1"),

@@ -132,8 +132,7 @@ def start_sampling(
             session.ask_for(generation.group, reward_model)
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
-    feed = GroupFeed(loader)
-    run.restore(models, feed)
+    run.restore(models, feed := GroupFeed(loader))
     rollouts = RolloutSource(
         config,
         generation=generation,

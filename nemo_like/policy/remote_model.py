@@ -199,7 +199,7 @@ class RemoteModel:
         ``rows_per_unit``: consecutive rows that belong together (2: preference pairs); they train
         together or not at all. ``check`` runs on every rank before the optimizer step; see
         ``Trainer.train``. Sampled completions without policy logprobs (see ``logprobs``) must
-        be those of the current weights.
+        be those of the current weights or, in runs with lag, see them for the first time.
         """
         batch = _trained(batch, rows_per_unit)
         if not len(batch):
@@ -267,7 +267,8 @@ class RemoteModel:
             or keys.MEAN_MISMATCHES in batch.rows
         ):
             return False
-        assert bool((versions == self.weight_version).all()), "these rows need policy logprobs"
+        older = versions != self.weight_version
+        assert keys.FRESH in batch.rows or not older.any(), "these rows need policy logprobs"
         return True
 
     def _plan(self, batch: RemoteBatch, rows_per_unit: int = 1) -> MicroBatchPlan:

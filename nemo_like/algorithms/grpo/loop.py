@@ -5,7 +5,7 @@ less a baseline; the policy-gradient loss moves the policy. ``configs/recipes`` 
 GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``losses/advantages.py`` and
 ``losses/policy_gradient.py`` name the equations). By default a batch takes one optimizer step,
 which is on-policy: its own forward pass gives the policy's logprobs, and no extra pass is made.
-Left out here: asynchronous rollouts, token-level rewards.
+Left out here: token-level rewards.
 """
 
 import logging

@@ -71,6 +71,7 @@ class VLLMEngine:
         self._version: int | None = None
         self._running = set[str]()
         """Requests that are being sampled."""
+        self._interrupted = False
         self._idle = asyncio.Event()
         self._idle.set()
         # vLLM looks at the path of an adapter only if it does not hold it.
@@ -113,14 +114,18 @@ class VLLMEngine:
             self._running.remove(request.request_id)
             if not self._running:
                 self._idle.set()
+        if sampled.finish_reason == "abort" and not self._interrupted:
+            raise self._failure(f"request {request.request_id}", None)
         return _completion(request, sampled, num_cached, version)
 
     async def interrupt(self) -> None:
         """See ``Engine``."""
         if self._running:
             assert self._llm is not None
+            self._interrupted = True
             await self._llm.abort(list(self._running))
             await self._idle.wait()
+            self._interrupted = False
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Check the manifest, then connect every rank to its sender."""
@@ -240,7 +245,8 @@ class VLLMEngine:
         if self._llm.errored:
             pids = ", ".join(str(process.pid) for process in self._processes)
             return WorkerDiedError(f"vLLM failed {what}: its process died (of {pids}).")
-        return RunError(f"vLLM failed {what}: {type(error).__name__}: {error}")
+        why = "it was aborted" if error is None else f"{type(error).__name__}: {error}"
+        return RunError(f"vLLM failed {what}: {why}")
 
 
 def _launch(config: EngineConfig) -> AsyncLLM:
