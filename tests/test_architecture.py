@@ -51,7 +51,15 @@ ONE_PLACE_ONLY = {
     # The engine on our side, and what runs inside its own processes.
     "vllm": {
         f"generation/vllm/{part}.py"
-        for part in ("engine", "loading", "lora", "processes", "scheduler", "worker")
+        for part in (
+            "completions",
+            "engine",
+            "loading",
+            "lora",
+            "processes",
+            "scheduler",
+            "worker",
+        )
     },
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}

@@ -1,9 +1,9 @@
 """vLLM behind the ``Engine`` protocol, for CPU and GPU.
 
 Every check of vLLM's version and every work-around for it is in this file or its neighbours:
-``settings`` (what it is started with), ``environment`` and ``processes`` (how its
-processes start), ``worker``, ``loading``, ``lora`` and ``scheduler`` (what runs
-in them). Nothing else imports it.
+``settings`` (what it is started with), ``completions`` (what it samples), ``environment``
+and ``processes`` (how its processes start), ``worker``, ``loading``, ``lora`` and ``scheduler``
+(what runs in them). Nothing else imports it.
 """
 
 import asyncio
@@ -18,11 +18,9 @@ import psutil
 import torch
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from nemo_like.errors import RunError, UserError, WorkerDiedError
@@ -33,9 +31,9 @@ from nemo_like.generation.protocol import (
     FinishReason,
     GenerationRequest,
     Link,
-    SamplingParams,
     no_weights,
 )
+from nemo_like.generation.vllm.completions import completion, sampling_params, whole
 from nemo_like.generation.vllm.environment import (
     EngineDevices,
     start_environment,
@@ -116,7 +114,7 @@ class VLLMEngine:
                 self._idle.set()
         if sampled.finish_reason == "abort" and not self._interrupted:
             raise self._failure(f"request {request.request_id}", None)
-        return _completion(request, sampled, num_cached, version)
+        return completion(request, sampled, num_cached, version)
 
     async def interrupt(self) -> None:
         """See ``Engine``."""
@@ -201,7 +199,7 @@ class VLLMEngine:
         outputs = llm.generate(
             # Rendered form: a raw prompt would pass through vLLM's tokenizer thread for nothing.
             {"type": "token", "prompt_token_ids": request.prompt_ids},
-            _sampling_params(
+            sampling_params(
                 request.sampling, request.seed, max_new_tokens, in_flight=self._config.in_flight
             ),
             request.request_id,
@@ -214,7 +212,7 @@ class VLLMEngine:
                 parts.append(output.outputs[0])
                 num_cached = num_cached or output.num_cached_tokens or 0
                 if output.finished:
-                    return _whole(parts), num_cached
+                    return whole(parts), num_cached
         except Exception as error:  # The boundary to vLLM, whose error types change by version.
             raise self._failure(f"request {request.request_id}", error) from None
         raise RunError(f"vLLM ended request {request.request_id} without a completion.")
@@ -268,70 +266,6 @@ def _launch(config: EngineConfig) -> AsyncLLM:
             raise UserError(f"vLLM refuses the engine's configuration: {error}") from error
         except RuntimeError as error:
             raise WorkerDiedError(f"The vLLM engine did not start: {error}") from error
-
-
-def _sampling_params(
-    sampling: SamplingParams, seed: int, max_new_tokens: int, *, in_flight: bool
-) -> vllm.SamplingParams:
-    return vllm.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k or -1,
-        seed=seed,
-        max_tokens=max_new_tokens,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        # The ids above are all that ends a completion, whatever the model folder says.
-        ignore_eos=True,
-        logprobs=0,  # Of the sampled token alone.
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        skip_special_tokens=False,
-        # Of a request that is aborted, what it has must be here.
-        output_kind=RequestOutputKind.DELTA if in_flight else RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _whole(parts: Sequence[CompletionOutput]) -> CompletionOutput:
-    """What came in parts as one."""
-    last = parts[-1]
-    if len(parts) == 1:
-        return last
-    logprobs = FlatLogprobs()
-    for one in parts:
-        if one.logprobs:
-            assert isinstance(one.logprobs, FlatLogprobs)
-            logprobs.token_ids += one.logprobs.token_ids
-            logprobs.logprobs += one.logprobs.logprobs
-    ids = [token for one in parts for token in one.token_ids]
-    return dataclasses.replace(last, token_ids=ids, logprobs=logprobs)
-
-
-def _completion(
-    request: GenerationRequest, sampled: CompletionOutput, num_cached: int, version: int
-) -> Completion:
-    """Translate vLLM's output; RunError if it failed."""
-    reasons = {**FinishReason.__members__, "abort": FinishReason.interrupted}
-    reason = reasons.get(str(sampled.finish_reason))
-    if reason is None:
-        raise RunError(
-            f"vLLM ended request {request.request_id} for the reason {sampled.finish_reason!r} "
-            f"({sampled.stop_reason!r})."
-        )
-    token_ids = list(sampled.token_ids)
-    logprobs = sampled.logprobs
-    if not token_ids:  # aborted before its first one
-        return Completion(token_ids=[], logprobs=[], finish_reason=reason, weight_version=version)
-    # One entry a token: with any more, the first would be the sampled one's, and not the likeliest.
-    assert isinstance(logprobs, FlatLogprobs)
-    assert logprobs.token_ids == token_ids
-    return Completion(
-        token_ids=token_ids,
-        logprobs=logprobs.logprobs,
-        finish_reason=reason,
-        weight_version=version,
-        num_cached_tokens=num_cached,
-    )
 
 
 def _check_version() -> None:

@@ -1,0 +1,82 @@
+"""Requests and completions in vLLM's own forms."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import vllm
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+
+from nemo_like.errors import RunError
+from nemo_like.generation.protocol import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
+
+
+def sampling_params(
+    sampling: SamplingParams, seed: int, max_new_tokens: int, *, in_flight: bool
+) -> vllm.SamplingParams:
+    """What vLLM is to do; ``in_flight``: the tokens of an unfinished request are asked for too."""
+    return vllm.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or -1,
+        seed=seed,
+        max_tokens=max_new_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        # The ids above are all that ends a completion, whatever the model folder says.
+        ignore_eos=True,
+        logprobs=0,  # Of the sampled token alone.
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        # Of a request that is aborted, what it has must be here.
+        output_kind=RequestOutputKind.DELTA if in_flight else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def whole(parts: Sequence[CompletionOutput]) -> CompletionOutput:
+    """What came in parts as one."""
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
+    logprobs = FlatLogprobs()
+    for one in parts:
+        if one.logprobs:
+            assert isinstance(one.logprobs, FlatLogprobs)
+            logprobs.token_ids += one.logprobs.token_ids
+            logprobs.logprobs += one.logprobs.logprobs
+    ids = [token for one in parts for token in one.token_ids]
+    return dataclasses.replace(last, token_ids=ids, logprobs=logprobs)
+
+
+def completion(
+    request: GenerationRequest, sampled: CompletionOutput, num_cached: int, version: int
+) -> Completion:
+    """Translate vLLM's output; RunError if it failed."""
+    reasons = {**FinishReason.__members__, "abort": FinishReason.interrupted}
+    reason = reasons.get(str(sampled.finish_reason))
+    if reason is None:
+        raise RunError(
+            f"vLLM ended request {request.request_id} for the reason {sampled.finish_reason!r} "
+            f"({sampled.stop_reason!r})."
+        )
+    token_ids = list(sampled.token_ids)
+    logprobs = sampled.logprobs
+    if not token_ids:  # aborted before its first one
+        return Completion(token_ids=[], logprobs=[], finish_reason=reason, weight_version=version)
+    # One entry a token: with any more, the first would be the sampled one's, and not the likeliest.
+    assert isinstance(logprobs, FlatLogprobs)
+    assert logprobs.token_ids == token_ids
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs.logprobs,
+        finish_reason=reason,
+        weight_version=version,
+        num_cached_tokens=num_cached,
+    )
