@@ -164,9 +164,10 @@ def rollout_setup(
             1, int(config.cluster.cpus_per_worker) // config.environment.num_processes
         ),
         engines_per_node=plan.engines_per_node,
-        trajectories_path=str(run.dir / "trajectories.jsonl"),
+        run_dir=str(run.dir),
         resumed_step=run.first_step,
         most_tokens=engine.max_model_len,
+        trajectories_gib=config.logging.trajectories_gib,
     )
 
 

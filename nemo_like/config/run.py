@@ -130,6 +130,9 @@ class LoggingConfig(Section):
     returns a ``MetricSink`` (``nemo_like/observe/sinks.py``)."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
     """Trajectories of the first generation replica written to ``trajectories.jsonl`` each step."""
+    trajectories_gib: Annotated[float, Field(ge=0)] = 4.0
+    """Most GiB of ``trajectories/``, which has all trajectories with their tokens as Parquet files;
+    the oldest are dropped beyond it. 0: none are kept."""
 
 
 class RunConfig(Section):

@@ -181,7 +181,11 @@ class SyncRolloutSource:
                 )
         requests = [
             RolloutRequest(
-                step=step, tasks=tuple(of_replica), sampling=sampling, with_samples=with_samples
+                step=step,
+                phase=phase,
+                tasks=tuple(of_replica),
+                sampling=sampling,
+                with_samples=with_samples,
             )
             for of_replica in tasks
         ]

@@ -31,6 +31,7 @@ from nemo_like.rollout.trajectory import (
     collate_tokens,
     single_turn,
 )
+from nemo_like.rollout.trajectory_files import TrajectoryFiles, table_of
 
 if TYPE_CHECKING:
     from nemo_like.rollout.endpoint import Endpoint
@@ -48,11 +49,13 @@ class RolloutSetup:
     """Threads of each reward process that has a reward model."""
     engines_per_node: int
     """Replicas on one node: their reward processes share its memory."""
-    trajectories_path: str
+    run_dir: str
     resumed_step: int
     """Trajectories of later steps are dropped; 0 for a new run."""
     most_tokens: int
     """Of one row that trains."""
+    trajectories_gib: float
+    """Most of all workers' files together; 0: none are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,7 @@ class RolloutRequest:
     """Tasks of one replica: whole groups, which share the cache of their prompt."""
 
     step: int
+    phase: str
     tasks: tuple[RolloutTask, ...]
     sampling: SamplingParams
     with_samples: bool = False
@@ -94,6 +98,7 @@ class RolloutWorker(GenerationWorker):
 
     _environment: RewardPool | None = None
     _endpoint: "Endpoint | None" = None
+    _files: TrajectoryFiles | None = None
 
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine, the reward processes and the tokenizer, at the same time."""
@@ -122,8 +127,9 @@ class RolloutWorker(GenerationWorker):
             await self._endpoint.start()
         self._trajectories: JsonlFile | None = None
         if self.context.rank == 0:
-            self._trajectories = JsonlFile(Path(setup.trajectories_path))
+            self._trajectories = JsonlFile(Path(setup.run_dir, "trajectories.jsonl"))
             self._trajectories.truncate_after(setup.resumed_step)
+        self._files = self._open_files(setup)
 
     async def rollout(self, request: RolloutRequest) -> RolloutResult:
         """Carry out all tasks at once; tokens go to the object store."""
@@ -132,6 +138,8 @@ class RolloutWorker(GenerationWorker):
         )
         self._record(request.step, trajectories)
         tokens = collate_tokens(trajectories)
+        if self._files is not None:
+            self._files.append(table_of(request.step, request.phase, trajectories, tokens))
         errors = Counter(
             (t.result.error or "no reason given")[:_MAX_ERROR_CHARS]
             for t in trajectories
@@ -177,6 +185,21 @@ class RolloutWorker(GenerationWorker):
         if self._environment is not None:
             self._environment.shutdown()
         await super().shutdown_engine()
+        if self._files is not None:
+            self._files.wait()
+
+    def _open_files(self, setup: RolloutSetup) -> TrajectoryFiles | None:
+        """Where this worker keeps its trajectories; the first one tidies up for all."""
+        context, folder = self.context, Path(setup.run_dir, "trajectories")
+        limit = setup.trajectories_gib * 2**30 / context.world_size
+        if context.rank == 0 and folder.exists():
+            TrajectoryFiles(folder, 0, limit).truncate_after(setup.resumed_step)
+        if setup.trajectories_gib == 0:
+            return None
+        files = TrajectoryFiles(folder, context.rank, limit)
+        if context.rank == 0:
+            self._chat.save_vocabulary(folder / "tokenizer.json")
+        return files
 
     def _record(self, step: int, trajectories: list[Trajectory]) -> None:
         """Written here, not by the driver, which never sees text."""

@@ -1,0 +1,218 @@
+"""All trajectories of a run as Parquet files, one row for each row that trains.
+
+A worker writes one file at each call and puts many small ones together now and then, while the
+policy trains. Every file is written aside and renamed: whatever has its name is whole, also after a
+kill.
+"""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.errors import RunError
+from nemo_like.rollout.trajectory import Trajectory
+
+SCHEMA = pa.schema(
+    {
+        "step": pa.int32(),
+        "phase": pa.string(),
+        "group": pa.int64(),
+        "index": pa.int32(),
+        "row": pa.int32(),  # in its trajectory; what follows is of the trajectory
+        "reward": pa.float64(),  # null where it failed
+        "metrics": pa.map_(pa.string(), pa.float64()),
+        "error": pa.string(),
+        "end": pa.string(),
+        "turns": pa.int32(),
+        "num_tokens": pa.int32(),  # sampled
+        "weight_version": pa.int32(),
+        "prompt": pa.string(),  # the last message; this and the next two are null in later rows
+        "text": pa.string(),  # the last completion
+        "messages": pa.string(),  # JSON: the prompt's, and in several turns all that follow
+        "input_ids": pa.list_(pa.int32()),  # from here on of the row
+        "loss_mask": pa.list_(pa.bool_()),
+        "generation_logprobs": pa.list_(pa.float32()),
+        "weight_versions": pa.list_(pa.int32()),  # -1: given, not sampled
+    }
+)
+_REPETITIVE = [
+    *("step", "phase", "end", "error", "prompt", "messages", "weight_version"),
+    *("metrics.key_value.key", "metrics.key_value.value"),
+    *("input_ids.list.element", "weight_versions.list.element"),
+]
+_PARTS_TOGETHER = 32
+_BYTES_TOGETHER = 64 << 20
+
+
+def table_of(step: int, phase: str, trajectories: Sequence[Trajectory], tokens: TensorBatch):
+    """Rows of the file; ``tokens`` is what ``collate_tokens`` made of the same trajectories."""
+    rows = [(t, number) for t in trajectories for number in range(len(t.rows))]
+    lengths = tokens.lengths.numpy()
+    offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+    segments = [segment for t in trajectories for row in t.rows for segment in row]
+    versions = np.repeat(
+        np.array([one.weight_version for one in segments], dtype=np.int32),
+        [len(one.token_ids) for one in segments],
+    )
+
+    def lists(flat: np.ndarray | Tensor, kind: pa.DataType) -> pa.ListArray:
+        return pa.ListArray.from_arrays(offsets, pa.array(np.asarray(flat), type=kind))
+
+    first = [t if number == 0 else None for t, number in rows]
+    columns = {
+        "step": [step] * len(rows),
+        "phase": [phase] * len(rows),
+        "group": [t.task.group for t, _ in rows],
+        "index": [t.task.index for t, _ in rows],
+        "row": [number for _, number in rows],
+        "reward": [t.result.reward for t, _ in rows],
+        "metrics": [list(t.result.metrics.items()) for t, _ in rows],
+        "error": [_text(t.result.error) for t, _ in rows],
+        "end": [t.end for t, _ in rows],
+        "turns": [len(t.completions) for t, _ in rows],
+        "num_tokens": [t.num_sampled for t, _ in rows],
+        "weight_version": [t.weight_version for t, _ in rows],
+        "prompt": [t and _text(t.task.row.prompt) for t in first],
+        "text": [t and _text(t.text) for t in first],
+        "messages": [t and json.dumps(t.messages or t.task.row.messages) for t in first],
+        "input_ids": lists(tokens.tokens[keys.INPUT_IDS], pa.int32()),
+        "loss_mask": lists(tokens.tokens[keys.LOSS_MASK], pa.bool_()),
+        "generation_logprobs": lists(tokens.tokens[keys.GENERATION_LOGPROBS], pa.float32()),
+        "weight_versions": lists(versions, pa.int32()),
+    }
+    arrays = [
+        one if isinstance(one, pa.Array) else pa.array(list(one), type=SCHEMA.field(name).type)
+        for name, one in columns.items()
+    ]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _text(text: str | None) -> str | None:
+    # A lone surrogate (half of a character cut by a tokenizer) becomes its escape.
+    return text and text.encode("utf-8", "backslashreplace").decode()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Files to read, in order: without those that a larger one holds already."""
+    found = sorted(folder.glob("*.parquet"))
+    spans = [span_of(path) for path in found]
+    held = {
+        (rank, part)
+        for rank, first, last in spans
+        if first < last
+        for part in range(first, last + 1)
+    }
+    return [
+        path
+        for path, (rank, first, last) in zip(found, spans, strict=True)
+        if first < last or (rank, first) not in held
+    ]
+
+
+def span_of(path: Path) -> tuple[int, int, int]:
+    """Rank of the worker, and first and last of the parts that a file holds."""
+    _, rank, first, last = map(int, path.stem.split("-"))
+    return rank, first, last
+
+
+class TrajectoryFiles:
+    """The files of one worker."""
+
+    def __init__(self, folder: Path, rank: int, limit_bytes: float) -> None:
+        """``limit_bytes``: of this worker's files; the oldest are dropped beyond it."""
+        self._folder = folder
+        self._rank = rank
+        self._limit = limit_bytes
+        self._together = min(_BYTES_TOGETHER, limit_bytes / 8)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+
+    def append(self, table: pa.Table) -> None:
+        """Begin to write what one call brought.
+
+        Raises RunError if the file system refused what came before it.
+        """
+        self.wait()
+        self._writing = self._thread.submit(self._append, table)
+
+    def wait(self) -> None:
+        """Until all is written; see ``append``."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _append(self, table: pa.Table) -> None:
+        try:
+            mine = [one for one in files_of(self._folder) if span_of(one)[0] == self._rank]
+            part = max((span_of(one)[2] for one in mine), default=-1) + 1
+            mine.append(self._write(table["step"][0].as_py(), part, part, [table]))
+            self._put_together([one for one in mine if len({*span_of(one)[1:]}) == 1])
+            self._drop_oldest()
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self._folder}: {error}; make room or set "
+                "logging.trajectories_gib=0, then continue with run.resume=true"
+            ) from error
+
+    def truncate_after(self, step: int) -> None:
+        """Drop rows of later steps, which the resumed run writes again; of all workers."""
+        for path in self._folder.glob("*.tmp"):
+            path.unlink()
+        kept = files_of(self._folder)
+        for path in {*self._folder.glob("*.parquet")} - {*kept}:
+            path.unlink()
+        for path in kept:
+            file = pq.ParquetFile(path)
+            tables = [file.read_row_group(i) for i in range(file.num_row_groups)]
+            earlier = [one for one in tables if one["step"][0].as_py() <= step]
+            if not earlier:
+                path.unlink()
+            elif len(earlier) < len(tables):
+                _replace(path, earlier)
+
+    def _write(self, step: int, first: int, last: int, tables: Sequence[pa.Table]) -> Path:
+        path = self._folder / f"{step:08d}-{self._rank:04d}-{first:07d}-{last:07d}.parquet"
+        _replace(path, tables)
+        return path
+
+    def _put_together(self, small: list[Path]) -> None:
+        size = sum(path.stat().st_size for path in small)
+        if len(small) < 2 or (len(small) < _PARTS_TOGETHER and size < self._together):
+            return
+        tables = [pq.read_table(path, schema=SCHEMA) for path in small]
+        (_, first, _), (_, _, last) = span_of(small[0]), span_of(small[-1])
+        self._write(tables[0]["step"][0].as_py(), first, last, tables)
+        for path in small:
+            path.unlink()
+
+    def _drop_oldest(self) -> None:
+        mine = [one for one in files_of(self._folder) if span_of(one)[0] == self._rank]
+        sizes = [path.stat().st_size for path in mine]
+        for path, size in zip(mine[:-1], sizes, strict=False):
+            if sum(sizes) <= self._limit:
+                break
+            path.unlink()
+            sizes.remove(size)
+
+
+def _replace(path: Path, tables: Sequence[pa.Table]) -> None:
+    """A row group for each table, so that one step is read without the others."""
+    aside = path.with_suffix(".tmp")
+    with pq.ParquetWriter(
+        aside,
+        SCHEMA,
+        compression="zstd",
+        use_dictionary=_REPETITIVE,  # elsewhere it costs time and room
+        use_byte_stream_split=["generation_logprobs.list.element"],
+    ) as writer:
+        for table in tables:
+            writer.write_table(table, row_group_size=max(1, len(table)))
+    aside.replace(path)
