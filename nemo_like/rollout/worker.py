@@ -18,6 +18,7 @@ from nemo_like.generation.protocol import EngineConfig, GenerationRequest, Sampl
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.sinks import JsonlFile
+from nemo_like.observe.trajectory_files import VOCABULARY, TrajectoryFiles
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rollout.recorder import Limits, Recorder
@@ -31,7 +32,7 @@ from nemo_like.rollout.trajectory import (
     collate_tokens,
     single_turn,
 )
-from nemo_like.rollout.trajectory_files import TrajectoryFiles, table_of
+from nemo_like.rollout.trajectory_table import table_of
 
 if TYPE_CHECKING:
     from nemo_like.rollout.endpoint import Endpoint
@@ -198,7 +199,7 @@ class RolloutWorker(GenerationWorker):
             return None
         files = TrajectoryFiles(folder, context.rank, limit)
         if context.rank == 0:
-            self._chat.save_vocabulary(folder / "tokenizer.json")
+            self._chat.save_vocabulary(folder / VOCABULARY)
         return files
 
     def _record(self, step: int, trajectories: list[Trajectory]) -> None:

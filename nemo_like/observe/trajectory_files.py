@@ -5,20 +5,14 @@ policy trains. Every file is written aside and renamed: whatever has its name is
 kill.
 """
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from torch import Tensor
 
-from nemo_like.batch import keys
-from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.errors import RunError
-from nemo_like.rollout.trajectory import Trajectory
 
 SCHEMA = pa.schema(
     {
@@ -48,56 +42,10 @@ _REPETITIVE = [
     *("metrics.key_value.key", "metrics.key_value.value"),
     *("input_ids.list.element", "weight_versions.list.element"),
 ]
+VOCABULARY = "_tokenizer.json"
+"""File of the folder that turns ids into text; readers of Parquet skip names like this."""
 _PARTS_TOGETHER = 32
 _BYTES_TOGETHER = 64 << 20
-
-
-def table_of(step: int, phase: str, trajectories: Sequence[Trajectory], tokens: TensorBatch):
-    """Rows of the file; ``tokens`` is what ``collate_tokens`` made of the same trajectories."""
-    rows = [(t, number) for t in trajectories for number in range(len(t.rows))]
-    lengths = tokens.lengths.numpy()
-    offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
-    segments = [segment for t in trajectories for row in t.rows for segment in row]
-    versions = np.repeat(
-        np.array([one.weight_version for one in segments], dtype=np.int32),
-        [len(one.token_ids) for one in segments],
-    )
-
-    def lists(flat: np.ndarray | Tensor, kind: pa.DataType) -> pa.ListArray:
-        return pa.ListArray.from_arrays(offsets, pa.array(np.asarray(flat), type=kind))
-
-    first = [t if number == 0 else None for t, number in rows]
-    columns = {
-        "step": [step] * len(rows),
-        "phase": [phase] * len(rows),
-        "group": [t.task.group for t, _ in rows],
-        "index": [t.task.index for t, _ in rows],
-        "row": [number for _, number in rows],
-        "reward": [t.result.reward for t, _ in rows],
-        "metrics": [list(t.result.metrics.items()) for t, _ in rows],
-        "error": [_text(t.result.error) for t, _ in rows],
-        "end": [t.end for t, _ in rows],
-        "turns": [len(t.completions) for t, _ in rows],
-        "num_tokens": [t.num_sampled for t, _ in rows],
-        "weight_version": [t.weight_version for t, _ in rows],
-        "prompt": [t and _text(t.task.row.prompt) for t in first],
-        "text": [t and _text(t.text) for t in first],
-        "messages": [t and json.dumps(t.messages or t.task.row.messages) for t in first],
-        "input_ids": lists(tokens.tokens[keys.INPUT_IDS], pa.int32()),
-        "loss_mask": lists(tokens.tokens[keys.LOSS_MASK], pa.bool_()),
-        "generation_logprobs": lists(tokens.tokens[keys.GENERATION_LOGPROBS], pa.float32()),
-        "weight_versions": lists(versions, pa.int32()),
-    }
-    arrays = [
-        one if isinstance(one, pa.Array) else pa.array(list(one), type=SCHEMA.field(name).type)
-        for name, one in columns.items()
-    ]
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
-
-
-def _text(text: str | None) -> str | None:
-    # A lone surrogate (half of a character cut by a tokenizer) becomes its escape.
-    return text and text.encode("utf-8", "backslashreplace").decode()
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -187,7 +135,7 @@ class TrajectoryFiles:
         size = sum(path.stat().st_size for path in small)
         if len(small) < 2 or (len(small) < _PARTS_TOGETHER and size < self._together):
             return
-        tables = [pq.read_table(path, schema=SCHEMA) for path in small]
+        tables = [pq.ParquetFile(path).read() for path in small]
         (_, first, _), (_, _, last) = span_of(small[0]), span_of(small[-1])
         self._write(tables[0]["step"][0].as_py(), first, last, tables)
         for path in small:
@@ -205,7 +153,7 @@ class TrajectoryFiles:
 
 def _replace(path: Path, tables: Sequence[pa.Table]) -> None:
     """A row group for each table, so that one step is read without the others."""
-    aside = path.with_suffix(".tmp")
+    aside = path.with_name(f"_{path.stem}.tmp")  # readers of the folder skip it
     with pq.ParquetWriter(
         aside,
         SCHEMA,
