@@ -58,6 +58,7 @@ LEAVES = {
     "rewards/math/": "grading of mathematics",
     "rewards/reward_model.py": "grading by a reward model",
     "rewards/sandbox/": "runs programs that a model wrote",
+    "viewer/": "show, dashboard",
 }
 """Files and folders that not every run needs; all else in ``nemo_like`` is the core, which imports
 none of these (``tests/test_architecture.py``)."""

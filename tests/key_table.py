@@ -68,6 +68,8 @@ _OUTSIDE = (
     "tests/test_doors.py::test_loss_advantage_engine_and_logger_come_from_one_file_of_the_user"
 )
 
+_LIMIT = "tests/test_trajectory_files.py::test_a_limit_drops_the_oldest_trajectories_first"
+
 _SLURM = "cluster.slurm"
 ANY_RUN = [
     *seen(queued, f"{_SLURM}.partition=a", f"{_SLURM}.account=a"),
@@ -292,6 +294,7 @@ ROLLOUTS = [
     *ENGINES,
     *seen(loop, "policy.lora.refit=adapters", beside="policy.lora.rank=4"),
     *seen(loop, "logging.trajectories_per_step=2", "generation.temperature=0.5"),
+    *proven(_LIMIT, "logging.trajectories_gib=1"),
     *seen(loop, "generation.max_new_tokens=20", "generation.stop=[x]"),
     *seen(loop, "generation.stop_token_ids=[5]"),
     *seen(loop, "run.self_check=false", "mismatch.action=stop"),
@@ -369,7 +372,10 @@ _ONE_EPOCH = (
     "validation.every_steps=20",
     "data.num_validation_rows=256",
 )
-_NO_SAMPLES = ("cluster.num_generation_workers=1", "logging.trajectories_per_step=2")
+_NO_SAMPLES = (
+    *("cluster.num_generation_workers=1", "logging.trajectories_per_step=2"),
+    "logging.trajectories_gib=1",
+)
 TEXTS = [
     *TRAINING,
     *refused("this run samples no completions", *_NO_SAMPLES, "run.self_check=false"),
@@ -477,6 +483,7 @@ EVAL = [
     *refused("there are no adapters", "policy.lora.refit=adapters"),
     *refused("no optimizer state", "policy.offload=optimizer", beside=_GPU),
     *refused("samples.jsonl has every", "logging.trajectories_per_step=2"),
+    *proven(_LIMIT, "logging.trajectories_gib=1"),
     *refused("needs run.resume=true", f"{_SLURM}.requeue=true"),
     *refused("lets the job end with its time", f"{_SLURM}.signal_before_s=60"),
     *refused("as the section validation says", "generation.temperature=0.5"),

@@ -28,7 +28,7 @@ LAYERS = [
     {"rollout", "run"},
     {"algorithms"},
     {"compose"},
-    {"launch"},
+    {"launch", "viewer"},
     {"cli", "api"},
 ]
 DOORS = {

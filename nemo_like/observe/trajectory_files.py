@@ -5,14 +5,17 @@ policy trains. Every file is written aside and renamed: whatever has its name is
 kill.
 """
 
-from collections.abc import Sequence
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nemo_like.errors import RunError
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = pa.schema(
     {
@@ -46,6 +49,8 @@ VOCABULARY = "_tokenizer.json"
 """File of the folder that turns ids into text; readers of Parquet skip names like this."""
 _PARTS_TOGETHER = 32
 _BYTES_TOGETHER = 64 << 20
+_TOKENS_TOGETHER = 1 << 20
+"""Of a row group."""
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -83,6 +88,9 @@ class TrajectoryFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
+        self._sizes: dict[Path, int] = {}
+        """Of this worker's files, the oldest first."""
+        self._next_part = 0
 
     def append(self, table: pa.Table) -> None:
         """Begin to write what one call brought.
@@ -99,16 +107,25 @@ class TrajectoryFiles:
 
     def _append(self, table: pa.Table) -> None:
         try:
-            mine = [one for one in files_of(self._folder) if span_of(one)[0] == self._rank]
-            part = max((span_of(one)[2] for one in mine), default=-1) + 1
-            mine.append(self._write(table["step"][0].as_py(), part, part, [table]))
-            self._put_together([one for one in mine if len({*span_of(one)[1:]}) == 1])
+            if not self._sizes:
+                self._take_stock()
+            self._write(self._next_part, self._next_part, table)
+            self._next_part += 1
+            self._put_together()
             self._drop_oldest()
         except OSError as error:
             raise RunError(
                 f"cannot write {self._folder}: {error}; make room or set "
                 "logging.trajectories_gib=0, then continue with run.resume=true"
             ) from error
+
+    def _take_stock(self) -> None:
+        """Of what an earlier process of the run left."""
+        for path in files_of(self._folder):
+            rank, _, last = span_of(path)
+            if rank == self._rank:
+                self._sizes[path] = path.stat().st_size
+                self._next_part = last + 1
 
     def truncate_after(self, step: int) -> None:
         """Drop rows of later steps, which the resumed run writes again; of all workers."""
@@ -118,42 +135,47 @@ class TrajectoryFiles:
         for path in {*self._folder.glob("*.parquet")} - {*kept}:
             path.unlink()
         for path in kept:
-            file = pq.ParquetFile(path)
-            tables = [file.read_row_group(i) for i in range(file.num_row_groups)]
-            earlier = [one for one in tables if one["step"][0].as_py() <= step]
-            if not earlier:
+            try:
+                steps = pq.ParquetFile(path).read(["step"])["step"]
+            except pa.ArrowInvalid as error:  # a machine that lost its power
+                logger.warning("%s is dropped, as it cannot be read: %s", path, error)
                 path.unlink()
-            elif len(earlier) < len(tables):
-                _replace(path, earlier)
+                continue
+            if pc.min(steps).as_py() > step:
+                path.unlink()
+            elif pc.max(steps).as_py() > step:
+                table = pq.ParquetFile(path).read()
+                _replace(path, table.filter(pc.less_equal(table["step"], step)))
 
-    def _write(self, step: int, first: int, last: int, tables: Sequence[pa.Table]) -> Path:
+    def _write(self, first: int, last: int, table: pa.Table) -> None:
+        step = table["step"][0].as_py()
         path = self._folder / f"{step:08d}-{self._rank:04d}-{first:07d}-{last:07d}.parquet"
-        _replace(path, tables)
-        return path
+        _replace(path, table)
+        self._sizes[path] = path.stat().st_size
 
-    def _put_together(self, small: list[Path]) -> None:
-        size = sum(path.stat().st_size for path in small)
+    def _put_together(self) -> None:
+        small = [path for path in self._sizes if len({*span_of(path)[1:]}) == 1]
+        size = sum(self._sizes[path] for path in small)
         if len(small) < 2 or (len(small) < _PARTS_TOGETHER and size < self._together):
             return
         tables = [pq.ParquetFile(path).read() for path in small]
-        (_, first, _), (_, _, last) = span_of(small[0]), span_of(small[-1])
-        self._write(tables[0]["step"][0].as_py(), first, last, tables)
+        self._write(span_of(small[0])[1], span_of(small[-1])[2], pa.concat_tables(tables))
         for path in small:
             path.unlink()
+            del self._sizes[path]
 
     def _drop_oldest(self) -> None:
-        mine = [one for one in files_of(self._folder) if span_of(one)[0] == self._rank]
-        sizes = [path.stat().st_size for path in mine]
-        for path, size in zip(mine[:-1], sizes, strict=False):
-            if sum(sizes) <= self._limit:
-                break
+        for path in [*self._sizes][:-1]:
+            if sum(self._sizes.values()) <= self._limit:
+                return
             path.unlink()
-            sizes.remove(size)
+            del self._sizes[path]
 
 
-def _replace(path: Path, tables: Sequence[pa.Table]) -> None:
-    """A row group for each table, so that one step is read without the others."""
+def _replace(path: Path, table: pa.Table) -> None:
+    """Row groups are so large that they are few, and so small that one is read at once."""
     aside = path.with_name(f"_{path.stem}.tmp")  # readers of the folder skip it
+    tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 1
     with pq.ParquetWriter(
         aside,
         SCHEMA,
@@ -161,6 +183,5 @@ def _replace(path: Path, tables: Sequence[pa.Table]) -> None:
         use_dictionary=_REPETITIVE,  # elsewhere it costs time and room
         use_byte_stream_split=["generation_logprobs.list.element"],
     ) as writer:
-        for table in tables:
-            writer.write_table(table, row_group_size=max(1, len(table)))
+        writer.write_table(table, row_group_size=max(1, len(table) * _TOKENS_TOGETHER // tokens))
     aside.replace(path)

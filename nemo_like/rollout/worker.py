@@ -139,7 +139,7 @@ class RolloutWorker(GenerationWorker):
         )
         self._record(request.step, trajectories)
         tokens = collate_tokens(trajectories)
-        if self._files is not None:
+        if self._files is not None and trajectories:
             self._files.append(table_of(request.step, request.phase, trajectories, tokens))
         errors = Counter(
             (t.result.error or "no reason given")[:_MAX_ERROR_CHARS]

@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,9 @@ _MOST_READS = 3
 
 
 Stamp = tuple[Path, int, int]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A row group of a file."""
-
-    path: Path
-    number: int
+"""A file, and what changes when it is cut back for a resume."""
+Index = tuple[dict[str, np.ndarray], np.ndarray, list[bool]]
+"""Of a file: columns of each trajectory, the row group of each, and which of these go on."""
 
 
 class Trajectories:
@@ -45,8 +39,10 @@ class Trajectories:
         """By name, an entry for each trajectory; ``place`` says where it is, in rising order."""
         self.words: dict[str, list[str]] = {name: [] for name in WORDS}
         """What the numbers of these columns stand for."""
-        self._places: list[Place] = []
-        self._files: dict[Stamp, tuple[dict[str, np.ndarray], np.ndarray]] = {}
+        self._places: list[tuple[Stamp, int, bool]] = []
+        """File and row group, and whether its last trajectory goes on in the next."""
+        self._files: dict[Stamp, Index] = {}
+        self._open: tuple[Stamp, pq.ParquetFile] | None = None
         self._tokenizer: Any = None
 
     def refresh(self) -> None:
@@ -60,8 +56,7 @@ class Trajectories:
                 self._join()
                 return
 
-    def _index_of(self, stamp: Stamp) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Columns of each first row, and the number of its row group."""
+    def _index_of(self, stamp: Stamp) -> Index:
         with pq.ParquetFile(stamp[0], read_dictionary=WORDS) as file:
             table = file.read([*NUMBERS, *WORDS, "row"])
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
@@ -73,14 +68,17 @@ class Trajectories:
             known += [one for one in values if one not in known]
             renamed = np.array([known.index(one) for one in values], dtype=np.int16)
             columns[name] = renamed[codes.indices.to_numpy()][first]
-        return columns, np.repeat(np.arange(len(sizes)), sizes)[first]
+        # Rows of one trajectory may go on in the next row group.
+        begins = np.cumsum([0, *sizes[:-1]])
+        goes_on = [*(~first[begins[1:]]).tolist(), False]
+        return columns, np.repeat(np.arange(len(sizes)), sizes)[first], goes_on
 
     def _join(self) -> None:
         self._places, placed = [], []
-        for (path, *_), (_, groups) in self._files.items():
+        for stamp, (_, groups, goes_on) in self._files.items():
             placed.append(groups + len(self._places))
-            self._places += [Place(path, i) for i in range(int(groups.max(initial=-1)) + 1)]
-        parts = [columns for columns, _ in self._files.values()]
+            self._places += [(stamp, i, more) for i, more in enumerate(goes_on)]
+        parts = [columns for columns, *_ in self._files.values()]
         self.columns = {
             name: np.concatenate([np.empty(0, dtype=np.int32), *(one[name] for one in parts)])
             for name in (*NUMBERS, *WORDS)
@@ -109,7 +107,7 @@ class Trajectories:
     def search(
         self, found: np.ndarray, most: int, *, text: str = "", prompt: str = "", last: bool = False
     ) -> tuple[np.ndarray, bool]:
-        """Of these positions, the first ``most`` that say ``text`` somewhere, or have a prompt.
+        """Of rising positions, the first ``most`` that say ``text`` somewhere, or have a prompt.
 
         Also whether all were read: a search that takes too long gives what it has. ``last``: begin
         with the last ones.
@@ -128,9 +126,11 @@ class Trajectories:
                 says &= np.logical_or.reduce(
                     [_each(table[name], lambda one: _mentions(one, text)) for name in _TEXTS]
                 )
+            says = says[table["row"].to_numpy() == 0]
             begin = int(np.searchsorted(self.columns["place"], number))
-            of_place = begin + says[table["row"].to_numpy() == 0].nonzero()[0]
-            hits += np.intersect1d(found, of_place).tolist()
+            first, end = np.searchsorted(found, [begin, begin + len(says)])
+            asked = found[first:end]
+            hits += asked[says[asked - begin]].tolist()
         return np.array(sorted(hits[:most]), dtype=np.int64), True
 
     def rows(self, positions: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -144,7 +144,10 @@ class Trajectories:
         """Everything that is kept of some trajectories, with the text of each token."""
         found = []
         for number in dict.fromkeys(self.columns["place"][positions].tolist()):
-            table = self._table(number)
+            tables = [self._table(number)]
+            while self._places[number + len(tables) - 1][2]:
+                tables.append(self._table(number + len(tables)))
+            table = pa.concat_tables(tables)
             of_place = positions[self.columns["place"][positions] == number]
             for row in self.rows(of_place):
                 same = pc.and_(
@@ -185,13 +188,13 @@ class Trajectories:
         return [stream.step(self._tokenizer, one) or "" for one in ids]
 
     def _table(self, number: int, columns: list[str] | None = None) -> pa.Table:
-        place = self._places[number]
-        with pq.ParquetFile(place.path, read_dictionary=_REPEATED) as file:
-            return file.read_row_group(place.number, columns, use_threads=False)
+        stamp, row_group, _ = self._places[number]
+        if self._open is None or self._open[0] != stamp:
+            self._open = stamp, pq.ParquetFile(stamp[0], read_dictionary=_REPEATED)
+        return self._open[1].read_row_group(row_group, columns, use_threads=False)
 
 
 def _stamp(path: Path) -> Stamp:
-    """A file that was cut back for a resume has the same name."""
     about = path.stat()
     return path, about.st_ino, about.st_mtime_ns
 

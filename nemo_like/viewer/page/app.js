@@ -3,7 +3,9 @@
 "use strict";
 
 const COLORS = ["#1d4ed8", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"];
-const FIRST = /^(rollout\/reward|validation\/(reward|accuracy|loss)|train\/(loss|grad_norm|tokens_per_s)|mismatch\/mean_abs|policy\/entropy|rollout\/(completion_tokens|truncated_share)|time\/step_s)$/;
+const FIRST = ["rollout/reward", "validation/reward", "validation/accuracy", "validation/loss", "train/loss",
+  "train/grad_norm", "policy/entropy", "mismatch/mean_abs", "rollout/completion_tokens", "rollout/truncated_share",
+  "time/step_s", "train/tokens_per_s"];
 const MOST_CHARTS = 24, MOST_LANES = 60, EVERY_MS = 3000;
 const state = { runs: [], differences: {}, records: [], life: [], shown: [] };
 
@@ -14,7 +16,7 @@ function el(tag, props = {}, ...children) {
     else if (name === "style") Object.assign(node.style, value);
     else if (value !== false && value != null) node.setAttribute(name, value);
   }
-  node.append(...children.flat().filter((one) => one != null).map((one) => one instanceof Node ? one : String(one)));
+  node.append(...children.flat(Infinity).filter((one) => one != null).map((one) => one instanceof Node ? one : String(one)));
   return node;
 }
 
@@ -99,9 +101,9 @@ function chart(name, query) {
 function curves(query) {
   const names = [...new Set(state.records.flat().flatMap(Object.keys))]
     .filter((one) => one.includes("/")).sort();
-  let wanted = (one) => FIRST.test(one);
-  if (query.metrics) wanted = (one) => query.metrics.split(" ").some((part) => part && one.includes(part));
-  const found = names.filter(wanted);
+  const parts = (query.metrics ?? "").split(" ").filter(Boolean);
+  const found = parts.length ? names.filter((one) => parts.some((part) => one.includes(part)))
+    : FIRST.filter((one) => names.includes(one));
   return el("div", {},
     form("curves", query, choice("x axis", "x", ["step", "samples", "minutes"]),
       choice("smoothing", "smooth", ["0.6", "0", "0.9", "0.97"]),
