@@ -80,6 +80,21 @@ def test_what_a_model_wrote_is_read_again_with_every_number(tmp_path):
     assert row["weight_versions"] == [-1, -1, 4, 4, 4]
 
 
+def test_the_same_number_at_another_step_or_of_a_validation_is_another_trajectory(tmp_path):
+    """Validations have their prompts' positions as groups, whenever they come."""
+    tables = [
+        table(step, one(1, 0, f"{phase} {step}"), phase=phase)
+        for step in range(40)
+        for phase in ("train", "validation")
+    ]
+    keep(TrajectoryFiles(tmp_path, 0, 1e9), *tables)
+    found = opened(tmp_path)
+    for phase in ("train", "validation"):
+        read = found.read(found.chosen({"phase": phase, "step_min": "7", "step_max": "8"}))
+        assert [each["text"] for each in read] == [f"{phase} 7", f"{phase} 8"]
+        assert [len(each["rows"]) for each in read] == [1, 1]
+
+
 def test_a_failed_reward_has_its_reason_and_no_number(tmp_path):
     keep(TrajectoryFiles(tmp_path, 0, 1e9), table(1, one(reward=None), one(1, reward=0.0)))
     found = opened(tmp_path)

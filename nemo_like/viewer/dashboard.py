@@ -19,6 +19,7 @@ from aiohttp import web
 
 from nemo_like.errors import UserError
 from nemo_like.viewer.runs import RunFolder, differences, find_runs, phases
+from nemo_like.viewer.trajectories import IDENTITY
 
 _PAGE = Path(__file__).parent / "page"
 _FILES = {"": "index.html"} | {
@@ -105,8 +106,7 @@ class Dashboard:
         found, complete, prompt = kept.chosen(query), True, ""
         by, text = query.get("sort", "-step"), query.get("text", "")
         if like := query.get("like"):  # a trajectory that has the prompt to look for
-            names = ("phase", "step", "group", "index")
-            alike = kept.chosen(_exactly(dict(zip(names, like.split("/"), strict=True))))
+            alike = kept.chosen(_exactly(dict(zip(IDENTITY, like.split("/"), strict=True))))
             prompt = kept.read(alike)[0]["prompt"]
         if text or prompt:
             newest = by.startswith("-")
@@ -129,8 +129,7 @@ class Dashboard:
         """Trajectories of one prompt at one step, whole; or one of them."""
         kept = self._run(query).trajectories
         kept.refresh()
-        names = ("phase", "step", "group", "index")
-        asked = _exactly({name: query[name] for name in names if name in query})
+        asked = _exactly({name: query[name] for name in IDENTITY if name in query})
         return kept.read(kept.chosen(asked)[:_MOST_SIBLINGS])
 
 

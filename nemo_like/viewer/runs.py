@@ -4,8 +4,8 @@ import json
 import math
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class RunFolder:
         step = f"step {records[-1]['step']} of {most}"
         if (self.path / "summary.json").exists():
             return f"{step}, finished"
-        return f"{step}, {max(0, time.time() - records[-1].get('time', 0)):.0f} s ago"
+        return f"{step}, at {datetime.fromtimestamp(records[-1].get('time', 0)):%Y-%m-%d %H:%M:%S}"
 
     def log(self) -> list[str]:
         """The last lines of ``run.log``."""

@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nemo_like.observe.trajectory_files import VOCABULARY, files_of
 
 NUMBERS = ("step", "group", "index", "reward", "num_tokens", "turns", "weight_version")
 WORDS = ("phase", "end")
+IDENTITY = ("phase", "step", "group", "index")
 _TEXTS = ("prompt", "text", "messages", "error")
 _REPEATED = ["prompt", "messages", "error"]
 _MOST_SEARCH_S = 5.0
@@ -121,11 +123,10 @@ class Trajectories:
             table = self._table(number, [*_TEXTS, "row"])
             says = np.ones(len(table), dtype=bool)
             if prompt:
-                says &= _each(table["prompt"], lambda one: pc.equal(one, prompt))
+                says &= _each(table["prompt"], partial(pc.equal, prompt))
             if text:
-                says &= np.logical_or.reduce(
-                    [_each(table[name], lambda one: _mentions(one, text)) for name in _TEXTS]
-                )
+                has = partial(pc.match_substring, pattern=text, ignore_case=True)
+                says &= np.logical_or.reduce([_each(table[name], has) for name in _TEXTS])
             says = says[table["row"].to_numpy() == 0]
             begin = int(np.searchsorted(self.columns["place"], number))
             first, end = np.searchsorted(found, [begin, begin + len(says)])
@@ -150,10 +151,8 @@ class Trajectories:
             table = pa.concat_tables(tables)
             of_place = positions[self.columns["place"][positions] == number]
             for row in self.rows(of_place):
-                same = pc.and_(
-                    pc.equal(table["group"], row["group"]), pc.equal(table["index"], row["index"])
-                )
-                found.append(self._whole(table.filter(same).to_pylist()))
+                same = [_each(table[name], partial(pc.equal, row[name])) for name in IDENTITY]
+                found.append(self._whole(table.filter(np.logical_and.reduce(same)).to_pylist()))
         return found
 
     def _whole(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -206,10 +205,6 @@ def _each(column: pa.ChunkedArray, matches: Callable[[Any], Any]) -> np.ndarray:
         return _bools(matches(whole))
     known = np.append(_bools(matches(whole.dictionary)), False)
     return known[whole.indices.fill_null(len(whole.dictionary)).to_numpy()]
-
-
-def _mentions(texts: Any, text: str) -> Any:
-    return pc.match_substring(texts, text, ignore_case=True)
 
 
 def finite(value: Any) -> Any:

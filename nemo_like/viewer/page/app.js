@@ -38,10 +38,7 @@ function link(view, query) {
 
 // A form whose fields are the address: each change is a place to link to.
 function form(view, query, ...fields) {
-  const apply = () => {
-    const found = Object.fromEntries(new FormData(node));
-    location.hash = link(view, found);
-  };
+  const apply = () => { location.hash = link(view, Object.fromEntries(new FormData(node))); };
   const node = el("form", { onchange: apply, onsubmit: (event) => { event.preventDefault(); apply(); } }, fields);
   for (const field of node.elements) {
     if (!(field.name in query)) continue;
@@ -131,7 +128,7 @@ function lanes(query) {
 function configuration() {
   const rows = Object.entries(state.differences).map(([key, values]) => el("tr", {}, el("td", {}, key),
     values.map((one) => el("td", {}, one === null ? "" : JSON.stringify(one)))));
-  if (!rows.length) return el("p", { class: "note" }, "These runs were configured alike.");
+  if (!rows.length) return el("p", { class: "note" }, "No key differs.");
   return el("table", {}, el("tr", {}, ["key", ...state.runs.map((one) => one.name)].map((one) => el("th", {}, one))), rows);
 }
 
@@ -167,12 +164,9 @@ function legend() {
 
 async function poll() {
   const about = await ask("runs");
-  let isNew = false;
-  if (!state.runs.length) {
-    state.shown = about.runs.map((_, i) => i);
-    state.records = about.runs.map(() => []);
-  }
+  if (!state.runs.length) Object.assign(state, { shown: [...about.runs.keys()], records: about.runs.map(() => []) });
   Object.assign(state, about);
+  let isNew = false;
   for (const run of state.runs.keys()) {
     const found = await ask("metrics", { run, from: state.records[run].length, life: state.life[run] ?? "" });
     isNew ||= found.records.length > 0 || found.from < state.records[run].length;
@@ -185,11 +179,8 @@ async function poll() {
 }
 
 async function live() {
-  try {
-    await poll();
-  } catch (error) {
-    document.getElementById("runs").replaceChildren(el("span", { class: "failed" }, `no answer: ${error.message}`));
-  }
+  const failed = (error) => el("span", { class: "failed" }, `no answer: ${error.message}`);
+  await poll().catch((error) => document.getElementById("runs").replaceChildren(failed(error)));
   setTimeout(live, EVERY_MS);
 }
 
