@@ -165,7 +165,7 @@ def rollout_setup(
         ),
         engines_per_node=plan.engines_per_node,
         run_dir=str(run.dir),
-        resumed_step=run.first_step,
+        resumed_step=run.first_step or -1,
         most_tokens=engine.max_model_len,
         trajectories_gib=config.logging.trajectories_gib,
     )

@@ -95,14 +95,6 @@ class ChatTokenizer:
         """The id of every token."""
         return dict(self._tokenizer.get_vocab())
 
-    def save_vocabulary(self, path: Path) -> None:
-        """Write what turns ids into text as ``tokenizers`` reads it, where the tokenizer has it."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            aside = path.with_suffix(".tmp")
-            backend.save(str(aside))
-            aside.replace(path)
-
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """Token ids of a conversation up to where the assistant answers.
 

@@ -52,7 +52,7 @@ class RolloutSetup:
     """Replicas on one node: their reward processes share its memory."""
     run_dir: str
     resumed_step: int
-    """Trajectories of later steps are dropped; 0 for a new run."""
+    """Trajectories of later steps are dropped; -1 for a new run, also those of its validation."""
     most_tokens: int
     """Of one row that trains."""
     trajectories_gib: float
@@ -199,7 +199,7 @@ class RolloutWorker(GenerationWorker):
             return None
         files = TrajectoryFiles(folder, context.rank, limit)
         if context.rank == 0:
-            self._chat.save_vocabulary(folder / VOCABULARY)
+            self._chat.cuts.save_vocabulary(folder / VOCABULARY)
         return files
 
     def _record(self, step: int, trajectories: list[Trajectory]) -> None:
