@@ -136,16 +136,15 @@ class TrajectoryFiles:
             path.unlink()
         for path in kept:
             try:
-                steps = pq.ParquetFile(path).read(["step"])["step"]
+                steps = pq.ParquetFile(path).read(["step"])["step"].to_numpy()
             except pa.ArrowInvalid as error:  # a machine that lost its power
                 logger.warning("%s is dropped, as it cannot be read: %s", path, error)
                 path.unlink()
                 continue
-            if pc.min(steps).as_py() > step:
+            if steps.min() > step:
                 path.unlink()
-            elif pc.max(steps).as_py() > step:
-                table = pq.ParquetFile(path).read()
-                _replace(path, table.filter(pc.less_equal(table["step"], step)))
+            elif steps.max() > step:
+                _replace(path, pq.ParquetFile(path).read().filter(pc.field("step") <= step))
 
     def _write(self, first: int, last: int, table: pa.Table) -> None:
         step = table["step"][0].as_py()
@@ -175,7 +174,7 @@ class TrajectoryFiles:
 def _replace(path: Path, table: pa.Table) -> None:
     """Row groups are so large that they are few, and so small that one is read at once."""
     aside = path.with_name(f"_{path.stem}.tmp")  # readers of the folder skip it
-    tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 1
+    tokens = sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks) or 1
     with pq.ParquetWriter(
         aside,
         SCHEMA,

@@ -13,7 +13,9 @@ from nemo_like.observe.trajectory_files import SCHEMA
 from nemo_like.rollout.trajectory import Trajectory
 
 
-def table_of(step: int, phase: str, trajectories: Sequence[Trajectory], tokens: TensorBatch):
+def table_of(
+    step: int, phase: str, trajectories: Sequence[Trajectory], tokens: TensorBatch
+) -> pa.Table:
     """Rows of the file; ``tokens`` is what ``collate_tokens`` made of the same trajectories."""
     rows = [(t, number) for t in trajectories for number in range(len(t.rows))]
     lengths = tokens.lengths.numpy()

@@ -4,8 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +122,9 @@ class Trajectories:
             table = self._table(number, [*_TEXTS, "row"])
             says = np.ones(len(table), dtype=bool)
             if prompt:
-                says &= _each(table["prompt"], partial(pc.equal, prompt))
+                says &= _each(table["prompt"], prompt, whole=True)
             if text:
-                has = partial(pc.match_substring, pattern=text, ignore_case=True)
-                says &= np.logical_or.reduce([_each(table[name], has) for name in _TEXTS])
+                says &= np.logical_or.reduce([_each(table[name], text) for name in _TEXTS])
             says = says[table["row"].to_numpy() == 0]
             begin = int(np.searchsorted(self.columns["place"], number))
             first, end = np.searchsorted(found, [begin, begin + len(says)])
@@ -151,7 +149,7 @@ class Trajectories:
             table = pa.concat_tables(tables)
             of_place = positions[self.columns["place"][positions] == number]
             for row in self.rows(of_place):
-                same = [_each(table[name], partial(pc.equal, row[name])) for name in IDENTITY]
+                same = [table[name].to_numpy() == row[name] for name in IDENTITY]
                 found.append(self._whole(table.filter(np.logical_and.reduce(same)).to_pylist()))
         return found
 
@@ -198,19 +196,22 @@ def _stamp(path: Path) -> Stamp:
     return path, about.st_ino, about.st_mtime_ns
 
 
-def _each(column: pa.ChunkedArray, matches: Callable[[Any], Any]) -> np.ndarray:
-    """Which rows match; a text that many rows have is looked at once."""
-    whole = column.combine_chunks()
-    if not isinstance(whole, pa.DictionaryArray):
-        return _bools(matches(whole))
-    known = np.append(_bools(matches(whole.dictionary)), False)
-    return known[whole.indices.fill_null(len(whole.dictionary)).to_numpy()]
+def _each(column: pa.ChunkedArray, text: str, *, whole: bool = False) -> np.ndarray:
+    """Which rows say a text, or are it; what many rows have is looked at once."""
+    rows = column.combine_chunks()
+    coded = isinstance(rows, pa.DictionaryArray)
+    texts = rows.dictionary if coded else rows
+    if whole:
+        hits = pc.call_function("equal", [texts, text])
+    else:
+        options = pc.MatchSubstringOptions(text, ignore_case=True)
+        hits = pc.call_function("match_substring", [texts], options)
+    known = hits.fill_null(False).to_numpy(zero_copy_only=False)
+    if not coded:
+        return known
+    return np.append(known, False)[rows.indices.fill_null(len(known)).to_numpy()]
 
 
 def finite(value: Any) -> Any:
     """None for NaN and infinity, which are not JSON that a browser reads."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _bools(found: Any) -> np.ndarray:
-    return pc.fill_null(found, False).to_numpy(zero_copy_only=False).astype(bool)
