@@ -39,7 +39,8 @@ function link(view, query) {
 // A form whose fields are the address: each change is a place to link to.
 function form(view, query, ...fields) {
   const apply = () => { location.hash = link(view, Object.fromEntries(new FormData(node))); };
-  const node = el("form", { onchange: apply, onsubmit: (event) => { event.preventDefault(); apply(); } }, fields);
+  const node = el("form", { onchange: apply, onsubmit: (event) => { event.preventDefault(); apply(); } }, fields,
+    el("button", { hidden: "" })); // with it, Enter submits
   for (const field of node.elements) {
     if (!(field.name in query)) continue;
     if (field.type === "checkbox") field.checked = true;
