@@ -253,6 +253,15 @@ def test_show_prints_where_a_run_stands(folder, capsys):
     assert "answer 2.0" in capsys.readouterr().out
 
 
+def test_a_terminal_obeys_nothing_that_a_model_wrote(folder, capsys):
+    escape = one(60, 0, "\x1b]0;owned\x07\x9b2J done\n")
+    keep(TrajectoryFiles(folder / "trajectories", 0, 1e9), table(6, escape))
+    main(["show", str(folder)])
+    said = capsys.readouterr().out
+    assert r"\x1b]0;owned\x07\x9b2J done" in said
+    assert not {*said} & {"\x1b", "\x07", "\x9b"}
+
+
 def test_a_real_run_is_read_back(straight):
     """The tokens of a run of six steps, as the policy trained on them."""
     found = opened(straight / "trajectories")

@@ -21,7 +21,6 @@ _NOT_PHASES = {
     *("step", "waiting", "driver", "refit_send", "refit_load"),  # around others, or within
     *("imports", "ray", "data", "prompts", "workers", "model"),  # before the first step
 }
-_BETWEEN_STEPS = ("validation", "checkpoint")
 _SIZE = re.compile(r"(?!validation)\w+\.num_(\w+_per_step|generations_per_prompt)")
 _LOG_BYTES = 20_000
 
@@ -96,9 +95,9 @@ def phases(record: Mapping[str, Any]) -> dict[str, float]:
         if name.startswith("time/") and value is not None
     }
     found = {name: seconds for name, seconds in times.items() if name not in _NOT_PHASES}
-    inside = sum(seconds for name, seconds in found.items() if name not in _BETWEEN_STEPS)
     if "step" in times:
-        found["other"] = max(0.0, times["step"] - inside)
+        between = found.get("validation", 0.0) + found.get("checkpoint", 0.0)
+        found["other"] = max(0.0, times["step"] + between - sum(found.values()))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from nemo_like.viewer.runs import Record, RunFolder, find_runs, phases
 
 _AREAS = ("rollout/", "validation/", "train/", "mismatch/")
 _SHOWN_PHASES = 10
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -31,16 +33,22 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _show(console: Console, run: RunFolder, step: int | None, num_samples: int) -> None:
-    console.print(Text(f"{run.name}: {run.state()}", style="bold"))
-    console.print(Text(str(run.path)))
+    _say(console, f"{run.name}: {run.state()}", "bold")
+    _say(console, str(run.path))
     records = [one for one in run.records() if step is None or one["step"] <= step]
     if records:
         console.print(_numbers(records))
         console.print(_phases([one for one in records if one["step"]][-_SHOWN_PHASES:]))
     _samples(console, run, step, num_samples)
-    trouble = [one for one in run.log() if " ERROR " in one or " WARNING " in one]
-    for line in trouble[-3:]:
-        console.print(Text(line, style="yellow"))
+    for line in [one for one in run.log() if " ERROR " in one or " WARNING " in one][-3:]:
+        _say(console, line, "yellow")
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """Text of a model or a log, in which a terminal finds nothing to obey."""
+    shown = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    if text:
+        console.print(Text(shown, style=style))
 
 
 def _numbers(records: Sequence[Record]) -> Table:
@@ -81,11 +89,9 @@ def _samples(console: Console, run: RunFolder, step: int | None, count: int) -> 
     for one in kept.read(found[:count]):
         reward = "failed" if one["reward"] is None else f"{one['reward']:.3f}"
         title = f"\nstep {one['step']}, {one['phase']}, group {one['group']}: reward {reward}"
-        console.print(Text(f"{title}, {one['end']}, {one['num_tokens']} tokens", style="bold"))
+        _say(console, f"{title}, {one['end']}, {one['num_tokens']} tokens", "bold")
         for message in one["messages"]:
             said = message.get("content") or json.dumps(message.get("tool_calls"))
-            console.print(Text(f"{message.get('role')}: {said}"))
-        if one["turns"] == 1:
-            console.print(Text(one["text"], style="cyan"))
-        if one["error"]:
-            console.print(Text(one["error"], style="red"))
+            _say(console, f"{message.get('role')}: {said}")
+        _say(console, one["text"] if one["turns"] == 1 else "", "cyan")
+        _say(console, one["error"] or "", "red")

@@ -24,7 +24,6 @@ _MOST_SEARCH_S = 5.0
 _MOST_READS = 3
 """Of one request, when a run puts files together meanwhile."""
 
-
 Stamp = tuple[Path, int, int]
 """A file, and what changes when it is cut back for a resume."""
 Index = tuple[dict[str, np.ndarray], np.ndarray, list[bool]]

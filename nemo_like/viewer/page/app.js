@@ -1,7 +1,6 @@
 // The page: views by the address after #, and numbers that come while a run goes on.
 // Text of models and files enters the page as text nodes only; see `el`.
 "use strict";
-
 const COLORS = ["#1d4ed8", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"];
 const FIRST = ["rollout/reward", "validation/reward", "validation/accuracy", "validation/loss", "train/loss",
   "train/grad_norm", "policy/entropy", "mismatch/mean_abs", "rollout/completion_tokens", "rollout/truncated_share",

@@ -1,6 +1,5 @@
 // Rollouts: a filtered list, and the trajectories of one prompt at one step, token by token.
 "use strict";
-
 const SHOWN = ["step", "group", "index", "reward", "num_tokens", "turns", "end", "weight_version"];
 
 async function rollouts(query) {
