@@ -272,6 +272,8 @@ def test_a_real_run_is_read_back(straight):
     excerpt = [json.loads(line) for line in (straight / "trajectories.jsonl").open()]
     group = found.read(found.chosen({"phase": "train", "step_max": "1", "index_max": "0"}))
     assert [each["text"] for each in group] == [each["completion"] for each in excerpt[:4]]
+    assert [each["messages"] for each in group] == [each["messages"] for each in excerpt[:4]]
+    assert {each["error"] for each in excerpt} == {None}
     records = [json.loads(line) for line in (straight / "metrics.jsonl").open()]
     assert found.columns["reward"][found.chosen({"step_min": "6", "phase": "train"})].mean() == (
         pytest.approx(records[6]["rollout/reward"])

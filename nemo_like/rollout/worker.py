@@ -213,11 +213,12 @@ class RolloutWorker(GenerationWorker):
                         "step": step,
                         "prompt": t.task.row.prompt,
                         "completion": t.text,
-                        **({"messages": t.messages} if t.messages else {}),
-                        "reward": t.result.reward,  # None where it failed
+                        "messages": t.messages or t.task.row.messages,
+                        "reward": t.result.reward,
+                        "error": t.result.error,  # why there is no reward
                         "metrics": t.result.metrics,
                         "finish_reason": "length" if t.truncated else "stop",
-                        **({"end": t.end} if t.messages else {}),
+                        "end": t.end,
                         "weight_version": t.weight_version,
                         "num_tokens": t.num_sampled,  # with the stop token
                     }
