@@ -307,6 +307,8 @@ def browser():
 
 
 def test_a_browser_shows_runs_and_runs_nothing_of_them(browser, tmp_path):
+    from playwright.sync_api import expect
+
     first, second = made_run(tmp_path / LABEL), made_run(tmp_path / "second", seed=1)
     with dashboard_process(first, second) as url:
         page = browser.new_page(viewport={"width": 1200, "height": 760})
@@ -327,9 +329,9 @@ def test_a_browser_shows_runs_and_runs_nothing_of_them(browser, tmp_path):
         assert at("rollouts?run=0&failed=1", "tr.link").count() == 5
         page.fill("input[name=text]", "answer 3")
         page.press("input[name=text]", "Enter")
-        page.wait_for_function("document.querySelectorAll('tr.link').length === 0")
+        expect(page.locator("tr.link")).to_have_count(0)
         page.click("input[name=failed]")
-        page.wait_for_function("document.querySelectorAll('tr.link').length === 3")
+        expect(page.locator("tr.link")).to_have_count(3)
         assert page.url.endswith("#rollouts?run=0&text=answer+3&sort=-step")
         page.locator("tr.link").first.click()
         page.wait_for_selector(".trajectory")
@@ -339,14 +341,14 @@ def test_a_browser_shows_runs_and_runs_nothing_of_them(browser, tmp_path):
         given, trained = "rgb(229, 231, 235)", "rgb(187, 247, 208)"
         assert trained not in page.evaluate(shades)
         page.select_option("select[name=color]", "mask")
-        page.wait_for_function(f"{shades}.includes('{trained}')")
+        expect(page.locator(".tokens span").nth(2)).to_have_css("background-color", trained)
         assert page.evaluate(shades)[:5] == [given] * 2 + [trained] * 3
         failed = at("group?run=0&phase=train&step=1&group=11&index=0", ".trajectory .failed")
         assert failed.inner_text() == "no number"
 
         at("curves", "[data-metric] canvas")
         log(first, 6, reward=1.0)
-        page.wait_for_function("document.querySelector('#runs').textContent.includes('step 6 of')")
+        expect(page.locator("#runs")).to_contain_text("step 6 of")
         assert page.evaluate("window.hacked") is None
         assert page.locator("#injected, main img, main script").count() == 0
         assert faults == []
