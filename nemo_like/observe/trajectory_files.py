@@ -8,6 +8,7 @@ kill.
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -45,6 +46,11 @@ _REPETITIVE = [
     *("metrics.key_value.key", "metrics.key_value.value"),
     *("input_ids.list.element", "weight_versions.list.element"),
 ]
+_WRITING: dict[str, Any] = {
+    "compression": "zstd",
+    "use_dictionary": _REPETITIVE,  # elsewhere it costs time and room
+    "use_byte_stream_split": ["generation_logprobs.list.element"],
+}
 VOCABULARY = "_tokenizer.json"
 """File of the folder that turns ids into text; readers of Parquet skip names like this."""
 _PARTS_TOGETHER = 32
@@ -175,12 +181,6 @@ def _replace(path: Path, table: pa.Table) -> None:
     """Row groups are so large that they are few, and so small that one is read at once."""
     aside = path.with_name(f"_{path.stem}.tmp")  # readers of the folder skip it
     tokens = sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks) or 1
-    with pq.ParquetWriter(
-        aside,
-        SCHEMA,
-        compression="zstd",
-        use_dictionary=_REPETITIVE,  # elsewhere it costs time and room
-        use_byte_stream_split=["generation_logprobs.list.element"],
-    ) as writer:
+    with pq.ParquetWriter(aside, SCHEMA, **_WRITING) as writer:
         writer.write_table(table, row_group_size=max(1, len(table) * _TOKENS_TOGETHER // tokens))
     aside.replace(path)
