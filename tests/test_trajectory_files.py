@@ -24,6 +24,10 @@ from nemo_like.rollout.trajectory_table import table_of
 from nemo_like.viewer.trajectories import Trajectories
 from tests.small_runs import ROOT
 
+sys.path.append(str(ROOT / "benchmarks"))  # scripts, which are no package
+
+from dashboard import make_run, measure
+
 
 def completion(ids, version=0):
     return Completion(
@@ -215,3 +219,15 @@ def test_a_kill_loses_no_step_that_was_over(tmp_path):
 def test_the_columns_are_those_that_the_documentation_has():
     page = (ROOT / "docs" / "viewer.md").read_text()
     assert not [name for name in SCHEMA.names if f"`{name}`" not in page]
+
+
+def test_a_long_run_opens_and_filters_at_once(tmp_path):
+    """A tenth of what ``benchmarks/dashboard.py`` makes, in a tenth of its limits, as CPU time."""
+    make_run(tmp_path, steps=100, rows=512)
+    took = measure(tmp_path)
+    assert took["open"][2]["total"] == 100 * 512
+    assert 0 < took["filter"][2]["total"] < 100 * 512
+    assert len(took["one group"][2]) == 8
+    assert took["open"][1] < 0.2
+    assert took["filter"][1] < 0.03
+    assert took["filter and sort"][1] < 0.06

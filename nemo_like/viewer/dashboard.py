@@ -67,12 +67,13 @@ class Dashboard:
         if rest not in self._answers:
             raise web.HTTPNotFound
         try:
-            found = await asyncio.to_thread(self._answer, rest, request.query)
+            found = await asyncio.to_thread(self.answer, rest, request.query)
         except (ValueError, LookupError) as error:
             raise web.HTTPBadRequest(text=f"{type(error).__name__}: {error}") from error
         return web.json_response(found, headers=_HEADERS)
 
-    def _answer(self, rest: str, query: Query) -> Any:
+    def answer(self, rest: str, query: Query) -> Any:
+        """What a request gives, as JSON has it."""
         with self._lock:
             try:
                 return self._answers[rest](query)
