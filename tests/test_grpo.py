@@ -12,16 +12,11 @@ from nemo_like.algorithms.sampling import start_sampling
 from nemo_like.algorithms.session import opened
 from nemo_like.errors import RunError, StoppedError, UserError
 from nemo_like.viewer.trajectories import Trajectories
-from tests.small_runs import ROOT, SMALL_ON_A_FILE, records, run, small_config
+from tests.small_runs import ROOT, SMALL_ON_A_FILE, numbers, records, run, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 # What a resumed run must repeat; times and folders differ.
-TIMES = ("time", "train/tokens_per_s", "driver/")
-
-
-def numbers(record):
-    return {name: value for name, value in record.items() if not name.startswith(TIMES)}
 
 
 @pytest.fixture(scope="module")

@@ -262,6 +262,19 @@ def test_a_terminal_obeys_nothing_that_a_model_wrote(folder, capsys):
     assert not {*said} & {"\x1b", "\x07", "\x9b"}
 
 
+def test_alarms_are_shown_with_the_step_that_raised_them(tmp_path, capsys):
+    folder = made_run(tmp_path / "run", num_steps=9)
+    with served(folder) as get:
+        for step in range(10, 25):
+            log(folder, step, step_s=1.0, **{"rollout/truncated_share": 1.0})
+            get("api/metrics", run=0)
+            assert len(get.json("api/runs")["runs"][0]["alarms"]) == (step >= 19)
+        (alarm,) = get.json("api/runs")["runs"][0]["alarms"]
+    assert alarm == "step 19: 100% of completions are cut off; set generation.max_new_tokens=128"
+    main(["show", str(folder)])
+    assert f"Alarm at {alarm}" in capsys.readouterr().out
+
+
 def test_a_real_run_is_read_back(straight):
     """The tokens of a run of six steps, as the policy trained on them."""
     found = opened(straight / "trajectories")

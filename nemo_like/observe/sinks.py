@@ -123,6 +123,11 @@ class JsonlFile:
                 "then continue with run.resume=true"
             ) from error
 
+    def records(self) -> Iterator[dict[str, Any]]:
+        """What is in the file; after ``truncate_after`` nothing is torn."""
+        with self.path.open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
     def truncate_after(self, step: int) -> None:
         """Drop records of later steps and unreadable lines; a kill in between loses nothing."""
         self._file.close()

@@ -1,6 +1,7 @@
 """The process that rolls out: an engine, an environment and a tokenizer side by side."""
 
 import asyncio
+import time
 from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,6 +87,9 @@ class RolloutResult:
     """Reward failures by message; only the most frequent ones."""
     dropped_metrics: dict[str, str]
     """Metrics of the environment that are not numbers in some rows, and why."""
+    rank: int = 0
+    seconds: float = 0.0
+    """That the replica took."""
     samples: tuple[Sample, ...] = ()
     """The completions as text, if they were asked for."""
 
@@ -134,6 +138,7 @@ class RolloutWorker(GenerationWorker):
 
     async def rollout(self, request: RolloutRequest) -> RolloutResult:
         """Carry out all tasks at once; tokens go to the object store."""
+        start = time.monotonic()
         trajectories = await asyncio.gather(
             *(self._run(task, request.sampling) for task in request.tasks)
         )
@@ -150,7 +155,9 @@ class RolloutWorker(GenerationWorker):
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
             rows=collate_rows(trajectories, self._reward_parts),
-            metrics=merge([_metrics(t) for t in trajectories]),
+            metrics=merge([self.memory(), *map(_metrics, trajectories)]),
+            rank=self.context.rank,
+            seconds=time.monotonic() - start,
             errors=dict(errors.most_common(_MAX_ERRORS)),
             dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),
             samples=tuple(map(as_sample, trajectories)) if request.with_samples else (),

@@ -246,6 +246,9 @@ class Run:
             if (value := numbers.get(f"validation/{short}")) is not None:
                 self._totals.setdefault(f"val_{short}_start", value)
                 self._totals[f"val_{short}_end"] = value
+        for alarm in self._alarms.add({"step": step, **numbers}):
+            numbers[f"alarm/{alarm.name}"] = 1.0
+            logger.warning("Alarm at step %d: %s.", step, alarm.text)
         self._step_values = numbers
         self._sinks.log(step, numbers)
 
@@ -269,6 +272,8 @@ class Run:
         return self._totals | {"wall_s": wall_s}
 
     def _open_sinks(self) -> Sinks:
+        from nemo_like.observe.alarms import Alarms, flat
+
         logging_config = self.config.logging
         # A run that was stopped before its first checkpoint starts afresh, validation included.
         kept_step = self.first_step if self._resumed else -1
@@ -276,6 +281,9 @@ class Run:
             kept_step -= 1
         jsonl = JsonlFile(self.dir / "metrics.jsonl")
         jsonl.truncate_after(kept_step)
+        self._alarms = Alarms(flat(self.config.model_dump(mode="json")))
+        for record in jsonl.records():  # what they say is said
+            self._alarms.add(record)
         sinks: list[MetricSink] = [jsonl]
         if logging_config.tensorboard:
             sinks.append(TensorBoardSink(self.dir / "tensorboard", kept_step))

@@ -88,7 +88,12 @@ class Dashboard:
 
     def _about(self, _: Query) -> Any:
         runs = [
-            {"name": one.name, "state": one.state(), "samples_per_step": one.samples_per_step()}
+            {
+                "name": one.name,
+                "state": one.state(),
+                "samples_per_step": one.samples_per_step(),
+                "alarms": [f"step {alarm.step}: {alarm.text}" for alarm in one.alarms],
+            }
             for one in self._runs
         ]
         return {"runs": runs, "differences": differences(self._runs)}

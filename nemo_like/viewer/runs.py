@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from nemo_like.errors import UserError
+from nemo_like.observe.alarms import Alarm, Alarms, flat
 from nemo_like.viewer.trajectories import Trajectories, finite
 
 Record = dict[str, Any]
@@ -34,6 +35,9 @@ class RunFolder:
         self.trajectories = Trajectories(path / "trajectories")
         self.life = 0
         """Changes when the run is resumed, which drops records."""
+        self.alarms: list[Alarm] = []
+        """Of the records that ``records`` has read."""
+        self._alarms = Alarms({})
         self._records: list[Record] = []
         self._read_until = 0
 
@@ -44,13 +48,16 @@ class RunFolder:
                 about = os.fstat(lines.fileno())
                 if about.st_ino != self.life or about.st_size < self._read_until:
                     self._records, self._read_until, self.life = [], 0, about.st_ino
+                    self._alarms, self.alarms = Alarms(self.config), []
                 lines.seek(self._read_until)
                 text = lines.read()
         except OSError:
             return self._records
         whole = text[: text.rfind(b"\n") + 1]
         self._read_until += len(whole)
-        self._records += _parsed(whole.splitlines())
+        for record in _parsed(whole.splitlines()):
+            self._records.append(record)
+            self.alarms += self._alarms.add(record)
         return self._records
 
     @cached_property
@@ -60,7 +67,7 @@ class RunFolder:
             found = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             return {}
-        return dict(_flat(found)) if isinstance(found, dict) else {}
+        return flat(found) if isinstance(found, dict) else {}
 
     def samples_per_step(self) -> int:
         """Rows that one step trains on; 1 if the configuration does not say."""
@@ -138,11 +145,3 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[Record]:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield {name: finite(value) for name, value in record.items()}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

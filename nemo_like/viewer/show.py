@@ -15,6 +15,7 @@ from nemo_like.viewer.runs import Record, RunFolder, find_runs, phases
 
 _AREAS = ("rollout/", "validation/", "train/", "mismatch/")
 _SHOWN_PHASES = 10
+_BAD = re.compile(r" ERROR | WARNING (?!.*: Alarm at step )")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -40,7 +41,9 @@ def _show(console: Console, run: RunFolder, step: int | None, num_samples: int) 
         console.print(_numbers(records))
         console.print(_phases([one for one in records if one["step"]][-_SHOWN_PHASES:]))
     _samples(console, run, step, num_samples)
-    for line in [one for one in run.log() if " ERROR " in one or " WARNING " in one][-3:]:
+    for alarm in run.alarms:
+        _say(console, f"Alarm at step {alarm.step}: {alarm.text}", "yellow")
+    for line in [one for one in run.log() if _BAD.search(one)][-3:]:
         _say(console, line, "yellow")
 
 

@@ -159,7 +159,8 @@ function legend() {
   };
   document.getElementById("runs").replaceChildren(...state.runs.map((one, i) => el("label", {},
     el("input", { type: "checkbox", checked: state.shown.includes(i) && "", onchange: toggle(i) }),
-    el("b", { style: { color: COLORS[i % COLORS.length] } }, one.name), ` ${one.state}`)));
+    el("b", { style: { color: COLORS[i % COLORS.length] } }, one.name), ` ${one.state}`,
+    one.alarms.map((text) => el("div", { class: "alarm" }, `Alarm at ${text}`)))));
 }
 
 async function poll() {
