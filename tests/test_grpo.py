@@ -38,6 +38,13 @@ def test_a_run_leaves_everything_that_it_promises(straight):
     summary = json.loads((straight / "summary.json").read_text())
     assert summary["steps"] == 6
     assert summary["generation_backend"] == "hf"
+    assert summary["final"] == str(straight / "final")
+    assert summary["next"] == (
+        f"nemo-like eval policy.model={straight}/final generation.backend=hf"
+    )
+    log = (straight / "run.log").read_text()
+    assert f"The model is in {straight}/final. Next: nemo-like eval" in log
+    assert log.count("Validation at step 6\n    prompt: ") == 2
     assert summary["val_accuracy_start"] == steps[0]["validation/accuracy"]
     assert summary["val_accuracy_end"] == steps[6]["validation/accuracy"]
     trajectories = [json.loads(line) for line in (straight / "trajectories.jsonl").open()]

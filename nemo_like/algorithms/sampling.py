@@ -17,6 +17,7 @@ from nemo_like.algorithms.self_check import (
     warn_of_mismatch,
 )
 from nemo_like.algorithms.session import Session
+from nemo_like.batch import keys
 from nemo_like.config.environment import SINGLE_TURN
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -57,6 +58,8 @@ class Sampling:
     validation_rows: list[Row]
     num_made: int = 0
     """Steps that this execution has begun."""
+    batch: RemoteBatch | None = None
+    """Of the step in progress."""
 
     def batches(
         self, keep: Callable[[RemoteBatch], Tensor] | None = None, max_rounds: int = 1
@@ -73,7 +76,7 @@ class Sampling:
         for step in run.steps(config.max_steps, models, self.loader, validator, every):
             self.session.meter.pop()  # what a validation before this step came to
             batch, metrics = self.rollouts.next_batch(step, keep, max_rounds)
-            self.num_made = step - run.first_step
+            self.num_made, self.batch = step - run.first_step, batch
             check_sampled(config, batch, self.policy.weight_version, self.num_made)
             yield step, batch, metrics
 
@@ -86,7 +89,19 @@ class Sampling:
         warn_of_mismatch(self.config, metrics)
         if isinstance(self.loader, MixtureLoader):
             metrics |= self.loader.pop_metrics()
-        self.session.run.log(metrics | self.session.meter.pop())
+        found = histograms(self.batch) if self.batch is not None else {}
+        self.session.run.log(metrics | self.session.meter.pop(), found)
+
+
+def histograms(batch: RemoteBatch) -> dict[str, list[float]]:
+    """Values of a batch's rows, where they are numbers."""
+    columns = {
+        "rollout/rewards": keys.REWARDS,
+        "rollout/row_tokens": keys.NUM_LOSS_TOKENS,
+        "train/advantages": keys.ADVANTAGES,
+    }
+    found = {name: batch.rows[key] for name, key in columns.items() if key in batch.rows}
+    return {name: one[~one.isnan()].tolist() for name, one in found.items()}
 
 
 def start_sampling(
@@ -139,6 +154,7 @@ def start_sampling(
         validation_rows=validation_rows,
         stop_token_ids=chat.eos_token_ids,
         span=run.span,
+        show=run.show,
     )
     return Sampling(
         config=config,

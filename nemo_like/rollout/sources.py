@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +24,9 @@ from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorke
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 2
+"""Completions of each validation."""
+
 
 class SyncRolloutSource:
     """Samples every batch with the newest weights, and waits for all of it."""
@@ -37,14 +41,16 @@ class SyncRolloutSource:
         validation_rows: Sequence[Row],
         stop_token_ids: tuple[int, ...],
         span: Callable[[str], AbstractContextManager[None]],
+        show: Callable[[int, Sequence[Mapping[str, Any]]], None],
     ) -> None:
+        """``show``: what becomes of a validation's first completions; see ``Run.show``."""
         self._config = config
         self._generation = generation
         self.sync = sync
         self._loader = loader
         self._validation_rows = validation_rows
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
-        self._span = span
+        self._span, self._show = span, show
         self._refit_metrics: Metrics = {}
         self._dropped_metrics = set[str]()
         """Metrics of the environment that were warned of."""
@@ -101,6 +107,18 @@ class SyncRolloutSource:
             )
         rows = rows_of(results)
         self._check_rewards(rows, results, f"validation at step {step}")
+        self._show(
+            step,
+            [
+                {
+                    "prompt": self._validation_rows[sample.prompt].prompt,
+                    "completion": sample.text,
+                    "reward": sample.result.reward,
+                }
+                for result in results
+                for sample in result.samples
+            ],
+        )
         return batch_metrics("validation", rows, results)
 
     def sample(
@@ -160,7 +178,9 @@ class SyncRolloutSource:
 
         ``first_group``: number of the first row among all that were drawn in the run.
         """
-        num_recorded = self._config.logging.trajectories_per_step if phase == "train" else 0
+        num_recorded = _SHOWN
+        if phase == "train":
+            num_recorded = self._config.logging.trajectories_per_step
         num_replicas = self._generation.group.world_size
         tasks: list[list[RolloutTask]] = [[] for _ in range(num_replicas)]
         for position, row in enumerate(rows):

@@ -69,7 +69,7 @@ class RolloutRequest:
     tasks: tuple[RolloutTask, ...]
     sampling: SamplingParams
     with_samples: bool = False
-    """Whether the driver wants to read the completions."""
+    """Whether the driver wants to read all completions; of a validation it gets those to record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,9 @@ class RolloutWorker(GenerationWorker):
         trajectories = await asyncio.gather(
             *(self._run(task, request.sampling) for task in request.tasks)
         )
-        self._record(request.step, trajectories)
+        if request.phase == "train":
+            self._record(request.step, trajectories)
+        read = [t for t in trajectories if request.with_samples or t.task.record]
         tokens = collate_tokens(trajectories)
         if self._files is not None and trajectories:
             self._files.append(table_of(request.step, request.phase, trajectories, tokens))
@@ -160,7 +162,7 @@ class RolloutWorker(GenerationWorker):
             seconds=time.monotonic() - start,
             errors=dict(errors.most_common(_MAX_ERRORS)),
             dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),
-            samples=tuple(map(as_sample, trajectories)) if request.with_samples else (),
+            samples=tuple(map(as_sample, read if request.phase == "validation" else ())),
         )
 
     async def _run(self, task: RolloutTask, sampling: SamplingParams) -> Trajectory:

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_like.observe.console import printable
 from nemo_like.viewer.runs import Record, RunFolder, find_runs, phases
 
 _AREAS = ("rollout/", "validation/", "train/", "mismatch/")
 _SHOWN_PHASES = 10
 _BAD = re.compile(r" ERROR | WARNING (?!.*: Alarm at step )")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -48,10 +48,8 @@ def _show(console: Console, run: RunFolder, step: int | None, num_samples: int) 
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
-    """Text of a model or a log, in which a terminal finds nothing to obey."""
-    shown = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
     if text:
-        console.print(Text(shown, style=style))
+        console.print(Text(printable(text), style=style))
 
 
 def _numbers(records: Sequence[Record]) -> Table:
