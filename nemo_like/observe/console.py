@@ -23,6 +23,8 @@ from nemo_like.config.run import Console
 
 logger = logging.getLogger(__name__)
 
+_MOST_SHOWN = 600
+"""Characters of each part of a sample."""
 _NUM_ROWS = 8  # with the lines above and below, half of a small terminal
 _REFRESH_PER_S = 2  # often enough for a clock of seconds, cheap on a busy core
 _FULL_FORMAT = "%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s"
@@ -198,6 +200,13 @@ def _duration(seconds: float) -> str:
 def printable(text: str) -> str:
     """Text of a model or a log, in which a terminal finds nothing to obey."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def shorten(value: object) -> str:
+    """The beginning and the end of a long text."""
+    text = str(value)
+    half = _MOST_SHOWN // 2
+    return text if len(text) <= _MOST_SHOWN else f"{text[:half]} [...] {text[-half:]}"
 
 
 def setup_logging(run_dir: Path, terminal: Terminal | None = None) -> Callable[[], None]:

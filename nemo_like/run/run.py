@@ -21,6 +21,7 @@ from nemo_like.observe.console import (
     live_terminal,
     printable,
     setup_logging,
+    shorten,
 )
 from nemo_like.observe.metrics import Metrics, Spans, values
 from nemo_like.observe.sinks import Details, Sinks
@@ -208,7 +209,7 @@ class Run:
         """Print completions of a validation, and keep them for its record; see ``Details``."""
         self._samples = samples
         for sample in samples:
-            told = [f"{name}: {printable(str(value))}" for name, value in sample.items()]
+            told = [f"{name}: {printable(shorten(value))}" for name, value in sample.items()]
             logger.info("Validation at step %d\n    %s", step, "\n    ".join(told))
 
     def finish(self, **facts: Any) -> None:
