@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -263,6 +264,30 @@ def test_a_terminal_obeys_nothing_that_a_model_wrote(folder, capsys):
     assert not {*said} & {"\x1b", "\x07", "\x9b"}
 
 
+def test_two_who_follow_a_growing_run_get_each_record_once(tmp_path):
+    """Two pages ask at once; a line that is half written is left until it is whole."""
+    folder = made_run(tmp_path / "run", num_steps=0)
+    dashboard = Dashboard(find_runs([str(folder)]))
+
+    def follow(_):
+        found, life = [], ""
+        while len(found) < 49:
+            query = {"run": "0", "from": str(len(found)), "life": life}
+            answer = dashboard.answer("api/metrics", query)
+            found, life = found[: answer["from"]] + answer["records"], answer["life"]
+        return [one["step"] for one in found]
+
+    with ThreadPoolExecutor(2) as pool, (folder / "metrics.jsonl").open("a") as file:
+        pages = pool.map(follow, range(2))
+        for step in range(49):
+            line = json.dumps({"step": step, "time": 0.0}) + "\n"
+            for part in (line[:9], line[9:]):
+                file.write(part)
+                file.flush()
+                dashboard.answer("api/metrics", {"run": "0", "from": "0"})
+        assert [*pages] == [[*range(49)]] * 2
+
+
 def test_a_report_names_the_bottleneck_and_what_a_change_saves(tmp_path, capsys):
     """Validations after every step take 3 s of 5; every 14th one is 10 % of the time."""
     first, second = made_run(tmp_path / LABEL, num_steps=0), made_run(tmp_path / "b", num_steps=0)
@@ -334,6 +359,10 @@ def test_a_real_run_is_read_back(straight):
         assert sum(row["logprobs"]) < 0
         assert said["completion"] in "".join(row["texts"])
         assert "<|im_start|>" in row["texts"]
+    for phase, behind in (("train", 1), ("validation", 0)):  # one optimizer step a step
+        chosen = found.chosen({"phase": phase})
+        ages = found.columns["step"][chosen] - found.columns["weight_version"][chosen]
+        assert {*ages.tolist()} == {behind}
 
 
 # In a browser
