@@ -423,8 +423,10 @@ def test_a_browser_shows_runs_and_runs_nothing_of_them(browser, tmp_path):
         assert failed.inner_text() == "no number"
 
         at("curves", "[data-metric] canvas")
-        log(first, 6, reward=1.0)
-        expect(page.locator("#runs")).to_contain_text("step 6 of")
+        for step in range(6, 16):
+            log(first, step, reward=1.0, step_s=1.0, **{"rollout/truncated_share": 1.0})
+        expect(page.locator("#runs")).to_contain_text("step 15 of")
+        expect(page.locator("#runs .alarm")).to_contain_text("generation.max_new_tokens=128")
         assert page.evaluate("window.hacked") is None
         assert page.locator("#injected, main img, main script").count() == 0
         assert faults == []

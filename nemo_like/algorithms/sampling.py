@@ -115,12 +115,10 @@ def start_sampling(
     ``critic``: one of ``new_critic``, which starts at the same time. ``others``: models that share
     the policy's GPUs and start later.
     """
-    run, plan = session.run, session.cluster.plan
+    run, plan, path = session.run, session.cluster.plan, session.model_path
     with run.start_phase("prompts"):
-        chat = ChatTokenizer(session.model_path, config.data.template_switches)
-        loader, validation_rows, longest = read_prompts(
-            config, session.rows, session.model_path, chat
-        )
+        chat = ChatTokenizer(path, config.data.template_switches)
+        loader, validation_rows, longest = read_prompts(config, session.rows, path, chat)
     trained = config.policy
     if not config.trains and trained.offload == "auto":
         trained = trained.replace(offload="none")  # there is no optimizer state
@@ -128,7 +126,7 @@ def start_sampling(
         trained,
         config.cluster,
         session.policy_group,
-        model_path=session.model_path,
+        model_path=path,
         temperature=config.generation.temperature,
         max_steps=config.max_updates,
         with_reference=config.keeps_reference,
@@ -137,7 +135,7 @@ def start_sampling(
     generation = Generation(session.rollout_group)
     session.stack.callback(generation.shutdown)
     models = _by_role(policy, critic)
-    engine = engine_config(config, session.model_path, longest, plan)
+    engine = engine_config(config, path, longest, plan)
     share_gpus(config, engine, plan, others or Others(), policy, critic)
     setup = rollout_setup(config, run, plan, engine)
     with run.start_phase("workers"):

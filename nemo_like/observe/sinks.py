@@ -13,8 +13,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from nemo_like.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -63,6 +61,8 @@ class TensorBoardSink:
 
     def log_details(self, step: int, details: Details) -> None:
         """Histograms, and samples as text that is shown as it is."""
+        import numpy as np
+
         for name, found in details.histograms.items():
             self._writer.add_histogram(name, np.array(found), step)
         for number, sample in enumerate(details.samples):

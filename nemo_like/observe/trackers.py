@@ -5,7 +5,6 @@ Each is made with the run's folder, its configuration and the step that it conti
 
 import importlib
 import logging
-import os
 import re
 import threading
 import time
@@ -29,13 +28,13 @@ _MOST_CHARS, _MOST_AT_ONCE = 500, 100
 class Mlflow:
     """A run of MLflow, which a resumed run continues.
 
-    ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` say where; without the first, in the
-    run's folder: ``mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db``.
+    ``MLFLOW_TRACKING_URI`` says where; without it, in the run's folder:
+    ``mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db``.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
         mlflow = _package("mlflow")
-        here = "MLFLOW_TRACKING_URI" not in os.environ
+        here = not mlflow.is_tracking_uri_set()
         uri = f"sqlite:///{run_dir}/mlflow.db" if here else None
         self._make = mlflow.entities.Metric
         self._client = mlflow.MlflowClient(tracking_uri=uri)
@@ -44,7 +43,7 @@ class Mlflow:
             self._id = id_file.read_text()
             self._client.update_run(self._id, "RUNNING")
             return
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "nemo-like"
+        name = "nemo-like"
         found = self._client.get_experiment_by_name(name)
         files = str(run_dir / "mlflow") if here else None
         experiment = found.experiment_id if found else self._client.create_experiment(name, files)
