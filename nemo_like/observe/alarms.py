@@ -5,6 +5,7 @@ not measure raises no alarm.
 """
 
 import math
+import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,7 +128,8 @@ def _entropy_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) 
         return None
     return (
         f"the policy's entropy fell from {before:.3g} to {now:.3g}, so that completions of a "
-        f"prompt are alike; {_smaller_rate(settings)}, or set loss.entropy_coef=0.001"
+        f"prompt are alike; {_smaller_rate(settings)}"
+        f"{_if_known(', or set loss.entropy_coef=0.001', settings)}"
     )
 
 
@@ -135,10 +137,11 @@ def _length_explosion(first: _Steps, last: _Steps, settings: Mapping[str, Any]) 
     before, now = first.mean("rollout/completion_tokens"), last.mean("rollout/completion_tokens")
     if not (now >= 3 * before > 0 and _reward_gain(first, last) <= 0):
         return None
-    buffer = settings.get("generation.max_new_tokens", 0) // 4
+    most = settings.get("generation.max_new_tokens", 0)
+    buffer = f", or take reward from the longest by advantage.overlong_buffer_tokens={most // 4}"
     return (
-        f"completions grew from {before:.0f} to {now:.0f} tokens, and the reward did not; set "
-        f"advantage.overlong_buffer_tokens={buffer}, which takes reward from the longest"
+        f"completions grew from {before:.0f} to {now:.0f} tokens, and the reward did not; "
+        f"{_smaller_rate(settings)}{_if_known(buffer, settings)}"
     )
 
 
@@ -148,7 +151,8 @@ def _length_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -
         return None
     return (
         f"completions shrank from {before:.0f} to {now:.0f} tokens, and the reward did not grow; "
-        f"{_smaller_rate(settings)}, or hold the policy to its start with loss.kl_coef=0.01"
+        f"{_smaller_rate(settings)}"
+        f"{_if_known(', or hold the policy to its start with loss.kl_coef=0.01', settings)}"
     )
 
 
@@ -233,3 +237,9 @@ def _reward_gain(first: _Steps, last: _Steps) -> float:
 
 def _smaller_rate(settings: Mapping[str, Any]) -> str:
     return f"set policy.optimizer.lr={settings.get('policy.optimizer.lr', 0) / 3:.1g}"
+
+
+def _if_known(remedy: str, settings: Mapping[str, Any]) -> str:
+    """A remedy, if runs of this algorithm have its key."""
+    key = re.search(r"[\w.]+(?==)", remedy)
+    return remedy if key and key[0] in settings else ""
