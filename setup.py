@@ -11,7 +11,7 @@ setup(
     ],
     package_dir={"nemo_like.recipes": "configs", "nemo_like.recipes.slurm": "slurm"},
     package_data={
-        "nemo_like": ["py.typed", "models/embedded/*", "compose/names.txt"],
+        "nemo_like": ["py.typed", "models/embedded/*", "compose/names.txt", "viewer/page/*"],
         "nemo_like.recipes": ["*.yaml", "*/*.yaml"],
         "nemo_like.recipes.slurm": ["*.sbatch"],
     },

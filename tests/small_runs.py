@@ -1,6 +1,7 @@
 """Runs that are small enough for tests, in this process and with the ``hf`` engine."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,14 @@ SMALL = (
 
 SMALL_ON_A_FILE = tuple(one for one in SMALL if "rows" not in one)
 """The file has as many rows as it has."""
+
+
+_MEASURED = re.compile(r"time|driver/|.*(tokens_per_s|memory_gib|/slowest)")
+
+
+def numbers(record):
+    """Those of a step that are the same whenever it is made."""
+    return {name: value for name, value in record.items() if not _MEASURED.match(name)}
 
 
 def last_of(overrides):

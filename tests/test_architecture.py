@@ -28,7 +28,7 @@ LAYERS = [
     {"rollout", "run"},
     {"algorithms"},
     {"compose"},
-    {"launch"},
+    {"launch", "viewer"},
     {"cli", "api"},
 ]
 DOORS = {
@@ -41,10 +41,14 @@ DOORS = {
     ("planning/offload.py", "planning/memory.py"),
     ("policy/optim.py", "policy/moments/flat_adamw.py"),
     ("policy/trainer.py", "policy/debug/diagnostics.py"),
-    ("run/run.py", "observe/wandb_sink.py"),
+    ("run/outputs.py", "observe/alarms.py"),
+    ("run/outputs.py", "observe/wandb_sink.py"),
 }
 """Where the core imports a leaf. (Leaves that a key or command names are found by their path.)"""
-ALWAYS_OPEN = {("policy/trainer.py", "policy/debug/diagnostics.py")}
+ALWAYS_OPEN = {
+    ("policy/trainer.py", "policy/debug/diagnostics.py"),
+    ("run/outputs.py", "observe/alarms.py"),
+}
 """Doors that are not inside a function."""
 ONE_PLACE_ONLY = {
     "wandb": {"observe/wandb_sink.py"},

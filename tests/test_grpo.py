@@ -11,16 +11,12 @@ from nemo_like.algorithms.grpo import loop
 from nemo_like.algorithms.sampling import start_sampling
 from nemo_like.algorithms.session import opened
 from nemo_like.errors import RunError, StoppedError, UserError
-from tests.small_runs import ROOT, SMALL_ON_A_FILE, records, run, small_config
+from nemo_like.viewer.trajectories import Trajectories
+from tests.small_runs import ROOT, SMALL_ON_A_FILE, numbers, records, run, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 # What a resumed run must repeat; times and folders differ.
-TIMES = ("time", "train/tokens_per_s", "driver/")
-
-
-def numbers(record):
-    return {name: value for name, value in record.items() if not name.startswith(TIMES)}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +38,13 @@ def test_a_run_leaves_everything_that_it_promises(straight):
     summary = json.loads((straight / "summary.json").read_text())
     assert summary["steps"] == 6
     assert summary["generation_backend"] == "hf"
+    assert summary["final"] == str(straight / "final")
+    assert summary["next"] == (
+        f"nemo-like eval policy.model={straight}/final generation.backend=hf"
+    )
+    log = (straight / "run.log").read_text()
+    assert f"The model is in {straight}/final. Next: nemo-like eval" in log
+    assert log.count("Validation at step 6\n    prompt: ") == 2
     assert summary["val_accuracy_start"] == steps[0]["validation/accuracy"]
     assert summary["val_accuracy_end"] == steps[6]["validation/accuracy"]
     trajectories = [json.loads(line) for line in (straight / "trajectories.jsonl").open()]
@@ -57,7 +60,19 @@ class StopError(Exception):
     """Ends a run at once, as a fault of its own would."""
 
 
-def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, straight_steps):
+def kept(folder):
+    """Every trajectory in ``trajectories/``, by what it is and how it ended."""
+    found = Trajectories(folder / "trajectories")
+    found.refresh()
+    every = found.read(found.chosen({}))
+    assert len(every) == 6 * 16 + 4 * 8
+    names = ("phase", "step", "group", "index", "reward", "text", "rows")
+    return sorted([str(one[name]) for name in names] for one in every)
+
+
+def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(
+    tmp_path, straight, straight_steps
+):
     """Stopped before its first checkpoint, which makes it start afresh, and after it."""
     options = ["grpo.max_steps=6", "checkpoint.every_steps=2", "validation.every_steps=2"]
     with pytest.raises(StopError):
@@ -73,6 +88,7 @@ def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, str
         assert numbers(resumed[step]) == numbers(straight_steps[step]), step
     trajectories = [json.loads(line)["step"] for line in (tmp_path / "trajectories.jsonl").open()]
     assert trajectories == [step for step in range(1, 7) for _ in range(4)]
+    assert kept(tmp_path) == kept(straight)
 
 
 def test_a_run_that_is_told_to_stop_saves_its_step_and_goes_on_from_there(tmp_path, straight_steps):

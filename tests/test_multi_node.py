@@ -10,10 +10,9 @@ import pytest
 
 from tests.network_nodes import QUICK_HEALTH_CHECKS, Network, listening, why_impossible
 from tests.not_here import cannot_test
-from tests.small_runs import SMALL, last_of, records, run
+from tests.small_runs import SMALL, last_of, numbers, records, run
 
 START_S = 120.0
-TIMES = ("time", "train/tokens_per_s", "driver/")
 WORKERS = ("ray::PolicyWorker", "ray::GenerationWorker", "nemo_like.rewards.process")
 
 
@@ -32,10 +31,6 @@ def network():
 def command(folder, *overrides):
     always = ("generation.backend=hf", "cluster.call_timeout_s=120", f"run.dir={folder}")
     return [sys.executable, "examples/run_grpo.py", *last_of([*SMALL, *always, *overrides])]
-
-
-def numbers(record):
-    return {name: value for name, value in record.items() if not name.startswith(TIMES)}
 
 
 def read(folder):

@@ -16,7 +16,7 @@ from rich.console import Console as Terminal
 from nemo_like.errors import RunError
 from nemo_like.observe.console import Column, Progress, live_terminal, setup_logging
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, Spans, merge, values
-from nemo_like.observe.sinks import JsonlFile, Sinks, TensorBoardSink
+from nemo_like.observe.sinks import Details, JsonlFile, Sinks, TensorBoardSink
 
 DEV_FULL = Path("/dev/full")  # every write to it fails with "No space left on device"
 needs_dev_full = pytest.mark.skipif(not DEV_FULL.exists(), reason="Linux only")
@@ -72,6 +72,12 @@ def root_logging() -> Iterator[None]:
         handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+DETAILS = Details(
+    histograms={"rollout/rewards": [0.0, 1.0, 1.0]},
+    samples=[{"prompt": "<b>1 + 1 =", "completion": "2", "reward": 1.0}],
+)
 
 
 def records_of(path: Path) -> list[dict[str, object]]:
@@ -279,6 +285,20 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(tmp_path: Path) -> No
     assert [(e.step, e.value) for e in events] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_tensorboard_has_histograms_and_samples_as_they_are(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sinks = Sinks([TensorBoardSink(tmp_path), StrictTracker()])
+    sinks.log(3, {"train/loss": 1.0}, DETAILS)
+    sinks.close()
+    assert not sinks.num_failures
+    events = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    (text,) = events.Tensors("sample 0/text_summary")
+    assert text.step == 3
+    assert text.tensor_proto.string_val[0] == b"    <b>1 + 1 =\n\n    2\n\n    reward 1.0"
+    (histogram,) = events.Histograms("rollout/rewards")
+    assert (histogram.histogram_value.num, histogram.histogram_value.sum) == (3, 2)
+
+
 def test_trajectories_are_readable_text_and_resume_like_metrics(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
     writer = JsonlFile(path)
@@ -304,6 +324,7 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path
     ids = []
     for step in (1, 2):
         sink = WandbSink(tmp_path, mode="offline", project="p", config=config)
+        sink.log_details(step, DETAILS)
         sink.log(step, {"train/loss": 0.5})
         sink.close()
         ids.append((tmp_path / "wandb_run_id").read_text().strip())
@@ -312,6 +333,10 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path
     stored = list(tmp_path.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb"))
     content = b"".join(path.read_bytes() for path in stored)
     assert b"train/loss" in content
+    assert b"rollout/rewards" in content
+    found = tmp_path.glob("wandb/offline-run-*/files/**/*.table.json")
+    tables = [path.read_text() for path in found]
+    assert [table.count("<b>1 + 1 =") for table in tables] == [1, 1]
     assert b"max_num_seqs" in content
     assert b"s3cret" not in content
 
@@ -389,16 +414,19 @@ def test_log_lines_stand_above_the_live_table(tmp_path: Path) -> None:
 def test_plain_lines_are_short_and_aligned(caplog: pytest.LogCaptureFixture) -> None:
     columns = (Column("a/reward", "reward", "{:.2f}"), Column("v/reward", "val", "{:.2f}"))
     columns = (*columns, Column("time/step_s", "time", "{:.1f} s"), Column("no/such", "no", "{}"))
-    progress = Progress(60, columns=columns)
+    clock = ManualClock()
+    progress = Progress(60, columns=columns, first_step=8, clock=clock)
     with caplog.at_level(logging.INFO):
+        clock.now_s += 500.0  # start-up
         progress.log(9, {"a/reward": 0.4, "v/reward": 0.51, "time/step_s": 12.0})
+        clock.now_s += 2.0
         with progress.phase("rollout"):
             progress.log(10, {"a/reward": math.nan, "time/step_s": 1.94})
-        progress.log(11, {})
+        progress.log(60, {})
     assert [record.getMessage() for record in caplog.records] == [
-        "step  9/60  reward 0.40  val 0.51  time 12.0 s",
-        "step 10/60  reward  nan            time  1.9 s",
-        "step 11/60",
+        "step  9/60  reward 0.40  val 0.51  time 12.0 s  ETA 10:12",
+        "step 10/60  reward  nan            time  1.9 s  ETA 5:50",
+        "step 60/60",
     ]
 
 

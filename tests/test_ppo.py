@@ -26,7 +26,7 @@ from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from tests.conftest import build_model
 from tests.key_loops import Ranks, looped
-from tests.small_runs import ROOT, SEEDS, SMALL, records, run_config
+from tests.small_runs import ROOT, SEEDS, SMALL, numbers, records, run_config
 
 NAN = float("nan")
 GAMMA, LAM, KL_COEF = 0.9, 0.7, 0.3
@@ -239,7 +239,6 @@ FULL = (
     "critic.lr=1e-3",
     "checkpoint.every_steps=2",
 )
-TIMES = ("time", "train/tokens_per_s", "driver/")
 
 
 def run(folder, *overrides):
@@ -248,10 +247,6 @@ def run(folder, *overrides):
     config = compose_config(ROOT / "configs", "ppo", [*PPO_SMALL, *always, *overrides])
     run_config(config)
     return records(folder)
-
-
-def numbers(record):
-    return {name: value for name, value in record.items() if not name.startswith(TIMES)}
 
 
 @pytest.fixture(scope="module")

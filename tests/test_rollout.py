@@ -40,53 +40,47 @@ def rows_of(tasks):
     }
 
 
+def result_of(tasks):
+    return RolloutResult(
+        tokens=None,  # pyright: ignore
+        lengths=torch.full((len(tasks),), 10),
+        rows=rows_of(tasks),
+        metrics={},
+        errors={},
+        dropped_metrics={},
+    )
+
+
 class Replicas:
     """The handle of generation, and its group: remembers every task and answers it at once."""
 
     def __init__(self, num):
         self.world_size, self.group, self.rounds = num, self, []
         self.rounds_before_sleep = []
-        self.sent = []
 
     def sleep(self):
         self.rounds_before_sleep.append(len(self.rounds))
 
     def scatter(self, _, requests):
         self.rounds.append([task for request in requests for task in request.tasks])
-        return [
-            RolloutResult(
-                tokens=None,  # pyright: ignore
-                lengths=torch.full((len(one.tasks),), 10),
-                rows=rows_of(one.tasks),
-                metrics={},
-                errors={},
-                dropped_metrics={},
-            )
-            for one in requests
-        ]
-
-    def submit_rank(self, rank, method, request):
-        self.sent.append((rank, request.tasks[0].group))
-        return request
-
-    def results(self, requests):
-        return self.scatter(None, requests)
+        return [result_of(one.tasks) for one in requests]
 
 
 CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.seed=3")
 
 
-def source_of(num_replicas=2, config=CONFIG):
+def source_of(num_replicas=2):
     replicas = Replicas(num_replicas)
     loader = PromptLoader(range(100), fingerprint="", seed=0, shuffle=False)
     source = RolloutSource(
-        config,
+        CONFIG,
         generation=replicas,  # pyright: ignore
         sync=SimpleNamespace(is_due=False, give_to_policy=replicas.sleep),  # pyright: ignore
         feed=GroupFeed(loader),  # pyright: ignore
         validation_rows=range(4),  # pyright: ignore
         stop_token_ids=(2,),
         span=lambda _: nullcontext(),
+        show=lambda step, samples: None,
     )
     return source, replicas
 
@@ -147,56 +141,6 @@ def test_of_more_groups_than_a_step_takes_the_first_are_kept():
 
     batch, _ = source.next_batch(1, all_but_the_first, 4)
     assert sorted(set(batch.rows[keys.GROUP_IDS].tolist())) == [1, 2, 3, 4]
-
-
-def lagging(lag, **loop):
-    return CONFIG.replace(
-        rollout=CONFIG.rollout.replace(max_lag=lag), grpo=CONFIG.grpo.replace(**loop)
-    )
-
-
-@pytest.mark.parametrize("lag", [1, 2, 5])
-def test_sampling_is_ahead_by_what_the_lag_allows_and_groups_come_in_order(lag):
-    source, replicas = source_of(config=lagging(lag))
-    admitted = []
-    for step in range(1, 5):
-        batch, _ = source.next_batch(step)
-        groups = sorted(set(batch.rows[keys.GROUP_IDS].tolist()))
-        assert groups == list(range(4 * (step - 1), 4 * step))
-        admitted.append(len(replicas.sent))
-    assert admitted == [4 * (lag + step) for step in range(1, 5)]
-    assert [group for _, group in replicas.sent] == list(range(4 * (lag + 4)))
-    assert {group % 2 == rank for rank, group in replicas.sent} == {True}
-
-
-def test_groups_that_take_the_place_of_others_do_not_raise_the_lag():
-    """What is admitted in a step's later rounds would otherwise be used a step too late."""
-    source, replicas = source_of(config=lagging(1))
-    admitted_in: dict[int, int] = {}
-
-    def odd(batch):
-        for _, group in replicas.sent:
-            admitted_in.setdefault(group, step)
-        return batch.rows[keys.GROUP_IDS] % 2 == 1
-
-    for step in range(1, 8):
-        batch, _ = source.next_batch(step, odd, 4)
-        groups = set(batch.rows[keys.GROUP_IDS].tolist())
-        assert len(groups) == 4
-        assert all(step - admitted_in[group] <= 1 for group in groups)
-
-
-def test_a_run_that_goes_on_draws_what_was_under_way_again_and_nothing_twice():
-    """Killed after any step: what was sampled ahead is lost, and drawn again."""
-    trained, saved = [], None
-    for step in range(1, 7):
-        source, _ = source_of(config=lagging(2))
-        if saved is not None:
-            source._feed.load_state(saved)
-        for one in (step, step + 1)[: 1 + step % 2]:
-            trained += sorted(set(source.next_batch(one)[0].rows[keys.GROUP_IDS].tolist()))
-        saved = source._feed.state()
-    assert trained == list(range(len(trained)))
 
 
 def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):

@@ -14,11 +14,11 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import RunSection
-from nemo_like.errors import RunError, UserError
+from nemo_like.errors import RunError, StoppedError, UserError
 from nemo_like.run.ending import end_on_error, listen
 from nemo_like.run.folder import note_end, note_start, save_config
 from nemo_like.run.run import Run
-from tests.small_runs import run_config
+from tests.small_runs import run_config, small_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -87,6 +87,27 @@ def test_a_job_that_is_queued_again_and_again_without_progress_ends(tmp_path, ca
     note_start(tmp_path, 20)
     (tmp_path / "starts.json").write_text('{"step": 20, "cou')
     note_start(tmp_path, 20)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RunError("the disk is full"), "The run ended here: the disk is full\n"),
+        (StoppedError("Stopped on request after step 3."), "ended here: Stopped on request after"),
+        (KeyboardInterrupt(), "The run ended here: Interrupted.\n"),
+        (KeyError("a"), "KeyError: 'a'"),
+    ],
+)
+def test_the_log_says_what_ended_a_run_and_how_to_go_on(tmp_path, capsys, error, said):
+    folder = tmp_path / "a run"
+    with pytest.raises(type(error)), Run(small_config(folder), "grpo"):
+        raise error
+    log = (folder / "run.log").read_text()
+    assert said in log
+    command = f"nemo-like grpo '{folder}/config.yaml' 'run.dir={folder}' run.resume=true\n"
+    assert f"To go on after its latest checkpoint: {command}" in log
+    assert ("Traceback" in log) == isinstance(error, KeyError)
+    assert "ended here" not in capsys.readouterr().err
 
 
 def test_a_run_that_was_refused_for_its_rows_does_not_hold_its_folder(tmp_path, local_ray):

@@ -66,6 +66,10 @@ def test_the_wheel_trains_from_any_folder(installed):
     lines = (installed.folder / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert (installed.folder / "run/final/model.safetensors").is_file()
+    assert installed("show", "run").startswith("run: step 2 of 2, finished\n")
+    page = Path("nemo_like/viewer/page")
+    for name in ("index.html", "app.js", "uPlot.iife.min.js", "uPlot.LICENSE"):
+        assert (installed.site / page / name).read_bytes() == (ROOT / page / name).read_bytes()
 
 
 def test_the_wheel_has_every_configuration(installed):

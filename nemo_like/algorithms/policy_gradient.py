@@ -109,6 +109,11 @@ def batch_metrics(batch: RemoteBatch) -> Metrics:
     rows = batch.rows
     trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]
     metrics: Metrics = {"train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum)}
+    if keys.ADVANTAGES in rows:
+        advantages = rows[keys.ADVANTAGES][rows[keys.SAMPLE_MASK]].double()
+        found = {"mean": advantages.mean(), "std": advantages.std(correction=0)}
+        for name, one in found.items():
+            metrics[f"train/advantage_{name}"] = Metric(one.item(), weight=len(advantages))
     if keys.REFERENCE_KL in rows:
         scored = rows[keys.REFERENCE_KL][~rows[keys.REWARDS].isnan()]
         metrics["rollout/reference_kl"] = Metric(scored.mean().item(), weight=len(scored))

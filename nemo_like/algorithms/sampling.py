@@ -18,6 +18,7 @@ from nemo_like.algorithms.self_check import (
     warn_of_mismatch,
 )
 from nemo_like.algorithms.session import Session
+from nemo_like.batch import keys
 from nemo_like.config.environment import SINGLE_TURN
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -58,6 +59,8 @@ class Sampling:
     validation_rows: list[Row]
     num_made: int = 0
     """Steps that this execution has begun."""
+    batch: RemoteBatch | None = None
+    """Of the step in progress."""
 
     def batches(
         self, keep: Callable[[RemoteBatch], Tensor] | None = None, max_rounds: int = 1
@@ -74,7 +77,7 @@ class Sampling:
         for step in run.steps(config.max_steps, models, self.feed, validator, every):
             self.session.meter.pop()  # what a validation before this step came to
             batch, metrics = self.rollouts.next_batch(step, keep, max_rounds)
-            self.num_made = step - run.first_step
+            self.num_made, self.batch = step - run.first_step, batch
             check_sampled(config, batch, self.policy.weight_version, self.num_made)
             metrics |= staleness(config, batch, self.policy.weight_version)
             yield step, batch, metrics
@@ -88,7 +91,19 @@ class Sampling:
         warn_of_mismatch(self.config, metrics)
         if isinstance(self.feed.loader, MixtureLoader):
             metrics |= self.feed.loader.pop_metrics()
-        self.session.run.log(metrics | self.session.meter.pop())
+        found = histograms(self.batch) if self.batch is not None else {}
+        self.session.run.log(metrics | self.session.meter.pop(), found)
+
+
+def histograms(batch: RemoteBatch) -> dict[str, list[float]]:
+    """Values of a batch's rows, where they are numbers."""
+    columns = {
+        "rollout/rewards": keys.REWARDS,
+        "rollout/row_tokens": keys.NUM_LOSS_TOKENS,
+        "train/advantages": keys.ADVANTAGES,
+    }
+    found = {name: batch.rows[key] for name, key in columns.items() if key in batch.rows}
+    return {name: one[~one.isnan()].tolist() for name, one in found.items()}
 
 
 def start_sampling(
@@ -102,12 +117,10 @@ def start_sampling(
     ``critic``: one of ``new_critic``, which starts at the same time. ``others``: models that share
     the policy's GPUs and start later.
     """
-    run, plan = session.run, session.cluster.plan
+    run, plan, path = session.run, session.cluster.plan, session.model_path
     with run.start_phase("prompts"):
-        chat = ChatTokenizer(session.model_path, config.data.template_switches)
-        loader, validation_rows, longest = read_prompts(
-            config, session.rows, session.model_path, chat
-        )
+        chat = ChatTokenizer(path, config.data.template_switches)
+        loader, validation_rows, longest = read_prompts(config, session.rows, path, chat)
     trained = config.policy
     if not config.trains and trained.offload == "auto":
         trained = trained.replace(offload="none")  # there is no optimizer state
@@ -115,7 +128,7 @@ def start_sampling(
         trained,
         config.cluster,
         session.policy_group,
-        model_path=session.model_path,
+        model_path=path,
         temperature=config.generation.temperature,
         max_steps=config.max_updates,
         with_reference=config.keeps_reference,
@@ -124,7 +137,7 @@ def start_sampling(
     generation = Generation(session.rollout_group)
     session.stack.callback(generation.shutdown)
     models = _by_role(policy, critic)
-    engine = engine_config(config, session.model_path, longest, plan)
+    engine = engine_config(config, path, longest, plan)
     share_gpus(config, engine, plan, others or Others(), policy, critic)
     setup = rollout_setup(config, run, plan, engine)
     with run.start_phase("workers"):
@@ -141,6 +154,7 @@ def start_sampling(
         validation_rows=validation_rows,
         stop_token_ids=chat.eos_token_ids,
         span=run.span,
+        show=run.show,
     )
     return Sampling(
         config=config,
@@ -166,9 +180,10 @@ def rollout_setup(
             1, int(config.cluster.cpus_per_worker) // config.environment.num_processes
         ),
         engines_per_node=plan.engines_per_node,
-        trajectories_path=str(run.dir / "trajectories.jsonl"),
-        resumed_step=run.first_step,
+        run_dir=str(run.dir),
+        resumed_step=run.first_step or -1,
         most_tokens=engine.max_model_len,
+        trajectories_gib=config.logging.trajectories_gib,
     )
 
 

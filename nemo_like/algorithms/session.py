@@ -4,6 +4,7 @@ Workers start before this process imports torch, which takes longer than most of
 import at the same time. Nothing here imports torch; the algorithm's loop is imported last.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,7 +93,28 @@ class Session:
         if self.run.config.checkpoint.export:
             for folder, model in models.items():
                 model.export(str(self.run.dir / folder))
+            final = str(self.run.dir / next(iter(models)))
+            facts |= {"final": final, "next": next_command(self.run.config, final)}
         self.run.finish(**facts)
+
+
+def next_command(config: RunConfig, final: str) -> str:
+    """What to type to use the model in ``final``: measure it, or train on its scores."""
+    words = ["nemo-like", "eval", f"policy.model={final}"]
+    if config.scalar_heads:
+        words = ["nemo-like", "grpo", "environment.reward=reward_model"]
+        words.append(f"environment.reward_model={final}")
+    if config.cluster.gpus_per_node:
+        words.append("cluster.gpus_per_node=1")
+    if isinstance(config, SamplingRunConfig):
+        values = {
+            "data.validation": config.data.validation,
+            "environment.reward": config.environment.reward,
+            "generation.backend": config.generation.backend,
+        }
+        usual = ("reasoning_gym", "vllm", None)
+        words += [f"{key}={value}" for key, value in values.items() if value not in usual]
+    return shlex.join(words)
 
 
 def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) -> None:

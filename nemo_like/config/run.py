@@ -15,7 +15,13 @@ from nemo_like.config.slurm import SlurmConfig
 from nemo_like.doors import Door
 
 Console = Literal["auto", "live", "plain"]
-SINKS = Door("nemo_like.sinks")
+SINKS = Door(
+    "nemo_like.sinks",
+    {
+        name.lower(): f"nemo_like.observe.trackers:{name}"
+        for name in ("Mlflow", "Trackio", "Prometheus")
+    },
+)
 WandbMode = Literal["off", "offline", "online"]
 
 
@@ -125,11 +131,15 @@ class LoggingConfig(Section):
     ] = "nemo-like"
     """Project name in Weights & Biases."""
     sinks: Annotated[list[str], SINKS] = Field(default_factory=list)
-    """Where numbers go besides: ``file.py:NAME`` or ``package.module.NAME`` of what is called with
-    the run's folder, its configuration and the step that it continues after (None: a new run), and
-    returns a ``MetricSink`` (``nemo_like/observe/sinks.py``)."""
+    """Where numbers go besides: ``mlflow``, ``trackio``, ``prometheus`` (on 127.0.0.1:9464, or any
+    free port if that is taken), or ``file.py:NAME`` or ``package.module.NAME`` of what is called
+    with the run's folder, its configuration and the step that it continues after (None: a new run),
+    and returns a ``MetricSink`` (``nemo_like/observe/sinks.py``)."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
     """Trajectories of the first generation replica written to ``trajectories.jsonl`` each step."""
+    trajectories_gib: Annotated[float, Field(ge=0)] = 4.0
+    """Most GiB of ``trajectories/``, which has all trajectories with their tokens as Parquet files;
+    the oldest are dropped beyond it. 0: none are kept."""
 
 
 class RunConfig(Section):

@@ -1,7 +1,7 @@
 """Runs that sample completions: how they are scored and validated, and how much is sampled."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -109,6 +109,11 @@ class SamplingRunConfig(RunConfig):
         return 0
 
     @property
+    def rollout_order(self) -> str:
+        """In which groups train that were sampled ahead."""
+        return "first_in"
+
+    @property
     def trains(self) -> bool:
         """Whether what is sampled also trains."""
         return True
@@ -165,6 +170,13 @@ class RolloutConfig(Section):
     with the newest weights, and waits. From 1 on engines sample while the policy trains: weights
     are replaced with completions under way, which go on with the new ones, and
     ``loss.importance`` corrects for the rest. Engines must not sleep meanwhile."""
+    order: Annotated[
+        Literal["first_in", "ready"],
+        OnlyIf(lambda here, _: here.max_lag > 0, "with rollout.max_lag=0 a step waits for all"),
+    ] = "first_in"
+    """Which groups train next. ``first_in``: those that began first; ``ready``: those that are
+    ready, unless another would then become older than ``max_lag``, for which the step waits. Short
+    completions then come earlier, never more often."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Old tokens need a correction, and engines that are awake."""
@@ -190,6 +202,11 @@ class PolicyGradientRunConfig(SamplingRunConfig):
     def max_lag(self) -> int:
         """Steps that sampling may be ahead of training."""
         return self.rollout.max_lag
+
+    @property
+    def rollout_order(self) -> str:
+        """See ``RolloutConfig.order``."""
+        return self.rollout.order
 
     @property
     def loop(self) -> UpdatesLoop:

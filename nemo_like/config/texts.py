@@ -83,6 +83,7 @@ class TextRunConfig(RunConfig):
         for key in (
             "cluster.num_generation_workers",
             "logging.trajectories_per_step",
+            "logging.trajectories_gib",
             "run.self_check",
         )
     )

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -41,37 +41,49 @@ class GroupFeed(Generic[T]):
 
     def __init__(self, loader: "PromptLoader[T] | MixtureLoader[T]") -> None:
         self.loader = loader
-        self._drawn: deque[tuple[int, dict[str, Any]]] = deque()
-        """First number of each batch that is not used up, and the position before it."""
-        self._num_used = loader.num_drawn
+        self._draws: deque[tuple[int, int, dict[str, Any]]] = deque()
+        """First number and size of each draw with rows in use, and the position before it."""
+        self._used = set[int]()
+        """Numbers of those draws that have served."""
+        self._again: deque[tuple[int, T]] = deque()
 
     def draw(self, count: int) -> list[tuple[int, T]]:
         """The next rows and their numbers."""
+        rows = [self._again.popleft() for _ in range(min(count, len(self._again)))]
+        return rows + self._draw(count - len(rows)) if len(rows) < count else rows
+
+    def _draw(self, count: int) -> list[tuple[int, T]]:
         first = self.loader.num_drawn
-        self._drawn.append((first, self.loader.state()))
+        self._draws.append((first, count, self.loader.state()))
         return list(enumerate(self.loader.next_rows(count), start=first))
 
-    def use_up(self, count: int) -> None:
-        """Note that the first ``count`` rows in use have served."""
-        self._num_used += count
-        while len(self._drawn) > 1 and self._drawn[1][0] <= self._num_used:
-            self._drawn.popleft()
-        if self._num_used == self.loader.num_drawn:
-            self._drawn.clear()
+    def use_up(self, numbers: Iterable[int]) -> None:
+        """Note that rows have served."""
+        self._used.update(numbers)
+        while self._draws and self._used.issuperset(whole := range(*self._span())):
+            self._draws.popleft()
+            self._used.difference_update(whole)
+
+    def _span(self) -> tuple[int, int]:
+        first, count, _ = self._draws[0]
+        return first, first + count
 
     def state(self) -> dict[str, Any]:
-        """The position of the first row in use."""
-        first, state = self._drawn[0] if self._drawn else (self._num_used, self.loader.state())
-        return state | {"used": self._num_used - first}
+        """The position of the oldest draw with rows in use, and which of it and later ones are not.
+
+        Draws are repeated with their sizes, which a mixture's rows depend on.
+        """
+        if not self._draws:
+            return self.loader.state()
+        sizes = [count for _, count, _ in self._draws]
+        return self._draws[0][2] | {"draws": sizes, "used": sorted(self._used)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue at a saved position."""
-        state = dict(state)
-        used = state.pop("used", 0)
         self.loader.load_state(state)
-        if self.loader.num_drawn or used:
-            self.loader.next_rows(used)
-        self._num_used = self.loader.num_drawn
+        self._used = set(state.get("used", ()))
+        drawn = [row for count in state.get("draws", ()) for row in self._draw(count)]
+        self._again = deque(row for row in drawn if row[0] not in self._used)
 
 
 class PromptLoader(Generic[T]):

@@ -87,6 +87,13 @@ class TokenCuts:
             return ""
         return text[places[count - 1][1] :] if at_start else text[: places[-count][0]]
 
+    def save_vocabulary(self, path: Path) -> None:
+        """Write what turns ids into text as ``tokenizers`` reads it, where there is such a form."""
+        if self._tokenizer.is_fast:
+            aside = path.with_suffix(".tmp")
+            self._tokenizer.backend_tokenizer.save(str(aside))
+            aside.replace(path)
+
     def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Token ids of ``text``, and how many of them stand before each of the rising ``cuts``."""
         encoding = self._tokenizer(

@@ -5,7 +5,7 @@ import logging
 import pickle
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +74,13 @@ class Pending(Generic[R]):
         return [self.group.contexts[rank] for ref, rank in self.refs.items() if ref in pending]
 
 
-def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
+def wait_together(
+    *calls: Pending[Any], enough: Callable[[Set[Any]], bool] | None = None
+) -> list[list[Any]]:
     """Results of each of ``calls``, in rank order.
 
-    The first failure on any rank of any group is raised without waiting for the others, and so are
+    ``enough``: whether what has finished will do; of calls that have not, the results are []. The
+    first failure on any rank of any group is raised without waiting for the others, and so are
     the death of an idle worker, and WaitTimeoutError after the first group's limit.
     """
     check_head()  # Workers go on without it for a minute; steps may all be shorter than a wait.
@@ -98,6 +101,8 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
                 owner[ref].group.calls.pop(ref, None)
             except RunError as error:
                 raise _root_cause(error, {ref: owner[ref] for ref in pending}) from error.__cause__
+        if enough is not None and enough(results.keys()):
+            break
         if pending and left <= 0:
             raise WaitTimeoutError(_timeout_message(calls, set(pending)))
         if pending and not done:
@@ -109,7 +114,12 @@ def wait_together(*calls: Pending[Any]) -> list[list[Any]]:
                 logger.info("%s", progress(owner[pending[0]], set(pending), said - start))
                 check_head()
     meter.waited(time.monotonic() - start)
-    ordered = [[results[ref] for ref in sorted(c.refs, key=c.refs.__getitem__)] for c in calls]
+    ordered = [
+        [results[ref] for ref in sorted(c.refs, key=c.refs.__getitem__)]
+        if c.refs.keys() <= results.keys()
+        else []
+        for c in calls
+    ]
     meter.count(ordered)
     return ordered
 

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from nemo_like.observe.metrics import Metric, Metrics, Reduce
+
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -62,6 +66,16 @@ class Worker:
     def ready(self) -> int:
         """The process id, once the process is up."""
         return os.getpid()
+
+    def memory(self, area: str = "") -> Metrics:
+        """GiB that this process holds, and the most that torch has held on its GPU."""
+        held = {"memory_gib": psutil.Process().memory_info().rss}
+        if self.context.gpu_ids and "torch" in sys.modules:
+            held["gpu_memory_gib"] = sys.modules["torch"].cuda.max_memory_allocated()
+        return {
+            f"{area}{name}": Metric(count / 2**30, reduce=Reduce.max)
+            for name, count in held.items()
+        }
 
 
 class Host:

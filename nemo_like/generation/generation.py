@@ -1,8 +1,8 @@
 """The driver's handle of all generation replicas."""
 
 import logging
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Generic, TypeVar
 
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import RunError, WaitTimeoutError
@@ -40,9 +40,11 @@ class Generation(Generic[W]):
         self.weight_version = None
         return self.group.submit(GenerationWorker.load_weights, version, adapters_only)
 
-    def results(self, calls: Sequence[Pending[R]]) -> list[R]:
-        """Wait for calls to single replicas."""
-        return [result for (result,) in wait_together(*calls)]
+    def results(
+        self, calls: Sequence[Pending[R]], enough: Callable[[Set[Any]], bool]
+    ) -> list[list[R]]:
+        """Wait until ``enough`` of the calls have finished; see ``wait_together``."""
+        return wait_together(*calls, enough=enough)
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache; CUDA graphs stay."""

@@ -1,6 +1,7 @@
 """What a run shows and logs: a table that updates in place, or one line a step; ``run.log``."""
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,12 @@ from nemo_like.config.run import Console
 
 logger = logging.getLogger(__name__)
 
+_MOST_SHOWN = 600
+"""Characters of each part of a sample."""
 _NUM_ROWS = 8  # with the lines above and below, half of a small terminal
 _REFRESH_PER_S = 2  # often enough for a clock of seconds, cheap on a busy core
 _FULL_FORMAT = "%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NOISY_LIBRARIES = (
     *("ray", "vllm", "httpx", "httpcore", "urllib3", "filelock", "wandb"),
     "matplotlib",  # of reasoning_gym, which tells of its fonts at a first start
@@ -117,8 +121,10 @@ class Progress:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._rows = (*self._rows, (step, values))[-_NUM_ROWS:]
         # What came before the first step (start-up, validation) says nothing about the pace.
-        earlier = tuple(entry for entry in self._times if entry[0] < step)
-        self._times = (*earlier, (step, self._clock()))[-_NUM_ROWS - 1 :]
+        now, earlier = self._clock(), tuple(entry for entry in self._times if entry[0] < step)
+        if len(earlier) == 1 and "time/step_s" in values:
+            earlier = ((step - 1, now - values["time/step_s"]),)
+        self._times = (*earlier, (step, now))[-_NUM_ROWS - 1 :]
         if self._headline in values:
             self._headlines = (*self._headlines, (step, values[self._headline]))
         # The table shows it already; the log file keeps it either way.
@@ -144,7 +150,14 @@ class Progress:
                 self._widths[column.metric] = width
                 blank = " " * (len(column.label) + 1 + width)
                 parts.append(f"{column.label} {text:>{width}}" if text else blank)
-        return "  ".join(parts).rstrip()
+        return "  ".join([*parts, self._eta()]).rstrip()
+
+    def _eta(self) -> str:
+        """At the pace of the steps in view."""
+        (first, start), (last, end) = self._times[0], self._times[-1]
+        if last <= first or last >= self.max_steps:
+            return ""
+        return f"ETA {_duration((end - start) / (last - first) * (self.max_steps - last))}"
 
     def __rich__(self) -> Group:
         """One screen: bar, last steps, headline metric and phase."""
@@ -156,13 +169,10 @@ class Progress:
             table.add_column(column.label, justify="right", no_wrap=True)
         for step, values in rows:
             table.add_row(str(step), *(_cell(column, values) for column in shown))
-        (first, start), (last, end) = self._times[0], self._times[-1]
-        eta = ""
-        if last > first:  # at the pace of the steps in view
-            eta = f"ETA {_duration((end - start) / (last - first) * (self.max_steps - last))}"
+        last = self._times[-1][0]
         grid = Table.grid(padding=(0, 2, 0, 0))
         bar = ProgressBar(total=self.max_steps, completed=last, width=30)
-        grid.add_row(f"step {last}/{self.max_steps}", bar, eta)
+        grid.add_row(f"step {last}/{self.max_steps}", bar, self._eta())
         return Group(grid, table, self._foot())
 
     def _foot(self) -> Text:
@@ -185,6 +195,18 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def printable(text: str) -> str:
+    """Text of a model or a log, in which a terminal finds nothing to obey."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def shorten(value: object) -> str:
+    """The beginning and the end of a long text."""
+    text = str(value)
+    half = _MOST_SHOWN // 2
+    return text if len(text) <= _MOST_SHOWN else f"{text[:half]} [...] {text[-half:]}"
 
 
 def setup_logging(run_dir: Path, terminal: Terminal | None = None) -> Callable[[], None]:

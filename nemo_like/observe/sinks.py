@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -24,6 +26,16 @@ class MetricSink(Protocol):
 
     def close(self) -> None:
         """Write out what is left; called once, also after a failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What there is of a step besides numbers; a sink that has ``log_details(step, details)`` gets
+    it before the numbers of the same step."""
+
+    histograms: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Completions of its validation: ``prompt``, ``completion``, ``reward``."""
 
 
 class TensorBoardSink:
@@ -47,6 +59,16 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def log_details(self, step: int, details: Details) -> None:
+        """Histograms, and samples as text that is shown as it is."""
+        import numpy as np
+
+        for name, found in details.histograms.items():
+            self._writer.add_histogram(name, np.array(found), step)
+        for number, sample in enumerate(details.samples):
+            text = f"{sample['prompt']}\n\n{sample['completion']}\n\nreward {sample['reward']}"
+            self._writer.add_text(f"sample {number}", textwrap.indent(text, "    "), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -66,13 +88,15 @@ class Sinks:
         self.num_failures: Counter[str] = Counter()
         """Calls that failed, by class name of the sink."""
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, values: dict[str, float], details: Details | None = None) -> None:
         """Record a step everywhere; only a sink's RunError (``JsonlFile``) ends the run."""
         assert self._last_step is None or step > self._last_step, (
             f"step {step} comes after step {self._last_step}, which is already logged"
         )
         self._last_step = step
         for sink in self._sinks:
+            if details is not None and (show := getattr(sink, "log_details", None)):
+                self._guard(sink, partial(show, step, details))
             self._guard(sink, partial(sink.log, step, values))
 
     def close(self) -> None:
@@ -122,6 +146,11 @@ class JsonlFile:
                 f"cannot write {self.path}: {error.strerror}; make room or repair the file system, "
                 "then continue with run.resume=true"
             ) from error
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """What is in the file; after ``truncate_after`` nothing is torn."""
+        with self.path.open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
 
     def truncate_after(self, step: int) -> None:
         """Drop records of later steps and unreadable lines; a kill in between loses nothing."""

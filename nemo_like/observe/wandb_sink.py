@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_like.config.run import WandbMode
 from nemo_like.errors import UserError
+from nemo_like.observe.sinks import Details
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class WandbSink:
                 id=run_id,
                 resume="allow" if online and is_resumed else None,  # offline: `wandb sync` joins
                 mode="online" if online else "offline",
-                config=_masked(config),
+                config=masked(config),
                 reinit="create_new",  # several runs in one process (--multirun) stay apart
                 settings=wandb.Settings(
                     silent=True,
@@ -73,6 +74,18 @@ class WandbSink:
         """Hand one record to W&B's own process, which uploads in the background."""
         self._run.log({"step": step, **values})
 
+    def log_details(self, step: int, details: Details) -> None:
+        """Histograms, and samples as a table."""
+        import wandb
+
+        found: dict[str, Any] = {
+            name: wandb.Histogram([*values]) for name, values in details.histograms.items()
+        }
+        if details.samples:
+            rows = [[*sample.values()] for sample in details.samples]
+            found["samples"] = wandb.Table(columns=[*details.samples[0]], data=rows)
+        self._run.log({"step": step, **found})
+
     def close(self) -> None:
         """Upload what is left, for a bounded time."""
         self._run.finish()
@@ -88,11 +101,11 @@ def _run_id(run_dir: Path) -> tuple[str, bool]:
     return run_id, False
 
 
-def _masked(config: Mapping[str, Any]) -> dict[str, Any]:
+def masked(config: Mapping[str, Any]) -> dict[str, Any]:
     """Copy without the text under keys like ``hf_token`` or ``api_key``."""
-    masked: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in config.items():
         is_secret = isinstance(value, str) and _SECRET_KEY.search(key)
-        plain = _masked(value) if isinstance(value, Mapping) else value
-        masked[key] = "***" if is_secret else plain
-    return masked
+        plain = masked(value) if isinstance(value, Mapping) else value
+        found[key] = "***" if is_secret else plain
+    return found

@@ -190,7 +190,7 @@ class PolicyWorker(Worker):
         check: Callable[[Metrics], None] | None,
     ) -> Metrics:
         """One optimizer step over all ranks' shards, see ``Trainer.train``; collective."""
-        return self._trainer.train(
+        metrics = self._trainer.train(
             shard.micro_batches(self._device),
             loss,
             denominators,
@@ -198,6 +198,7 @@ class PolicyWorker(Worker):
             on_policy=on_policy,
             check=check,
         )
+        return metrics | self.memory("train/")
 
     def evaluate(self, shard: Shard, loss: Loss, denominators: Denominators) -> Metrics:
         """The loss's metrics of a shard; collective."""

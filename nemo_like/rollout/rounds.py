@@ -1,6 +1,8 @@
 """Rounds of sampling, and the batch and the metrics that are made of them."""
 
 import logging
+import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -81,12 +83,30 @@ def batch_metrics(
         f"{area}/completion_tokens": Metric(tokens.mean().item()),
         f"{area}/truncated_share": Metric(rows[keys.TRUNCATED][first].double().mean().item()),
         f"{area}/num_failed": Metric(int((~scored).sum()), reduce=Reduce.sum),
+        f"{area}/completion_tokens_max": Metric(tokens.max().item(), reduce=Reduce.max),
         f"{area}/num_tokens": Metric(tokens.sum().item(), reduce=Reduce.sum),
     }
     if len(rewards):
         metrics[f"{area}/reward"] = Metric(rewards.mean().item(), weight=len(rewards))
+        metrics[f"{area}/reward_std"] = Metric(rewards.std(correction=0).item())
+        metrics[f"{area}/reward_min"] = Metric(rewards.min().item())
+        metrics[f"{area}/reward_max"] = Metric(rewards.max().item())
+    if area == "rollout":
+        metrics |= _straggler(results)
     environment = merge([result.metrics for result in results])
     return {f"{area}/{name}": metric for name, metric in environment.items()} | metrics
+
+
+def _straggler(results: Sequence[RolloutResult]) -> Metrics:
+    """Which replica took longest, and how many times the median of all."""
+    seconds = Counter[int]()
+    for result in results:
+        seconds[result.rank] += result.seconds
+    if len(seconds) == 1:
+        return {}
+    ((rank, most),) = seconds.most_common(1)
+    ratio = most / statistics.median(seconds.values())
+    return {"rollout/slowest_rank": Metric(rank), "rollout/slowest_over_median": Metric(ratio)}
 
 
 def warn_of_dropped(reward: str, results: Sequence[RolloutResult], known: set[str]) -> None:

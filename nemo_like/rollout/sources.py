@@ -1,9 +1,10 @@
 """Where finished batches come from: when to refit, what to sample, and with which seeds."""
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
@@ -12,11 +13,11 @@ from nemo_like.config.sampling import SamplingRunConfig, ValidationConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import GroupFeed
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.distributed.waiting import Pending
 from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metrics
+from nemo_like.rollout.ahead import Ahead
 from nemo_like.rollout.rounds import Round, batch_metrics, join, rows_of, warn_of_dropped
 from nemo_like.rollout.trajectory import RolloutTask, Sample, first_rows, trajectory_seed
 from nemo_like.rollout.weight_sync import WeightSync
@@ -24,13 +25,14 @@ from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorke
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 2
+"""Completions of each validation."""
+
 
 class RolloutSource:
-    """Samples groups in the order of their numbers, up to ``max_lag`` steps ahead of training.
+    """Samples groups in the order of their numbers, up to ``rollout.max_lag`` steps ahead.
 
-    At most (max_lag + 1) x groups per step are under way or wait. Groups are used in their order,
-    so a token that trains is at most ``max_lag`` steps older than the policy. With ``max_lag=0``
-    each batch is sampled with the newest weights, and all of it is waited for.
+    With 0 each batch is sampled with the newest weights, and all of it is waited for.
     """
 
     def __init__(
@@ -43,17 +45,17 @@ class RolloutSource:
         validation_rows: Sequence[Row],
         stop_token_ids: tuple[int, ...],
         span: Callable[[str], AbstractContextManager[None]],
+        show: Callable[[int, Sequence[Mapping[str, Any]]], None],
     ) -> None:
+        """``show``: what becomes of a validation's first completions; see ``Run.show``."""
         self._config = config
-        self._max_lag = config.max_lag
         self._generation = generation
         self.sync = sync
         self._feed = feed
-        self._open: deque[Pending[RolloutResult]] = deque()
-        """Groups that are ahead of training, in order."""
+        self._ahead = Ahead.of(config)
         self._validation_rows = validation_rows
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
-        self._span = span
+        self._span, self._show = span, show
         self._refit_metrics: Metrics = {}
         self._dropped_metrics = set[str]()
         """Metrics of the environment that were warned of."""
@@ -83,33 +85,40 @@ class RolloutSource:
 
     def _round(self, step: int, count: int) -> list[RolloutResult]:
         """The next ``count`` groups or, where replicas would have no work, more."""
-        loop, config = self._config.loop, self._config.generation
+        group_size, config = self._config.loop.num_generations_per_prompt, self._config.generation
         sampling = SamplingParams(
             temperature=config.temperature,
             max_new_tokens=config.max_new_tokens,
             stop=tuple(config.stop),
             stop_token_ids=self._stop_token_ids,
         )
-        if not self._max_lag:
-            count = max(count, self._generation.group.world_size)
-            drawn = self._feed.draw(count)
-            results = self._rollout("train", step, drawn, loop.num_generations_per_prompt, sampling)
-        else:
-            ahead = self._max_lag * loop.num_prompts_per_step
-            for group, row in self._feed.draw(max(0, ahead + count - len(self._open))):
-                replica = group % self._generation.group.world_size
-                tasks = self._tasks(
-                    "train", step, group, row, loop.num_generations_per_prompt, replica
-                )
-                request = RolloutRequest(step=step, tasks=tuple(tasks), sampling=sampling)
-                self._open.append(
-                    self._generation.group.submit_rank(replica, RolloutWorker.rollout, request)
-                )
-            awaited = [self._open.popleft() for _ in range(count)]
-            results = self._generation.results(awaited)
+        if self._ahead is not None:
+            self._admit(step, count, sampling)
+            used = self._ahead.next(step, count, self._generation.results)
+            results = [one.result for one in used if one.result is not None]
             warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
-        self._feed.use_up(count)
+            self._feed.use_up(one.group for one in used)
+            return results
+        drawn = self._feed.draw(max(count, self._generation.group.world_size))
+        results = self._rollout("train", step, drawn, group_size, sampling)
+        self._feed.use_up(group for group, _ in drawn)
         return results
+
+    def _admit(self, step: int, count: int, sampling: SamplingParams) -> None:
+        """Begin as many groups as the lag allows."""
+        assert self._ahead is not None
+        config, replicas = self._config, self._generation.group
+        for group, row in self._feed.draw(self._ahead.room(step, count)):
+            planned, place = self._ahead.place_of_next(step)
+            replica = group % replicas.world_size
+            record = place // replicas.world_size < config.logging.trajectories_per_step
+            size = config.loop.num_generations_per_prompt
+            tasks = self._tasks(f"train-{step}", group, row, size, record=replica == 0 and record)
+            request = RolloutRequest(
+                step=planned, phase="train", tasks=tuple(tasks), sampling=sampling
+            )
+            call = replicas.submit_rank(replica, RolloutWorker.rollout, request)
+            self._ahead.add(step, group, call)
 
     def validate(self, step: int) -> Metrics:
         """Score completions of all validation prompts; every one of them counts.
@@ -128,6 +137,18 @@ class RolloutSource:
             )
         rows = rows_of(results)
         self._check_rewards(rows, results, f"validation at step {step}")
+        self._show(
+            step,
+            [
+                {
+                    "prompt": self._validation_rows[sample.prompt].prompt,
+                    "completion": sample.text,
+                    "reward": sample.result.reward,
+                }
+                for result in results
+                for sample in result.samples
+            ],
+        )
         return batch_metrics("validation", rows, results)
 
     def sample(
@@ -182,14 +203,23 @@ class RolloutSource:
         with_samples: bool = False,
     ) -> list[RolloutResult]:
         """Deal whole groups to replicas in turn. Rows come back by replica, with their ids."""
+        num_recorded = _SHOWN
+        if phase == "train":
+            num_recorded = self._config.logging.trajectories_per_step
         num_replicas = self._generation.group.world_size
         tasks: list[list[RolloutTask]] = [[] for _ in range(num_replicas)]
         for position, (group, row) in enumerate(groups):
             replica = position % num_replicas
-            tasks[replica] += self._tasks(phase, step, group, row, group_size, replica)
+            # The first replica writes; one trajectory each of several prompts.
+            record = replica == 0 and position // num_replicas < num_recorded
+            tasks[replica] += self._tasks(f"{phase}-{step}", group, row, group_size, record=record)
         requests = [
             RolloutRequest(
-                step=step, tasks=tuple(of_replica), sampling=sampling, with_samples=with_samples
+                step=step,
+                phase=phase,
+                tasks=tuple(of_replica),
+                sampling=sampling,
+                with_samples=with_samples,
             )
             for of_replica in tasks
         ]
@@ -198,27 +228,18 @@ class RolloutSource:
         return [result for result in results if len(result.lengths)]
 
     def _tasks(
-        self, phase: str, step: int, group: int, row: Row, group_size: int, replica: int
+        self, when: str, group: int, row: Row, group_size: int, *, record: bool
     ) -> list[RolloutTask]:
-        """One group. Seeds depend on its number, not on the step or the replica."""
-        # The first replica writes; one trajectory each of several prompts.
-        place = group % self._config.loop.num_prompts_per_step
-        is_recorded = (
-            phase == "train"
-            and replica == 0
-            and (
-                place // self._generation.group.world_size
-                < self._config.logging.trajectories_per_step
-            )
-        )
+        """One group. Seeds depend on its number, not on step or replica; ``when``: both phases."""
+        phase = when.partition("-")[0]
         return [
             RolloutTask(
                 row=row,
                 group=group,
                 index=index,
                 seed=trajectory_seed(self._config.run.seed, phase, group, index),
-                request_id=f"{phase}-{step}-{group}-{index}",
-                record=is_recorded and index == 0,
+                request_id=f"{when}-{group}-{index}",
+                record=record and index == 0,
             )
             for index in range(group_size)
         ]

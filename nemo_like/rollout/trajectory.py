@@ -46,6 +46,8 @@ class Segment:
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None = None
     """Of each token, where the policy sampled them and they train; None: they are given."""
+    weight_version: int = -1
+    """Of the weights that sampled them; -1: they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,11 @@ def single_turn(
     """The trajectory of one completion."""
     rows = [
         Segment(token_ids=task.row.prompt_ids),
-        Segment(token_ids=completion.token_ids, logprobs=completion.logprobs),
+        Segment(
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            weight_version=completion.weight_version,
+        ),
     ]
     truncated = completion.finish_reason is FinishReason.length
     return Trajectory(

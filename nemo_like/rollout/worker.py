@@ -1,6 +1,7 @@
 """The process that rolls out: an engine, an environment and a tokenizer side by side."""
 
 import asyncio
+import time
 from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from nemo_like.generation.protocol import EngineConfig, GenerationRequest, Sampl
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.sinks import JsonlFile
+from nemo_like.observe.trajectory_files import VOCABULARY, TrajectoryFiles
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rollout.recorder import Limits, Recorder
@@ -31,6 +33,7 @@ from nemo_like.rollout.trajectory import (
     collate_tokens,
     single_turn,
 )
+from nemo_like.rollout.trajectory_table import table_of
 
 if TYPE_CHECKING:
     from nemo_like.rollout.endpoint import Endpoint
@@ -48,11 +51,13 @@ class RolloutSetup:
     """Threads of each reward process that has a reward model."""
     engines_per_node: int
     """Replicas on one node: their reward processes share its memory."""
-    trajectories_path: str
+    run_dir: str
     resumed_step: int
-    """Trajectories of later steps are dropped; 0 for a new run."""
+    """Trajectories of later steps are dropped; -1 for a new run, also those of its validation."""
     most_tokens: int
     """Of one row that trains."""
+    trajectories_gib: float
+    """Most of all workers' files together; 0: none are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +65,11 @@ class RolloutRequest:
     """Tasks of one replica: whole groups, which share the cache of their prompt."""
 
     step: int
+    phase: str
     tasks: tuple[RolloutTask, ...]
     sampling: SamplingParams
     with_samples: bool = False
-    """Whether the driver wants to read the completions."""
+    """Whether the driver wants to read all completions; of a validation it gets those to record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +87,9 @@ class RolloutResult:
     """Reward failures by message; only the most frequent ones."""
     dropped_metrics: dict[str, str]
     """Metrics of the environment that are not numbers in some rows, and why."""
+    rank: int = 0
+    seconds: float = 0.0
+    """That the replica took."""
     samples: tuple[Sample, ...] = ()
     """The completions as text, if they were asked for."""
 
@@ -94,6 +103,7 @@ class RolloutWorker(GenerationWorker):
 
     _environment: RewardPool | None = None
     _endpoint: "Endpoint | None" = None
+    _files: TrajectoryFiles | None = None
 
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine, the reward processes and the tokenizer, at the same time."""
@@ -122,16 +132,22 @@ class RolloutWorker(GenerationWorker):
             await self._endpoint.start()
         self._trajectories: JsonlFile | None = None
         if self.context.rank == 0:
-            self._trajectories = JsonlFile(Path(setup.trajectories_path))
+            self._trajectories = JsonlFile(Path(setup.run_dir, "trajectories.jsonl"))
             self._trajectories.truncate_after(setup.resumed_step)
+        self._files = self._open_files(setup)
 
     async def rollout(self, request: RolloutRequest) -> RolloutResult:
         """Carry out all tasks at once; tokens go to the object store."""
+        start = time.monotonic()
         trajectories = await asyncio.gather(
             *(self._run(task, request.sampling) for task in request.tasks)
         )
-        self._record(request.step, trajectories)
+        if request.phase == "train":
+            self._record(request.step, trajectories)
+        read = [t for t in trajectories if request.with_samples or t.task.record]
         tokens = collate_tokens(trajectories)
+        if self._files is not None and trajectories:
+            self._files.append(table_of(request.step, request.phase, trajectories, tokens))
         errors = Counter(
             (t.result.error or "no reason given")[:_MAX_ERROR_CHARS]
             for t in trajectories
@@ -141,10 +157,12 @@ class RolloutWorker(GenerationWorker):
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
             rows=collate_rows(trajectories, self._reward_parts),
-            metrics=merge([_metrics(t) for t in trajectories]),
+            metrics=merge([self.memory(), *map(_metrics, trajectories)]),
+            rank=self.context.rank,
+            seconds=time.monotonic() - start,
             errors=dict(errors.most_common(_MAX_ERRORS)),
             dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),
-            samples=tuple(map(as_sample, trajectories)) if request.with_samples else (),
+            samples=tuple(map(as_sample, read if request.phase == "validation" else ())),
         )
 
     async def _run(self, task: RolloutTask, sampling: SamplingParams) -> Trajectory:
@@ -177,6 +195,21 @@ class RolloutWorker(GenerationWorker):
         if self._environment is not None:
             self._environment.shutdown()
         await super().shutdown_engine()
+        if self._files is not None:
+            self._files.wait()
+
+    def _open_files(self, setup: RolloutSetup) -> TrajectoryFiles | None:
+        """Where this worker keeps its trajectories; the first one tidies up for all."""
+        context, folder = self.context, Path(setup.run_dir, "trajectories")
+        limit = setup.trajectories_gib * 2**30 / context.world_size
+        if context.rank == 0 and folder.exists():
+            TrajectoryFiles(folder, 0, limit).truncate_after(setup.resumed_step)
+        if setup.trajectories_gib == 0:
+            return None
+        files = TrajectoryFiles(folder, context.rank, limit)
+        if context.rank == 0:
+            self._chat.cuts.save_vocabulary(folder / VOCABULARY)
+        return files
 
     def _record(self, step: int, trajectories: list[Trajectory]) -> None:
         """Written here, not by the driver, which never sees text."""
@@ -189,11 +222,12 @@ class RolloutWorker(GenerationWorker):
                         "step": step,
                         "prompt": t.task.row.prompt,
                         "completion": t.text,
-                        **({"messages": t.messages} if t.messages else {}),
-                        "reward": t.result.reward,  # None where it failed
+                        "messages": t.messages or t.task.row.messages,
+                        "reward": t.result.reward,
+                        "error": t.result.error,  # why there is no reward
                         "metrics": t.result.metrics,
                         "finish_reason": "length" if t.truncated else "stop",
-                        **({"end": t.end} if t.messages else {}),
+                        "end": t.end,
                         "weight_version": t.weight_version,
                         "num_tokens": t.num_sampled,  # with the stop token
                     }

@@ -69,6 +69,25 @@ def _sentence(error: BaseException) -> str | None:
     return None
 
 
+def note_error(error: BaseException, resume: str) -> None:
+    """Keep in ``run.log`` what ends a run; the console gets it from ``end_on_error``.
+
+    ``resume``: the command that continues the run.
+    """
+    if (told := told_to_end(error)) is not None:
+        sentence = str(told) or "Interrupted."
+    else:
+        sentence = _sentence(error)
+    unknown = None if sentence else error
+    logger.error(
+        "The run ended here: %s\nTo go on after its latest checkpoint: %s",
+        sentence or repr(error),
+        resume,
+        exc_info=unknown,
+        extra={"file_only": True},
+    )
+
+
 def told_to_end(error: BaseException) -> BaseException | None:
     """The interrupt that ``error`` is or wraps, as calls in C do with what a handler raises."""
     seen: BaseException | None = error

@@ -2,15 +2,16 @@
 
 import json
 import logging
+import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from nemo_like.config.run import SINKS, RunConfig
+from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.observe.console import (
@@ -18,13 +19,16 @@ from nemo_like.observe.console import (
     TRAINING_COLUMNS,
     Progress,
     live_terminal,
+    printable,
     setup_logging,
+    shorten,
 )
 from nemo_like.observe.metrics import Metrics, Spans, values
-from nemo_like.observe.sinks import JsonlFile, MetricSink, Sinks, TensorBoardSink
+from nemo_like.observe.sinks import Details, Sinks
 from nemo_like.run.checkpoint import Loader, Model, Saves
-from nemo_like.run.ending import SIGNALS, LeftError, StopRequest, listen
+from nemo_like.run.ending import SIGNALS, LeftError, StopRequest, listen, note_error
 from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
+from nemo_like.run.outputs import open_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ class Run:
     def __init__(self, config: RunConfig, name: str, began: float | None = None) -> None:
         """``began``: when its command was typed, by ``time.time``. None: now."""
         self.config = config
+        self._name = name
         self.dir = make_run_dir(config, name)
         with ExitStack() as stack:
             stack.enter_context(claim(self.dir))
@@ -72,6 +77,8 @@ class Run:
         self._totals = dict(self._resumed.totals) if self._resumed else {"wall_s": 0.0}
         self._step_values: dict[str, float] = {}
         self._step_metrics: Metrics = {}
+        self._histograms: Mapping[str, Sequence[float]] = {}
+        self._samples: Sequence[Mapping[str, Any]] = ()
         self._max_steps = 0
         self._stop = StopRequest()
         samples = isinstance(config, SamplingRunConfig)
@@ -99,8 +106,11 @@ class Run:
         logger.info("%s %s", verb, self.dir)
         return self
 
-    def __exit__(self, *exc: Any) -> None:
-        self._exit.__exit__(*exc)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            words = [self._name, str(self.dir / "config.yaml"), f"run.dir={self.dir}"]
+            note_error(error, shlex.join(["nemo-like", *words, "run.resume=true"]))
+        self._exit.__exit__(kind, error, trace)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -189,9 +199,18 @@ class Run:
             if step < count:
                 self._stop.obey(where())
 
-    def log(self, metrics: Metrics) -> None:
+    def log(
+        self, metrics: Metrics, histograms: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
         """Take the metrics of the step in progress."""
-        self._step_metrics = metrics
+        self._step_metrics, self._histograms = metrics, histograms or {}
+
+    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Print completions of a validation, and keep them for its record; see ``Details``."""
+        self._samples = samples
+        for sample in samples:
+            told = [f"{name}: {printable(shorten(value))}" for name, value in sample.items()]
+            logger.info("Validation at step %d\n    %s", step, "\n    ".join(told))
 
     def finish(self, **facts: Any) -> None:
         """Write ``summary.json``: the run's results, in numbers that it measured itself."""
@@ -207,6 +226,8 @@ class Run:
         note_end(self.dir)
         (self.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         logger.info("Summary: %s", json.dumps(summary))
+        if "final" in summary:
+            logger.info("The model is in %s. Next: %s", summary["final"], summary["next"])
 
     def _measure(
         self, step: int, validator: Validator | None, validate_every: int
@@ -246,8 +267,12 @@ class Run:
             if (value := numbers.get(f"validation/{short}")) is not None:
                 self._totals.setdefault(f"val_{short}_start", value)
                 self._totals[f"val_{short}_end"] = value
+        for alarm in self._alarms.add({"step": step, **numbers}):
+            numbers[f"alarm/{alarm.name}"] = 1.0
+            logger.warning("Alarm at step %d: %s.", step, alarm.text)
         self._step_values = numbers
-        self._sinks.log(step, numbers)
+        self._sinks.log(step, numbers, Details(histograms=self._histograms, samples=self._samples))
+        self._histograms, self._samples = {}, ()
 
     def _tell_start_up(self, step: int, spans: dict[str, float]) -> None:
         """Where the time from the command to the end of its first step went."""
@@ -269,29 +294,9 @@ class Run:
         return self._totals | {"wall_s": wall_s}
 
     def _open_sinks(self) -> Sinks:
-        logging_config = self.config.logging
         # A run that was stopped before its first checkpoint starts afresh, validation included.
         kept_step = self.first_step if self._resumed else -1
         if self._resumed and self._resumed.unlogged is not None:
             kept_step -= 1
-        jsonl = JsonlFile(self.dir / "metrics.jsonl")
-        jsonl.truncate_after(kept_step)
-        sinks: list[MetricSink] = [jsonl]
-        if logging_config.tensorboard:
-            sinks.append(TensorBoardSink(self.dir / "tensorboard", kept_step))
-        if logging_config.wandb != "off":
-            from nemo_like.observe.wandb_sink import WandbSink
-
-            sinks.append(
-                WandbSink(
-                    self.dir,
-                    mode=logging_config.wandb,
-                    project=logging_config.wandb_project,
-                    config=self.config.model_dump(),
-                )
-            )
-        last_step = kept_step if kept_step > 0 else None
-        for spec in logging_config.sinks:
-            make = SINKS.load("logging.sinks", spec)
-            sinks.append(make(self.dir, self.config, last_step))
-        return Sinks([*sinks, self._progress], last_step)
+        sinks, self._alarms = open_sinks(self.dir, self.config, kept_step)
+        return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)

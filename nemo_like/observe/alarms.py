@@ -1,0 +1,245 @@
+"""Alarms: what spoils a run without ending it, said once each, with the key that helps.
+
+Rules compare the last steps with the first ones, by the names of ``metrics.jsonl``. What a run does
+not measure raises no alarm.
+"""
+
+import math
+import re
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_WINDOW = 10
+"""Steps on each side of a comparison."""
+_SETTLED = 4 * _WINDOW
+"""Steps after which memory should no longer grow."""
+
+Row = Mapping[str, Any]
+
+
+class Alarm(NamedTuple):
+    """One rule that a run broke."""
+
+    name: str
+    step: int
+    text: str
+
+
+class _Steps:
+    """Numbers of some steps; NaN, of which no comparison holds, for what one of them lacks."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def of(self, name: str) -> list[float]:
+        found = [row.get(name) for row in self.rows]
+        return [math.nan if one is None else one for one in found] or [math.nan]
+
+    def mean(self, name: str) -> float:
+        return statistics.fmean(self.of(name))
+
+    def median(self, name: str) -> float:
+        values = self.of(name)
+        return math.nan if any(map(math.isnan, values)) else statistics.median(values)
+
+
+Rule = Callable[[_Steps, _Steps, Mapping[str, Any]], str | None]
+"""From the first steps, the last ones and the configuration by dotted key to a sentence."""
+
+
+class Alarms:
+    """Takes the numbers of each step and gives the alarms that are new."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """``settings``: the run's configuration by dotted key, for values to recommend."""
+        self._settings = settings
+        self._known = set[str]()
+        self._first: list[Row] = []
+        self._last = deque[Row](maxlen=_WINDOW)
+        self._count = 0
+
+    def add(self, row: Row) -> list[Alarm]:
+        """``row``: a record of ``metrics.jsonl``, in order; others than of steps do not count."""
+        if "time/step_s" not in row:
+            return []
+        self._count += 1
+        self._last.append(row)
+        if len(self._first) < 2 * _WINDOW:
+            self._first.append(row)
+        found = [
+            Alarm(rule.__name__.strip("_"), row["step"], text)
+            for rule, least in _RULES.items()
+            if self._count >= least and rule.__name__.strip("_") not in self._known
+            if (text := rule(self._begin(least), _Steps(self._last), self._settings))
+        ]
+        self._known |= {alarm.name for alarm in found}
+        return found
+
+    def _begin(self, least: int) -> _Steps:
+        """Memory is compared with steps that come after the first ones, which fill caches."""
+        return _Steps(self._first[_WINDOW:] if least == _SETTLED else self._first[:_WINDOW])
+
+
+def find_alarms(rows: Iterable[Row], settings: Mapping[str, Any]) -> list[Alarm]:
+    """All alarms of a run, in the order in which they came."""
+    alarms = Alarms(settings)
+    return [alarm for row in rows for alarm in alarms.add(row)]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of a configuration by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inside = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if inside else {f"{prefix}{key}": value}
+    return found
+
+
+def _groups_without_signal(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    share = last.mean("rollout/zero_variance_share")
+    if not share >= 0.95 or last.mean("rollout/reward_std") == 0:
+        return None
+    remedy = "sample others in their place with grpo.dynamic_sampling=true"
+    if settings.get("grpo.dynamic_sampling"):
+        doubled = 2 * settings["grpo.num_generations_per_prompt"]
+        remedy = f"set grpo.num_generations_per_prompt={doubled}"
+    return (
+        f"in {share:.0%} of groups all rewards are equal (their mean is "
+        f"{last.mean('rollout/reward'):.3g}), so that they train nothing; {remedy}, or choose "
+        "prompts that the model answers rightly now and then"
+    )
+
+
+def _equal_rewards(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    if last.mean("rollout/reward_std") != 0:
+        return None
+    return (
+        f"all completions have the same reward, {last.mean('rollout/reward'):.3g}; read some with "
+        "`nemo-like show`, and see whether environment.reward="
+        f"{settings.get('environment.reward')} finds their answers"
+    )
+
+
+def _entropy_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    before, now = first.mean("policy/entropy"), last.mean("policy/entropy")
+    if not (now < 0.01 and now < before / 10):
+        return None
+    return (
+        f"the policy's entropy fell from {before:.3g} to {now:.3g}, so that completions of a "
+        f"prompt are alike; {_smaller_rate(settings)}"
+        f"{_if_known(', or set loss.entropy_coef=0.001', settings)}"
+    )
+
+
+def _length_explosion(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    before, now = first.mean("rollout/completion_tokens"), last.mean("rollout/completion_tokens")
+    if not (now >= 3 * before > 0 and _reward_gain(first, last) <= 0):
+        return None
+    most = settings.get("generation.max_new_tokens", 0)
+    buffer = f", or take reward from the longest by advantage.overlong_buffer_tokens={most // 4}"
+    return (
+        f"completions grew from {before:.0f} to {now:.0f} tokens, and the reward did not; "
+        f"{_smaller_rate(settings)}{_if_known(buffer, settings)}"
+    )
+
+
+def _length_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    before, now = first.mean("rollout/completion_tokens"), last.mean("rollout/completion_tokens")
+    if not (now <= before / 4 > 0 and _reward_gain(first, last) <= 0):
+        return None
+    return (
+        f"completions shrank from {before:.0f} to {now:.0f} tokens, and the reward did not grow; "
+        f"{_smaller_rate(settings)}"
+        f"{_if_known(', or hold the policy to its start with loss.kl_coef=0.01', settings)}"
+    )
+
+
+def _truncation(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    share = last.mean("rollout/truncated_share")
+    if not share >= 0.5:
+        return None
+    doubled = 2 * settings.get("generation.max_new_tokens", 0)
+    return f"{share:.0%} of completions are cut off; set generation.max_new_tokens={doubled}"
+
+
+def _mismatch_growth(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    before, now = first.mean("mismatch/mean_abs"), last.mean("mismatch/mean_abs")
+    if not (now >= 3 * before and now >= 1e-4):
+        return None
+    remedy = "leave out completions above a limit with mismatch.action=mask"
+    if settings.get("policy.lora.rank") and settings.get("policy.lora.refit") == "merged":
+        remedy = "set policy.lora.refit=adapters"
+    return (
+        f"the logprobs of engine and policy differ by {now:.2g} on average, and by {before:.2g} at "
+        f"first; {remedy}"
+    )
+
+
+def _memory_growth(first: _Steps, last: _Steps, _: Mapping[str, Any]) -> str | None:
+    for name in [name for name in last.rows[-1] if name.endswith("memory_gib")]:
+        before, now = first.mean(name), last.mean(name)
+        if now - before > max(0.5, 0.3 * before):
+            return (
+                f"{name} grew from {before:.2f} to {now:.2f}; something keeps what it should not. "
+                "Set checkpoint.every_minutes=10, to lose little when memory runs out, and go on "
+                "with run.resume=true"
+            )
+    return None
+
+
+def _slow_steps(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    before, now = first.median("time/step_s"), last.median("time/step_s")
+    slower = last.median("train/tokens_per_s") <= first.median("train/tokens_per_s") / 2
+    if not (now >= 2 * before and slower):
+        return None
+    grown = {
+        name: last.median(name) - first.median(name)
+        for name in ("time/rollout_s", "time/refit_s", "time/train_s", "time/logprobs_s")
+        if not math.isnan(last.median(name) - first.median(name))
+    }
+    phase = max(grown, key=grown.__getitem__, default="time/step_s")
+    remedy = "keep other programs off the nodes (cluster.slurm.extra=[--exclusive])"
+    if phase == "time/rollout_s":
+        processes = 2 * settings.get("environment.num_processes", 1)
+        remedy = f"set environment.num_processes={processes} if rewards are slow, or {remedy}"
+    return (
+        f"a step takes {now:.3g} s, and took {before:.3g} s at first; of these, {phase} went from "
+        f"{first.median(phase):.3g} to {last.median(phase):.3g}; {remedy}"
+    )
+
+
+def _straggler(_: _Steps, last: _Steps, __: Mapping[str, Any]) -> str | None:
+    ranks = last.of("rollout/slowest_rank")
+    rank, ratio = statistics.mode(ranks), last.mean("rollout/slowest_over_median")
+    if not (ratio >= 1.5 and ranks.count(rank) >= 0.8 * len(ranks)):
+        return None
+    return (
+        f"generation rank {rank:.0f} takes {ratio:.1f} times as long as most others, which wait "
+        "for it; see what else its node does, or leave it out "
+        "(cluster.slurm.extra=[--exclude=NODE])"
+    )
+
+
+_RULES: dict[Rule, int] = {
+    **dict.fromkeys((_groups_without_signal, _equal_rewards, _truncation, _straggler), _WINDOW),
+    **dict.fromkeys((_entropy_collapse, _length_explosion, _length_collapse), 2 * _WINDOW),
+    **dict.fromkeys((_mismatch_growth, _slow_steps), 2 * _WINDOW),
+    _memory_growth: _SETTLED,
+}
+"""Each with the steps that it needs."""
+
+
+def _reward_gain(first: _Steps, last: _Steps) -> float:
+    return last.mean("rollout/reward") - first.mean("rollout/reward")
+
+
+def _smaller_rate(settings: Mapping[str, Any]) -> str:
+    return f"set policy.optimizer.lr={settings.get('policy.optimizer.lr', 0) / 3:.1g}"
+
+
+def _if_known(remedy: str, settings: Mapping[str, Any]) -> str:
+    """A remedy, if runs of this algorithm have its key."""
+    key = re.search(r"[\w.]+(?==)", remedy)
+    return remedy if key and key[0] in settings else ""

@@ -1,0 +1,153 @@
+"""Other places for a run's numbers: ``logging.sinks=[mlflow]``, ``[trackio]``, ``[prometheus]``.
+
+Each is made with the run's folder, its configuration and the step that it continues after.
+"""
+
+import importlib
+import logging
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from nemo_like.config.run import RunConfig
+from nemo_like.errors import UserError
+from nemo_like.observe.alarms import flat
+from nemo_like.observe.sinks import Details
+from nemo_like.observe.wandb_sink import masked
+
+logger = logging.getLogger(__name__)
+
+_PROMETHEUS_PORT = 9464
+_MOST_CHARS, _MOST_AT_ONCE = 500, 100
+"""Of a parameter that MLflow takes, and parameters of one call."""
+
+
+class Mlflow:
+    """A run of MLflow, which a resumed run continues.
+
+    ``MLFLOW_TRACKING_URI`` says where; without it, in the run's folder:
+    ``mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db``.
+    """
+
+    def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
+        mlflow = _package("mlflow")
+        here = not mlflow.is_tracking_uri_set()
+        uri = f"sqlite:///{run_dir}/mlflow.db" if here else None
+        self._make = mlflow.entities.Metric
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        id_file = run_dir / "mlflow_run_id"
+        if last_step is not None and id_file.exists():
+            self._id = id_file.read_text()
+            self._client.update_run(self._id, "RUNNING")
+            return
+        name = "nemo-like"
+        found = self._client.get_experiment_by_name(name)
+        files = str(run_dir / "mlflow") if here else None
+        experiment = found.experiment_id if found else self._client.create_experiment(name, files)
+        self._id = self._client.create_run(experiment, run_name=run_dir.name).info.run_id
+        id_file.write_text(self._id)
+        values = flat(masked(config.model_dump(mode="json"))).items()
+        params = [mlflow.entities.Param(key, str(one)[:_MOST_CHARS]) for key, one in values]
+        for begin in range(0, len(params), _MOST_AT_ONCE):
+            self._client.log_batch(self._id, params=params[begin : begin + _MOST_AT_ONCE])
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        now = round(time.time() * 1000)
+        found = [self._make(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=found)
+
+    def log_details(self, step: int, details: Details) -> None:
+        """Samples as a table, one file for each validation."""
+        if details.samples:
+            name = f"samples/step_{step}.json"
+            self._client.log_dict(self._id, [*map(dict, details.samples)], name)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class Trackio:
+    """A run of trackio on this machine (``TRACKIO_DIR``); ``trackio show`` opens its page."""
+
+    def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
+        self._trackio = _package("trackio")
+        resume = "never" if last_step is None else "allow"
+        self._run = self._trackio.init(
+            project="nemo-like",
+            name=run_dir.name,
+            config=flat(masked(config.model_dump(mode="json"))),
+            resume=resume,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def log_details(self, step: int, details: Details) -> None:
+        """Histograms, and samples as a table."""
+        import pandas as pd
+
+        found = {name: self._trackio.Histogram(one) for name, one in details.histograms.items()}
+        if details.samples:
+            found["samples"] = self._trackio.Table(dataframe=pd.DataFrame([*details.samples]))
+        self._run.log(found, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Prometheus:
+    """The latest numbers at ``http://127.0.0.1:9464/metrics``, or another port if it is taken."""
+
+    def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
+        self._label = re.sub(r'["\\\n]', "_", run_dir.name)
+        self._text = b""
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", _PROMETHEUS_PORT), self._handler())
+        except OSError:
+            self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}/metrics"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        logger.info("Prometheus: %s", self.url)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        lines = []
+        for name, value in {"step": step, **values}.items():
+            metric = "nemo_like_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            lines.append(f'{metric}{{run="{self._label}"}} {value:.17g}\n')
+        self._text = "".join(lines).encode()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        sink = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200 if self.path == "/metrics" else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.end_headers()
+                self.wfile.write(sink._text if self.path == "/metrics" else b"")
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing: requests come every few seconds."""
+
+        return Handler
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"logging.sinks=[{name}] needs the package {name} ({error}); pip install {name}, or "
+            "leave it out."
+        ) from error

@@ -1,0 +1,186 @@
+"""All trajectories of a run as Parquet files, one row for each row that trains.
+
+A worker writes one file at each call and puts many small ones together now and then, while the
+policy trains. Every file is written aside and renamed: whatever has its name is whole, also after a
+kill.
+"""
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from nemo_like.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = pa.schema(
+    {
+        "step": pa.int32(),
+        "phase": pa.string(),
+        "group": pa.int64(),
+        "index": pa.int32(),
+        "row": pa.int32(),  # in its trajectory; what follows is of the trajectory
+        "reward": pa.float64(),  # null where it failed
+        "metrics": pa.map_(pa.string(), pa.float64()),
+        "error": pa.string(),
+        "end": pa.string(),
+        "turns": pa.int32(),
+        "num_tokens": pa.int32(),  # sampled
+        "weight_version": pa.int32(),
+        "prompt": pa.string(),  # the last message; this and the next two are null in later rows
+        "text": pa.string(),  # the last completion
+        "messages": pa.string(),  # JSON: the prompt's, and in several turns all that follow
+        "input_ids": pa.list_(pa.int32()),  # from here on of the row
+        "loss_mask": pa.list_(pa.bool_()),
+        "generation_logprobs": pa.list_(pa.float32()),
+        "weight_versions": pa.list_(pa.int32()),  # -1: given, not sampled
+    }
+)
+_REPETITIVE = [
+    *("step", "phase", "end", "error", "prompt", "messages", "weight_version"),
+    *("metrics.key_value.key", "metrics.key_value.value"),
+    *("input_ids.list.element", "weight_versions.list.element"),
+]
+_WRITING: dict[str, Any] = {
+    "compression": "zstd",
+    "use_dictionary": _REPETITIVE,  # elsewhere it costs time and room
+    "use_byte_stream_split": ["generation_logprobs.list.element"],
+}
+VOCABULARY = "_tokenizer.json"
+"""File of the folder that turns ids into text; readers of Parquet skip names like this."""
+_PARTS_TOGETHER = 32
+_BYTES_TOGETHER = 64 << 20
+_TOKENS_TOGETHER = 1 << 20
+"""Of a row group."""
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Files to read, in order: without those that a larger one holds already."""
+    found = sorted(folder.glob("*.parquet"))
+    spans = [span_of(path) for path in found]
+    held = {
+        (rank, part)
+        for rank, first, last in spans
+        if first < last
+        for part in range(first, last + 1)
+    }
+    return [
+        path
+        for path, (rank, first, last) in zip(found, spans, strict=True)
+        if first < last or (rank, first) not in held
+    ]
+
+
+def span_of(path: Path) -> tuple[int, int, int]:
+    """Rank of the worker, and first and last of the parts that a file holds."""
+    _, rank, first, last = map(int, path.stem.split("-"))
+    return rank, first, last
+
+
+class TrajectoryFiles:
+    """The files of one worker."""
+
+    def __init__(self, folder: Path, rank: int, limit_bytes: float) -> None:
+        """``limit_bytes``: of this worker's files; the oldest are dropped beyond it."""
+        self._folder = folder
+        self._rank = rank
+        self._limit = limit_bytes
+        self._together = min(_BYTES_TOGETHER, limit_bytes / 8)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+        self._sizes: dict[Path, int] = {}
+        """Of this worker's files, the oldest first."""
+        self._next_part = 0
+
+    def append(self, table: pa.Table) -> None:
+        """Begin to write what one call brought.
+
+        Raises RunError if the file system refused what came before it.
+        """
+        self.wait()
+        self._writing = self._thread.submit(self._append, table)
+
+    def wait(self) -> None:
+        """Until all is written; see ``append``."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _append(self, table: pa.Table) -> None:
+        try:
+            if not self._sizes:
+                self._take_stock()
+            self._write(self._next_part, self._next_part, table)
+            self._next_part += 1
+            self._put_together()
+            self._drop_oldest()
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self._folder}: {error}; make room or set "
+                "logging.trajectories_gib=0, then continue with run.resume=true"
+            ) from error
+
+    def _take_stock(self) -> None:
+        """Of what an earlier process of the run left."""
+        for path in files_of(self._folder):
+            rank, _, last = span_of(path)
+            if rank == self._rank:
+                self._sizes[path] = path.stat().st_size
+                self._next_part = last + 1
+
+    def truncate_after(self, step: int) -> None:
+        """Drop rows of later steps, which the resumed run writes again; of all workers."""
+        for path in self._folder.glob("*.tmp"):
+            path.unlink()
+        kept = files_of(self._folder)
+        for path in {*self._folder.glob("*.parquet")} - {*kept}:
+            path.unlink()
+        for path in kept:
+            try:
+                steps = pq.ParquetFile(path).read(["step"])["step"].to_numpy()
+            except pa.ArrowInvalid as error:  # a machine that lost its power
+                logger.warning("%s is dropped, as it cannot be read: %s", path, error)
+                path.unlink()
+                continue
+            if steps.min() > step:
+                path.unlink()
+            elif steps.max() > step:
+                _replace(path, pq.ParquetFile(path).read().filter(pc.field("step") <= step))
+
+    def _write(self, first: int, last: int, table: pa.Table) -> None:
+        step = table["step"][0].as_py()
+        path = self._folder / f"{step:08d}-{self._rank:04d}-{first:07d}-{last:07d}.parquet"
+        _replace(path, table)
+        self._sizes[path] = path.stat().st_size
+
+    def _put_together(self) -> None:
+        small = [path for path in self._sizes if len({*span_of(path)[1:]}) == 1]
+        size = sum(self._sizes[path] for path in small)
+        if len(small) < 2 or (len(small) < _PARTS_TOGETHER and size < self._together):
+            return
+        tables = [pq.ParquetFile(path).read() for path in small]
+        self._write(span_of(small[0])[1], span_of(small[-1])[2], pa.concat_tables(tables))
+        for path in small:
+            path.unlink()
+            del self._sizes[path]
+
+    def _drop_oldest(self) -> None:
+        for path in [*self._sizes][:-1]:
+            if sum(self._sizes.values()) <= self._limit:
+                return
+            path.unlink()
+            del self._sizes[path]
+
+
+def _replace(path: Path, table: pa.Table) -> None:
+    """Row groups are so large that they are few, and so small that one is read at once."""
+    aside = path.with_name(f"_{path.stem}.tmp")  # readers of the folder skip it
+    tokens = sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks) or 1
+    with pq.ParquetWriter(aside, SCHEMA, **_WRITING) as writer:
+        writer.write_table(table, row_group_size=max(1, len(table) * _TOKENS_TOGETHER // tokens))
+    aside.replace(path)

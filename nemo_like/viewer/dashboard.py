@@ -1,0 +1,174 @@
+"""``nemo-like dashboard RUN...``: curves, phases, configurations and rollouts in a browser.
+
+It listens on the loopback address only, and answers nothing without the random token in its path.
+Requests name runs by number, never by path.
+"""
+
+import argparse
+import asyncio
+import hmac
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from nemo_like.errors import UserError
+from nemo_like.viewer.runs import RunFolder, differences, find_runs, phases
+from nemo_like.viewer.trajectories import IDENTITY
+
+_PAGE = Path(__file__).parent / "page"
+_FILES = {"": "index.html"} | {
+    one: one for one in ("app.js", "rollouts.js", "style.css", "uPlot.min.css", "uPlot.iife.min.js")
+}
+_MOST_ROWS = 200
+_MOST_SIBLINGS = 64
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+Query = Mapping[str, str]
+
+
+class Dashboard:
+    """What the page asks for."""
+
+    def __init__(self, runs: Sequence[RunFolder]) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self._runs = runs
+        self._lock = threading.Lock()
+        self._answers: dict[str, Callable[[Query], Any]] = {
+            "api/runs": self._about,
+            "api/metrics": self._metrics,
+            "api/trajectories": self._trajectories,
+            "api/group": self._group,
+            "api/log": lambda query: self._run(query).log(),
+        }
+
+    def app(self) -> web.Application:
+        """The server, without an address."""
+        app = web.Application()
+        app.router.add_get("/{token}/{rest:.*}", self._handle)
+        return app
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        token, rest = request.match_info["token"], request.match_info["rest"]
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
+            raise web.HTTPForbidden(text="The address lacks its token; use the one printed.")
+        if rest in _FILES:
+            return web.FileResponse(_PAGE / _FILES[rest], headers=_HEADERS)
+        if rest not in self._answers:
+            raise web.HTTPNotFound
+        try:
+            found = await asyncio.to_thread(self.answer, rest, request.query)
+        except (ValueError, LookupError) as error:
+            raise web.HTTPBadRequest(text=f"{type(error).__name__}: {error}") from error
+        return web.json_response(found, headers=_HEADERS)
+
+    def answer(self, rest: str, query: Query) -> Any:
+        """What a request gives, as JSON has it."""
+        with self._lock:
+            try:
+                return self._answers[rest](query)
+            except FileNotFoundError:  # the run put files together meanwhile
+                return self._answers[rest](query)
+
+    def _run(self, query: Query) -> RunFolder:
+        number = int(query["run"])
+        if not 0 <= number < len(self._runs):
+            raise LookupError(f"there is no run {number}")
+        return self._runs[number]
+
+    def _about(self, _: Query) -> Any:
+        runs = [
+            {
+                "name": one.name,
+                "state": one.state(),
+                "samples_per_step": one.samples_per_step(),
+                "alarms": [f"step {alarm.step}: {alarm.text}" for alarm in one.alarms],
+            }
+            for one in self._runs
+        ]
+        return {"runs": runs, "differences": differences(self._runs)}
+
+    def _metrics(self, query: Query) -> Any:
+        run = self._run(query)
+        records = run.records()
+        begin = int(query["from"]) if query.get("life") == str(run.life) else 0
+        new = [one | {"phases": phases(one)} for one in records[begin:]]
+        return {"life": str(run.life), "from": begin, "records": new}
+
+    def _trajectories(self, query: Query) -> Any:
+        """A page of the rows that a filter leaves, and what all of them are like."""
+        kept = self._run(query).trajectories
+        kept.refresh()
+        found, complete, prompt = kept.chosen(query), True, ""
+        by, text = query.get("sort", "-step"), query.get("text", "")
+        if like := query.get("like"):  # a trajectory that has the prompt to look for
+            alike = kept.chosen(_exactly(dict(zip(IDENTITY, like.split("/"), strict=True))))
+            prompt = kept.read(alike)[0]["prompt"]
+        if text or prompt:
+            newest = by.startswith("-")
+            found, complete = kept.search(found, _MOST_ROWS, text=text, prompt=prompt, last=newest)
+        values = kept.columns[by.lstrip("-")][found]
+        found = found[np.argsort(-values if by.startswith("-") else values, kind="stable")]
+        begin = int(query.get("offset", 0))
+        rewards = kept.columns["reward"][found]
+        scored = rewards[~np.isnan(rewards)]
+        return {
+            "rows": list(kept.rows(found[begin : begin + _MOST_ROWS])),
+            "total": len(found),
+            "complete": complete,
+            "reward": float(scored.mean()) if len(scored) else None,
+            "prompt": prompt,
+            "words": kept.words,
+        }
+
+    def _group(self, query: Query) -> Any:
+        """Trajectories of one prompt at one step, whole; or one of them."""
+        kept = self._run(query).trajectories
+        kept.refresh()
+        asked = _exactly({name: query[name] for name in IDENTITY if name in query})
+        return kept.read(kept.chosen(asked)[:_MOST_SIBLINGS])
+
+
+def _exactly(values: Query) -> Query:
+    """Limits that leave these values only."""
+    numbers = {name: value for name, value in values.items() if name != "phase"}
+    limits = {f"{name}_{end}": one for name, one in numbers.items() for end in ("min", "max")}
+    return {"phase": values["phase"], **limits}
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Serve until interrupted; raises UserError."""
+    parser = argparse.ArgumentParser(
+        prog="nemo-like dashboard", description="Show runs in a browser on this machine."
+    )
+    parser.add_argument("runs", nargs="+", help="run.dir of a run, or a folder of such folders")
+    parser.add_argument("--port", type=int, default=0, help="of 127.0.0.1 (default: any free one)")
+    options = parser.parse_args(arguments)
+    dashboard = Dashboard(find_runs(options.runs))
+    try:
+        asyncio.run(_serve(dashboard, options.port))
+    except KeyboardInterrupt:
+        return
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--port={options.port} cannot be listened on: {error}; choose another or none."
+        ) from error
+
+
+async def _serve(dashboard: Dashboard, port: int) -> None:
+    runner = web.AppRunner(dashboard.app(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    sys.stdout.write(f"http://127.0.0.1:{runner.addresses[0][1]}/{dashboard.token}/\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()

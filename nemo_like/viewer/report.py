@@ -1,0 +1,213 @@
+"""``nemo-like report RUN [RUN2]``: where a run's time went, what held it up, and what to change."""
+
+import argparse
+import html
+import json
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_like.viewer.runs import Record, RunFolder, differences, find_runs, phases
+
+_END = 10
+"""Steps whose mean stands for the beginning, and for the end."""
+_SHOWN = (
+    *("rollout/reward", "rollout/reward_std", "validation/reward", "validation/accuracy"),
+    *("validation/loss", "train/loss", "policy/entropy", "mismatch/mean_abs", "train/grad_norm"),
+    *("rollout/completion_tokens", "rollout/truncated_share", "rollout/zero_variance_share"),
+    *("train/tokens_per_s", "time/step_s", "rollout/memory_gib", "train/memory_gib"),
+    "train/gpu_memory_gib",
+)
+_MOST_VALIDATION, _MOST_CHECKPOINT, _MOST_DRIVER = 0.1, 0.05, 0.1
+"""Shares of a run's time above which something is recommended."""
+_STYLE = (
+    "body{font:14px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left}"
+    "svg{width:160px;height:28px}path{fill:none;stroke:#1d4ed8}"
+)
+
+Block = tuple[str, Any]
+"""``title``, ``text``, ``list`` or ``table``, and what it holds; ``curve`` cells hold numbers."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Write ``report.html`` and ``report.md``; raises UserError."""
+    parser = argparse.ArgumentParser(prog="nemo-like report", description=__doc__)
+    parser.add_argument("run", help="run.dir of a run, where the report is written")
+    parser.add_argument("other", nargs="?", help="run.dir of one to compare it with")
+    parser.add_argument("--out", type=Path, help="folder to write it to instead")
+    options = parser.parse_args(arguments)
+    runs = find_runs([options.run, *([options.other] if options.other else [])])[:2]
+    blocks, out = [*report(runs)], options.out or runs[0].path
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in (("report.html", as_html(blocks)), ("report.md", as_markdown(blocks))):
+        (out / name).write_text(text, encoding="utf-8")
+        sys.stdout.write(f"{out / name}\n")
+
+
+def report(runs: Sequence[RunFolder]) -> Iterator[Block]:
+    """Everything that is said, of one run or of two side by side."""
+    steps = [[one for one in run.records() if "time/step_s" in one] for run in runs]
+    yield "title", " and ".join(run.name for run in runs)
+    yield "list", [*map(_about, runs)]
+    yield "title", "Numbers"
+    yield "text", f"Means of the first and last {_END} steps (or validations), least and greatest."
+    yield "table", _numbers(runs)
+    yield "title", "Where the time went"
+    yield "table", _times(runs, steps)
+    for run, records in zip(runs, steps, strict=True):
+        yield "title", f"{run.name}: what held it up, and what to change"
+        yield "list", [*_findings(run, records)] or ["Nothing stands out."]
+    if len(runs) > 1:
+        rows = [[key, *map(str, values)] for key, values in differences(runs).items()]
+        yield "title", "Different keys"
+        yield "table", [["key", *(run.name for run in runs)], *rows]
+
+
+def _about(run: RunFolder) -> str:
+    records = [one for one in run.records() if "time/step_s" in one]
+    in_steps = sum(sum(phases(one).values()) for one in records)
+    text = f"{run.name}: {run.state()}, model {run.config.get('policy.model')}"
+    try:
+        whole = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))["wall_s"]
+    except (OSError, ValueError, KeyError):
+        return f"{text}, {in_steps:.0f} s in steps so far"
+    return f"{text}, {whole:.0f} s, of which {in_steps:.0f} s in steps, the rest to start and end"
+
+
+def _numbers(runs: Sequence[RunFolder]) -> list[list[Any]]:
+    rows: list[list[Any]] = [["metric", "run", "first", "last", "least", "greatest", ""]]
+    for name in _SHOWN:
+        for run in runs:
+            values = [one[name] for one in run.records() if one.get(name) is not None]
+            if values:
+                ends = map(statistics.fmean, (values[:_END], values[-_END:]))
+                cells = [f"{value:.4g}" for value in (*ends, min(values), max(values))]
+                rows.append([name, run.name, *cells, values])
+    return rows
+
+
+def _times(runs: Sequence[RunFolder], steps: Sequence[Sequence[Record]]) -> list[list[str]]:
+    rows = [["phase", *(f"{run.name}, s/step" for run in runs), "share"]]
+    of_runs = [_seconds(records) for records in steps]
+    for name, seconds in of_runs[0].most_common():
+        others = [f"{one[name]:.3f}" for one in of_runs]
+        rows.append([name, *others, f"{seconds / (of_runs[0].total() or 1):.0%}"])
+    return rows
+
+
+def _seconds(records: Sequence[Record]) -> "Counter[str]":
+    """Of each phase in a step, on average over all steps."""
+    sums = Counter[str]()
+    for one in records:
+        sums.update(phases(one))  # pyright: ignore[reportArgumentType]
+    return Counter({name: total / len(records) for name, total in sums.items()})  # pyright: ignore
+
+
+def _findings(run: RunFolder, records: Sequence[Record]) -> Iterator[str]:
+    """The bottleneck with its evidence, then changes by key and value, with what they save."""
+    seconds = _seconds(records)
+    if not seconds:
+        return
+    total = seconds.total()
+    (phase, most), *_ = seconds.most_common()
+    yield (
+        f"Bottleneck: {phase} takes {most:.3g} of {total:.3g} s of a step ({most / total:.0%})"
+        f"{_evidence(phase, records)}."
+    )
+    yield from _rarer(run, "validation", seconds, _MOST_VALIDATION, len(records))
+    yield from _rarer(run, "checkpoint", seconds, _MOST_CHECKPOINT, len(records))
+    driver = statistics.fmean(one.get("time/driver_s") or 0.0 for one in records)
+    if driver > _MOST_DRIVER * total:
+        yield (
+            f"The driver itself takes {driver:.3g} s of a step, in which workers wait; see what "
+            "else its machine does, or take larger steps."
+        )
+    for alarm in run.alarms:
+        yield f"Alarm at step {alarm.step}: {alarm.text}."
+
+
+def _evidence(phase: str, records: Sequence[Record]) -> str:
+    names = {
+        "rollout": ("rollout/completion_tokens_max", "rollout/completion_tokens"),
+        "train": ("train/tokens_per_s", "train/num_tokens"),
+        "refit": ("refit/bytes", "time/refit_send_s", "time/refit_load_s"),
+    }
+    found = {
+        name: statistics.fmean(one[name] for one in records)
+        for name in names.get(phase, ())
+        if all(one.get(name) is not None for one in records)
+    }
+    return "".join(f"; {name} {value:.4g}" for name, value in found.items())
+
+
+def _rarer(
+    run: RunFolder, phase: str, seconds: "Counter[str]", most: float, num_steps: int
+) -> Iterator[str]:
+    """Recommend to do less often what takes more than the share ``most`` of the time."""
+    key, total = f"{phase}.every_steps", seconds.total()
+    every, each = run.config.get(key) or 0, seconds[phase]
+    if not (every and each > most * total):
+        return
+    rest = total - each
+    times = max(2, -(-each * (1 - most) // (most * rest)))
+    new = min(int(every * times), num_steps)
+    saved = each * (1 - every / new)
+    if new > every:
+        yield (
+            f"{phase} takes {each / total:.0%} of the time; {key}={new} (now {every}) saves about "
+            f"{saved:.2g} s of {total:.3g} s a step, {saved / total:.0%}."
+        )
+
+
+def as_markdown(blocks: Sequence[Block]) -> str:
+    """The report as Markdown, without curves."""
+    parts = []
+    for number, (kind, found) in enumerate(blocks):
+        if kind == "table":
+            rows = [[_cell(cell) for cell in row if not isinstance(cell, list)] for row in found]
+            rows[0] = [cell for cell in rows[0] if cell]
+            lines = [f"| {' | '.join(row)} |" for row in rows]
+            lines.insert(1, "|---" * len(rows[0]) + "|")
+        elif kind == "list":
+            lines = [f"- {_cell(one)}" for one in found]
+        else:
+            sign = "" if kind == "text" else "# " if number == 0 else "## "
+            lines = [f"{sign}{_cell(found)}"]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([|<>*_`\\])", r"\\\1", text.replace("\n", " "))
+
+
+def as_html(blocks: Sequence[Block]) -> str:
+    """The report as one page that needs nothing else."""
+    parts = [f"<!doctype html><meta charset=utf-8><title>nemo-like</title><style>{_STYLE}</style>"]
+    for number, (kind, found) in enumerate(blocks):
+        if kind == "table":
+            rows = ["".join(f"<td>{_html(cell)}" for cell in row) for row in found]
+            parts.append(f"<table><tr>{'<tr>'.join(rows)}</table>")
+        elif kind == "list":
+            parts.append(f"<ul>{''.join(f'<li>{_html(one)}' for one in found)}</ul>")
+        else:
+            tag = "p" if kind == "text" else "h1" if number == 0 else "h2"
+            parts.append(f"<{tag}>{_html(found)}</{tag}>")
+    return "\n".join(parts) + "\n"
+
+
+def _html(cell: Any) -> str:
+    """Text, or the curve of a list of numbers."""
+    if not isinstance(cell, list):
+        return html.escape(cell)
+    low, high = min(cell), max(cell)
+    points = [
+        f"{160 * i / max(1, len(cell) - 1):.1f} {26 - 24 * (one - low) / ((high - low) or 1):.1f}"
+        for i, one in enumerate(cell)
+    ]
+    return f'<svg><path d="M{" L".join(points)}"/></svg>'

@@ -1,0 +1,147 @@
+"""A run's folder as the viewer reads it: numbers, configuration, state. Nothing is ever written."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_like.errors import UserError
+from nemo_like.observe.alarms import Alarm, Alarms, flat
+from nemo_like.viewer.trajectories import Trajectories, finite
+
+Record = dict[str, Any]
+
+_NOT_PHASES = {
+    *("step", "waiting", "driver", "refit_send", "refit_load"),  # around others, or within
+    *("imports", "ray", "data", "prompts", "workers", "model"),  # before the first step
+}
+_SIZE = re.compile(r"(?!validation)\w+\.num_(\w+_per_step|generations_per_prompt)")
+_LOG_BYTES = 20_000
+
+
+class RunFolder:
+    """One run, under way or finished, here or copied from elsewhere."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.trajectories = Trajectories(path / "trajectories")
+        self.life = 0
+        """Changes when the run is resumed, which drops records."""
+        self.alarms: list[Alarm] = []
+        """Of the records that ``records`` has read."""
+        self._alarms = Alarms({})
+        self._records: list[Record] = []
+        self._read_until = 0
+
+    def records(self) -> list[Record]:
+        """All of ``metrics.jsonl``; only what is new is read."""
+        try:
+            with (self.path / "metrics.jsonl").open("rb") as lines:
+                about = os.fstat(lines.fileno())
+                if about.st_ino != self.life or about.st_size < self._read_until:
+                    self._records, self._read_until, self.life = [], 0, about.st_ino
+                    self._alarms, self.alarms = Alarms(self.config), []
+                lines.seek(self._read_until)
+                text = lines.read()
+        except OSError:
+            return self._records
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read_until += len(whole)
+        for record in _parsed(whole.splitlines()):
+            self._records.append(record)
+            self.alarms += self._alarms.add(record)
+        return self._records
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Values of ``config.yaml`` by dotted key."""
+        try:
+            found = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return flat(found) if isinstance(found, dict) else {}
+
+    def samples_per_step(self) -> int:
+        """Rows that one step trains on; 1 if the configuration does not say."""
+        return math.prod(value for key, value in self.config.items() if _SIZE.fullmatch(key))
+
+    def state(self) -> str:
+        """Whether it is over, and if not, when it was last heard of."""
+        records = self.records()
+        if not records:
+            return "no step yet"
+        most = next((v for k, v in self.config.items() if k.endswith(".max_steps") and v), "?")
+        step = f"step {records[-1]['step']} of {most}"
+        if (self.path / "summary.json").exists():
+            return f"{step}, finished"
+        return f"{step}, at {datetime.fromtimestamp(records[-1].get('time', 0)):%Y-%m-%d %H:%M:%S}"
+
+    def log(self) -> list[str]:
+        """The last lines of ``run.log``."""
+        try:
+            with (self.path / "run.log").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+                return file.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return []
+
+
+def phases(record: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of each phase of a step, none of them inside another, and of what is left."""
+    times = {
+        name.removeprefix("time/").removesuffix("_s"): value
+        for name, value in record.items()
+        if name.startswith("time/") and value is not None
+    }
+    found = {name: seconds for name, seconds in times.items() if name not in _NOT_PHASES}
+    if "step" in times:
+        between = found.get("validation", 0.0) + found.get("checkpoint", 0.0)
+        found["other"] = max(0.0, times["step"] + between - sum(found.values()))
+    return found
+
+
+def find_runs(paths: Iterable[str]) -> list[RunFolder]:
+    """The runs of these folders; one that holds folders of runs stands for all of them."""
+    found: dict[Path, None] = {}
+    for text in paths:
+        path = Path(text).expanduser().resolve()
+        inside = sorted(one.parent for one in path.glob("*/metrics.jsonl"))
+        if (path / "metrics.jsonl").is_file():
+            inside = [path]
+        if not inside:
+            raise UserError(
+                f"{text} holds no run, as it has no metrics.jsonl; give the run.dir of a run, or "
+                "a folder of such folders."
+            )
+        found |= dict.fromkeys(inside)
+    names = [path.name for path in found]
+    return [
+        RunFolder(path, path.name if names.count(path.name) == 1 else "/".join(path.parts[-2:]))
+        for path in found
+    ]
+
+
+def differences(runs: Iterable[RunFolder]) -> dict[str, list[Any]]:
+    """Keys whose values are not the same in all runs, with each run's value."""
+    configs = [run.config for run in runs]
+    names = dict.fromkeys(key for one in configs for key in one if key != "run.dir")
+    rows = {name: [one.get(name) for one in configs] for name in names}
+    return {name: row for name, row in rows.items() if any(one != row[0] for one in row)}
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[Record]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut off by a crash
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield {name: finite(value) for name, value in record.items()}

@@ -1,0 +1,216 @@
+"""Trajectories of a run, found by a few columns in memory; texts and tokens are read when asked."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from nemo_like.observe.trajectory_files import VOCABULARY, files_of
+
+NUMBERS = ("step", "group", "index", "reward", "num_tokens", "turns", "weight_version")
+WORDS = ("phase", "end")
+IDENTITY = ("phase", "step", "group", "index")
+_TEXTS = ("prompt", "text", "messages", "error")
+_REPEATED = ["prompt", "messages", "error"]
+_MOST_SEARCH_S = 5.0
+_MOST_READS = 3
+"""Of one request, when a run puts files together meanwhile."""
+
+Stamp = tuple[Path, int, int]
+"""A file, and what changes when it is cut back for a resume."""
+Index = tuple[dict[str, np.ndarray], np.ndarray, list[bool]]
+"""Of a file: columns of each trajectory, the row group of each, and which of these go on."""
+
+
+class Trajectories:
+    """The files of one run's folder, which may grow; for one thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.columns: dict[str, np.ndarray] = {}
+        """By name, an entry for each trajectory; ``place`` says where it is, in rising order."""
+        self.words: dict[str, list[str]] = {name: [] for name in WORDS}
+        """What the numbers of these columns stand for."""
+        self._places: list[tuple[Stamp, int, bool]] = []
+        """File and row group, and whether its last trajectory goes on in the next."""
+        self._files: dict[Stamp, Index] = {}
+        self._open: tuple[Stamp, pq.ParquetFile] | None = None
+        self._tokenizer: Any = None
+
+    def refresh(self) -> None:
+        """Read the index columns of files that are new."""
+        for _ in range(_MOST_READS):
+            with contextlib.suppress(FileNotFoundError):  # put together with others meanwhile
+                stamps = [_stamp(path) for path in files_of(self.folder)]
+                if stamps == [*self._files] and self.columns:
+                    return
+                self._files = {one: self._files.get(one) or self._index_of(one) for one in stamps}
+                self._join()
+                return
+
+    def _index_of(self, stamp: Stamp) -> Index:
+        with pq.ParquetFile(stamp[0], read_dictionary=WORDS) as file:
+            table = file.read([*NUMBERS, *WORDS, "row"])
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        first = table["row"].to_numpy() == 0
+        columns = {name: table[name].to_numpy()[first] for name in NUMBERS}
+        for name in WORDS:
+            codes = table[name].unify_dictionaries().combine_chunks()
+            known, values = self.words[name], codes.dictionary.to_pylist()
+            known += [one for one in values if one not in known]
+            renamed = np.array([known.index(one) for one in values], dtype=np.int16)
+            columns[name] = renamed[codes.indices.to_numpy()][first]
+        # Rows of one trajectory may go on in the next row group.
+        begins = np.cumsum([0, *sizes[:-1]])
+        goes_on = [*(~first[begins[1:]]).tolist(), False]
+        return columns, np.repeat(np.arange(len(sizes)), sizes)[first], goes_on
+
+    def _join(self) -> None:
+        self._places, placed = [], []
+        for stamp, (_, groups, goes_on) in self._files.items():
+            placed.append(groups + len(self._places))
+            self._places += [(stamp, i, more) for i, more in enumerate(goes_on)]
+        parts = [columns for columns, *_ in self._files.values()]
+        self.columns = {
+            name: np.concatenate([np.empty(0, dtype=np.int32), *(one[name] for one in parts)])
+            for name in (*NUMBERS, *WORDS)
+        }
+        self.columns["place"] = np.concatenate([np.empty(0, dtype=np.int64), *placed])
+
+    def chosen(self, asked: Mapping[str, str]) -> np.ndarray:
+        """Positions of trajectories within limits such as ``reward_min=0.5`` or ``end=length``."""
+        columns = self.columns
+        keep = np.ones(len(columns.get("step", ())), dtype=bool)
+        for name, text in asked.items():
+            column, _, kind = name.rpartition("_")
+            if not text:
+                continue
+            if name in WORDS:
+                known = self.words[name]
+                keep &= columns[name] == (known.index(text) if text in known else -1)
+            elif name == "failed":
+                keep &= np.isnan(columns["reward"])
+            elif column in NUMBERS and kind == "min":
+                keep &= columns[column] >= float(text)
+            elif column in NUMBERS and kind == "max":
+                keep &= columns[column] <= float(text)
+        return keep.nonzero()[0]
+
+    def search(
+        self, found: np.ndarray, most: int, *, text: str = "", prompt: str = "", last: bool = False
+    ) -> tuple[np.ndarray, bool]:
+        """Of rising positions, the first ``most`` that say ``text`` somewhere, or have a prompt.
+
+        Also whether all were read: a search that takes too long gives what it has. ``last``: begin
+        with the last ones.
+        """
+        hits: list[int] = []
+        until = time.monotonic() + _MOST_SEARCH_S
+        places = np.unique(self.columns["place"][found]).tolist()
+        for number in reversed(places) if last else places:
+            if len(hits) >= most or time.monotonic() > until:
+                return np.array(sorted(hits[:most]), dtype=np.int64), False
+            table = self._table(number, [*_TEXTS, "row"])
+            says = np.ones(len(table), dtype=bool)
+            if prompt:
+                says &= _each(table["prompt"], prompt, whole=True)
+            if text:
+                says &= np.logical_or.reduce([_each(table[name], text) for name in _TEXTS])
+            says = says[table["row"].to_numpy() == 0]
+            begin = int(np.searchsorted(self.columns["place"], number))
+            first, end = np.searchsorted(found, [begin, begin + len(says)])
+            asked = found[first:end]
+            hits += asked[says[asked - begin]].tolist()
+        return np.array(sorted(hits[:most]), dtype=np.int64), True
+
+    def rows(self, positions: np.ndarray) -> Iterator[dict[str, Any]]:
+        """Index columns of some trajectories."""
+        for i in positions.tolist():
+            row: dict[str, Any] = {name: self.columns[name][i].item() for name in NUMBERS}
+            row |= {name: self.words[name][self.columns[name][i]] for name in WORDS}
+            yield row | {"reward": finite(row["reward"])}
+
+    def read(self, positions: np.ndarray) -> list[dict[str, Any]]:
+        """Everything that is kept of some trajectories, with the text of each token."""
+        found = []
+        for number in dict.fromkeys(self.columns["place"][positions].tolist()):
+            tables = [self._table(number)]
+            while self._places[number + len(tables) - 1][2]:
+                tables.append(self._table(number + len(tables)))
+            table = pa.concat_tables(tables)
+            of_place = positions[self.columns["place"][positions] == number]
+            for row in self.rows(of_place):
+                same = [table[name].to_numpy() == row[name] for name in IDENTITY]
+                found.append(self._whole(table.filter(np.logical_and.reduce(same)).to_pylist()))
+        return found
+
+    def _whole(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        first = min(rows, key=lambda one: one["row"])
+        tokens = ("input_ids", "loss_mask", "generation_logprobs", "weight_versions")
+        rest = {name: value for name, value in first.items() if name not in (*tokens, "row")}
+        rest["messages"] = json.loads(first["messages"] or "[]")
+        rest["metrics"] = [[name, finite(value)] for name, value in first["metrics"]]
+        rest["rows"] = [
+            {
+                "texts": self._pieces(one["input_ids"]),
+                "ids": one["input_ids"],
+                "mask": [int(bit) for bit in one["loss_mask"]],
+                "logprobs": [finite(value) for value in one["generation_logprobs"]],
+                "versions": one["weight_versions"],
+            }
+            for one in sorted(rows, key=lambda one: one["row"])
+        ]
+        return rest
+
+    def _pieces(self, ids: list[int]) -> list[str]:
+        """The text that each token adds; that of a character's last token is the character."""
+        if self._tokenizer is None:
+            if not (self.folder / VOCABULARY).exists():
+                return [f"{one} " for one in ids]
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(self.folder / VOCABULARY))
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._tokenizer, one) or "" for one in ids]
+
+    def _table(self, number: int, columns: list[str] | None = None) -> pa.Table:
+        stamp, row_group, _ = self._places[number]
+        if self._open is None or self._open[0] != stamp:
+            self._open = stamp, pq.ParquetFile(stamp[0], read_dictionary=_REPEATED)
+        return self._open[1].read_row_group(row_group, columns, use_threads=False)
+
+
+def _stamp(path: Path) -> Stamp:
+    about = path.stat()
+    return path, about.st_ino, about.st_mtime_ns
+
+
+def _each(column: pa.ChunkedArray, text: str, *, whole: bool = False) -> np.ndarray:
+    """Which rows say a text, or are it; what many rows have is looked at once."""
+    rows = column.combine_chunks()
+    coded = isinstance(rows, pa.DictionaryArray)
+    texts = rows.dictionary if coded else rows
+    if whole:
+        hits = pc.call_function("equal", [texts, text])
+    else:
+        options = pc.MatchSubstringOptions(text, ignore_case=True)
+        hits = pc.call_function("match_substring", [texts], options)
+    known = hits.fill_null(False).to_numpy(zero_copy_only=False)
+    if not coded:
+        return known
+    return np.append(known, False)[rows.indices.fill_null(len(known)).to_numpy()]
+
+
+def finite(value: Any) -> Any:
+    """None for NaN and infinity, which are not JSON that a browser reads."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

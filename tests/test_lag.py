@@ -1,0 +1,249 @@
+"""Sampling ahead of training: the bound on age, the order, and what a killed run goes on with.
+
+Engines are replaced by a clock: a group has finished when its time has come.
+"""
+
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.algorithms.self_check import check_versions, staleness
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.data.loader import GroupFeed, MixtureLoader, PromptLoader
+from nemo_like.errors import RunError, UserError
+from nemo_like.losses.mismatch import MismatchSums
+from nemo_like.observe.metrics import values
+from nemo_like.rollout.sources import RolloutSource
+from tests.small_runs import accept, small_config
+from tests.test_rollout import result_of
+
+CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.seed=3")
+
+
+class Clocked:
+    """Replicas that take ``seconds(group)``, and remember when each group began and trained."""
+
+    def __init__(self, seconds, num=2):
+        self.world_size, self.group, self.seconds = num, self, seconds
+        self.now, self.step, self.most_open = 0.0, 0, 0
+        self.began, self.ends, self.open = {}, {}, set()
+
+    def submit_rank(self, rank, method, request):
+        group = request.tasks[0].group
+        assert rank == group % self.world_size
+        self.began[group], self.ends[group] = self.step, self.now + self.seconds(group)
+        self.open.add(group)
+        self.most_open = max(self.most_open, len(self.open))
+        return SimpleNamespace(refs={group: rank}, request=request)
+
+    def results(self, calls, enough):
+        def done():
+            return {group for call in calls for group in call.refs if self.ends[group] <= self.now}
+
+        while not enough(done()):
+            self.now = min(e for c in calls for g in c.refs if (e := self.ends[g]) > self.now)
+        return [[result_of(c.request.tasks)] if done() & c.refs.keys() else [] for c in calls]
+
+
+def loader_of(kind):
+    if kind == "rows":
+        return PromptLoader(range(100), fingerprint="", seed=0, shuffle=True)
+    return MixtureLoader(
+        {"a": range(70), "b": range(100, 130)},
+        {"a": 0.7, "b": 0.3},
+        fingerprint=lambda _: "",
+        batch_size=4,
+        seed=0,
+        shuffle=True,
+    )
+
+
+def source_of(replicas, lag, *, order="first_in", kind="rows", saved=None, **loop):
+    config = CONFIG.replace(
+        rollout=CONFIG.rollout.replace(max_lag=lag, order=order),
+        grpo=CONFIG.grpo.replace(**{"max_steps": 1000} | loop),
+    )
+    feed = GroupFeed(loader_of(kind))
+    if saved is not None:
+        feed.load_state(saved)
+    source = RolloutSource(
+        config,
+        generation=replicas,
+        sync=SimpleNamespace(is_due=False, give_to_policy=lambda: None),  # pyright: ignore
+        feed=feed,  # pyright: ignore
+        validation_rows=(),
+        stop_token_ids=(2,),
+        span=lambda _: nullcontext(),
+        show=lambda *_: None,
+    )
+    return source, feed
+
+
+def trained(source, replicas, step, *keep):
+    """Numbers of the groups that ``step`` trains on, after a second of training."""
+    replicas.step = step
+    groups = source.next_batch(step, *keep)[0].rows[keys.GROUP_IDS].unique().tolist()
+    replicas.now += 1
+    replicas.open -= set(groups)
+    return groups
+
+
+@pytest.mark.parametrize("order", ["first_in", "ready"])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_group_is_ever_older_than_the_lag_and_none_is_lost(seed, order):
+    """And the oldest are as old as the lag, so that one step less would show as well."""
+    draw = random.Random(seed)
+    lag, prompts = draw.choice([1, 2, 3, 5]), draw.choice([1, 2, 5])
+    replicas = Clocked(lambda _: draw.lognormvariate(0, 1), num=draw.choice([1, 2, 3]))
+    source, _ = source_of(replicas, lag, order=order, num_prompts_per_step=prompts)
+    ages, used = set(), []
+    for step in range(1, 60):
+        groups = trained(source, replicas, step)
+        assert len(groups) == prompts
+        ages |= {step - replicas.began[group] for group in groups}
+        used += groups
+    assert max(ages) == lag
+    assert replicas.most_open == (lag + 1) * prompts
+    assert len(used) == len(set(used))
+    assert sorted({*used, *replicas.open}) == list(range(len(replicas.began)))
+    if order == "first_in":
+        assert used == list(range(len(used)))
+
+
+def test_what_is_ready_trains_first_and_slow_prompts_get_their_share():
+    """Half of the prompts take four steps, half take one."""
+    seconds = {0: 0.5, 1: 4.0}
+    spent = {}
+    for order in ("first_in", "ready"):
+        replicas = Clocked(lambda group: seconds[group % 2], num=1)
+        source, _ = source_of(replicas, 4, order=order)
+        used = [group for step in range(1, 201) for group in trained(source, replicas, step)]
+        slow = sum(group % 2 for group in used) / len(used)
+        assert abs(slow - 0.5) < 0.05
+        spent[order] = replicas.now
+    assert spent["ready"] <= spent["first_in"]
+
+
+def test_a_straggler_is_waited_for_only_when_its_time_has_come():
+    replicas = Clocked(lambda group: 1e6 if group == 0 else 0.1)
+    source, _ = source_of(replicas, 3, order="ready")
+    assert [0 in trained(source, replicas, step) for step in range(1, 5)] == [0, 0, 0, 1]
+
+
+def test_groups_that_take_the_place_of_others_do_not_raise_the_lag():
+    """What is admitted in a step's later rounds would otherwise be used a step too late."""
+    replicas = Clocked(lambda _: 1.0)
+    source, _ = source_of(replicas, 1)
+
+    def odd(batch):
+        return batch.rows[keys.GROUP_IDS] % 2 == 1
+
+    for step in range(1, 8):
+        groups = trained(source, replicas, step, odd, 4)
+        assert len(groups) == 4
+        assert all(step - replicas.began[group] <= 1 for group in groups)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_run_shorter_than_its_lag_ends_with_nothing_under_way(steps):
+    replicas = Clocked(lambda _: 1.0)
+    source, _ = source_of(replicas, 2, max_steps=steps)
+    used = [group for step in range(1, steps + 1) for group in trained(source, replicas, step)]
+    assert used == [*replicas.began] == list(range(4 * steps))
+
+
+@pytest.mark.parametrize("kind", ["rows", "mixture"])
+@pytest.mark.parametrize("order", ["first_in", "ready"])
+def test_a_run_that_goes_on_draws_what_was_under_way_again_and_nothing_twice(order, kind):
+    """Killed after any step: what was sampled ahead is lost, and drawn again, the same rows."""
+    draw = random.Random(1)
+    straight = loader_of(kind)
+    rows = {}
+    used, saved, step = [], None, 0
+    while step < 40:
+        replicas = Clocked(lambda _: draw.lognormvariate(0, 1))
+        source, feed = source_of(replicas, 2, order=order, kind=kind, saved=saved)
+        taken = feed.draw
+
+        def noted(count, taken=taken):
+            found = taken(count)
+            for number, row in found:
+                assert rows.setdefault(number, row) == row
+            return found
+
+        feed.draw = noted
+        for _ in range(draw.choice([1, 2, 5])):
+            step += 1
+            used += trained(source, replicas, step)
+            saved = feed.state()
+    assert len(used) == len(set(used))
+    lost = set(range(max(used))) - set(used)
+    assert lost <= set(replicas.open)
+    if kind == "rows":
+        assert [rows[i] for i in range(len(rows))] == straight.next_rows(len(rows))
+
+
+def test_a_saved_position_without_groups_under_way_is_that_of_the_loader():
+    feed = GroupFeed(loader_of("rows"))
+    feed.use_up(number for number, _ in feed.draw(7))
+    assert feed.state() == feed.loader.state()
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"loss": {"importance": "none"}}, "set truncate or mask"),
+        ({"mismatch": {"action": "mask"}}, "set warn or stop"),
+    ],
+)
+def test_lag_without_a_correction_is_refused(changes, remedy):
+    with pytest.raises(UserError, match=remedy):
+        accept(GRPOConfig, rollout={"max_lag": 1}, **changes)
+    accept(GRPOConfig, rollout={"max_lag": 1})
+
+
+def rows_of_versions(*versions):
+    lengths = torch.full((len(versions),), 2)
+    return TensorBatch(
+        lengths=lengths,
+        tokens={
+            keys.INPUT_IDS: torch.ones(2 * len(versions), dtype=torch.int64),
+            keys.LOSS_MASK: torch.tensor([False, True] * len(versions)),
+            keys.GENERATION_LOGPROBS: torch.full((2 * len(versions),), -1.0),
+        },
+        rows={
+            keys.SAMPLE_MASK: torch.ones(len(versions), dtype=torch.bool),
+            keys.NUM_LOSS_TOKENS: torch.tensor([1, 3, 2, 2][: len(versions)]),
+            keys.WEIGHT_VERSIONS: torch.tensor(versions),
+            keys.MEAN_VERSIONS: torch.tensor(versions).double(),
+        },
+    )
+
+
+def test_staleness_is_counted_from_the_version_that_trains_and_mismatch_of_fresh_rows_alone():
+    """Version 4 trains rows of versions 4, 3, 2 and 0: the mean age is 1.75."""
+    config = CONFIG.replace(rollout=CONFIG.rollout.replace(max_lag=4))
+    batch = rows_of_versions(4, 3, 2, 0)
+    found = values(staleness(config, batch, 4))  # pyright: ignore
+    assert found["staleness/mean"] == 1.75
+    assert found["staleness/max"] == 4
+    assert found["staleness/mean_of_tokens"] == (0 * 1 + 1 * 3 + 2 * 2 + 4 * 2) / 8
+    assert [found[f"staleness/share_{i}"] for i in range(5)] == [0.25, 0.25, 0.25, 0, 0.25]
+    sums = MismatchSums(torch.device("cpu"))
+    now = torch.tensor([0.0, -1.5, 0.0, -9.0, 0.0, -9.0, 0.0, -9.0])
+    sums.add(now, torch.zeros(8), batch)
+    assert values(sums.metrics())["mismatch/mean_abs"] == pytest.approx(0.5)
+    assert staleness(CONFIG, batch, 4) == {}
+
+
+def test_a_token_older_than_the_bound_stops_the_run():
+    batch = rows_of_versions(4, 3)
+    check_versions(batch, range(3, 5))  # pyright: ignore
+    for allowed in (range(4, 5), range(2, 4)):
+        with pytest.raises(RunError, match="a refit was missed"):
+            check_versions(batch, allowed)  # pyright: ignore
