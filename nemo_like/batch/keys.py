@@ -43,7 +43,7 @@ SAMPLE_MASK = "sample_mask"
 """bool, True for rows that train. Written by rollout (failed rewards are False)."""
 REWARDS = "rewards"
 """float64, NaN where the reward failed. Written by rollout."""
-PART = "reward_"
+REWARD_OF = "reward_"
 """Begins the columns of several rewards, float64, one for each; NaN where it failed. Written by
 rollout."""
 GROUP_IDS = "group_ids"

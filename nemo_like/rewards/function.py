@@ -15,6 +15,7 @@ from numbers import Complex, Real
 from pathlib import Path
 from typing import Any
 
+from nemo_like.batch import keys
 from nemo_like.config.environment import REWARDS, EnvironmentConfig
 from nemo_like.doors import error_place, error_text
 from nemo_like.errors import UserError
@@ -89,7 +90,7 @@ def combined(parts: Mapping[str, Mapping[str, Any]]) -> RewardFunction:
                 raise UserError(f"{name}: {one.error}")
             result["reward"] += parts[name].get("weight", 1) * one.reward
             result |= {f"{name}/{metric}": number for metric, number in one.metrics.items()}
-            result[f"reward_{name}"] = one.reward
+            result[f"{keys.REWARD_OF}{name}"] = one.reward
             if one.answer is not None:
                 result.setdefault("answer", one.answer)
         return result

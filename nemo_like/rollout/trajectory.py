@@ -192,7 +192,9 @@ def collate_rows(
     nan = float("nan")
     rewards = [nan if t.result.reward is None else t.result.reward for t in of_row]
     of_part = {
-        f"{keys.PART}{name}": [t.result.metrics.get(f"{keys.PART}{name}", nan) for t in of_row]
+        f"{keys.REWARD_OF}{name}": [
+            t.result.metrics.get(f"{keys.REWARD_OF}{name}", nan) for t in of_row
+        ]
         for name in parts
     }
     return {

@@ -129,7 +129,7 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
         return
     joined = torch.zeros_like(rewards, dtype=torch.float32)
     for name, part in config.environment.rewards.items():
-        of_part = rows[f"{keys.PART}{name}"][first]
+        of_part = rows[f"{keys.REWARD_OF}{name}"][first]
         joined += part.get("weight", 1) * make(of_part, groups, valid, advantage)
     rows[keys.ADVANTAGES] = whiten(joined, valid)[trajectory]
 
