@@ -10,6 +10,7 @@ import torch
 from nemo_like.batch import keys
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import PromptLoader
+from nemo_like.errors import RunError
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import values
 from nemo_like.rewards.protocol import RewardResult
@@ -129,6 +130,22 @@ def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own(
     assert values(metrics)["rollout/kept_share"] == 0.5
     assert len(first) == 8
     assert replicas.rounds_before_sleep == [3]  # shared memory goes to the policy once, at the end
+
+
+def test_more_failed_rewards_than_are_allowed_stop_a_run():
+    """``environment.max_failed_share``."""
+    source, _ = source_of()
+    rows = {
+        keys.GROUP_IDS: torch.arange(4),
+        keys.SIBLINGS: torch.zeros(4),
+        keys.SAMPLE_MASK: torch.tensor([True, False, False, True]),
+    }
+    results = [SimpleNamespace(errors={"no judge": 2})]
+    source._check_rewards(rows, results, "step 1")
+    environment = CONFIG.environment.replace(max_failed_share=0.4)
+    source._config = CONFIG.replace(environment=environment)
+    with pytest.raises(RunError, match=r"2 of 4 completions of step 1, more than .*0\.4.*no judge"):
+        source._check_rewards(rows, results, "step 1")
 
 
 def test_of_more_groups_than_a_step_takes_the_first_are_kept():

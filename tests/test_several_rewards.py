@@ -1,7 +1,6 @@
 """Several rewards: their sum, each by itself, and advantages of each."""
 
 import asyncio
-import json
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from nemo_like.errors import UserError
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.losses.advantages import group_advantages, whiten
 from nemo_like.rewards.environment import start_pool
-from nemo_like.rewards.function import load_reward, reward_spec
+from nemo_like.rewards.find import combined, reward_spec
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.trajectory import RolloutTask, collate_rows, single_turn
 from tests.small_runs import run, small_config
@@ -56,7 +55,7 @@ def typed(parts):
 
 
 def test_the_reward_is_the_weighted_sum_and_each_is_a_metric(functions):
-    function = load_reward(json.dumps(parts_of(functions, right=2.0, brief=0.5)))
+    function = combined(parts_of(functions, right=2.0, brief=0.5))
     assert function.required_fields == {"answer"}
     assert not function.is_async
     found = function("q", "4 it is", {"answer": "4", "other": 1})
@@ -70,11 +69,11 @@ def test_the_reward_is_the_weighted_sum_and_each_is_a_metric(functions):
 
 
 def test_one_that_is_async_makes_all_so_and_one_that_fails_costs_the_row(functions):
-    function = load_reward(json.dumps(parts_of(functions, slow=1.0, brief=1.0)))
+    function = combined(parts_of(functions, slow=1.0, brief=1.0))
     assert function.is_async
     assert asyncio.run(function("q", "abc", {}))["reward"] == pytest.approx(0.97)
     with pytest.raises(UserError, match="fails: returned None"):
-        load_reward(json.dumps(parts_of(functions, fails=1.0)))("q", "abc", {})
+        combined(parts_of(functions, fails=1.0))("q", "abc", {})
 
 
 def test_a_pool_scores_by_several(functions):

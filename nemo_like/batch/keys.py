@@ -46,6 +46,8 @@ REWARDS = "rewards"
 REWARD_OF = "reward_"
 """Begins the columns of several rewards, float64, one for each; NaN where it failed. Written by
 rollout."""
+TASKS = "tasks"
+"""int64, equal where rows are of one task (``Row.task``). Written by rollout."""
 GROUP_IDS = "group_ids"
 """int64, number of the row's group in the run: rows of one prompt, drawn once, share it."""
 NUM_LOSS_TOKENS = "num_loss_tokens"

@@ -89,6 +89,17 @@ class AdvantageConfig(Section):
     """Make advantages of each of ``environment.rewards`` by itself, add them up by weight, subtract
     the mean of the step's and divide by their deviation (GDPO, arXiv:2601.05242). False: of their
     weighted sum. A reward that varies little then counts as much as one that varies a lot."""
+    per_task: Annotated[
+        bool,
+        OnlyIf(
+            lambda here, _: here.scale == "batch" or here.each_reward or here.function,
+            "all completions of a group are of one task, and nothing is taken over a step; set "
+            "advantage.scale=batch",
+        ),
+    ] = False
+    """Take what is taken over a step (``scale=batch``, ``each_reward``, and all that ``function``
+    gets) over the rows of each task by themselves: of one environment of ``environment.tasks``, or
+    one part of a mixture."""
     overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
     """Completions within this many tokens of ``generation.max_new_tokens`` lose reward, in
     proportion to how far they are into the buffer (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""
@@ -103,6 +114,8 @@ class AdvantageConfig(Section):
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """The buffer is part of a completion; what is subtracted from a reward needs one."""
+        if self.each_reward and run.environment.tasks:
+            yield f"{here}.each_reward=true reads environment.rewards; set environment.tasks={{}}."
         if self.each_reward and (self.overlong_buffer_tokens or run.kl_in_reward):
             yield (
                 f"{here}.each_reward=true has no one reward to subtract from; set "

@@ -8,7 +8,7 @@ Legend: ``B`` rows of the step, ``N`` tokens of all rows end to end, ``M`` train
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,20 @@ def group_advantages(
     elif config.scale == "batch":
         advantage = whiten(advantage, ok)
     return advantage[line, slot].float()
+
+
+def by_task(make: Callable[..., Tensor], tasks: Tensor, *columns: Tensor) -> Tensor:
+    """What ``make`` gives for the rows of each task by themselves: float32 [B].
+
+    >>> x, tasks = torch.tensor([1.0, 3.0, 10.0, 30.0]), torch.tensor([4, 4, 2, 2])
+    >>> by_task(lambda part: part - part.mean(), tasks, x).tolist()
+    [-1.0, 1.0, -10.0, 10.0]
+    """
+    made = torch.zeros(len(tasks))
+    for task in tasks.unique():
+        here = tasks == task
+        made[here] = make(*(column[here] for column in columns))
+    return made
 
 
 def has_signal(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:

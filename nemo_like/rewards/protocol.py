@@ -7,6 +7,9 @@ from typing import Any, NamedTuple, Protocol
 MOST = 3e38
 """Nearly float32's largest number: what losses compute with."""
 
+IS_CHAT = "__chat__"
+"""Field of a row whose prompt was given as messages, for functions that tell the two apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:

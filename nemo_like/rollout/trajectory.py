@@ -203,6 +203,7 @@ def collate_rows(
         keys.SAMPLE_MASK: torch.tensor([t.result.reward is not None for t in of_row]).bool(),
         keys.NUM_LOSS_TOKENS: torch.tensor(trained, dtype=torch.int64),
         keys.TRUNCATED: torch.tensor([t.truncated for t in of_row]).bool(),
+        keys.TASKS: torch.tensor([seed_of(t.task.row.task) for t in of_row], dtype=torch.int64),
         keys.GROUP_IDS: torch.tensor([t.task.group for t in of_row], dtype=torch.int64),
         keys.SIBLINGS: torch.tensor([t.task.index for t in of_row], dtype=torch.int64),
         keys.SEEDS: torch.tensor([t.task.seed for t in of_row], dtype=torch.int64),

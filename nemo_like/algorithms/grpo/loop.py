@@ -21,6 +21,7 @@ from nemo_like.batch import keys
 from nemo_like.config.losses import ADVANTAGES
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.advantages import (
+    by_task,
     group_advantages,
     has_signal,
     overlong_penalty,
@@ -120,18 +121,24 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
         )
     if config.kl_in_reward:
         rewards = rewards - config.loss.kl_coef * total(rows[keys.REFERENCE_KL])
-    make = group_advantages
+    made = group_advantages
     if advantage.function is not None:
-        make = ADVANTAGES.load("advantage.function", advantage.function)
+        made = ADVANTAGES.load("advantage.function", advantage.function)
     groups, valid = rows[keys.GROUP_IDS][first], counted(batch, config)[first]
+    tasks = rows[keys.TASKS][first] if advantage.per_task else torch.zeros_like(groups)
+
+    def make(*columns: Tensor) -> Tensor:
+        return by_task(lambda *part: made(*part, advantage), tasks, *columns)
+
     if not advantage.each_reward:
-        rows[keys.ADVANTAGES] = make(rewards, groups, valid, advantage)[trajectory]
+        rows[keys.ADVANTAGES] = make(rewards, groups, valid)[trajectory]
         return
     joined = torch.zeros_like(rewards, dtype=torch.float32)
     for name, part in config.environment.rewards.items():
         of_part = rows[f"{keys.REWARD_OF}{name}"][first]
-        joined += part.get("weight", 1) * make(of_part, groups, valid, advantage)
-    rows[keys.ADVANTAGES] = whiten(joined, valid)[trajectory]
+        # Of a function in TRL's signature a row may have none.
+        joined += part.get("weight", 1) * make(of_part, groups, valid & ~of_part.isnan())
+    rows[keys.ADVANTAGES] = by_task(whiten, tasks, joined, valid)[trajectory]
 
 
 def group_metrics(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
