@@ -385,6 +385,11 @@ GRPO = [
         beside='environment.rewards={{"one":{{"function":"math"}}}}',
     ),
     *proven(
+        "tests/test_step_rewards.py::test_credit_by_step_is_what_the_paper_says",
+        "advantage.credit=step",
+        beside=f"advantage.baseline=mean {_TALKS}",
+    ),
+    *proven(
         "tests/test_tasks.py::test_advantages_of_a_step_are_those_of_each_task_by_choice",
         "advantage.per_task=true",
         beside="advantage.scale=batch",

@@ -11,6 +11,9 @@ LOSS_MASK = "loss_mask"
 """bool, True where the policy sampled the token. Written by rollout."""
 GENERATION_LOGPROBS = "generation_logprobs"
 """float32, logprob in the engine that sampled; 0 where the mask is False. Written by rollout."""
+TURNS = "turns"
+"""int64, number of the completion that sampled the token, of those of its trajectory; in runs whose
+trajectories may have several. Written by rollout."""
 POLICY_LOGPROBS = "policy_logprobs"
 """float32, logprob in the trainer before the step. Written by the policy."""
 REFERENCE_LOGPROBS = "reference_logprobs"
@@ -46,6 +49,12 @@ REWARDS = "rewards"
 REWARD_OF = "reward_"
 """Begins the columns of several rewards, float64, one for each; NaN where it failed. Written by
 rollout."""
+STEP_REWARDS = "step_rewards"
+"""float64 [B, K], what each of at most K completions of the row's trajectory earned, where it was
+said, else NaN; they add up to the reward. In runs with several turns. Written by rollout."""
+STEP_ADVANTAGES = "step_advantages"
+"""float32 [B, K], advantage of the tokens of each of these completions. Written by the algorithm.
+"""
 TASKS = "tasks"
 """int64, equal where rows are of one task (``Row.task``). Written by rollout."""
 GROUP_IDS = "group_ids"

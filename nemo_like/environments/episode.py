@@ -84,12 +84,12 @@ class Episodes:
         try:
             opened = await self._call(environment.reset, row)
             messages = list(row["messages"] if opened.messages is None else opened.messages)
-            rewards: list[float] = []
+            rewards: dict[str, float] = {}
             metrics = Counter[str]()
             text = ""
             while True:
                 try:
-                    choice = await self._ask(base_url, api_key, messages, opened.tools)
+                    name, choice = await self._ask(base_url, api_key, messages, opened.tools)
                 except NoRoomError:
                     break
                 message = choice["message"]
@@ -98,7 +98,7 @@ class Episodes:
                 result: StepResult = await self._call(environment.step, action)
                 metrics.update({f"environment/{k}": v for k, v in result.metrics.items()})
                 if result.reward is not None:
-                    rewards.append(float(result.reward))
+                    rewards[name] = float(result.reward)
                 if result.done or action.truncated:
                     break
                 if not result.messages:
@@ -111,10 +111,14 @@ class Episodes:
                     await self._call(close)
 
     async def _result(
-        self, row: dict[str, Any], text: str, rewards: list[float], metrics: Mapping[str, float]
+        self,
+        row: dict[str, Any],
+        text: str,
+        rewards: Mapping[str, float],
+        metrics: Mapping[str, float],
     ) -> dict[str, Any]:
         if rewards or self._reward is None:
-            return {"reward": sum(rewards), **metrics}
+            return {"steps": rewards, **metrics}
         fields = {name: value for name, value in row.items() if name != "prompt"}
         if self._reward.queues:
             found = await self._reward(row["prompt"], text, fields)
@@ -139,7 +143,8 @@ class Episodes:
 
     async def _ask(
         self, base_url: str, api_key: str, messages: list[Any], tools: Any
-    ) -> dict[str, Any]:
+    ) -> tuple[str, dict[str, Any]]:
+        """The answer's id, and its choice."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=_LONGEST_WAIT
@@ -155,7 +160,7 @@ class Episodes:
             if answer["error"]["code"] in _NO_ROOM:
                 raise NoRoomError
             raise UserError(answer["error"]["message"])
-        return answer["choices"][0]
+        return answer["id"], answer["choices"][0]
 
 
 def _action(choice: Mapping[str, Any]) -> Action:

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_like.config.losses import AdvantageConfig
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.advantages import AdvantageConfig
+from nemo_like.losses.aggregate import trained_tokens
 
 # Rewards that differ by less than this share of their size are equal; their spread is rounding.
 _RELATIVE_SPREAD = 1e-9
@@ -79,6 +82,24 @@ def by_task(make: Callable[..., Tensor], tasks: Tensor, *columns: Tensor) -> Ten
         here = tasks == task
         made[here] = make(*(column[here] for column in columns))
     return made
+
+
+def still_to_come(steps: Tensor) -> Tensor:
+    """What each step [..., K] and all later ones add up to.
+
+    >>> still_to_come(torch.tensor([[1.0, 0.0, 2.0]])).tolist()
+    [[3.0, 2.0, 2.0]]
+    """
+    return steps.flip(-1).cumsum(-1).flip(-1)
+
+
+def of_steps(batch: TensorBatch) -> tuple[dict[str, Tensor], None]:
+    """Token column ``advantages``: each trained token has that of its completion."""
+    at, row = trained_tokens(batch)
+    advantages = torch.zeros(batch.num_tokens)
+    of_completion = batch.rows[keys.STEP_ADVANTAGES]
+    advantages[at] = of_completion[row, batch.tokens[keys.TURNS][at]].float()
+    return {keys.ADVANTAGES: advantages}, None
 
 
 def has_signal(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class _Result:
     error: _Text | None
     answer: _Text | None
     dropped: dict[_Text, _Text]
+    steps: dict[_Text, _Number]
     spent: _Text | None
 
 

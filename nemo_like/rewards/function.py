@@ -9,7 +9,7 @@ import errno
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Complex, Real
 from pathlib import Path
 from typing import Any
@@ -169,12 +169,18 @@ def to_result(result: Any) -> RewardResult:
     Next to ``reward`` a dict holds numbers, which become metrics, and perhaps ``answer``: what the
     completion answered, or None if it stated none. Metrics that are not finite numbers are
     dropped; the reward still counts. A ``reward`` of None means that the row cannot be scored; then
-    ``error`` may be a text that says why. Raises UserError for a reward that is not a number.
+    ``error`` may be a text that says why. ``steps`` may hold rewards by the id of the answer that
+    earned them, beside the ``reward`` of the last one or in place of it. Raises UserError for a
+    reward that is not a number.
     """
     if result is None:
         return failed("returned None")
     if not isinstance(result, Mapping):
         return RewardResult(reward=_number("the reward", result))
+    result = dict(result)
+    steps = result.pop("steps") if isinstance(result.get("steps"), Mapping) else {}
+    if steps:
+        return _with_steps(result, steps)
     if "reward" not in result:
         raise UserError(f"returned a dict without 'reward' (it has {sorted(map(str, result))}).")
     rest = {str(key): value for key, value in result.items() if key != "reward"}
@@ -191,6 +197,18 @@ def to_result(result: Any) -> RewardResult:
         except UserError as error:
             dropped[key] = str(error)
     return RewardResult(reward=reward, metrics=metrics, answer=answer, dropped=dropped)
+
+
+def _with_steps(result: Mapping[str, Any], given: Mapping[str, Any]) -> RewardResult:
+    steps = {str(name): _number(f"the reward of {name}", value) for name, value in given.items()}
+    if "reward" in result:
+        rest = to_result(result)
+        if rest.reward is None:
+            return rest
+        steps[""] = rest.reward
+    else:
+        rest = to_result(dict(result) | {"reward": 0.0})
+    return replace(rest, reward=_number("the reward", sum(steps.values())), steps=steps)
 
 
 def _number(what: str, value: Any) -> float:

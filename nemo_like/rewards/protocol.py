@@ -27,6 +27,9 @@ class RewardResult:
     if the environment does not say."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Metrics that are left out, and why."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """Parts of the reward by the completion that earned them, as the endpoint called it; by an
+    empty name what the last one did. Empty: all is the last one's."""
     spent: str | None = None
     """Why the reward process should be replaced, though it still works; the pool reads it."""
 

@@ -156,7 +156,8 @@ class RolloutWorker(GenerationWorker):
         if request.phase == "train":
             self._record(request.step, trajectories)
         read = [t for t in trajectories if request.with_samples or t.task.record]
-        tokens = collate_tokens(trajectories)
+        most_turns = max((one.turns for one in self._limits.values()), default=1)
+        tokens = collate_tokens(trajectories, most_turns)
         if self._files is not None and trajectories:
             self._files.append(table_of(request.step, request.phase, trajectories, tokens))
         errors = Counter(
@@ -167,7 +168,7 @@ class RolloutWorker(GenerationWorker):
         return RolloutResult(
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
-            rows=collate_rows(trajectories, self._reward_parts),
+            rows=collate_rows(trajectories, self._reward_parts, most_turns),
             metrics=merge([self.memory(), *map(_metrics, trajectories)]),
             rank=self.context.rank,
             seconds=time.monotonic() - start,
