@@ -342,6 +342,9 @@ def test_a_number_is_found_by_halving():
         assert result.done
         assert result.reward >= 1 - 3 / 8
     assert "no number" in Guess.step(game, Action(text="?")).messages[0]["content"]
+    game = Guess(low=3, high=3)
+    game.reset({"prompt": "a"})
+    assert game.step(Action(text="3")).reward == 1.0
 
 
 @pytest.mark.parametrize(
