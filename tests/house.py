@@ -57,6 +57,7 @@ LEAVES = {
     "policy/moments/": "AdamW's moments in host memory or fewer bits",
     "policy/token_advantages.py": "PPO's advantages",
     "rewards/code/": "grading of programs",
+    "rewards/judge.py": "grading by a model at a server",
     "rewards/math/": "grading of mathematics",
     "rewards/reward_model.py": "grading by a reward model",
     "rewards/sandbox/": "runs programs that a model wrote",

@@ -75,6 +75,7 @@ MAY_READ_ENVIRONMENT = {
     "distributed/sweeper.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",
+    "rewards/judge.py",
     "rewards/pool.py",
     "rewards/sandbox/limits.py",
     "generation/vllm/engine.py",

@@ -17,7 +17,7 @@ from nemo_like.rewards.code.compare import same_output, same_value
 from nemo_like.rewards.code.extract import program_of
 from nemo_like.rewards.code.reward import CodeReward, reward
 from nemo_like.rewards.environment import start_pool
-from nemo_like.rewards.function import resolve_reward
+from nemo_like.rewards.find import resolve_reward
 from nemo_like.rewards.sandbox.limits import Limits
 from nemo_like.rewards.sandbox.program import isolation
 from nemo_like.rewards.sandbox.walls import has_namespaces

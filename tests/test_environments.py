@@ -13,7 +13,7 @@ import pytest
 
 from nemo_like.data import reasoning_gym as reasoning_gym_reward
 from nemo_like.errors import UserError
-from nemo_like.rewards.function import resolve_reward
+from nemo_like.rewards.find import resolve_reward
 from nemo_like.rewards.pool import RewardPool
 
 REWARDS = '''

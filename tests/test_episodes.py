@@ -151,6 +151,7 @@ def test_step_rewards_add_up_and_failures_cost_their_own_trajectory(chat, ours):
     assert "step() gave neither messages nor done=True" in errors[3]
     assert "step() took longer than 1 s" in errors[4]
     assert found[1].result.metrics["environment/steps"] == 2
+    assert [one.step_rewards for one in found[:2]] == [[1.5], [0.25, 0.25, 2.5]]
     assert [one.end for one in found] == ["final", "final", "failed", "failed", "failed", "final"]
     assert [one.counts["turns"] for one in found] == [1, 3, 1, 1, 1, 1]
 
@@ -341,6 +342,9 @@ def test_a_number_is_found_by_halving():
         assert result.done
         assert result.reward >= 1 - 3 / 8
     assert "no number" in Guess.step(game, Action(text="?")).messages[0]["content"]
+    game = Guess(low=3, high=3)
+    game.reset({"prompt": "a"})
+    assert game.step(Action(text="3")).reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import AdvantageConfig, LossConfig
+from nemo_like.config.advantages import AdvantageConfig
+from nemo_like.config.losses import LossConfig
 from nemo_like.losses.advantages import (
     gae,
     group_advantages,

@@ -2,6 +2,7 @@
 
 import hashlib
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from nemo_like.batch import keys
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import GroupFeed, PromptLoader
+from nemo_like.errors import RunError
 from nemo_like.generation.protocol import Completion, FinishReason
-from nemo_like.observe.metrics import values
+from nemo_like.observe.metrics import merge, values
+from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rollout.rounds import batch_metrics
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.trajectory import (
     RolloutTask,
@@ -22,7 +26,7 @@ from nemo_like.rollout.trajectory import (
     single_turn,
     trajectory_seed,
 )
-from nemo_like.rollout.worker import RolloutResult
+from nemo_like.rollout.worker import RolloutResult, _metrics
 from tests.small_runs import records, small_config
 
 
@@ -133,6 +137,22 @@ def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own(
     assert replicas.rounds_before_sleep == [3]  # shared memory goes to the policy once, at the end
 
 
+def test_more_failed_rewards_than_are_allowed_stop_a_run():
+    """``environment.max_failed_share``."""
+    source, _ = source_of()
+    rows = {
+        keys.GROUP_IDS: torch.arange(4),
+        keys.SIBLINGS: torch.zeros(4),
+        keys.SAMPLE_MASK: torch.tensor([True, False, False, True]),
+    }
+    results = [SimpleNamespace(errors={"no judge": 2})]
+    source._check_rewards(rows, results, "step 1")
+    environment = CONFIG.environment.replace(max_failed_share=0.4)
+    source._config = CONFIG.replace(environment=environment)
+    with pytest.raises(RunError, match=r"2 of 4 completions of step 1, more than .*0\.4.*no judge"):
+        source._check_rewards(rows, results, "step 1")
+
+
 def test_of_more_groups_than_a_step_takes_the_first_are_kept():
     source, _ = source_of(num_replicas=3)  # three prompts are sampled where one is missing
 
@@ -181,6 +201,35 @@ def test_a_completion_without_a_reward_is_masked_and_one_that_was_cut_off_is_mar
         keys.WEIGHT_VERSIONS: [4, 4],
     }
     assert {name: columns[name].tolist() for name in expected} == expected
+
+
+def test_the_mean_reward_is_over_those_that_have_one_beside_the_count_of_others():
+    rows = [trajectory([7] * n, [3], one) for n, one in enumerate((1.0, 1.0, 0.0, None), 1)]
+    found = values(batch_metrics("rollout", collate_rows(rows), []))
+    assert found["rollout/reward"] == pytest.approx(0.666667, abs=1e-6)
+    assert found["rollout/num_failed"] == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_what_rewards_report_is_averaged_over_the_rows_that_have_it(order):
+    """One reports three things, one of them a text, one a single number, and one nothing else."""
+    said = ({"reward": 1, "acc": 1, "score": 0.3, "pred": "a"}, {"reward": 0, "acc": 0}, 0.5)
+    rows = [replace(trajectory([7], [3], 1.0), result=to_result(said[place])) for place in order]
+    together = merge([_metrics(one) for one in rows])
+    on_two_workers = merge([_metrics(rows[0]), merge([_metrics(one) for one in rows[1:]])])
+    for found in (values(together), values(on_two_workers)):
+        assert found["acc"] == 0.5
+        assert found["score"] == 0.3
+        assert "pred" not in found
+
+
+def test_prompts_of_equal_text_are_groups_of_their_own():
+    source, replicas = source_of()
+    source._loader = PromptLoader(["same"] * 9, fingerprint="", seed=0, shuffle=False)
+    batch, _ = source.next_batch(1)
+    groups = batch.rows[keys.GROUP_IDS].tolist()
+    assert {groups.count(one) for one in groups} == {2}
+    assert len(set(groups)) == len(replicas.rounds[0]) / 2
 
 
 def test_a_trajectory_counts_once_in_however_many_rows_it_trains():

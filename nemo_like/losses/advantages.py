@@ -8,13 +8,16 @@ Legend: ``B`` rows of the step, ``N`` tokens of all rows end to end, ``M`` train
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nemo_like.config.losses import AdvantageConfig
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.advantages import AdvantageConfig
+from nemo_like.losses.aggregate import trained_tokens
 
 # Rewards that differ by less than this share of their size are equal; their spread is rounding.
 _RELATIVE_SPREAD = 1e-9
@@ -65,6 +68,38 @@ def group_advantages(
     elif config.scale == "batch":
         advantage = whiten(advantage, ok)
     return advantage[line, slot].float()
+
+
+def by_task(make: Callable[..., Tensor], tasks: Tensor, *columns: Tensor) -> Tensor:
+    """What ``make`` gives for the rows of each task by themselves: float32 [B].
+
+    >>> x, tasks = torch.tensor([1.0, 3.0, 10.0, 30.0]), torch.tensor([4, 4, 2, 2])
+    >>> by_task(lambda part: part - part.mean(), tasks, x).tolist()
+    [-1.0, 1.0, -10.0, 10.0]
+    """
+    made = torch.zeros(len(tasks))
+    for task in tasks.unique():
+        here = tasks == task
+        made[here] = make(*(column[here] for column in columns))
+    return made
+
+
+def still_to_come(steps: Tensor) -> Tensor:
+    """What each step [..., K] and all later ones add up to.
+
+    >>> still_to_come(torch.tensor([[1.0, 0.0, 2.0]])).tolist()
+    [[3.0, 2.0, 2.0]]
+    """
+    return steps.flip(-1).cumsum(-1).flip(-1)
+
+
+def of_steps(batch: TensorBatch) -> tuple[dict[str, Tensor], None]:
+    """Token column ``advantages``: each trained token has that of its completion."""
+    at, row = trained_tokens(batch)
+    advantages = torch.zeros(batch.num_tokens)
+    of_completion = batch.rows[keys.STEP_ADVANTAGES]
+    advantages[at] = of_completion[row, batch.tokens[keys.TURNS][at]].float()
+    return {keys.ADVANTAGES: advantages}, None
 
 
 def has_signal(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:

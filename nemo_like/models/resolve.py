@@ -54,9 +54,11 @@ def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
 def refuse_other_models(config: RunConfig) -> None:
     """UserError for critics, teachers and reward models that cannot serve, by their config.json."""
     others = list(config.other_models())
-    if isinstance(config, SamplingRunConfig) and config.environment.reward == REWARD_MODEL:
-        assert config.environment.reward_model is not None
-        others.append((REWARD_MODEL_KEY, config.environment.reward_model))
+    environments = config.environment.each if isinstance(config, SamplingRunConfig) else {}
+    for one in environments.values():
+        if one.reward == REWARD_MODEL:
+            assert one.reward_model is not None
+            others.append((REWARD_MODEL_KEY, one.reward_model))
     classes = {"critic.model": GIVES_VALUES, REWARD_MODEL_KEY: (CLASSIFIER,)}
     for key, name in others:
         if name not in BUILT_IN_MODELS:

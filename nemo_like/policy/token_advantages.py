@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import KLEstimator
-from nemo_like.losses.advantages import Moments, gae
+from nemo_like.losses.advantages import Moments, gae, still_to_come
 from nemo_like.losses.aggregate import trained_tokens
 from nemo_like.losses.kl import kl_estimate
 
@@ -21,7 +21,8 @@ from nemo_like.losses.kl import kl_estimate
 class TokenAdvantages:
     """Columns ``advantages`` and ``returns`` by GAE; the moments of the rank's advantages.
 
-    Without a column of values they are 0. A row's reward belongs to its last trained token. Each
+    Without a column of values they are 0. What a completion earned belongs to its last token, and
+    what later ones earned that train in other rows to the last trained token of the row. Each
     trained token's reward is less by its own KL to the reference, where ``kl_coef`` is above 0
     (arXiv:2203.02155 Eq. 2).
     """
@@ -53,9 +54,17 @@ class TokenAdvantages:
         if self.kl_coef > 0:
             log_ratio = batch.tokens[keys.REFERENCE_LOGPROBS] - batch.tokens[keys.POLICY_LOGPROBS]
             rewards[at] = -self.kl_coef * kl_estimate(log_ratio[at].double(), self.kl_estimator)
-        last = torch.full((len(batch),), -1).scatter_reduce(0, row, at, "amax")
-        ends = last >= 0  # a row that does not train may have no reward at all
-        rewards[last[ends]] += batch.rows[keys.REWARDS][ends].double()
+        if keys.STEP_REWARDS in batch.rows:
+            earned = batch.rows[keys.STEP_REWARDS].nan_to_num(0.0)
+            turn = batch.tokens[keys.TURNS][at]
+        else:  # a row that does not train may have no reward at all
+            earned = batch.rows[keys.REWARDS].double().nan_to_num(0.0)[:, None]
+            turn = torch.zeros_like(at)
+        to_come = still_to_come(earned)[row, turn]
+        same_row = row[1:] == row[:-1]
+        rewards[at] += (
+            to_come - torch.cat([to_come[1:] * same_row, to_come.new_zeros(1)])[: len(at)]
+        )
         return rewards
 
 

@@ -48,8 +48,8 @@ class RewardPool:
 
     A process scores one row after the other, or ``concurrency`` at once by an ``async def``. It is
     replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``
-    (None: it is kept while it works). A free process gets up to ``rows_at_once`` rows that wait,
-    which share their time limits, and their fate.
+    (None: it is kept while it works). A free process of a reward that takes several rows in one
+    call gets up to ``concurrency`` rows that wait, which share their time limits, and their fate.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class RewardPool:
         concurrency: int = 32,
         most_rows: int | None = MOST_ROWS,
         module: str = "nemo_like.rewards.process",
-        rows_at_once: int = 1,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         variables = reward_variables(os.environ, pass_variables)
@@ -81,7 +80,6 @@ class RewardPool:
             most_rows=most_rows,
         )
         self._concurrency = concurrency
-        self._rows_at_once = rows_at_once
         self._waiting: deque[WaitingRow] = deque()
         self._is_shut_down = False
         self._lock = threading.Lock()
@@ -99,9 +97,9 @@ class RewardPool:
             raise
 
     @property
-    def is_concurrent(self) -> bool:
-        """Whether the reward function is an ``async def``."""
-        return all(lane.is_concurrent for lane in self._lanes)
+    def takes_several(self) -> bool:
+        """Whether the reward function is an ``async def``, or takes several rows in one call."""
+        return all(lane.is_concurrent or lane.is_batched for lane in self._lanes)
 
     async def score(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> RewardResult:
         """Score one completion; whatever goes wrong is in ``RewardResult.error``."""
@@ -151,7 +149,8 @@ class RewardPool:
             if self._room(lane) <= 0:
                 return
             rows: list[WaitingRow] = []
-            while self._waiting and len(rows) < self._rows_at_once:
+            most = self._concurrency if lane.is_batched else 1
+            while self._waiting and len(rows) < most:
                 row = self._waiting.popleft()
                 if row.result.set_running_or_notify_cancel():
                     rows.append(row)
@@ -197,6 +196,10 @@ class _Lane:
     @property
     def is_concurrent(self) -> bool:
         return bool(self._processes) and self._processes[-1].is_concurrent
+
+    @property
+    def is_batched(self) -> bool:
+        return bool(self._processes) and self._processes[-1].is_batched
 
     async def start(self) -> None:
         """Start the first process; UserError if it cannot load its reward."""

@@ -78,6 +78,7 @@ class RewardProcess(asyncio.Protocol):
         self.spent: str | None = None
         """Why it should be replaced once its rows are scored."""
         self.is_concurrent = False
+        self.is_batched = False
         self._settings = settings
         self._frames = Frames(MOST_RESULT_BYTES)
         self._in_flight: dict[str, asyncio.Future[RewardResult]] = {}
@@ -120,7 +121,8 @@ class RewardProcess(asyncio.Protocol):
         what = f"environment.reward={self._settings.reward}"
         try:
             async with asyncio.timeout(self._ready_by - time.monotonic()):
-                complaint, self.is_concurrent = await asyncio.shield(self._first_word)
+                first_word = await asyncio.shield(self._first_word)
+            complaint, self.is_concurrent, self.is_batched = first_word
         except TimeoutError:
             complaint = f"{what} was not loaded within {self._settings.start_timeout_s:.0f} s."
         except LostError as error:

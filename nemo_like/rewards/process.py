@@ -23,8 +23,9 @@ from pathlib import Path
 import psutil
 
 from nemo_like.errors import UserError
+from nemo_like.rewards.find import load_reward
 from nemo_like.rewards.frames import MOST_BYTES, Frames, first_word_frame, read_rows, result_frame
-from nemo_like.rewards.function import RewardFunction, load_reward, score_async, score_row
+from nemo_like.rewards.function import RewardFunction, score_async, score_rows
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 
 PARENT_POLL_S = 1.0
@@ -36,24 +37,6 @@ CANCEL_GRACE_S = 1.0
 BatchReward = Callable[[Sequence[RewardRow]], list[RewardResult]]
 """One result for each row, in their order; never raises."""
 PR_SET_CHILD_SUBREAPER = 36
-
-
-def load(spec: str) -> "BatchReward | RewardFunction":
-    """The reward function of ``spec``, which scores one row after the other unless it is async."""
-    function = load_reward(spec)
-    if function.is_async:
-        return function
-    return one_by_one(function)
-
-
-def one_by_one(function: RewardFunction) -> BatchReward:
-    """Score one row after the other."""
-    runner = asyncio.Runner()
-
-    def score_each(rows: Sequence[RewardRow]) -> list[RewardResult]:
-        return [score_row(function, row, runner) for row in rows]
-
-    return score_each
 
 
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
@@ -71,12 +54,16 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
     except UserError as error:
         pool.sendall(first_word_frame(str(error)))
         return
-    is_concurrent = isinstance(scorer, RewardFunction)
-    pool.sendall(first_word_frame(None, is_concurrent=is_concurrent))
-    if isinstance(scorer, RewardFunction):
+    if not isinstance(scorer, RewardFunction):
+        pool.sendall(first_word_frame(None, is_batched=True))
+        _serve(pool, scorer, float(timeout_s))
+    elif scorer.is_async:
+        pool.sendall(first_word_frame(None, is_concurrent=True))
         _serve_concurrently(pool, scorer, float(timeout_s))
     else:
-        _serve(pool, scorer, float(timeout_s))
+        pool.sendall(first_word_frame(None, is_batched=scorer.is_batched))
+        runner = asyncio.Runner()
+        _serve(pool, lambda rows: score_rows(scorer, rows, runner), float(timeout_s))
 
 
 def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float) -> None:
@@ -245,4 +232,4 @@ def kill_tree(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:], load)
+    serve(sys.argv[1:], load_reward)

@@ -6,6 +6,7 @@ conversation is one row, a sub-agent another, and each sampled token trains exac
 
 import contextlib
 import json
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,10 @@ class Turn:
     """All messages, or the whole text, the reply included."""
     reply: Reply
     prompt_tokens: int
+    number: int
+    """Of the completions that have tokens."""
+    id: str
+    """Under which its caller knows it."""
 
     def segments(self, seen: "set[Turn]") -> list[Segment]:
         """From the beginning to this turn; turns in ``seen`` train in another row."""
@@ -71,7 +76,12 @@ class Turn:
         return [
             *before,
             Segment(token_ids=self.given),
-            Segment(token_ids=one.token_ids, logprobs=logprobs, weight_version=one.weight_version),
+            Segment(
+                token_ids=one.token_ids,
+                logprobs=logprobs,
+                weight_version=one.weight_version,
+                turn=self.number,
+            ),
         ]
 
     def lineage(self) -> "list[Turn]":
@@ -105,6 +115,8 @@ class Recorder:
         """Turns by the messages that they end."""
         self._drawn = Counter[tuple[int, ...]]()
         """How often each prompt was sampled."""
+        self._number_of: dict[str, int] = {}
+        """Turns by the id of their answer; one without tokens counts with the last that has any."""
         self._num_begun = 0
         self._ended: EndedError | None = None
         self._problem: str | None = None
@@ -151,10 +163,13 @@ class Recorder:
             said=messages + content if isinstance(messages, str) else [*messages, reply.message],
             reply=reply,
             prompt_tokens=len(prompt_ids),
+            number=len(self._turns),
+            id=f"cmpl-{secrets.token_hex(12)}",
         )
         if completion.token_ids:  # an answer of nothing is no one's parent
             self._turns.append(turn)
             self._known.setdefault(_key(turn.said, tools), []).append(turn)
+        self._number_of[turn.id] = max(0, len(self._turns) - 1)
         return turn
 
     def _prompt(
@@ -238,6 +253,8 @@ class Recorder:
         if not self._turns and result.reward is not None:
             self.counts["without_calls"] += 1
             result = failed("the model was never called: use the address that is given")
+        if unknown := result.steps.keys() - self._number_of.keys() - {""}:
+            result = failed(f"a reward is for the answer {min(unknown)}, which was never given")
         last = self._turns[-1] if self._turns else None
         if end == "final" and last and last.completion.finish_reason is FinishReason.length:
             end = "length"
@@ -252,7 +269,16 @@ class Recorder:
             end=end,
             messages=() if last is None or isinstance(last.said, str) else last.said,
             counts=self.counts | {"turns": len(self._turns)},
+            step_rewards=self._step_rewards(result),
         )
+
+    def _step_rewards(self, result: RewardResult) -> list[float | None]:
+        rewards: list[float | None] = [None] * len(self._turns)
+        for name, value in (result.steps or {"": result.reward}).items():
+            if rewards and value is not None:
+                number = self._number_of.get(name, -1)
+                rewards[number] = (rewards[number] or 0.0) + value
+        return rewards
 
     def _rows(self) -> list[list[Segment]]:
         """A row for each turn that no other continues; each turn trains in the first one."""

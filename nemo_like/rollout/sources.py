@@ -253,11 +253,17 @@ class RolloutSource:
             return
         reasons = sum((Counter(result.errors) for result in results), Counter[str]())
         ((message, count),) = reasons.most_common(1)
-        reward = self._config.environment.reward
+        environment = self._config.environment
         if failed == len(scored):
             raise RunError(
-                f"environment.reward={reward} failed on all {failed} completions of {when}; "
-                f"first: {message}"
+                f"environment.reward={environment.reward} failed on all {failed} completions of "
+                f"{when}; first: {message}"
+            )
+        if failed > environment.max_failed_share * len(scored):
+            raise RunError(
+                f"environment.reward failed on {failed} of {len(scored)} completions of {when}, "
+                f"more than environment.max_failed_share={environment.max_failed_share:g} allows; "
+                f"most often ({count}): {message}"
             )
         logger.warning(
             "environment.reward failed on %d of %d completions of %s, which are masked; most "

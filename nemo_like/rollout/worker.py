@@ -12,7 +12,7 @@ import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.config.environment import SINGLE_TURN, EnvironmentConfig
+from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.protocol import ENDPOINT
 from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
@@ -22,6 +22,7 @@ from nemo_like.observe.sinks import JsonlFile
 from nemo_like.observe.trajectory_files import VOCABULARY, TrajectoryFiles
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
+from nemo_like.rewards.protocol import IS_CHAT
 from nemo_like.rollout.recorder import Limits, Recorder
 from nemo_like.rollout.trajectory import (
     ENDS,
@@ -45,7 +46,8 @@ class RolloutSetup:
 
     backend: str
     engine: EngineConfig
-    environment: EnvironmentConfig
+    environments: Mapping[str, EnvironmentConfig]
+    """By the name that rows have; see ``EnvironmentConfig.each``."""
     template_switches: Mapping[str, Any]
     num_reward_threads: int
     """Threads of each reward process that has a reward model."""
@@ -101,31 +103,40 @@ _MAX_ERROR_CHARS = 300
 class RolloutWorker(GenerationWorker):
     """A generation replica that also decodes and scores completions."""
 
-    _environment: RewardPool | None = None
+    _pools: Mapping[str, RewardPool] = {}
     _endpoint: "Endpoint | None" = None
     _files: TrajectoryFiles | None = None
 
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine, the reward processes and the tokenizer, at the same time."""
-        self._environment, self._chat, _ = await asyncio.gather(
-            asyncio.to_thread(
-                start_pool,
-                setup.environment,
-                setup.engines_per_node,
-                switches=setup.template_switches,
-                num_threads=setup.num_reward_threads,
-            ),
+        environments = setup.environments
+        self._chat, _, *pools = await asyncio.gather(
             asyncio.to_thread(ChatTokenizer, setup.engine.model_path, setup.template_switches),
             self.start_engine(setup.backend, setup.engine),
+            *(
+                asyncio.to_thread(
+                    start_pool,
+                    environment,
+                    setup.engines_per_node * len(environments),
+                    num_engines=self.context.world_size,
+                    switches=setup.template_switches,
+                    num_threads=setup.num_reward_threads,
+                )
+                for environment in environments.values()
+            ),
         )
-        environment = setup.environment
-        self._reward_parts = [*environment.rewards]
-        if environment.name != SINGLE_TURN:
-            self._limits = Limits(
+        self._pools = dict(zip(environments, pools, strict=True))
+        self._reward_parts = [name for one in environments.values() for name in one.rewards]
+        self._limits = {
+            name: Limits(
                 tokens=min(setup.most_tokens, environment.max_tokens or setup.most_tokens),
                 turns=environment.max_turns,
                 rewritten=environment.rewritten_history,
             )
+            for name, environment in environments.items()
+            if not environment.is_single_turn
+        }
+        if self._limits:
             from nemo_like.rollout.endpoint import Endpoint  # imports a server
 
             self._endpoint = Endpoint("policy")
@@ -145,7 +156,8 @@ class RolloutWorker(GenerationWorker):
         if request.phase == "train":
             self._record(request.step, trajectories)
         read = [t for t in trajectories if request.with_samples or t.task.record]
-        tokens = collate_tokens(trajectories)
+        most_turns = max((one.turns for one in self._limits.values()), default=1)
+        tokens = collate_tokens(trajectories, most_turns)
         if self._files is not None and trajectories:
             self._files.append(table_of(request.step, request.phase, trajectories, tokens))
         errors = Counter(
@@ -156,7 +168,7 @@ class RolloutWorker(GenerationWorker):
         return RolloutResult(
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
-            rows=collate_rows(trajectories, self._reward_parts),
+            rows=collate_rows(trajectories, self._reward_parts, most_turns),
             metrics=merge([self.memory(), *map(_metrics, trajectories)]),
             rank=self.context.rank,
             seconds=time.monotonic() - start,
@@ -167,14 +179,15 @@ class RolloutWorker(GenerationWorker):
 
     async def _run(self, task: RolloutTask, sampling: SamplingParams) -> Trajectory:
         """One trajectory; a failed reward is a result, not an exception."""
-        assert self._environment is not None
         row = task.row
-        fields = row.fields | {"messages": list(row.messages)}
-        if self._endpoint is not None:
-            recorder = Recorder(task, self.generate, self._chat, sampling, self._limits)
+        pool, limits = self._pools[row.environment], self._limits.get(row.environment)
+        fields = row.fields | {"messages": list(row.messages), IS_CHAT: row.is_chat}
+        if limits is not None:
+            assert self._endpoint is not None
+            recorder = Recorder(task, self.generate, self._chat, sampling, limits)
             with self._endpoint.serving(recorder) as address:
                 fields |= {ENDPOINT: list(address)}
-                result = await self._environment.score(row.prompt, "", fields)
+                result = await pool.score(row.prompt, "", fields)
             return recorder.trajectory(result)
         completion = await self.generate(
             GenerationRequest(
@@ -185,15 +198,15 @@ class RolloutWorker(GenerationWorker):
             )
         )
         text = self._chat.decode(completion.token_ids)
-        result = await self._environment.score(row.prompt, text, fields)
+        result = await pool.score(row.prompt, text, fields)
         return single_turn(task, completion, text, result)
 
     async def shutdown_engine(self) -> None:
         """End the endpoint and the reward processes too."""
         if self._endpoint is not None:
             await self._endpoint.close()
-        if self._environment is not None:
-            self._environment.shutdown()
+        for pool in self._pools.values():
+            pool.shutdown()
         await super().shutdown_engine()
         if self._files is not None:
             self._files.wait()
@@ -235,7 +248,13 @@ class RolloutWorker(GenerationWorker):
 
 
 def _metrics(trajectory: Trajectory) -> Metrics:
-    scored = {name: Metric(value) for name, value in trajectory.result.metrics.items()}
+    result, task = trajectory.result, trajectory.task.row.task
+    scored = {name: Metric(value) for name, value in result.metrics.items()}
+    if task:
+        scored[f"{task}/completion_tokens"] = Metric(trajectory.num_sampled)
+        scored[f"{task}/failed_share"] = Metric(float(result.reward is None))
+        if result.reward is not None:
+            scored[f"{task}/reward"] = Metric(result.reward)
     prompt = len(trajectory.task.row.prompt_ids)
     if not trajectory.counts:  # a single turn
         cached = trajectory.completions[0].num_cached_tokens / prompt
