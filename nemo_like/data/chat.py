@@ -105,7 +105,7 @@ class ChatTokenizer:
         text = self.text(messages, to_answer=True, tools=tools)
         if tools and text == self.text(messages, to_answer=True):
             raise UserError("the model's chat template takes no tools; describe them in a message.")
-        self.check(messages, text)
+        self.check(messages, text, tools)
         return self.cuts.ids(text)
 
     def render_conversation(
@@ -203,14 +203,14 @@ class ChatTokenizer:
         """The messages with arguments of tool calls in the form that the template writes."""
         return as_template_takes(messages, lambda given: self.text(given, to_answer=False))
 
-    def check(self, messages: Sequence[Message], text: str) -> None:
+    def check(self, messages: Sequence[Message], text: str, tools: Sequence[Any] = ()) -> None:
         """What the template made of the messages must be all of them, and no other turns."""
         for index, message in enumerate(messages):
             content, marks = message["content"], self._marks
             if message["role"] == "assistant":  # may have its end token already
                 content, marks = self._without_end(content), self._answer_marks
             refuse_marks(index, content, marks)
-        refuse_losses(messages, text, self.text)
+        refuse_losses(messages, text, functools.partial(self.text, tools=tools))
 
     def text(
         self, messages: Sequence[Message], *, to_answer: bool, tools: Sequence[Any] = ()

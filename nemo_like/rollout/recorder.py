@@ -7,7 +7,7 @@ conversation is one row, a sub-agent another, and each sampled token trains exac
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,11 +22,8 @@ from nemo_like.generation.protocol import (
     SamplingParams,
 )
 from nemo_like.rewards.protocol import RewardResult, failed
-from nemo_like.rollout.tool_calls import Reply, reply_of
+from nemo_like.rollout.tool_calls import Reply, Tools, refuse_unread_calls, reply_of
 from nemo_like.rollout.trajectory import End, RolloutTask, Segment, Trajectory, seed_of
-
-Tools = Sequence[Mapping[str, Any]]
-"""Schemas of functions, as the OpenAI protocol has them."""
 
 
 class EndedError(Exception):
@@ -127,6 +124,7 @@ class Recorder:
             raise self._end("turns", f"it had its {self._limits.turns} turns")
         self._num_begun += 1
         parent, given = self._prompt(messages, tools)
+        refuse_unread_calls(self._chat, tools)
         prompt_ids = [*(parent.token_ids() if parent else ()), *given]
         room = self._limits.tokens - len(prompt_ids)
         if room <= 0:
@@ -139,7 +137,7 @@ class Recorder:
             raise self._ended
         ids, chat = completion.token_ids, self._chat
         whole = chat.decode_whole(ids) if tools else None
-        reply = reply_of(chat.decode(ids), whole, self._num_begun)
+        reply = reply_of(chat.decode(ids), whole, self._num_begun, tools)
         if reply.errors:
             self.counts["unreadable_tool_calls"] += len(reply.errors)
         content = reply.message["content"]
