@@ -1,7 +1,9 @@
 """Conversations with a scripted engine: which tokens are kept, which train, and how rows begin."""
 
 import asyncio
+import inspect
 import json
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_like.batch import keys
 from nemo_like.data.datasets import Row
+from nemo_like.data.tokenizer import TokenCuts
 from nemo_like.data.turns import RewrittenHistoryError, tokens_after
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import Completion, FinishReason, SamplingParams
@@ -161,6 +164,28 @@ def test_a_turn_that_was_cut_off_is_closed_by_the_template(tmp_path):
     assert trained_texts(chat._tokenizer, ids, mask) == ["Hel", "ok<|im_end|>"]
     at = ids.index(end, mask.index(True))
     assert (ids[at], mask[at]) == (end, False)
+
+
+def test_a_long_conversation_encodes_each_token_once_and_needs_no_deep_stack(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    encoded = []
+
+    class Counting(TokenCuts):
+        def ids(self, text):
+            encoded.append(len(found := super().ids(text)))
+            return found
+
+    engine = Scripted(chat, *["a"] * 200)
+    recorder = recorder_of(chat, engine, turns=200)
+    chat.cuts = Counting(chat._tokenizer)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 150)
+    try:
+        asyncio.run(talk(recorder, *["Hi"] * 200))
+        _, [(ids, _)] = rows_of(recorder)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert sum(encoded) < 2 * len(ids)
 
 
 def test_rewritten_history_begins_another_row_or_fails_the_trajectory(tmp_path):

@@ -5,7 +5,9 @@ conversation is one row, a sub-agent another, and each sampled token trains exac
 """
 
 import contextlib
+import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,22 +63,32 @@ class Turn:
 
     def segments(self, seen: "set[Turn]") -> list[Segment]:
         """From the beginning to this turn; turns in ``seen`` train in another row."""
-        before = self.parent.segments(seen) if self.parent else []
-        one = self.completion
-        logprobs = None if self in seen else one.logprobs
-        return [
-            *before,
-            Segment(token_ids=self.given),
-            Segment(token_ids=one.token_ids, logprobs=logprobs),
-        ]
+        found = []
+        for turn in self.lineage():
+            one = turn.completion
+            logprobs = None if turn in seen else one.logprobs
+            found += [
+                Segment(token_ids=turn.given),
+                Segment(token_ids=one.token_ids, logprobs=logprobs),
+            ]
+        return found
 
     def lineage(self) -> "list[Turn]":
         """This turn and those that it continues, the first one first."""
-        return [*(self.parent.lineage() if self.parent else []), self]
+        turns, turn = [], self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
 
     def token_ids(self) -> list[int]:
         """All tokens up to the end of this turn."""
-        return [token for one in self.segments(set()) for token in one.token_ids]
+        return [
+            token
+            for turn in self.lineage()
+            for part in (turn.given, turn.completion.token_ids)
+            for token in part
+        ]
 
 
 class Recorder:
@@ -99,7 +111,7 @@ class Recorder:
         self._turns: list[Turn] = []
         self._known: dict[str, list[Turn]] = {}
         """Turns by the messages that they end."""
-        self._drawn = Counter[tuple[int, ...]]()
+        self._drawn = Counter[str]()
         """How often each prompt was sampled."""
         self._num_begun = 0
         self._ended: EndedError | None = None
@@ -196,11 +208,12 @@ class Recorder:
         return parents[0] if parents else None
 
     async def _sample(self, prompt_ids: list[int], most: int, stop: Sequence[str]) -> Completion:
-        drawn = self._drawn[tuple(prompt_ids)]
-        self._drawn[tuple(prompt_ids)] += 1
+        prompt = _digest(array("q", prompt_ids).tobytes())
+        drawn = self._drawn[prompt]
+        self._drawn[prompt] += 1
         first = not self._turns and not drawn
         # By what it continues, not by when it came: calls of sub-agents cross.
-        seed = self.task.seed if first else seed_of(self.task.seed, *prompt_ids, drawn)
+        seed = self.task.seed if first else seed_of(self.task.seed, prompt, drawn)
         sampling = replace(
             self._sampling,
             max_new_tokens=min(self._sampling.max_new_tokens, most),
@@ -265,9 +278,13 @@ class Recorder:
 
 def _key(messages: Sequence[Message] | str, tools: Tools) -> str:
     """The same for messages that say the same, whatever a client did with their form."""
-    if isinstance(messages, str):
-        return json.dumps(messages)
-    return json.dumps([[_said(one) for one in messages], list(tools)], sort_keys=True, default=str)
+    said = messages if isinstance(messages, str) else [_said(one) for one in messages]
+    return _digest(json.dumps([said, list(tools)], sort_keys=True, default=str).encode())
+
+
+def _digest(content: bytes) -> str:
+    """Stands for a whole conversation, of which there is one a turn."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _said(message: Message) -> list[Any]:
