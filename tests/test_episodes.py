@@ -248,6 +248,8 @@ def test_tools_are_called_until_there_is_an_answer(chat, tmp_path):
     said = [[m["content"] for m in one.messages if m["role"] == "tool"] for one in found]
     assert said[0] == ["4"]
     assert said[1] == []
+    ids = [m["tool_call_id"] for one in found for m in one.messages if m["role"] == "tool"]
+    assert {len(one) for one in ids} == {9}  # as Mistral's templates demand
     assert "ZeroDivisionError" in said[2][0]
     assert "SyntaxError" in said[2][1]
     assert said[3][0].startswith("Error: the tool call is not valid JSON: Expecting ',' delimiter")
