@@ -2,6 +2,7 @@
 
 import hashlib
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from nemo_like.data.loader import PromptLoader
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import values
 from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.trajectory import (
     RolloutTask,
@@ -77,6 +79,7 @@ def source_of(num_replicas=2):
         loader=PromptLoader(range(100), fingerprint="", seed=0, shuffle=False),  # pyright: ignore
         validation_rows=range(4),  # pyright: ignore
         stop_token_ids=(2,),
+        failures=RewardFailures("math", Path("never-made"), -1),
         span=lambda _: nullcontext(),
         show=lambda step, samples: None,
     )

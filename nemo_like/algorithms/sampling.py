@@ -37,6 +37,7 @@ from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.rewards.environment import check_reward_model, for_other_folders
+from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.sources import SyncRolloutSource
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
@@ -139,8 +140,7 @@ def start_sampling(
     share_gpus(config, engine, plan, others or Others(), policy, critic)
     setup = rollout_setup(config, run, plan, engine)
     with run.start_phase("workers"):
-        if (reward_model := setup.environment.reward_model) is not None:
-            session.ask_for(generation.group, reward_model)
+        session.ask_for(generation.group, *filter(None, [setup.environment.reward_model]))
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
     run.restore(models, loader)
@@ -151,6 +151,7 @@ def start_sampling(
         loader=loader,
         validation_rows=validation_rows,
         stop_token_ids=chat.eos_token_ids,
+        failures=RewardFailures(config.environment.reward, run.dir, run.first_step or -1),
         span=run.span,
         show=run.show,
     )

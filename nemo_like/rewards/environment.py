@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nemo_like.config.environment import CODE, SINGLE_TURN, EnvironmentConfig
@@ -81,11 +82,13 @@ def start_pool(
     *,
     switches: Mapping[str, Any] | None = None,
     num_threads: int = 1,
+    log: Path | None = None,
 ) -> RewardPool:
     """Reward processes that are ready; UserError says why they are not.
 
     ``engines_per_node``: engines that have such processes on one node, and share its memory.
-    ``switches`` of the policy's template; ``num_threads`` of each process that has a reward model.
+    ``switches`` of the policy's template; ``num_threads`` of each process that has a reward model;
+    ``log`` gets what they print.
     """
     gib = environment.process_memory_gib
     num_processes = environment.num_processes
@@ -96,6 +99,7 @@ def start_pool(
         timeout_s=environment.timeout_s if is_single else environment.trajectory_timeout_s,
         num_processes=num_processes,
         memory_limit_bytes=limit,
+        log=log,
     )
     if environment.reward == REWARD_MODEL:
         return pool_of(
@@ -122,6 +126,12 @@ def start_pool(
         )
     if environment.reward == CODE:
         return pool_of(_code_options(environment), module="nemo_like.rewards.code.reward")
+    return _pool_of_function(environment, pool_of)
+
+
+def _pool_of_function(
+    environment: EnvironmentConfig, pool_of: Callable[..., RewardPool]
+) -> RewardPool:
     pool = pool_of(
         reward_spec(environment),
         pass_variables=environment.pass_variables,

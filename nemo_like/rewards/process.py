@@ -58,8 +58,10 @@ def one_by_one(function: RewardFunction) -> BatchReward:
 
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
     """Load what the pool's spec names (UserError goes to the pool), then score until it closes."""
-    file_descriptor, spec, timeout_s, memory_limit_bytes = argv
+    file_descriptor, spec, timeout_s, first_s, memory_limit_bytes = argv
     pool = socket.socket(fileno=int(file_descriptor))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # what a function prints is there when it hangs
     _keep_from_children(pool)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
     leave_sigterm_to_driver()
@@ -74,26 +76,29 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
     is_concurrent = isinstance(scorer, RewardFunction)
     pool.sendall(first_word_frame(None, is_concurrent=is_concurrent))
     if isinstance(scorer, RewardFunction):
-        _serve_concurrently(pool, scorer, float(timeout_s))
+        _serve_concurrently(pool, scorer, float(timeout_s), float(first_s))
     else:
-        _serve(pool, scorer, float(timeout_s))
+        _serve(pool, scorer, float(timeout_s), float(first_s))
 
 
-def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float) -> None:
+def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float, first_s: float) -> None:
     ended, frames = set[int](), Frames(MOST_BYTES)
     while data := pool.recv(1 << 16):
         for rows in map(read_rows, frames.feed(data)):
-            limit_s = timeout_s * len(rows) + SELF_DESTRUCT_GRACE_S
+            limit_s = timeout_s * len(rows) + first_s + SELF_DESTRUCT_GRACE_S
             faulthandler.dump_traceback_later(limit_s, exit=True)
             results = scorer(rows)
             faulthandler.cancel_dump_traceback_later()
+            first_s = 0.0
             ended = bury_orphans(ended)
             signal.setitimer(signal.ITIMER_REAL, 0)  # one left behind must not hit the next row
             for row, result in zip(rows, results, strict=True):
                 pool.sendall(result_frame(row.id, result))
 
 
-def _serve_concurrently(pool: socket.socket, function: RewardFunction, timeout_s: float) -> None:
+def _serve_concurrently(
+    pool: socket.socket, function: RewardFunction, timeout_s: float, first_s: float
+) -> None:
     """Score many rows at once until the pool closes; does not return.
 
     One event loop lives as long as the process, so a session or a semaphore that the user's module
@@ -102,7 +107,7 @@ def _serve_concurrently(pool: socket.socket, function: RewardFunction, timeout_s
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     pool.setblocking(False)
-    serving = loop.create_task(_Server(pool, function, timeout_s).run())
+    serving = loop.create_task(_Server(pool, function, timeout_s, first_s).run())
     while not serving.done():
         # A SystemExit in a task of the user's comes out here too, not only where it is awaited.
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -111,10 +116,14 @@ def _serve_concurrently(pool: socket.socket, function: RewardFunction, timeout_s
 
 
 class _Server:
-    def __init__(self, pool: socket.socket, function: RewardFunction, timeout_s: float) -> None:
+    def __init__(
+        self, pool: socket.socket, function: RewardFunction, timeout_s: float, first_s: float
+    ) -> None:
         self._pool = pool
         self._function = function
         self._timeout_s = timeout_s
+        self._first_s = first_s
+        """More for rows that wait until any is scored."""
         self._answers: set[asyncio.Task[None]] = set()
         self._num_open = 0
         """Rows that are still scored."""
@@ -144,18 +153,23 @@ class _Server:
 
     async def _score(self, row: RewardRow) -> RewardResult:
         task = asyncio.create_task(score_async(self._function, row))
-        done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        limit_s = self._timeout_s
+        done, _ = await asyncio.wait({task}, timeout=limit_s)
+        if not done and self._first_s:
+            limit_s += self._first_s
+            done, _ = await asyncio.wait({task}, timeout=self._first_s)
+        self._first_s = 0.0
         if done:
             return task.result()
         task.cancel()
         done, _ = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
         stuck = None if done else "a row that was late does not let itself be cancelled"
-        return failed(f"took longer than {self._timeout_s:g} s", spent=stuck)
+        return failed(f"took longer than {limit_s:g} s", spent=stuck)
 
     def _watch_loop(self) -> None:
         """Called whenever the loop shows that it is not blocked."""
         if self._num_open:
-            limit_s = self._timeout_s + CANCEL_GRACE_S + SELF_DESTRUCT_GRACE_S
+            limit_s = self._timeout_s + self._first_s + CANCEL_GRACE_S + SELF_DESTRUCT_GRACE_S
             faulthandler.dump_traceback_later(limit_s, exit=True)
         else:
             faulthandler.cancel_dump_traceback_later()

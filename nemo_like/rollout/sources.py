@@ -1,28 +1,23 @@
 """Where finished batches come from: when to refit, what to sample, and with which seeds."""
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
-from nemo_like.batch import keys
 from nemo_like.config.sampling import SamplingRunConfig, ValidationConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import RowLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metrics
+from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.rounds import Round, batch_metrics, join, rows_of, warn_of_dropped
-from nemo_like.rollout.trajectory import RolloutTask, Sample, first_rows, trajectory_seed
+from nemo_like.rollout.trajectory import RolloutTask, Sample, trajectory_seed
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
-
-logger = logging.getLogger(__name__)
 
 _SHOWN = 2
 """Completions of each validation."""
@@ -40,6 +35,7 @@ class SyncRolloutSource:
         loader: RowLoader[Row],
         validation_rows: Sequence[Row],
         stop_token_ids: tuple[int, ...],
+        failures: RewardFailures,
         span: Callable[[str], AbstractContextManager[None]],
         show: Callable[[int, Sequence[Mapping[str, Any]]], None],
     ) -> None:
@@ -50,6 +46,7 @@ class SyncRolloutSource:
         self._loader = loader
         self._validation_rows = validation_rows
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
+        self._failures = failures
         self._span, self._show = span, show
         self._refit_metrics: Metrics = {}
         self._dropped_metrics = set[str]()
@@ -84,7 +81,7 @@ class SyncRolloutSource:
                     "train", step, rows, loop.num_generations_per_prompt, sampling, first_group
                 )
                 rounds.append(Round(results, keep))
-                self._check_rewards(rounds[-1].batch.rows, results, f"step {step}")
+                self._failures.check(step, "train", rounds[-1].batch.rows, results)
                 missing -= rounds[-1].num_kept
             self.sync.give_to_policy()
         refit, self._refit_metrics = self._refit_metrics, {}
@@ -106,7 +103,7 @@ class SyncRolloutSource:
                 self._sampling(config),
             )
         rows = rows_of(results)
-        self._check_rewards(rows, results, f"validation at step {step}")
+        self._failures.check(step, "validation", rows, results)
         self._show(
             step,
             [
@@ -140,7 +137,7 @@ class SyncRolloutSource:
                 with_samples=True,
             )
         columns = rows_of(results)
-        self._check_rewards(columns, results, f"step {step}")
+        self._failures.check(step, "train", columns, results)
         samples = [sample for result in results for sample in result.samples]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         return samples, batch_metrics("rollout", columns, results)
@@ -212,28 +209,3 @@ class SyncRolloutSource:
         results = self._generation.group.scatter(RolloutWorker.rollout, requests)
         warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
         return [result for result in results if len(result.lengths)]
-
-    def _check_rewards(
-        self, rows: Mapping[str, Tensor], results: Sequence[RolloutResult], when: str
-    ) -> None:
-        scored = rows[keys.SAMPLE_MASK][first_rows(rows)[0]]
-        failed = int((~scored).sum())
-        if not failed:
-            return
-        reasons = sum((Counter(result.errors) for result in results), Counter[str]())
-        ((message, count),) = reasons.most_common(1)
-        reward = self._config.environment.reward
-        if failed == len(scored):
-            raise RunError(
-                f"environment.reward={reward} failed on all {failed} completions of {when}; "
-                f"first: {message}"
-            )
-        logger.warning(
-            "environment.reward failed on %d of %d completions of %s, which are masked; most "
-            "often (%d): %s",
-            failed,
-            len(scored),
-            when,
-            count,
-            message,
-        )

@@ -84,7 +84,7 @@ class RolloutResult:
     metrics: Metrics
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
-    """Reward failures by message; only the most frequent ones."""
+    """Reward failures by message."""
     dropped_metrics: dict[str, str]
     """Metrics of the environment that are not numbers in some rows, and why."""
     rank: int = 0
@@ -94,7 +94,6 @@ class RolloutResult:
     """The completions as text, if they were asked for."""
 
 
-_MAX_ERRORS = 3
 _MAX_ERROR_CHARS = 300
 
 
@@ -114,6 +113,7 @@ class RolloutWorker(GenerationWorker):
                 setup.engines_per_node,
                 switches=setup.template_switches,
                 num_threads=setup.num_reward_threads,
+                log=self.context.log_path.with_name(f"rewards-{self.context.rank}.log"),
             ),
             asyncio.to_thread(ChatTokenizer, setup.engine.model_path, setup.template_switches),
             self.start_engine(setup.backend, setup.engine),
@@ -160,7 +160,7 @@ class RolloutWorker(GenerationWorker):
             metrics=merge([self.memory(), *map(_metrics, trajectories)]),
             rank=self.context.rank,
             seconds=time.monotonic() - start,
-            errors=dict(errors.most_common(_MAX_ERRORS)),
+            errors=dict(errors),
             dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),
             samples=tuple(map(as_sample, read if request.phase == "validation" else ())),
         )
