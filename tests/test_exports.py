@@ -1,6 +1,7 @@
 """Weights that leave the policy are those that trained: in every family, in every spelling."""
 
 import json
+import os
 import re
 
 import pytest
@@ -63,9 +64,11 @@ def trained(pool, model_of, tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rank", [0, 8], ids=["whole", "lora"])
 def test_the_exported_folder_has_the_logprobs_of_the_trainer(family, rank, trained):
-    gaps, _ = trained(family, rank)
+    gaps, folder = trained(family, rank)
     assert len(gaps) == (2 if rank else 1)
     assert max(gaps) < TOLERANCE
+    usual = 0o666 & ~os.umask(0o022)  # which it is by default, here and in the pool
+    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {usual}
 
 
 def _in_vllm(family, rank, marks=()):

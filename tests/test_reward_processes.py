@@ -253,7 +253,7 @@ def score(pool, *completions):
         ("write long", f"{SOCKET}: a frame of {2 << 30} bytes"),
         ("write empty", f"{SOCKET}: a frame that is not JSON"),
         ("write latin", f"{SOCKET}: a frame that is not JSON"),
-        ("stall half", "took longer than 2 s"),
+        ("stall half", "took longer than"),
         ("close", "the reward process "),
         ("large", "returned 2097"),
     ],
@@ -627,6 +627,7 @@ def test_an_async_row_that_ignores_its_cancellation_costs_itself_and_then_its_pr
 
 
 def test_an_async_row_that_blocks_the_loop_meets_the_hard_limit(judges):
+    score(judges, "x")
     start = time.monotonic()
     blocked, other = score(judges, "block", "sleep 0.1")
     assert time.monotonic() - start < 12

@@ -3,6 +3,7 @@
 import hashlib
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import merge, values
 from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.rounds import batch_metrics
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.trajectory import (
@@ -83,6 +85,7 @@ def source_of(num_replicas=2):
         feed=GroupFeed(loader),  # pyright: ignore
         validation_rows=range(4),  # pyright: ignore
         stop_token_ids=(2,),
+        failures=RewardFailures(CONFIG.environment, Path("never-made"), -1),
         span=lambda _: nullcontext(),
         show=lambda step, samples: None,
     )
@@ -137,20 +140,18 @@ def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own(
     assert replicas.rounds_before_sleep == [3]  # shared memory goes to the policy once, at the end
 
 
-def test_more_failed_rewards_than_are_allowed_stop_a_run():
+def test_more_failed_rewards_than_are_allowed_stop_a_run(tmp_path):
     """``environment.max_failed_share``."""
-    source, _ = source_of()
     rows = {
         keys.GROUP_IDS: torch.arange(4),
         keys.SIBLINGS: torch.zeros(4),
         keys.SAMPLE_MASK: torch.tensor([True, False, False, True]),
     }
     results = [SimpleNamespace(errors={"no judge": 2})]
-    source._check_rewards(rows, results, "step 1")
+    RewardFailures(CONFIG.environment, tmp_path, -1).check(1, "train", rows, results)
     environment = CONFIG.environment.replace(max_failed_share=0.4)
-    source._config = CONFIG.replace(environment=environment)
     with pytest.raises(RunError, match=r"2 of 4 completions of step 1, more than .*0\.4.*no judge"):
-        source._check_rewards(rows, results, "step 1")
+        RewardFailures(environment, tmp_path, -1).check(1, "train", rows, results)
 
 
 def test_of_more_groups_than_a_step_takes_the_first_are_kept():

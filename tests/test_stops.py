@@ -63,6 +63,7 @@ def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2, be
     config = config.replace(run=config.run.replace(dir=str(folder)))
     model = Counter(act)
     with Run(config, "sft", began) as run:
+        run.callbacks.tell("on_start", run.dir, config, run.first_step)
         with run.start_phase("data"):
             act("start")
         run.restore({"policy": model}, model)

@@ -37,6 +37,7 @@ from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.rewards.environment import check_reward_model, for_other_folders
+from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
@@ -139,8 +140,8 @@ def start_sampling(
     share_gpus(config, engine, plan, others or Others(), policy, critic)
     setup = rollout_setup(config, session, plan, engine)
     with run.start_phase("workers"):
-        for one in filter(None, (e.reward_model for e in setup.environments.values())):
-            session.ask_for(generation.group, one)
+        models_asked = filter(None, (e.reward_model for e in setup.environments.values()))
+        session.ask_for(generation.group, *models_asked)
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
     run.restore(models, feed := GroupFeed(loader))
@@ -151,6 +152,7 @@ def start_sampling(
         feed=feed,
         validation_rows=validation_rows,
         stop_token_ids=chat.eos_token_ids,
+        failures=RewardFailures(config.environment, run.dir, run.first_step or -1),
         span=run.span,
         show=run.show,
     )

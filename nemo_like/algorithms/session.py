@@ -136,6 +136,7 @@ def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator
         if spec not in door.ours:
             door.load(key, spec)
     with Run(config, name, began) as run, ExitStack() as stack:
+        run.callbacks.tell("on_start", run.dir, config, run.first_step)
         rows: Mapping[str, list[Row]] = {}
         if isinstance(config, SamplingRunConfig):
             with run.start_phase("data"):

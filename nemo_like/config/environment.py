@@ -103,7 +103,8 @@ class EnvironmentConfig(Section):
     and each is logged as ``rollout/reward_NAME``. If one fails, so does the row."""
     timeout_s: Positive = 10.0
     """Seconds that one completion may take to score, or one step of an environment; after them its
-    row is masked and counted."""
+    row is masked and counted. The first completion that a reward process scores has six times as
+    long, but at most 60 s more, since the function may import."""
     num_processes: Count = 1
     """Reward processes of each generation worker."""
     rows_at_once: Annotated[

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nemo_like.config.environment import CODE, EnvironmentConfig
@@ -93,12 +94,14 @@ def start_pool(
     num_engines: int = 1,
     switches: Mapping[str, Any] | None = None,
     num_threads: int = 1,
+    log: Path | None = None,
 ) -> RewardPool:
     """Reward processes that are ready; UserError says why they are not.
 
     ``engines_per_node``: engines that have such processes on one node, and share its memory;
     ``num_engines`` of the run, whose processes share the requests to a judge.
-    ``switches`` of the policy's template; ``num_threads`` of each process that has a reward model.
+    ``switches`` of the policy's template; ``num_threads`` of each process that has a reward model;
+    ``log`` gets what they print.
     """
     gib = environment.process_memory_gib
     num_processes = environment.num_processes
@@ -109,6 +112,7 @@ def start_pool(
         timeout_s=environment.timeout_s if is_single else environment.trajectory_timeout_s,
         num_processes=num_processes,
         memory_limit_bytes=limit,
+        log=log,
     )
     if environment.reward == REWARD_MODEL:
         model = {"model": environment.reward_model, "switches": dict(switches or {})}

@@ -86,7 +86,7 @@ class RolloutResult:
     metrics: Metrics
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
-    """Reward failures by message; only the most frequent ones."""
+    """Reward failures by message."""
     dropped_metrics: dict[str, str]
     """Metrics of the environment that are not numbers in some rows, and why."""
     rank: int = 0
@@ -96,7 +96,6 @@ class RolloutResult:
     """The completions as text, if they were asked for."""
 
 
-_MAX_ERRORS = 3
 _MAX_ERROR_CHARS = 300
 
 
@@ -121,6 +120,7 @@ class RolloutWorker(GenerationWorker):
                     num_engines=self.context.world_size,
                     switches=setup.template_switches,
                     num_threads=setup.num_reward_threads,
+                    log=self.context.log_path.with_name(f"rewards-{self.context.rank}.log"),
                 )
                 for environment in environments.values()
             ),
@@ -172,7 +172,7 @@ class RolloutWorker(GenerationWorker):
             metrics=merge([self.memory(), *map(_metrics, trajectories)]),
             rank=self.context.rank,
             seconds=time.monotonic() - start,
-            errors=dict(errors.most_common(_MAX_ERRORS)),
+            errors=dict(errors),
             dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),
             samples=tuple(map(as_sample, read if request.phase == "validation" else ())),
         )

@@ -246,6 +246,13 @@ class Model(Protocol):
         """Restore what ``save`` wrote after ``weight_version`` steps."""
 
 
+def watched_metric(config: RunConfig, name: str | None = None) -> tuple[str, int]:
+    """``name``, or the metric of the best checkpoint, and the sign with which larger is better."""
+    usual = "validation/reward" if config.samples else "validation/loss"
+    name = name or config.checkpoint.metric or usual
+    return name, -1 if name.endswith("loss") else 1
+
+
 class Saves:
     """Checkpoints by steps and by time; one per step, however many reasons coincide."""
 
@@ -253,9 +260,7 @@ class Saves:
         """``began``: start of the first interval, by the monotonic clock."""
         self.checkpoints = Checkpoints(run_dir, config.checkpoint)
         self._config = config.checkpoint
-        usual = "validation/reward" if config.samples else "validation/loss"
-        self._metric = config.checkpoint.metric or usual
-        self._sign = "-" if self._metric.endswith("loss") else ""
+        self._metric, self._sign = watched_metric(config)
         self._saved_at = began
 
     def is_due(self, step: int) -> bool:
@@ -278,15 +283,15 @@ class Saves:
         if metric is None and unlogged is None and self._config.metric is not None:
             measured = ", ".join(sorted(numbers))
             logger.warning("checkpoint.metric=%s is not measured, only %s.", self._metric, measured)
-        if metric is not None and self._sign:
-            metric = -metric
+        if metric is not None:
+            metric *= self._sign
         state = DriverState(
             step=step,
             loader=loader.state(),
             metric=metric,
             totals=totals,
             weight_versions={name: model.weight_version for name, model in models.items()},
-            metric_name=f"{self._sign}{self._metric}",
+            metric_name=f"{'-' if self._sign < 0 else ''}{self._metric}",
             unlogged=unlogged,
         )
 

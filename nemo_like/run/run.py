@@ -25,6 +25,7 @@ from nemo_like.observe.console import (
 )
 from nemo_like.observe.metrics import Metrics, Spans, values
 from nemo_like.observe.sinks import Details, Sinks
+from nemo_like.run.callbacks import Callbacks
 from nemo_like.run.checkpoint import Loader, Model, Saves
 from nemo_like.run.ending import SIGNALS, LeftError, StopRequest, listen, note_error
 from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
@@ -55,6 +56,7 @@ class Run:
         """``began``: when its command was typed, by ``time.time``. None: now."""
         self.config = config
         self._name = name
+        self.callbacks = Callbacks(config.run.callbacks)
         self.dir = make_run_dir(config, name)
         with ExitStack() as stack:
             stack.enter_context(claim(self.dir))
@@ -170,10 +172,15 @@ class Run:
         self._finish_resumed_step(validator)
         self._stop.within_steps()
         for step in range(self.first_step + 1, max_steps + 1):
+            if why := self.callbacks.stop:
+                logger.info("Ending after step %d of %d; %s", step - 1, max_steps, why)
+                self._max_steps = step - 1
+                return
             with self.spans.span("step"):
                 yield step
             unlogged = self._measure(step, validator, validate_every)
-            if self._stop.came or step == max_steps or self.saves.is_due(step):
+            ends = self._stop.came or self.callbacks.stop or step == max_steps
+            if ends or self.saves.is_due(step):
                 numbers = {} if unlogged is not None else self._step_values
                 with self.span("checkpoint"):
                     self.saves.save(step, models, loader, numbers, self._totals_now(), unlogged)
@@ -228,6 +235,7 @@ class Run:
         logger.info("Summary: %s", json.dumps(summary))
         if "final" in summary:
             logger.info("The model is in %s. Next: %s", summary["final"], summary["next"])
+        self.callbacks.tell("on_end", summary)
 
     def _measure(
         self, step: int, validator: Validator | None, validate_every: int
@@ -273,6 +281,10 @@ class Run:
         self._step_values = numbers
         self._sinks.log(step, numbers, Details(histograms=self._histograms, samples=self._samples))
         self._histograms, self._samples = {}, ()
+        if step:
+            self.callbacks.tell("on_step", step, dict(numbers))
+        if any(name.startswith("validation/") for name in numbers):
+            self.callbacks.tell("on_validation", step, dict(numbers))
 
     def _tell_start_up(self, step: int, spans: dict[str, float]) -> None:
         """Where the time from the command to the end of its first step went."""

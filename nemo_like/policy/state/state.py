@@ -165,7 +165,7 @@ def _write_folder(
     # may be the export of a run with adapters, which are in its weights.
     ignored = shutil.ignore_patterns(*_WEIGHT_FILES, "adapter")
     shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
-    aside.chmod(aside.stat().st_mode | stat.S_IRWXU)
+    aside.chmod(stat.S_IRWXU)
     if adapters:
         plain = architecture(str(source), torch.float32, trainer.setup.output).model
         write_adapter(aside / "adapter", adapters, trainer.config.lora, trainer.config.model, plain)
@@ -180,8 +180,16 @@ def _write_folder(
         config["pad_token_id"] = padding_id(source, config.get("pad_token_id"))
     (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     save_torch_state_dict(state, aside, metadata={"format": "pt"})
+    _readable_as_usual(aside)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
+
+
+def _readable_as_usual(folder: Path) -> None:
+    """Modes that the umask gives: safetensors' files are their owner's alone otherwise."""
+    mode = stat.S_IMODE((folder / CONFIG).stat().st_mode)  # written by this process
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)
 
 
 @dataclass(frozen=True)
