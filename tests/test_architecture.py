@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "nemo_like"
 # From the bottom up; a package may import its own and lower layers only. (One layer's members may
 # import each other in one direction: no two of them do so both ways.)
 LAYERS = [
-    {"errors", "early"},
+    {"errors", "early", "imports"},
     {"doors"},
     {"config"},
     {"batch", "observe"},
@@ -194,7 +194,8 @@ def test_configuration_is_light():
 
 def test_processes_are_started_without_torch():
     """A driver that imported it first would keep its workers waiting for that."""
-    code = "import sys, nemo_like.cli, nemo_like.algorithms.session; print(*sys.modules)"
+    code = "import gc, sys, nemo_like.cli, nemo_like.algorithms.session; print(*sys.modules)"
+    code += "; assert gc.isenabled()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "ray" in loaded

@@ -226,7 +226,8 @@ def test_what_rewards_report_is_averaged_over_the_rows_that_have_it(order):
 
 def test_prompts_of_equal_text_are_groups_of_their_own():
     source, replicas = source_of()
-    source._loader = PromptLoader(["same"] * 9, fingerprint="", seed=0, shuffle=False)
+    loader = PromptLoader(["same"] * 9, fingerprint="", seed=0, shuffle=False)
+    source._feed = GroupFeed(loader)  # pyright: ignore
     batch, _ = source.next_batch(1)
     groups = batch.rows[keys.GROUP_IDS].tolist()
     assert {groups.count(one) for one in groups} == {2}

@@ -24,6 +24,7 @@ from nemo_like.distributed.waiting import DriverMeter
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import UserError
+from nemo_like.imports import without_collector
 from nemo_like.models.resolve import refuse_other_models, resolve_policy
 from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.resources import plan_run
@@ -123,7 +124,7 @@ def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) 
     ``began``: see ``Run``.
     """
     with opened(config, algorithm.name, began) as session:
-        with session.run.start_phase("imports"):
+        with session.run.start_phase("imports"), without_collector():
             loop = algorithm.loop()
         loop(config, session)
 

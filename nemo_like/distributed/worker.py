@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from nemo_like.imports import without_collector
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -102,7 +103,9 @@ class Host:
 
     def _ready_worker(self) -> Worker:
         if self._worker is None:
-            self._worker = self._worker_class()(self._context)
+            with without_collector():
+                worker_class = self._worker_class()
+            self._worker = worker_class(self._context)
         return self._worker
 
     def _redirect_stderr(self) -> None:

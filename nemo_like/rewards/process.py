@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from nemo_like.errors import UserError
+from nemo_like.imports import without_collector
 from nemo_like.rewards.find import load_reward
 from nemo_like.rewards.frames import MOST_BYTES, Frames, first_word_frame, read_rows, result_frame
 from nemo_like.rewards.function import RewardFunction, score_async, score_rows
@@ -53,7 +54,8 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
     _die_with_parent(os.getppid())
     _limit_memory(int(memory_limit_bytes))
     try:
-        scorer = load(spec)
+        with without_collector():
+            scorer = load(spec)
     except UserError as error:
         pool.sendall(first_word_frame(str(error)))
         return

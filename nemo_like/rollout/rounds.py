@@ -102,7 +102,7 @@ def _straggler(results: Sequence[RolloutResult]) -> Metrics:
     seconds = Counter[int]()
     for result in results:
         seconds[result.rank] += result.seconds
-    if len(seconds) == 1:
+    if len(seconds) < 2:
         return {}
     ((rank, most),) = seconds.most_common(1)
     ratio = most / statistics.median(seconds.values())
