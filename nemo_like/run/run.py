@@ -271,8 +271,9 @@ class Run:
             numbers[f"alarm/{alarm.name}"] = 1.0
             logger.warning("Alarm at step %d: %s.", step, alarm.text)
         self._step_values = numbers
-        self._sinks.log(step, numbers, Details(histograms=self._histograms, samples=self._samples))
+        details = Details(histograms=self._histograms, samples=self._samples)
         self._histograms, self._samples = {}, ()
+        self._sinks.log(step, numbers, details)
 
     def _tell_start_up(self, step: int, spans: dict[str, float]) -> None:
         """Where the time from the command to the end of its first step went."""
