@@ -46,7 +46,7 @@ def rows_of(tasks):
     }
 
 
-def result_of(tasks):
+def result_of(tasks, rank=0):
     return RolloutResult(
         tokens=None,  # pyright: ignore
         lengths=torch.full((len(tasks),), 10),
@@ -54,6 +54,8 @@ def result_of(tasks):
         metrics={},
         errors={},
         dropped_metrics={},
+        rank=rank,
+        seconds=1.0 + rank,
     )
 
 
@@ -69,7 +71,7 @@ class Replicas:
 
     def scatter(self, _, requests):
         self.rounds.append([task for request in requests for task in request.tasks])
-        return [result_of(one.tasks) for one in requests]
+        return [result_of(one.tasks, rank) for rank, one in enumerate(requests)]
 
 
 CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.seed=3")
@@ -162,6 +164,16 @@ def test_of_more_groups_than_a_step_takes_the_first_are_kept():
 
     batch, _ = source.next_batch(1, all_but_the_first, 4)
     assert sorted(set(batch.rows[keys.GROUP_IDS].tolist())) == [1, 2, 3, 4]
+
+
+def test_rewards_have_their_spread_and_the_slowest_replica_is_named():
+    _, metrics = source_of(num_replicas=3)[0].next_batch(1, lambda one: one.rows[keys.REWARDS] < 2)
+    found = values(metrics)
+    assert (found["rollout/slowest_rank"], found["rollout/slowest_over_median"]) == (2, 1.5)
+    names = ("reward", "reward_std", "reward_min", "reward_max", "completion_tokens_max")
+    assert [found[f"rollout/{name}"] for name in names] == [0.5, 0.5, 0, 1, 8]
+    _, alone = source_of(num_replicas=1)[0].next_batch(1)
+    assert "rollout/slowest_rank" not in alone
 
 
 def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):

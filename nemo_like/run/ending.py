@@ -74,16 +74,14 @@ def note_error(error: BaseException, resume: str) -> None:
 
     ``resume``: the command that continues the run.
     """
-    if (told := told_to_end(error)) is not None:
-        sentence = str(told) or "Interrupted."
-    else:
-        sentence = _sentence(error)
-    unknown = None if sentence else error
-    logger.error(
+    told = told_to_end(error)
+    sentence = _sentence(error) if told is None else str(told) or "Interrupted."
+    logger.log(
+        logging.ERROR if told is None else logging.INFO,
         "The run ended here: %s\nTo go on after its latest checkpoint: %s",
         sentence or repr(error),
         resume,
-        exc_info=unknown,
+        exc_info=None if sentence else error,
         extra={"file_only": True},
     )
 

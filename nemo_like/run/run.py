@@ -279,8 +279,9 @@ class Run:
             numbers[f"alarm/{alarm.name}"] = 1.0
             logger.warning("Alarm at step %d: %s.", step, alarm.text)
         self._step_values = numbers
-        self._sinks.log(step, numbers, Details(histograms=self._histograms, samples=self._samples))
+        details = Details(histograms=self._histograms, samples=self._samples)
         self._histograms, self._samples = {}, ()
+        self._sinks.log(step, numbers, details)
         if step:
             self.callbacks.tell("on_step", step, dict(numbers))
         if any(name.startswith("validation/") for name in numbers):
