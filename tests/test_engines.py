@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nemo_like.data.tokenizer import end_token_ids
-from nemo_like.distributed.network import listening_store
+from nemo_like.distributed.worker import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.protocol import (
@@ -36,10 +36,10 @@ from nemo_like.generation.protocol import (
 )
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.settings import CPU_BATCHED_TOKENS
+from nemo_like.models.build import TensorSpec, expected_tensors
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
 from nemo_like.refit.buckets import plan_buckets
 from nemo_like.refit.ipc import IpcLink, IpcSender
-from nemo_like.refit.manifest import TensorSpec, expected_tensors
 
 VOCAB_SIZE = 300
 CONTEXT = 128

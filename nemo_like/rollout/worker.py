@@ -22,7 +22,6 @@ from nemo_like.observe.sinks import JsonlFile
 from nemo_like.observe.trajectory_files import VOCABULARY, TrajectoryFiles
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
-from nemo_like.rollout.recorder import Limits, Recorder
 from nemo_like.rollout.trajectory import (
     ENDS,
     RolloutTask,
@@ -121,13 +120,14 @@ class RolloutWorker(GenerationWorker):
         environment = setup.environment
         self._reward_parts = [*environment.rewards]
         if environment.name != SINGLE_TURN:
+            from nemo_like.rollout.endpoint import Endpoint  # imports a server
+            from nemo_like.rollout.recorder import Limits
+
             self._limits = Limits(
                 tokens=min(setup.most_tokens, environment.max_tokens or setup.most_tokens),
                 turns=environment.max_turns,
                 rewritten=environment.rewritten_history,
             )
-            from nemo_like.rollout.endpoint import Endpoint  # imports a server
-
             self._endpoint = Endpoint("policy")
             await self._endpoint.start()
         self._trajectories: JsonlFile | None = None
@@ -171,6 +171,8 @@ class RolloutWorker(GenerationWorker):
         row = task.row
         fields = row.fields | {"messages": list(row.messages)}
         if self._endpoint is not None:
+            from nemo_like.rollout.recorder import Recorder
+
             recorder = Recorder(task, self.engine, self._chat, sampling, self._limits)
             with self._endpoint.serving(recorder) as address:
                 fields |= {ENDPOINT: list(address)}
