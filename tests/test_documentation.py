@@ -94,7 +94,7 @@ def test_the_citation_has_the_version():
 @pytest.mark.parametrize("page", PAGES)
 def test_every_key_that_a_page_sets_exists(page):
     from nemo_like.compose import registry
-    from nemo_like.compose.keys import is_in_free_dict
+    from nemo_like.compose.overrides import is_in_free_dict
     from nemo_like.config.section import keys_of
 
     schemas = [registry.find(name).config for name in registry.names()]

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.tokenizer import end_token_ids
-from nemo_like.distributed.network import listening_store
+from nemo_like.distributed.worker import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.protocol import (
@@ -39,10 +39,10 @@ from nemo_like.generation.protocol import (
 )
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.settings import CPU_BATCHED_TOKENS
+from nemo_like.models.build import TensorSpec, expected_tensors
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
 from nemo_like.refit.buckets import plan_buckets
 from nemo_like.refit.ipc import IpcLink, IpcSender
-from nemo_like.refit.manifest import TensorSpec, expected_tensors
 from nemo_like.rollout.recorder import Limits
 from tests.exact_conversations import converse, largest_gap
 

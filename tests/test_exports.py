@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
+from nemo_like.models.adapter_places import expected_adapters
+from nemo_like.models.build import expected_tensors
 from nemo_like.models.naming import Naming
-from nemo_like.policy.state.export_check import check_export
+from nemo_like.policy.state.checks import check_export
 from nemo_like.policy.state.files import stored_files
 from nemo_like.policy.state.twin import small_twin
-from nemo_like.refit.adapters import expected_adapters
 from nemo_like.refit.buckets import announced_tensors, plan_buckets
-from nemo_like.refit.manifest import expected_tensors
 from tests import engine_cases
 from tests.conftest import build_tokenizer
 from tests.export_cases import CASES, FAST, settings, vllm_gaps

@@ -24,8 +24,7 @@ from nemo_like.losses.advantages import (
     whiten,
     zero_variance_share,
 )
-from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
-from nemo_like.losses.policy_gradient import ClippedPGLoss
+from nemo_like.losses.policy_gradient import ClippedPGLoss, kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.protocol import Denominators, apply_loss
 from nemo_like.observe.metrics import merge, values
 

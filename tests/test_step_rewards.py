@@ -11,7 +11,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose.load import check
 from nemo_like.errors import UserError
 from nemo_like.losses.advantages import of_steps
-from nemo_like.policy.token_advantages import TokenAdvantages
+from nemo_like.losses.value import TokenAdvantages
 from nemo_like.rewards.frames import Frames, read_result, result_frame
 from nemo_like.rewards.function import to_result
 from nemo_like.rollout.trajectory import collate_rows, collate_tokens

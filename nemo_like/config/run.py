@@ -227,3 +227,9 @@ class RunConfig(Section):
         if self.max_steps in (None, num_updates):
             return f"{key}={num_updates}"
         return f"{num_updates}, the optimizer steps that {key}={self.max_steps} come to"
+
+
+NEEDS_VALIDATION_ROWS = OnlyIf(
+    lambda here, run: here.every_steps == 0 or run.data.has_validation_rows,
+    "there are no validation rows; set data.validation",
+)

@@ -16,7 +16,6 @@ from nemo_like.doors import absolute
 from nemo_like.errors import UserError
 from nemo_like.rewards.find import reward_spec
 from nemo_like.rewards.pool import RewardPool, memory_share
-from nemo_like.rewards.reward_text import RewardText
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +45,8 @@ def check_reward_model(
 def _check_reward_model(
     environment: EnvironmentConfig, rows_of: Mapping[str, Sequence[Row]], chat: ChatTokenizer
 ) -> None:
+    from nemo_like.rewards.reward_text import RewardText
+
     text = RewardText(str(environment.reward_model), chat.switches)
     for key, rows in rows_of.items():
         for row in rows[:1]:  # for all of them, each score checks its own
@@ -73,6 +74,8 @@ def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
     """The same for a process that works in another folder."""
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
+        from nemo_like.rewards.reward_text import RewardText
+
         model = str(RewardText(str(model), {}).folder)
     parts = {
         name: {**part, "function": absolute(part["function"])}

@@ -23,7 +23,6 @@ from nemo_like.observe.trajectory_files import VOCABULARY, TrajectoryFiles
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rewards.protocol import IS_CHAT
-from nemo_like.rollout.recorder import Limits, Recorder
 from nemo_like.rollout.trajectory import (
     ENDS,
     RolloutTask,
@@ -38,6 +37,7 @@ from nemo_like.rollout.trajectory_table import table_of
 
 if TYPE_CHECKING:
     from nemo_like.rollout.endpoint import Endpoint
+    from nemo_like.rollout.recorder import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,18 +127,21 @@ class RolloutWorker(GenerationWorker):
         )
         self._pools = dict(zip(environments, pools, strict=True))
         self._reward_parts = [name for one in environments.values() for name in one.rewards]
-        self._limits = {
-            name: Limits(
-                tokens=min(setup.most_tokens, environment.max_tokens or setup.most_tokens),
-                turns=environment.max_turns,
-                rewritten=environment.rewritten_history,
-            )
-            for name, environment in environments.items()
-            if not environment.is_single_turn
-        }
-        if self._limits:
+        self._limits: dict[str, Limits] = {}
+        talking = {name: one for name, one in environments.items() if not one.is_single_turn}
+        if talking:
             from nemo_like.rollout.endpoint import Endpoint  # imports a server
+            from nemo_like.rollout.recorder import Limits
 
+            most = setup.most_tokens
+            self._limits = {
+                name: Limits(
+                    tokens=min(most, one.max_tokens or most),
+                    turns=one.max_turns,
+                    rewritten=one.rewritten_history,
+                )
+                for name, one in talking.items()
+            }
             self._endpoint = Endpoint("policy")
             await self._endpoint.start()
         self._trajectories: JsonlFile | None = None
@@ -184,6 +187,8 @@ class RolloutWorker(GenerationWorker):
         fields = row.fields | {"messages": list(row.messages), IS_CHAT: row.is_chat}
         if limits is not None:
             assert self._endpoint is not None
+            from nemo_like.rollout.recorder import Recorder
+
             recorder = Recorder(task, self.generate, self._chat, sampling, limits)
             with self._endpoint.serving(recorder) as address:
                 fields |= {ENDPOINT: list(address)}

@@ -38,11 +38,7 @@ _SUMMARIZED = ("accuracy", "reward", "loss")
 
 
 class Validator(Protocol):
-    """What measures a policy between steps."""
-
-    def validate(self, step: int) -> Metrics:
-        """Metrics named ``validation/...`` of the current weights."""
-        ...
+    def validate(self, step: int) -> Metrics: ...
 
 
 class Run:
@@ -116,13 +112,11 @@ class Run:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time a phase and show its name while it runs."""
         with self.spans.span(name), self._progress.phase(name):
             yield
 
     @property
     def log_dir(self) -> str:
-        """Where each worker has a file of its own."""
         return str(self.dir / "logs")
 
     def start_phase(self, name: str) -> AbstractContextManager[None]:
@@ -159,8 +153,7 @@ class Run:
         validates; else before the first step, each ``validate_every``, and after the last.
 
         After a signal to stop, the step in progress is the last one: it is saved, and StoppedError
-        raised; before the first one at once. A validation that it was due for is made, and its
-        record logged, when the run continues.
+        raised. A validation that it was due for is made when the run continues.
         """
         self._stop.obey_before_first_step()
         self._max_steps = self._progress.max_steps = max_steps
@@ -255,7 +248,6 @@ class Run:
         return None
 
     def _finish_resumed_step(self, validator: Validator | None) -> None:
-        """Make up for a validation that a stop postponed, and log its step."""
         if self._resumed is not None and self._resumed.unlogged is not None:
             found = validator.validate(self.first_step) if validator is not None else {}
             measured = values(found | self.spans.pop())

@@ -49,10 +49,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def stored_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it; UserError if two do, or one is damaged.
-
-    What reads them takes all files of the folder, whatever an index says.
-    """
+    """Tensor name -> the safetensors file that holds it; UserError if two do, or one is damaged."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with told_as(UserError, f"{path} cannot be read"), safe_open(path, framework="pt") as file:
@@ -75,8 +72,8 @@ def read_tensors(
 ) -> None:
     """Fill ``wanted``, by names in memory, each from its source; collective.
 
-    A rank reads its own slices; of stacked experts, those that it has. What is converted in
-    another way is read in full, one tensor at a time.
+    A rank reads its own slices; of stacked experts, those that it has. What is converted in another
+    way is read in full, one tensor at a time.
     """
     renamed = {name: one for name, one in sources.items() if one.converter is None}
     with told_as(UserError, _UNREADABLE.format(path)):
@@ -134,9 +131,9 @@ def _is_rows(tensor: DTensor) -> bool:
 
 
 def refuse_two_values(path: str, stored: Mapping[str, Path], head: str, embedding: str) -> None:
-    """Raise UserError where a head that config.json ties differs from its embedding.
+    """UserError where a head that config.json ties differs from its embedding, by names on disk.
 
-    Both by their names on disk. transformers would leave it untied, engines would drop it.
+    transformers would leave it untied, engines would drop it.
     """
     if head not in stored or embedding not in stored:
         return

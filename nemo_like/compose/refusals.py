@@ -1,14 +1,52 @@
-"""From pydantic's errors to one sentence: key, value, rule, remedy."""
+"""One sentence, key, value, rule and remedy, from exceptions of Hydra, OmegaConf and pydantic."""
 
-import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, get_args
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from nemo_like.compose.keys import unknown_key
+from nemo_like.compose.names import unknown_key
+from nemo_like.config.run import RunConfig
 from nemo_like.config.section import Instead, Section, choices, interval, keys_of
 from nemo_like.errors import UserError
+
+
+def explain(error: Exception, schema: type[RunConfig]) -> UserError:
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    lines = [line.strip() for line in str(cause).strip().splitlines()]
+    if len(lines) > 1 and "raised while composing config" in lines[0]:
+        lines = lines[1:]
+    key = getattr(cause, "full_key", None) or _full_key(lines)
+    text = lines[0].rstrip(".")
+    if key and "not in" in text:
+        return unknown_key(key, schema)
+    if group := re.match(r"In '.*': Could not find '(\w+)/(.*)'", text):
+        first = next(i for i, line in enumerate(lines) if line.startswith("Available options")) + 1
+        last = next(i for i, line in enumerate(lines) if line.startswith("Config search path"))
+        options = ", ".join(lines[first:last])
+        other = f", or policy.model={group[2]} for a folder or a hub name"
+        return UserError(
+            f"{group[1]}={group[2]} is not a choice; use one of {options}"
+            f"{other if group[1] == 'model' else ''}."
+        )
+    if "Ambiguous value" in text:
+        return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
+    if "Cannot merge DictConfig with ListConfig" in text:
+        return UserError(f"{key} must be a dictionary, {key}={{name: value}}, not a list.")
+    if "HydraConfig was not set" in text:
+        return UserError(f"{key}: ${{hydra:...}} is not known here; use keys, as in ${{run.seed}}.")
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip('"')
+    return UserError(f"{key}: {text}." if key and key not in text else f"{text}.")
+
+
+def _full_key(lines: Sequence[str]) -> str | None:
+    for line in lines:
+        if line.startswith("full_key: "):
+            return line.removeprefix("full_key: ")
+    return None
+
 
 _RANGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "greater_than": lambda c: f"must be above {c['gt']:g}",
@@ -17,7 +55,11 @@ _RANGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "less_than_equal": lambda c: f"must be at most {c['le']:g}",
     "finite_number": lambda _: "must be a finite number",
 }
+
+
 _NUMBERS = ("int_type", "float_type")
+
+
 _KINDS = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -27,51 +69,7 @@ _KINDS = {
 }
 
 
-def checked(schema: type[Section], values: Mapping[str, Any]) -> Any:
-    """``values`` as the sections of ``schema``; UserError for the first that does not fit."""
-    try:
-        return schema.model_validate(values)
-    except ValidationError as error:
-        raise _first(error, schema) from error
-
-
-def with_numbers(found: Any, written: Any, schema: type[Section]) -> dict[str, Any]:
-    """``found`` with numbers and booleans for the text that interpolations gave in their place.
-
-    ``written`` is the same before they were resolved: ``${oc.env:STEPS}`` is always text.
-    """
-    kinds = dict(keys_of(schema))
-
-    def converted(value: Any, before: Any, key: str) -> Any:
-        if isinstance(value, dict) and isinstance(before, dict):
-            return {
-                name: converted(one, before[name], f"{key}.{name}".lstrip("."))
-                for name, one in value.items()
-            }
-        if isinstance(value, list) and isinstance(before, list):
-            pairs = zip(value, before, strict=True)
-            return [converted(one, other, key) for one, other in pairs]
-        if isinstance(value, str) and isinstance(before, str) and "${" in before and key in kinds:
-            return _as(kinds[key].annotation, value)
-        return value
-
-    return converted(found, written, "")
-
-
-def _as(kind: Any, text: str) -> Any:
-    """``text`` as the first of bool, int and float that the type of a field has and that it is."""
-    words = {"true": True, "false": False}
-    named = [kind, *(inner for one in get_args(kind) for inner in (one, *get_args(one)))]
-    if bool in named and text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            if int in named or float in named:
-                return number(text)
-    return text
-
-
-def _first(error: ValidationError, schema: type[Section]) -> UserError:
+def first_refusal(error: ValidationError, schema: type[Section]) -> UserError:
     """The first key that does not exist, before values that may follow from it."""
     found = error.errors(include_url=False)
     unknown = [one for one in found if one["type"] == "extra_forbidden"]
