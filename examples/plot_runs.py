@@ -65,9 +65,12 @@ def _draw(
     """One run's lines, of which the last has the label; the names that the run has."""
     drawn = [name for name in names if any(name in one for one in records)]
     for name in drawn:
-        points = [(one["step"], one[name]) for one in records if name in one]
-        style = {"marker": "o"} if "validation" in name else {"alpha": 0.35, "linewidth": 1}
-        axes.plot(*zip(*points, strict=True), color=color, **style)
+        having = [one for one in records if name in one]
+        steps, values = [one["step"] for one in having], [one[name] for one in having]
+        if "validation" in name:
+            axes.plot(steps, values, color=color, marker="o")
+        else:
+            axes.plot(steps, values, color=color, alpha=0.35, linewidth=1)
         axes.lines[-1].set_label(label if name == drawn[-1] else "_")
     return set(drawn)
 

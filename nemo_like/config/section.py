@@ -176,7 +176,9 @@ def named_outside(run: Section) -> Iterator[tuple[str, Door, str]]:
                 if spec is not None:
                     yield key, door, spec
         for name, inner in _named(value):
-            yield from ((f"{key}.{name}.{part}", *rest) for part, *rest in named_outside(inner))
+            yield from (
+                (f"{key}.{name}.{part}", door, spec) for part, door, spec in named_outside(inner)
+            )
 
 
 def _check_value(key: str, value: Any) -> None:

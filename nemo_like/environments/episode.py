@@ -104,7 +104,7 @@ class Episodes:
                 if not result.messages:
                     raise UserError("step() gave neither messages nor done=True.")
                 messages += [message, *result.messages]
-            return await self._result(row | form, text, rewards, metrics)
+            return await self._result({**row, **form}, text, rewards, metrics)
         finally:
             if (close := getattr(environment, "close", None)) is not None:
                 with contextlib.suppress(Exception):  # the user's code, when all is over

@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.advantages import AdvantageConfig
-from nemo_like.losses.aggregate import trained_tokens
+from nemo_like.losses.protocol import trained_tokens
 
 # Rewards that differ by less than this share of their size are equal; their spread is rounding.
 _RELATIVE_SPREAD = 1e-9

@@ -79,6 +79,7 @@ class Judge:
         """The judge's words, and how often it was asked."""
         deadline = time.monotonic() + self._settings["timeout_s"]
         tries = self._settings["tries"]
+        number, problem = 0, "none was made"
         for number in range(1, tries + 1):
             wait_s = _FIRST_WAIT_S * 2 ** (number - 1)
             try:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import io
 import itertools
 import os
 import resource
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import psutil
 
@@ -46,7 +48,9 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
     file_descriptor, spec, timeout_s, first_s, memory_limit_bytes = argv
     pool = socket.socket(fileno=int(file_descriptor))
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # what a function prints is there when it hangs
+        cast(io.TextIOWrapper, stream).reconfigure(
+            line_buffering=True
+        )  # what a function prints is there when it hangs
     _keep_from_children(pool)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
     leave_sigterm_to_driver()

@@ -5,7 +5,9 @@ import time
 from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -104,38 +106,36 @@ class RolloutWorker(GenerationWorker):
 
     _pools: Mapping[str, RewardPool] = {}
     _endpoint: "Endpoint | None" = None
+    _limits: "Mapping[str, Limits]" = MappingProxyType({})
+    """Of environments with several turns."""
     _files: TrajectoryFiles | None = None
 
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine, the reward processes and the tokenizer, at the same time."""
         environments = setup.environments
-        self._chat, _, *pools = await asyncio.gather(
+        pool_of = partial(
+            start_pool,
+            engines_per_node=setup.engines_per_node * len(environments),
+            num_engines=self.context.world_size,
+            switches=setup.template_switches,
+            num_threads=setup.num_reward_threads,
+            log=self.context.log_path.with_name(f"rewards-{self.context.rank}.log"),
+        )
+        self._chat, _, pools = await asyncio.gather(
             asyncio.to_thread(ChatTokenizer, setup.engine.model_path, setup.template_switches),
             self.start_engine(setup.backend, setup.engine),
-            *(
-                asyncio.to_thread(
-                    start_pool,
-                    environment,
-                    setup.engines_per_node * len(environments),
-                    num_engines=self.context.world_size,
-                    switches=setup.template_switches,
-                    num_threads=setup.num_reward_threads,
-                    log=self.context.log_path.with_name(f"rewards-{self.context.rank}.log"),
-                )
-                for environment in environments.values()
-            ),
+            asyncio.gather(*(asyncio.to_thread(pool_of, one) for one in environments.values())),
         )
         self._pools = dict(zip(environments, pools, strict=True))
         self._reward_parts = [name for one in environments.values() for name in one.rewards]
-        self._limits: dict[str, Limits] = {}
         talking = {name: one for name, one in environments.items() if not one.is_single_turn}
         if talking:
+            from nemo_like.rollout import recorder
             from nemo_like.rollout.endpoint import Endpoint  # imports a server
-            from nemo_like.rollout.recorder import Limits
 
             most = setup.most_tokens
             self._limits = {
-                name: Limits(
+                name: recorder.Limits(
                     tokens=min(most, one.max_tokens or most),
                     turns=one.max_turns,
                     rewritten=one.rewritten_history,

@@ -8,6 +8,7 @@ which is on-policy: its own forward pass gives the policy's logprobs, and no ext
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
         )
     if config.kl_in_reward:
         rewards = rewards - config.loss.kl_coef * total(rows[keys.REFERENCE_KL])
-    made = group_advantages
+    made: Callable[..., Tensor] = group_advantages
     if advantage.function is not None:
         made = ADVANTAGES.load("advantage.function", advantage.function)
     groups, valid = rows[keys.GROUP_IDS][first], counted(batch, config)[first]
