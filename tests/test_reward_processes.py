@@ -54,7 +54,7 @@ def frame(payload):
 
 def result(**changes):
     said = {"id": "0" * 32, "reward": 99.0, "metrics": {}, "error": None, "answer": None,
-            "dropped": {}, "spent": None} | changes
+            "dropped": {}, "steps": {}, "spent": None} | changes
     return frame(json.dumps(said).encode())
 
 def written(what):

@@ -1,6 +1,7 @@
 """The safetensors files of a model's folder, and reading from them what a rank has of a model."""
 
 import pickle
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from nemo_like.config.model_files import CONFIG
 from nemo_like.distributed.waiting import is_disconnection
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.naming import Naming, Translation
@@ -22,6 +24,13 @@ from nemo_like.policy.parallel.full_tensors import local_part
 
 _UNREADABLE = "The weights of the model {} cannot be loaded"
 _ROWS_AT_ONCE = 4096
+
+
+def readable_as_usual(folder: Path) -> None:
+    """Give an export the modes of the umask: safetensors' files are their owner's alone."""
+    mode = stat.S_IMODE((folder / CONFIG).stat().st_mode)  # written by this process
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from nemo_like.policy.gradients import LossScale
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.parallel.full_tensors import full_tensor, full_tensors
 from nemo_like.policy.state.checkpoint_files import read_sections, write_sections
-from nemo_like.policy.state.files import told_as
+from nemo_like.policy.state.files import readable_as_usual, told_as
 from nemo_like.policy.state.loading import tied_names
 from nemo_like.refit.buckets import travels_apart
 
@@ -190,16 +190,9 @@ def _write_folder(
         config["pad_token_id"] = padding_id(source, config.get("pad_token_id"))
     (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     save_torch_state_dict(state, aside, metadata={"format": "pt"})
-    _readable_as_usual(aside)
+    readable_as_usual(aside)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
-
-
-def _readable_as_usual(folder: Path) -> None:
-    """Modes that the umask gives: safetensors' files are their owner's alone otherwise."""
-    mode = stat.S_IMODE((folder / CONFIG).stat().st_mode)  # written by this process
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)
 
 
 def _stored_name(stage: LogprobModel, name: str) -> str:
