@@ -92,10 +92,7 @@ def save_checkpoint(folder: Path, trainer: "Trainer") -> None:
 
 
 def load_checkpoint(folder: Path, trainer: "Trainer") -> None:
-    """Restore in place, from any number of ranks in any layout, hyperparameters included.
-
-    Raises UserError for a checkpoint of another model, optimizer or adapter.
-    """
+    """Restore in place, in any layout; UserError if model, optimizer or adapter are others."""
     states = _stage_states(trainer)
     loaded = _joined(trainer, states)
     with told_as(UserError, _OTHER.format(folder)):
