@@ -91,8 +91,9 @@ def test_advantages_of_a_step_are_those_of_each_task_by_choice():
 
 FORMS = """
 def forms(prompts, completions, **columns):
-    return [{"reward": 1.0 + len(c), "chat": isinstance(p, list) and isinstance(c, list)}
-            for p, c in zip(prompts, completions)]
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    chat = [isinstance(p, list) and isinstance(c, list) for p, c in zip(prompts, completions)]
+    return [{"reward": sum(map(ord, t)) / 100, "chat": one} for t, one in zip(texts, chat)]
 """
 
 
