@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from nemo_like.api import _reward_spec
 from nemo_like.config.data import PromptsConfig
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.datasets import load_rows
@@ -149,3 +150,30 @@ def test_rows_know_whether_their_prompt_was_a_text_or_messages(tmp_path):
     path.write_text(f'{{"prompt": "a"}}\n{{"prompt": {messages}}}\n{{"messages": {messages}}}\n')
     data = PromptsConfig(train=str(path))
     assert [row.is_chat for row in load_rows(data.train_parts, data, 0, 0)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("think_format_reward", ["<think>a</think>b", "b"]),
+        ("accuracy_reward", [r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}", "nothing"]),
+    ],
+)
+def test_trls_own_functions_give_here_what_they_give_there(name, texts):
+    theirs = getattr(pytest.importorskip("trl.rewards"), name)
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    solution = r"$\frac{1}{2}$"
+    expected = theirs(completions=completions, solution=[solution] * len(texts))
+    fields = {IS_CHAT: True, "messages": [{"role": "user", "content": "q"}], "solution": solution}
+    found = scored(f"trl.rewards.{name}", *(("q", text, fields) for text in texts))
+    assert [one.reward for one in found] == expected
+    assert len(set(expected)) > 1
+
+
+def test_a_function_of_a_script_is_taken_too(tmp_path):
+    def sized(completions, **columns):
+        return [float(len(one)) for one in completions]
+
+    function = resolve_reward(str(_reward_spec(tmp_path, sized)))
+    assert function.is_batched
+    assert function("p", "abc", {}) == 3.0
