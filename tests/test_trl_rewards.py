@@ -44,6 +44,7 @@ def number(prompts, completions): return 1.0
 def both(prompt, completions): return 1.0
 def of_trainer(completions, trainer_state, **kwargs): return [0.0]
 def half(completions, answer): return [0.0]
+def with_column(prompt, completion, prompts=()): return float(len(prompts))
 '''
 
 
@@ -73,6 +74,7 @@ def test_a_function_of_trl_is_called_with_lists_and_its_columns(functions):
     found = scored(f"{functions}:accuracy", *rows)
     assert [one.reward for one in found] == [1.0, 0.0, 1.0]
     assert resolve_reward(f"{functions}:accuracy").required_fields == {"answer"}
+    assert resolve_reward(f"{functions}:with_column")("p", "c", {"prompts": [1, 2]}) == 2.0
 
 
 def test_what_waits_goes_in_one_call_of_at_most_so_many(functions):
