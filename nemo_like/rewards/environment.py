@@ -81,7 +81,11 @@ def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
         name: {**part, "function": absolute(part["function"])}
         for name, part in environment.rewards.items()
     }
+    judge, template = environment.judge, environment.judge.template
+    if template is not None and "{{" not in template:
+        judge = judge.replace(template=str(Path(template).expanduser().absolute()))
     return environment.replace(
+        judge=judge,
         name=absolute(environment.name),
         reward=absolute(environment.reward),
         rewards=parts,

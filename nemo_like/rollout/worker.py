@@ -84,7 +84,7 @@ class RolloutResult:
     lengths: Tensor
     """int64 [B], tokens of each row."""
     rows: dict[str, Tensor]
-    """Columns of shape [B]; see ``batch.keys``."""
+    """Columns of shape [B, ...]; see ``batch.keys``."""
     metrics: Metrics
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
