@@ -103,7 +103,7 @@ async def converse(
         row = Row(index=index, messages=messages, fields=fields, prompt_ids=prompt_ids)
         task = RolloutTask(row=row, group=index, index=0, seed=index, request_id=str(index))
         sampling = SamplingParams(max_new_tokens=16)
-        recorder = Recorder(task, engine, chat, sampling, Limits(tokens=512, turns=2))  # pyright: ignore
+        recorder = Recorder(task, engine.generate, chat, sampling, Limits(tokens=512, turns=2))
         with endpoint.serving(recorder) as address:
             sent = fields | {"messages": list(messages), ENDPOINT: list(address)}
             result = await pool.score(row.prompt, "", sent)

@@ -23,7 +23,7 @@ from nemo_like.rollout.endpoint import Endpoint
 from nemo_like.rollout.recorder import Limits, Recorder
 from nemo_like.rollout.trajectory import RolloutTask
 from tests.chat_templates import build_chat
-from tests.small_runs import ROOT, run
+from tests.small_runs import ROOT, run, small_config
 from tests.test_trajectories import CALLING, WITH_TOOLS
 
 OURS = '''
@@ -297,6 +297,37 @@ def test_a_harness_that_misbehaves_costs_its_own_trajectory(chat, tmp_path):
         assert sorted(trained) == sorted(c.token_ids for c in one.completions)
     left = [p for p in psutil.process_iter(["cmdline"]) if str(path) in (p.info["cmdline"] or [])]
     assert not left
+
+
+KEYS = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+key = os.environ["OPENAI_API_KEY"]
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": row["messages"]}).encode(),
+    {"Authorization": "Bearer " + key},
+)
+urllib.request.urlopen(request)
+seen = json.dumps([row, dict(os.environ)])
+own = float(key.startswith("trajectory-"))
+print(json.dumps({"reward": own, "seen": float("sk-mine" in seen)}))
+"""
+
+
+def test_a_harness_never_gets_the_key_of_a_provider(chat, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+    (tmp_path / "keys.py").write_text(KEYS)
+    options = {"command": [sys.executable, str(tmp_path / "keys.py")]}
+    [found] = conversations(chat, ["x"], name="program", options=options)
+    assert found.result.reward == 1.0
+    assert found.result.metrics == {"seen": 0.0}
+
+
+@pytest.mark.parametrize("key", ["max_turns", "max_tokens"])
+def test_a_limit_of_nothing_is_refused_and_not_taken_for_none(key):
+    with pytest.raises(UserError, match=f"environment.{key}=0"):
+        small_config("never-made", "environment.name=guess", f"environment.{key}=0")
 
 
 LATE = """

@@ -220,7 +220,8 @@ class Recorder:
             result = replace(failed(self._problem), metrics=result.metrics)
         if not self._turns and result.reward is not None:
             self.counts["without_calls"] += 1
-            result = failed("the model was never called: use the address that is given")
+            why = "the model was never called: use the address that is given"
+            result = failed(why if end == "final" else str(self._ended))
         if unknown := result.steps.keys() - self._turn_of.keys() - {""}:
             result = failed(f"a reward is for the answer {min(unknown)}, which was never given")
         last = self._turns[-1] if self._turns else None
