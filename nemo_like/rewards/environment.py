@@ -153,11 +153,12 @@ def _functions(
     reward = reward_spec(environment, num_processes)
     if not environment.is_single_turn:
         spec = {name: getattr(environment, name) for name in ("name", "options", "timeout_s")}
+        at_once = environment.rows_at_once or _CONVERSATIONS_OF_A_LOOP
         return pool_of(
-            json.dumps(spec | {"reward": reward}),
+            json.dumps(spec | {"reward": reward, "at_once": at_once}),
             module="nemo_like.environments.episode",
             pass_variables=passed,
-            concurrency=environment.rows_at_once or _CONVERSATIONS_OF_A_LOOP,
+            concurrency=at_once,
         )
     pool = pool_of(reward, pass_variables=passed, concurrency=rows_at_once or _ROWS_OF_A_LOOP)
     if not pool.takes_several and environment.rows_at_once is not None:
