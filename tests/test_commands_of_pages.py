@@ -124,6 +124,8 @@ def _type(words, block):
             main(["slurm", "render", *rest])
         case ["nemo-like", "slurm", "status" | "logs" | "cancel", *_]:
             assert block.title, words
+        case ["nemo-like", "show" | "dashboard" | "report" as command, *_]:
+            assert f'"{command}"' in (ROOT / "tests" / "test_viewer.py").read_text()
         case ["nemo-like", command, *rest] if command in COMMANDS or command[:2] == "--":
             if block.title and command in ("plan", "data", "try-reward"):
                 _load(command, rest)
