@@ -94,6 +94,8 @@ def folder(tmp_path, monkeypatch):
     for run in ("first", "mine"):
         (tmp_path / "runs" / run).mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / run / "config.yaml").write_text(_config_of_a_run())
+    wrote = '{"step": 1, "prompt": "1 + 1 =", "completion": "2", "messages": [], "reward": 1.0}\n'
+    (tmp_path / "runs/first/trajectories.jsonl").write_text(wrote)
     (tmp_path / "agent.py").write_text("print(1)")
     monkeypatch.chdir(tmp_path)
     return tmp_path
