@@ -263,6 +263,7 @@ class RemoteModel:
             max_rows=self.config.micro_batch_size,
             padded=self.config.batching == "padded",
             attention_tokens=self._attention_tokens,
+            prompts=prompts_of(batch) if self.config.batching == "shared" else None,
             **bins_for_pipeline(self.config.parallel),
         )
 
@@ -291,6 +292,11 @@ def _trained(batch: RemoteBatch, rows_per_unit: int) -> RemoteBatch:
 def _counts(batch: RemoteBatch) -> Denominators:
     tokens = float(batch.rows[keys.NUM_LOSS_TOKENS].sum())
     return Denominators(tokens=tokens, sequences=float(len(batch)))
+
+
+def prompts_of(batch: RemoteBatch | TensorBatch) -> list[tuple[int, int]]:
+    columns = batch.rows[keys.PROMPTS], batch.rows[keys.PROMPT_TOKENS]
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _add(batch: RemoteBatch, plan: MicroBatchPlan, refs: Sequence[ObjectRef | None]) -> None:
