@@ -61,10 +61,7 @@ def refit_tensors(
 def model_tensors(
     trainer: "Trainer", dtype: torch.dtype, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the architecture once, by its name on disk, full, in ``dtype``; collective.
-
-    A value model has ``score`` in place of an output head.
-    """
+    """``leaving_tensors`` in ``dtype``; a value model has ``score`` in place of an output head."""
     trainer.synchronize()
     described = architecture(trainer.setup.model_path, dtype, trainer.setup.output)
     yield from leaving_tensors(
