@@ -5,12 +5,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_like.data.messages import Message, without_nulls
 from nemo_like.generation.protocol import Completion
-from nemo_like.rollout.tool_calls import Reply, Tools
 from nemo_like.rollout.trajectory import Segment
+
+if TYPE_CHECKING:
+    from nemo_like.rollout.tool_calls import Reply, Tools
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +24,9 @@ class Turn:
     completion: Completion
     said: Sequence[Message] | str
     """All messages, or the whole text, the reply included."""
-    reply: Reply
+    reply: "Reply"
     prompt_tokens: int
-    tools: Tools
+    tools: "Tools"
     id: str
     """Under which its caller knows it."""
 
@@ -63,7 +65,7 @@ class Turn:
         ]
 
 
-def key_of(messages: Sequence[Message] | str, tools: Tools) -> str:
+def key_of(messages: Sequence[Message] | str, tools: "Tools") -> str:
     """The same for messages that say the same, whatever a client did with their form."""
     said = messages if isinstance(messages, str) else [_said(one) for one in messages]
     return digest(json.dumps([said, list(tools)], sort_keys=True, default=str).encode())
