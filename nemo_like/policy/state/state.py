@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import stat
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -167,7 +166,7 @@ def _write_folder(
     # may be the export of a run with adapters, which are in its weights.
     ignored = shutil.ignore_patterns(*_WEIGHT_FILES, "adapter")
     shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
-    aside.chmod(stat.S_IRWXU)
+    aside.chmod(0o700)
     if adapters:
         plain = architecture(str(source), torch.float32, trainer.setup.output).model
         from nemo_like.policy.lora import write_adapter
