@@ -302,7 +302,7 @@ def test_a_report_names_the_bottleneck_and_what_a_change_saves(tmp_path, capsys)
     (first / "summary.json").write_text('{"wall_s": 300.0}')
     main(["report", str(first), str(second), f"--out={tmp_path}"])
     assert capsys.readouterr().out == f"{tmp_path}/report.html\n{tmp_path}/report.md\n"
-    text = (tmp_path / "report.md").read_text()
+    text = " ".join((tmp_path / "report.md").read_text().split())
     assert "finished, model embedded, 300 s, of which 200 s in steps, the rest to start" in text
     assert "Bottleneck: validation takes 3 of 5 s of a step (60%)." in text
     saving = "validation.every\\_steps=14 (now 1) saves about 2.8 s of 5 s a step, 56%."

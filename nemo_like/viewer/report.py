@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ _STYLE = (
     "body{font:14px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left}"
     "svg{width:160px;height:28px}path{fill:none;stroke:#1d4ed8}"
+)
+
+_ITEM = textwrap.TextWrapper(
+    120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
 )
 
 Block = tuple[str, Any]
@@ -163,7 +168,7 @@ def as_markdown(blocks: Sequence[Block]) -> str:
             lines = [f"| {' | '.join(row)} |" for row in rows]
             lines.insert(1, "|---" * len(rows[0]) + "|")
         elif kind == "list":
-            lines = [f"- {_cell(one)}" for one in found]
+            lines = [_ITEM.fill(_cell(one)) for one in found]
         else:
             sign = "" if kind == "text" else "# " if number == 0 else "## "
             lines = [f"{sign}{_cell(found)}"]
