@@ -122,7 +122,7 @@ def experts_learn(path: str, config: dict[str, Any]) -> Any:
         moved.append({n for n, p in trainer.parameters.items() if not torch.equal(p, old[n])})
     after = refit_tensors(trainer, torch.float32, adapters_only=False)
     changed = {name for name, each in after if not torch.equal(each, before[name])}
-    return losses, names, moved, changed, trainer.num_parameters()
+    return losses, names, moved, changed, trainer.shared.num_parameters()
 
 
 def refused(path: str, config: dict[str, Any]) -> str:

@@ -27,7 +27,8 @@ from nemo_like.planning.model_shape import Role, attention_tokens, read_model_sh
 from nemo_like.planning.offload import MemoryNeeds, Others, memory_needs
 from nemo_like.policy.parallel.stages import bins_for_pipeline
 from nemo_like.policy.placement import log_placement
-from nemo_like.policy.trainer import TrainerSetup
+from nemo_like.policy.trained_rows import counts_of, trained
+from nemo_like.policy.trainer_setup import TrainerSetup
 from nemo_like.policy.worker import PolicyWorker, Shard
 
 logger = logging.getLogger(__name__)
@@ -194,18 +195,17 @@ class RemoteModel:
         rows_per_unit: int = 1,
         check: Callable[[Metrics], None] | None = None,
     ) -> Metrics:
-        """One optimizer step on all rows that train; the gradient is that of one global mean.
+        """One optimizer step on all rows that train, by the gradient of one global mean.
 
         ``rows_per_unit``: consecutive rows that belong together (2: preference pairs); they train
         together or not at all. ``check`` runs on every rank before the optimizer step; see
         ``Trainer.train``. Sampled completions without policy logprobs (see ``logprobs``) must
         be those of the current weights or, in runs with lag, see them for the first time.
         """
-        batch = _trained(batch, rows_per_unit)
+        batch = trained(batch, rows_per_unit)
         if not len(batch):
-            logger.warning("No row of this step trains; its optimizer step is left out.")
-            return {}
-        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), _counts(batch)
+            return self.finish(0.0)
+        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), counts_of(batch)
         on_policy = self._is_on_policy(batch)
         results = self.group.scatter(
             PolicyWorker.train, shards, loss, counts, on_policy, check, last="pp"
@@ -213,11 +213,27 @@ class RemoteModel:
         self.weight_version += 1
         return merge(results)
 
+    def add(self, batch: RemoteBatch, loss: Loss) -> Denominators:
+        """Gradients of a part of a step's rows, and their counts; see ``finish``."""
+        batch = trained(batch)
+        if len(batch):
+            shards, on_policy = self._shards(batch, self._plan(batch)), self._is_on_policy(batch)
+            self.group.scatter(PolicyWorker.add, shards, loss, on_policy, last="pp")
+        return counts_of(batch)
+
+    def finish(self, divide_by: float, check: Callable[[Metrics], None] | None = None) -> Metrics:
+        """One optimizer step with all that was added; ``divide_by``: what the loss is a mean of."""
+        if not divide_by:
+            logger.warning("No row of this step trains; its optimizer step is left out.")
+            return {}
+        results = self.group.call(PolicyWorker.finish, divide_by, check)
+        self.weight_version += 1
+        return merge([results[rank] for rank in self.group.layout.output_ranks("dp", "pp")])
+
     def evaluate(self, batch: RemoteBatch, loss: Loss, *, rows_per_unit: int = 1) -> Metrics:
         """What ``loss`` reports on all rows that train, without a step; see ``train``."""
-        batch = _trained(batch, rows_per_unit)
-        shards = self._shards(batch, self._plan(batch, rows_per_unit))
-        counts = _counts(batch)
+        batch = trained(batch, rows_per_unit)
+        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), counts_of(batch)
         return merge(self.group.scatter(PolicyWorker.evaluate, shards, loss, counts, last="pp"))
 
     def submit_weights(self, *, adapters_only: bool) -> Pending[float]:
@@ -296,18 +312,6 @@ class RemoteModel:
 
 def _reading(folder: str) -> Callable[[], str]:
     return lambda: f"it reads {gb(num_bytes(Path(folder)))} of {folder}"
-
-
-def _trained(batch: RemoteBatch, rows_per_unit: int) -> RemoteBatch:
-    """The rows that train, in units of which all rows do."""
-    trains = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
-    together = trains.view(-1, rows_per_unit).all(1).repeat_interleave(rows_per_unit)
-    return batch.select(together.nonzero(as_tuple=True)[0])
-
-
-def _counts(batch: RemoteBatch) -> Denominators:
-    tokens = float(batch.rows[keys.NUM_LOSS_TOKENS].sum())
-    return Denominators(tokens=tokens, sequences=float(len(batch)))
 
 
 def _add(batch: RemoteBatch, plan: MicroBatchPlan, refs: Sequence[ObjectRef | None]) -> None:

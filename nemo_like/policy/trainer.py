@@ -7,25 +7,22 @@ a pipeline hold parts of one model; full parameters that they share are kept equ
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.models.naming import plain_name
-from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
-from nemo_like.planning.offload import MemoryNeeds
+from nemo_like.observe.metrics import Metric, Metrics, Reduce, divided_sums, merge
 from nemo_like.policy.debug.diagnostics import Diagnostics
 from nemo_like.policy.gradients import (
     clip_gradients,
+    divide_gradients,
     explain_non_finite,
     forget_gradients,
     gradient_norm,
@@ -41,33 +38,9 @@ from nemo_like.policy.parallel.shared_parameters import SharedParameters
 from nemo_like.policy.placement import place_state
 from nemo_like.policy.requests import ForwardRequest, MicroBatches, forward_requests
 from nemo_like.policy.state.loading import load_stages
+from nemo_like.policy.trainer_setup import TrainerSetup
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSetup:
-    """What every rank needs to start; the driver fills it, and ranks take it as it is."""
-
-    config: PolicyConfig
-    model_path: str
-    max_steps: int
-    """Of the learning rate's schedule."""
-    with_reference: bool = False
-    output: Output = "logprobs"
-    trains: bool = True
-    """False: a frozen model, without gradient and optimizer."""
-    log_dir: str = "."
-    """Folder of hang reports."""
-    num_threads: int = 1
-    timeout_s: float = 600.0
-    """Of collectives."""
-    refit_timeout_s: float = 600.0
-    """Of each wait for an engine."""
-    memory: MemoryNeeds | None = None
-    """Predicted memory of a rank on a GPU, where the formulas cover the model."""
-    ranks_per_node: int = 1
-    """Most ranks of the model that share a node's memory."""
 
 
 class Trainer:
@@ -98,7 +71,7 @@ class Trainer:
         }
         """This rank's shards by their names in memory. Taken now: between a forward pass and a
         reshard, FSDP2 shows full parameters under the same names."""
-        self._shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
+        self.shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
         self.reference: list[LogprobModel] = []
         if setup.with_reference and not config.lora.rank:  # else it is the model without adapters
             self.reference, _ = load_stages(*where)
@@ -117,6 +90,9 @@ class Trainer:
         self.loss_scale = LossScale(config.loss_scale) if config.dtype == "float16" else None
         self.num_steps = 0
         """Optimizer steps taken."""
+        self._parts: list[Metrics] = []
+        """Of the step in progress, as ``_sums``."""
+        self._sums: MismatchSums | None = None
 
     def train(
         self,
@@ -128,32 +104,58 @@ class Trainer:
         on_policy: bool = False,
         check: Callable[[Metrics], None] | None = None,
     ) -> Metrics:
-        """Forward and backward over this rank's micro-batches, then one step of all ranks together.
+        """``add`` this rank's micro-batches, and ``finish``."""
+        self.diagnostics.check_rows(micro_batches)
+        self.add(micro_batches, loss, denominators, temperature, on_policy=on_policy)
+        return self.finish(check)
+
+    def add(
+        self,
+        micro_batches: MicroBatches,
+        loss: Loss,
+        denominators: Denominators,
+        temperature: float,
+        *,
+        on_policy: bool = False,
+    ) -> None:
+        """Forward and backward over this rank's micro-batches of a step, or of a part of one.
 
         ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
-        is that of all ranks. ``check`` may refuse the metrics by a RunError. The returned ones are
-        this data-parallel rank's share; others return what all ranks know.
+        is that of all ranks.
+        """
+        if on_policy and self._sums is None:
+            self._sums = MismatchSums(self.device)
+        sums = self._sums if on_policy else None
+        with self.diagnostics.phase("backward"):
+            self._parts += self.backward(micro_batches, loss, denominators, temperature, sums)
+
+    def finish(
+        self, check: Callable[[Metrics], None] | None = None, divide_by: float = 1.0
+    ) -> Metrics:
+        """One step of all ranks together, with the sum of what was added, divided.
+
+        ``check`` may refuse the metrics by a RunError. The returned ones are this data-parallel
+        rank's share; others return what all ranks know.
 
         Raises RunError on all ranks before the optimizer step if ``check`` does, or if the gradient
         norm is not finite, as that of a loss that is not finite never is (in float16: skips the
         step and counts it; in local SGD: on the rank whose norm it is).
         """
-        self.diagnostics.check_rows(micro_batches)
-        parameters = self.parameters
+        parameters, parts, sums = self.parameters, self._parts, self._sums
+        self._parts, self._sums = [], None
         with self.diagnostics.phase("backward"):
-            sums = MismatchSums(self.device) if on_policy else None
-            parts = self.backward(micro_batches, loss, denominators, temperature, sums)
-            self._shared.complete_gradients()
+            divide_gradients(parameters, divide_by)
+            self.shared.complete_gradients()
             norm = gradient_norm(
                 parameters,
                 pipeline_group=self.mesh.group("pp"),
-                counted_elsewhere=self._shared.counted_elsewhere,
+                counted_elsewhere=self.shared.counted_elsewhere,
             )
         if not self._drifting:
             self.diagnostics.check_copies({n: p.grad for n, p in parameters.items()}, "gradients")
         scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
         true_norm = norm.item() / scale
-        metrics = merge(parts)
+        metrics = divided_sums(merge(parts), divide_by)
         if sums is not None:
             sums.all_reduce()
             metrics |= sums.metrics()
@@ -178,18 +180,6 @@ class Trainer:
             skipped = float(self.loss_scale.skipped_steps)
             metrics["train/skipped_steps"] = Metric(skipped, reduce=Reduce.max)
         return metrics
-
-    def num_parameters(self) -> int:
-        """Parameters that train, those of other stages too; collective."""
-        mine = sum(
-            each.numel()  # of all shards
-            for name, each in self.parameters.items()
-            if name not in self._shared.counted_elsewhere
-        )
-        total = torch.tensor(mine, device=self.device)
-        if (pp := self.mesh.group("pp")) is not None:
-            dist.all_reduce(total, group=pp)
-        return int(total)
 
     def synchronize(self) -> None:
         """Make replicas equal before weights leave the policy."""

@@ -41,7 +41,8 @@ from nemo_like.policy.state.state import (
     save_checkpoint,
     state_bytes,
 )
-from nemo_like.policy.trainer import Trainer, TrainerSetup
+from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
 from nemo_like.policy.warm_up import warm_up
 from nemo_like.refit.adapters import plan_refit, travels_apart
 from nemo_like.refit.broadcast import BroadcastSender
@@ -132,7 +133,7 @@ class PolicyWorker(Worker):
         self._trainer = Trainer(setup, self._device)
         unused = [] if self.context.rank else unused_tensors(path, output)
         return Started(
-            num_trained=self._trainer.num_parameters(),
+            num_trained=self._trainer.shared.num_parameters(),
             placement=self._trainer.placement,
             unused=unused,
         )
@@ -199,6 +200,15 @@ class PolicyWorker(Worker):
             check=check,
         )
         return metrics | self.memory("train/")
+
+    def add(self, shard: Shard, loss: Loss, on_policy: bool) -> None:
+        """Gradients of a part of a step, whose denominators are not known yet; collective."""
+        whole, rows = Denominators(tokens=1.0, sequences=1.0), shard.micro_batches(self._device)
+        self._trainer.add(rows, loss, whole, shard.temperature, on_policy=on_policy)
+
+    def finish(self, divide_by: float, check: Callable[[Metrics], None] | None) -> Metrics:
+        """One optimizer step over all that was added, see ``Trainer.finish``; collective."""
+        return self._trainer.finish(check, divide_by) | self.memory("train/")
 
     def evaluate(self, shard: Shard, loss: Loss, denominators: Denominators) -> Metrics:
         """The loss's metrics of a shard; collective."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,6 +25,7 @@ class SharedParameters:
         parameters: Mapping[str, nn.Parameter],
         partial: Collection[str],
     ) -> None:
+        self._mesh, self._parameters = mesh, parameters
         self._tp = mesh.group("tp")
         self._partial = [parameters[name] for name in sorted(partial)]
         self._ends = mesh.first_and_last_stage
@@ -33,6 +35,19 @@ class SharedParameters:
         self._tied = [parameters[name] for name in tied]
         self.counted_elsewhere = frozenset(tied if mesh.coordinate("pp") > 0 else ())
         """Copies that the first stage counts in the gradient norm."""
+
+    def num_parameters(self) -> int:
+        """Parameters that train, those of other stages too; collective."""
+        mine = sum(
+            each.numel()  # of all shards
+            for name, each in self._parameters.items()
+            if name not in self.counted_elsewhere
+        )
+        if (pp := self._mesh.group("pp")) is None:
+            return mine
+        total = torch.tensor(mine, device=next(iter(self._parameters.values())).device)
+        dist.all_reduce(total, group=pp)
+        return int(total)
 
     def complete_gradients(self) -> None:
         """Sum the gradients of shared parameters over the ranks that share them; collective."""
