@@ -19,7 +19,8 @@ from nemo_like.errors import RunError, UserError
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.observe.metrics import values
 from nemo_like.rollout.sources import RolloutSource
-from tests.small_runs import accept, small_config
+from tests.small_runs import SMALL, accept, records, run, small_config
+from tests.test_grpo import StopError, run_until
 from tests.test_rollout import result_of
 
 CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.seed=3")
@@ -247,3 +248,43 @@ def test_a_token_older_than_the_bound_stops_the_run():
     for allowed in (range(4, 5), range(2, 4)):
         with pytest.raises(RunError, match="a refit was missed"):
             check_versions(batch, allowed)  # pyright: ignore
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("order", ["first_in", "ready"])
+def test_a_run_with_lag_goes_on_after_a_fault_and_trains_each_group_once(tmp_path, order):
+    options = [
+        "grpo.max_steps=6",
+        "checkpoint.every_steps=1",
+        "validation.every_steps=0",
+        "data.num_validation_rows=0",
+        "cluster.cpu_workers_per_node=2",
+        "cluster.num_generation_workers=1",
+        "rollout.max_lag=2",
+        f"rollout.order={order}",
+        "run.resume=true",
+    ]
+    small = tuple(one for one in SMALL if "validation" not in one)
+    used = {}
+    for stopped in (2, 4, 7):
+        config = small_config(tmp_path, *options, small=small)
+        with nullcontext() if stopped == 7 else pytest.raises(StopError):
+            run_until(config, stopped, noting=used)
+    assert sorted(used) == [1, 2, 3, 4, 5, 6]
+    groups = [group for step in sorted(used) for group in used[step]]
+    assert sorted(groups) == list(range(24))
+    steps = records(tmp_path)
+    assert max(steps[step]["staleness/max"] for step in steps) <= 2
+    assert steps[3]["staleness/max"] == 2
+    assert steps[1]["mismatch/max_abs"] < 1e-5
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_run_that_trains_on_groups_as_they_finish_has_the_numbers_of_the_plain_one(
+    tmp_path, straight
+):
+    options = ["grpo.max_steps=3", "validation.every_steps=2"]
+    expected, found = records(straight), run(tmp_path, *options, "rollout.overlap=true")
+    for step in (1, 2, 3):
+        for name in ("train/loss", "train/grad_norm", "rollout/reward", "train/num_tokens"):
+            assert found[step][name] == pytest.approx(expected[step][name], abs=1e-5), (step, name)
