@@ -38,6 +38,7 @@ LEAVES = {
     "environments/tools.py": "tools",
     "generation/hf_engine.py": "the engine on transformers",
     "generation/hf_model.py": "its model",
+    "generation/replay.py": "completions of an earlier run",
     "launch/": "data, plan, slurm, ray-config",
     "losses/cross_entropy.py": "SFT's loss",
     "losses/distillation.py": "distillation's loss",

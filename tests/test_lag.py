@@ -329,7 +329,7 @@ def test_what_is_left_of_an_interrupted_completion_has_the_rest_of_its_budget():
     whole = joined([first, nothing, completion(6, FinishReason.length, 5)])
     assert (len(whole.token_ids), whole.finish_reason) == (16, FinishReason.length)
     assert (whole.weight_version, whole.later_versions) == (3, ((10, 5),))
-    assert whole.mean_version == (10 * 3 + 6 * 5) / 16
+    assert whole.versions == [3] * 10 + [5] * 6
 
 
 @pytest.mark.parametrize(

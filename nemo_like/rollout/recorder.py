@@ -71,7 +71,7 @@ class Turn:
         return [
             *before,
             Segment(token_ids=self.given),
-            Segment(token_ids=one.token_ids, logprobs=logprobs, weight_version=one.weight_version),
+            Segment(token_ids=one.token_ids, logprobs=logprobs, weight_versions=one.versions),
         ]
 
     def lineage(self) -> "list[Turn]":
