@@ -2,13 +2,12 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from ray import ObjectRef
 from torch import Tensor
 
 from nemo_like.batch import keys
@@ -27,7 +26,7 @@ from nemo_like.planning.model_shape import Role, attention_tokens, read_model_sh
 from nemo_like.planning.offload import MemoryNeeds, Others, memory_needs
 from nemo_like.policy.parallel.stages import bins_for_pipeline
 from nemo_like.policy.placement import log_placement
-from nemo_like.policy.trained_rows import counts_of, trained
+from nemo_like.policy.trained_rows import add_columns, counts_of, trained
 from nemo_like.policy.trainer_setup import TrainerSetup
 from nemo_like.policy.worker import PolicyWorker, Shard
 
@@ -146,7 +145,7 @@ class RemoteModel:
         results = self.group.scatter(
             PolicyWorker.logprobs, self._shards(batch, plan), with_policy, kl, last="pp"
         )
-        _add(batch, plan, [ref for ref, _, _ in results])
+        add_columns(batch, plan, [ref for ref, _, _ in results])
         for name in results[0][2]:
             column = batch.rows[name] = torch.zeros(len(batch), dtype=torch.float64)
             for rank, (_, _, of_rows) in enumerate(results):
@@ -161,7 +160,7 @@ class RemoteModel:
         """
         plan = self._plan(batch)
         shards = self._shards(batch, plan)
-        _add(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
+        add_columns(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
 
     def top_logprobs(self, batch: RemoteBatch, k: int, vocabulary: int | None = None) -> None:
         """Add token columns ``teacher_ids`` and ``teacher_logprobs`` of the ``k`` likeliest tokens.
@@ -171,7 +170,7 @@ class RemoteModel:
         """
         plan = self._plan(batch)
         shards, method = self._shards(batch, plan), PolicyWorker.top_logprobs
-        _add(batch, plan, self.group.scatter(method, shards, k, vocabulary, last="pp"))
+        add_columns(batch, plan, self.group.scatter(method, shards, k, vocabulary, last="pp"))
 
     def derive(
         self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
@@ -184,7 +183,7 @@ class RemoteModel:
         plan = self._plan(batch)
         shards = [batch.select(plan.rows(rank)) for rank in range(len(plan.bins))]
         results: list[Any] = self.group.scatter(PolicyWorker.derive, shards, make)
-        _add(batch, plan, [made[0] if made else None for made in results])
+        add_columns(batch, plan, [made[0] if made else None for made in results])
         return [made[1] for made in results if made]
 
     def train(
@@ -312,11 +311,3 @@ class RemoteModel:
 
 def _reading(folder: str) -> Callable[[], str]:
     return lambda: f"it reads {gb(num_bytes(Path(folder)))} of {folder}"
-
-
-def _add(batch: RemoteBatch, plan: MicroBatchPlan, refs: Sequence[ObjectRef | None]) -> None:
-    """Add the columns that each data-parallel rank with rows has put into the store for them."""
-    parts = [(ref, rows) for rank, ref in enumerate(refs) if (rows := plan.rows(rank))]
-    found = [ref for ref, _ in parts if ref is not None]
-    assert len(found) == len(parts), "the mesh's output ranks must be the layout's"
-    batch.add_columns(found, [rows for _, rows in parts])
