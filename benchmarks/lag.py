@@ -21,6 +21,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from lag_simulation import Workload, log_normal, simulate
+
 from nemo_like.config.generation import EngineKind
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.protocol import Completion, EngineConfig, GenerationRequest
@@ -83,6 +85,17 @@ def measured(lag: int, order: str, seed: int, steps: int) -> dict[str, object]:
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     made = [record for record in map(json.loads, lines) if record["step"]]
     later = made[3:]
+    spent = [one["time/step_s"] - one["time/rollout_s"] for one in later]
+    work = Workload(
+        groups=PROMPTS,
+        group_size=GROUP,
+        engines=2,
+        slots=PROMPTS * GROUP // 2,
+        train_s=statistics.mean(spent),
+        seconds=log_normal(MEDIAN_S, SPREAD, MOST),
+        lag=lag,
+        by_readiness=order == "ready",
+    )
     tokens = sum(one["train/num_tokens"] for one in later)
     seconds = sum(one["time/step_s"] for one in later)
     return {
@@ -91,6 +104,8 @@ def measured(lag: int, order: str, seed: int, steps: int) -> dict[str, object]:
         "seed": seed,
         "tokens_per_s": round(tokens / seconds, 1),
         "step_s": round(statistics.median(one["time/step_s"] for one in later), 3),
+        "step_s_mean": round(statistics.mean(one["time/step_s"] for one in later), 3),
+        "step_s_simulated": round(simulate(work).step_s, 3),
         "train_s": round(statistics.median(one["time/train_s"] for one in later), 3),
         "reward_first": round(statistics.mean(one["rollout/reward"] for one in made[:3]), 4),
         "reward_last": round(statistics.mean(one["rollout/reward"] for one in made[-5:]), 4),
