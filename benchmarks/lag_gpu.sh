@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$1
 mkdir -p "$out"
-for workload in smollm2 qwen2.5-1.5b; do
+for workload in smollm2 qwen1.5b; do
   for seed in 0 1; do
     for variant in max_lag=0 overlap=true max_lag=1; do
       python benchmarks/grpo.py --workload "$workload" --seed "$seed" --only ours \
