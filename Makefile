@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+DOCS ?= .venv-docs
 export OMP_NUM_THREADS ?= 1
 # Two workers, each with a Ray of its own: much of a test is waiting. A file stays with one of them.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast lint format install
+.PHONY: demo test test-fast lint format install docs wheel
 
 demo: install
 	$(BIN)/python examples/run_grpo.py
@@ -27,10 +28,22 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The site in build/site, from packages of its own; a link that leads nowhere fails.
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+
+wheel: install
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+
 install: $(VENV)/installed
 
 $(VENV)/installed: requirements/cpu.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(DOCS)/installed: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.txt
 	touch $@

@@ -1,11 +1,13 @@
-"""Plot the learning curves of finished runs: ``python examples/plot_runs.py OUT.png RUN_DIR ...``.
+"""Plot learning curves: ``python examples/plot_runs.py OUT.png FOLDER ... [--metric NAME]``.
 
-Reads each run's ``metrics.jsonl``: thin lines are the training reward of a step, thick lines the
-validation accuracy (or reward, where there is no accuracy) on held-out prompts.
+A folder is a run's, of any script and also while it runs, or has runs somewhere below it, such as
+that of a sweep. Thin lines are training, thick lines with dots validation; without ``--metric``
+these are rewards or accuracies where a run samples, and losses elsewhere.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -14,36 +16,63 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+TRAINING = ("rollout/reward", "train/loss")
+VALIDATION = ("validation/accuracy", "validation/reward", "validation/loss")
+
 
 def main() -> None:
     """Draw all runs into one picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
-    parser.add_argument("run_dirs", type=Path, nargs="+")
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--metric", help="a name in metrics.jsonl, in place of those")
     arguments = parser.parse_args()
+    runs = {file.parent: None for one in arguments.folders for file in one.rglob("metrics.jsonl")}
+    if not runs:
+        parser.error(f"there is no metrics.jsonl in {', '.join(map(str, arguments.folders))}")
     figure, axes = plt.subplots(figsize=(7, 3.6), dpi=120)
-    for i, run_dir in enumerate(arguments.run_dirs):
-        plot_run(axes, run_dir, f"C{i}")
-    axes.set(xlabel="optimizer step", ylabel="accuracy", ylim=(0, 1.02))
+    names: set[str] = set()
+    for i, folder in enumerate(sorted(runs)):
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found = [arguments.metric] if arguments.metric else [_first(TRAINING, records)]
+        found += [] if arguments.metric else [_first(VALIDATION, records)]
+        names |= _draw(axes, records, [one for one in found if one], _label(folder), f"C{i}")
+    if not names:
+        parser.error(f"no run has {arguments.metric or 'a reward or a loss'}")
+    axes.set(xlabel="step", ylabel=", ".join(sorted(names)))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend()
     figure.tight_layout()
     figure.savefig(arguments.out)
 
 
-def plot_run(axes: Axes, run_dir: Path, color: str) -> None:
-    """Training reward and validation of one run."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    trained = [(r["step"], r["rollout/reward"]) for r in records if "rollout/reward" in r]
-    axes.plot(*zip(*trained, strict=True), color=color, alpha=0.35, linewidth=1)
-    validated = [
-        (r["step"], r.get("validation/accuracy", r["validation/reward"]))
-        for r in records
-        if "validation/reward" in r
-    ]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    label = f"{summary['model']}, seed {summary['seed']}"
-    axes.plot(*zip(*validated, strict=True), color=color, marker="o", label=label)
+def _first(names: Sequence[str], records: Sequence[dict[str, float]]) -> str | None:
+    return next((name for name in names if any(name in one for one in records)), None)
+
+
+def _label(folder: Path) -> str:
+    """What the summary says of a finished run; the folder's name of others and within sweeps."""
+    summary = folder / "summary.json"
+    if not summary.is_file() or "=" in folder.name:
+        return folder.name
+    found = json.loads(summary.read_text())
+    return f"{found['model']}, seed {found['seed']}"
+
+
+def _draw(
+    axes: Axes, records: Sequence[dict[str, float]], names: Sequence[str], label: str, color: str
+) -> set[str]:
+    """One run's lines, of which the last has the label; the names that the run has."""
+    drawn = [name for name in names if any(name in one for one in records)]
+    for name in drawn:
+        having = [one for one in records if name in one]
+        steps, values = [one["step"] for one in having], [one[name] for one in having]
+        if "validation" in name:
+            axes.plot(steps, values, color=color, marker="o")
+        else:
+            axes.plot(steps, values, color=color, alpha=0.35, linewidth=1)
+        axes.lines[-1].set_label(label if name == drawn[-1] else "_")
+    return set(drawn)
 
 
 if __name__ == "__main__":

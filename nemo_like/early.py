@@ -1,5 +1,9 @@
-"""Imported first by a command: Ctrl-C ends it without a traceback even while it still imports."""
+"""Imported first by a command: Ctrl-C ends it without a traceback even while it still imports.
 
+Nor does Python's collector run until then; see ``imports``.
+"""
+
+import gc
 import os
 import sys
 from types import TracebackType
@@ -18,6 +22,10 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 def is_over() -> None:
     """From now on the command handles its own end."""
     sys.excepthook = _before
+    if _collects:
+        gc.enable()
 
 
+_collects = gc.isenabled()
+gc.disable()
 sys.excepthook = _end

@@ -14,13 +14,13 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
+from nemo_like.models.build import architecture
 from nemo_like.models.naming import plain_name
 from nemo_like.policy import scoring
 from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.state.files import read_tensors, stored_files
 from nemo_like.policy.state.state import export_folder, refit_tensors
 from nemo_like.policy.trainer import Trainer
-from nemo_like.refit.manifest import architecture
 from tests.engine_cases import make_trainer, step
 from tests.exported_models import EAGER
 from tests.three_steps import LENGTHS, PROMPTS, make_rows
@@ -122,7 +122,7 @@ def experts_learn(path: str, config: dict[str, Any]) -> Any:
         moved.append({n for n, p in trainer.parameters.items() if not torch.equal(p, old[n])})
     after = refit_tensors(trainer, torch.float32, adapters_only=False)
     changed = {name for name, each in after if not torch.equal(each, before[name])}
-    return losses, names, moved, changed, trainer.shared.num_parameters()
+    return losses, names, moved, changed, trainer.num_parameters()
 
 
 def refused(path: str, config: dict[str, Any]) -> str:

@@ -32,11 +32,11 @@ from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.settings import engine_args
 from nemo_like.losses.advantages import Moments
 from nemo_like.losses.protocol import Denominators
+from nemo_like.losses.value import TokenAdvantages, WhitenedAdvantages
 from nemo_like.observe.metrics import Metric, Metrics
 from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.offload import Placement
 from nemo_like.planning.resources import plan_run
-from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from nemo_like.policy.worker import SenderAddress, Started
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.trajectory import RolloutTask, Sample

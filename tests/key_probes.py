@@ -9,9 +9,8 @@ from typing import Any
 from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.launch.slurm import BatchJob, render_script
 from nemo_like.models.resolve import resolve_model
-from nemo_like.planning.layout import parallel_sizes
+from nemo_like.planning.layout import bins_for_pipeline, parallel_sizes, stages_of_rank
 from nemo_like.planning.resources import plan_run
-from nemo_like.policy.parallel.stages import bins_for_pipeline, stages_of_rank
 from tests.key_loops import looped
 from tests.key_steps import policy_steps
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Output, PolicyConfig
-from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators, Needs
+from nemo_like.losses.protocol import Denominators, Needs, as_metrics, trained_tokens
 from nemo_like.observe.metrics import Metrics, values
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup

@@ -146,6 +146,10 @@ TRAINING = [
         "tests/test_stops.py::test_what_takes_longer_than_the_grace_is_abandoned",
         "run.stop_grace_s=5",
     ),
+    *proven(
+        "tests/test_callbacks.py::test_a_callback_hears_of_everything_and_may_end_the_run",
+        "run.callbacks={{stop: {{callback: early_stopping}}}}",
+    ),
     *seen(loop, "checkpoint.keep_best=false", "checkpoint.metric=train/loss", beside=_KEPT),
     *seen(loop, "checkpoint.export=false"),
     *seen(trained, "policy.model={other}", "policy.dtype=bfloat16", "policy.compile=true"),
@@ -259,6 +263,8 @@ _FILE = (
 )
 _VALIDATED = ("data.validation={prompts}", *_FILE[2:])
 _OWN = "environment.reward=nemo_like.data.reasoning_gym.reward"
+_JUDGE = "tests/test_judge.py::test_"
+_JUDGED = "environment.reward=judge environment.judge.url=http://x environment.judge.model=a"
 _TALKS = "environment.name=guess"
 _SCORED = "environment.reward=reward_model environment.reward_model={scores}"
 ENGINES = [
@@ -275,6 +281,43 @@ ENGINES = [
     *seen(loop, "environment.rows_at_once=8", beside=_OWN),
     *seen(loop, "environment.name=guess"),
     *seen(loop, "environment.rewards={{one: {{function: math}}}}"),
+    *proven(
+        f"{_JUDGE}a_verdict_is_the_last_score_in_the_judges_words",
+        *(f"environment.judge.{one}" for one in ("lowest=1", "highest=9", "verdicts={{a: 1}}")),
+        beside=_JUDGED,
+    ),
+    *proven(
+        f"{_JUDGE}a_template_has_the_row_and_only_the_named_key_is_sent",
+        "environment.judge.template={prompts}",
+        "environment.judge.parameters={{temperature: 0}}",
+        "environment.judge.key_variable=KEY",
+        "environment.judge.url=http://y",
+        "environment.judge.model=b",
+        beside=_JUDGED,
+    ),
+    *proven(
+        f"{_JUDGE}what_is_no_verdict_is_a_failure_and_not_a_reward_of_0",
+        "environment.judge.pattern=(.)",
+        beside=_JUDGED,
+    ),
+    *proven(
+        f"{_JUDGE}a_judge_that_hangs_or_is_down_costs_its_rows_in_time",
+        "environment.judge.tries=2",
+        beside=_JUDGED,
+    ),
+    *proven(
+        f"{_JUDGE}processes_share_the_requests_that_may_be_under_way",
+        "environment.judge.max_requests=8",
+        beside=_JUDGED,
+    ),
+    *proven(
+        "tests/test_tasks.py::test_a_run_of_several_tasks_logs_and_trains_each",
+        "environment.tasks={{game: {{name: guess}}}}",
+    ),
+    *proven(
+        "tests/test_rollout.py::test_more_failed_rewards_than_are_allowed_stop_a_run",
+        "environment.max_failed_share=0.5",
+    ),
     *seen(loop, "environment.options={{high: 9}}", beside=_TALKS),
     *seen(loop, "environment.max_turns=3", "environment.max_tokens=200", beside=_TALKS),
     *seen(loop, "environment.trajectory_timeout_s=5", beside=_TALKS),
@@ -354,6 +397,16 @@ GRPO = [
         "test_each_reward_is_normalised_in_its_group_then_added_then_the_step_is",
         "advantage.each_reward=true",
         beside='environment.rewards={{"one":{{"function":"math"}}}}',
+    ),
+    *proven(
+        "tests/test_step_rewards.py::test_credit_by_step_is_what_the_paper_says",
+        "advantage.credit=step",
+        beside=f"advantage.baseline=mean {_TALKS}",
+    ),
+    *proven(
+        "tests/test_tasks.py::test_advantages_of_a_step_are_those_of_each_task_by_choice",
+        "advantage.per_task=true",
+        beside="advantage.scale=batch",
     ),
     *seen(loop, "advantage.overlong_buffer_tokens=14"),
     *seen(loop, "advantage.count_untrained=true", beside="grpo.mask_truncated=true"),
@@ -478,6 +531,7 @@ EVAL = [
     *PIPELINE[:1],
     *refused("an evaluation trains nothing", *_NOTHING_TRAINS.split()),
     *refused("no checkpoint to continue from", "run.resume=true"),
+    *refused("has no steps to follow", "run.callbacks={{stop: {{callback: early_stopping}}}}"),
     *refused("nothing is compared", "run.self_check=false", "mismatch.action=stop"),
     *refused("nothing is compared", "mismatch.max_mean_abs=1"),
     Refused("data.train={prompts}", _FILE[2:], "set data.validation"),

@@ -102,11 +102,11 @@ class SlurmCluster:
         options = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "seed")]
         munge = self.folder / "munge.socket"
         self._daemon("munged", "--foreground", "--force", f"--socket={munge}", *options)
-        wait_until(munge.exists, 10, f"munged in {self.folder}")
+        wait_until(munge.exists, 60, f"munged in {self.folder}")
         self._daemon("slurmctld", "-D", "-c")
         for node in NODES:
             self._daemon("slurmd", "-D", "-N", node)
-        wait_until(self._idle, 20, lambda: (self.folder / "slurmctld.log").read_text()[-2000:])
+        wait_until(self._idle, 60, lambda: (self.folder / "slurmctld.log").read_text()[-2000:])
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:
@@ -122,10 +122,10 @@ class SlurmCluster:
         if self._daemons:
             self._run("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}")
             self._run("scancel", f"--user={getpass.getuser()}")
-            wait_until(lambda: not self.ask("squeue", "--noheader").strip(), 30, "jobs to end")
+            wait_until(lambda: not self.ask("squeue", "--noheader").strip(), 120, "jobs to end")
         for daemon in reversed(self._daemons):
             daemon.terminate()
-            daemon.wait(20)
+            daemon.wait(60)
 
     def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -10,8 +10,7 @@ from nemo_like.algorithms.rows import read_rows
 from nemo_like.algorithms.sampling import read_prompts
 from nemo_like.algorithms.session import find_model, launch
 from nemo_like.compose import registry
-from nemo_like.compose.load import check, compose_config
-from nemo_like.compose.values import checked
+from nemo_like.compose.load import check, checked, compose_config
 from nemo_like.data.chat import ChatTokenizer
 
 ROOT = Path(__file__).parent.parent

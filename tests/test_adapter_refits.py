@@ -14,22 +14,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.config.lora import LoraConfig
-from nemo_like.distributed.network import listening_store
+from nemo_like.distributed.worker import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.lora import replace_adapters
 from nemo_like.generation.vllm.settings import engine_args
-from nemo_like.refit.adapters import (
-    check_refit,
-    expected_adapters,
-    is_adapter,
-    plan_refit,
-)
+from nemo_like.models.adapter_places import expected_adapters
+from nemo_like.models.build import expected_tensors
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
-from nemo_like.refit.buckets import plan_buckets
+from nemo_like.refit.buckets import check_refit, is_adapter, plan_buckets, plan_refit
 from nemo_like.refit.ipc import IpcLink, IpcSender
-from nemo_like.refit.manifest import expected_tensors
 from tests.test_engines import (
     BUCKET_BYTES,
     CPU,

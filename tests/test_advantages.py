@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.losses import AdvantageConfig
+from nemo_like.config.advantages import AdvantageConfig
 from nemo_like.config.section import choices
 from nemo_like.losses.advantages import (
     gae,

@@ -23,9 +23,8 @@ from nemo_like.config.losses import (
 )
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.distillation import DistillationLoss
-from nemo_like.losses.preference import PreferenceLoss
+from nemo_like.losses.preference import PreferenceLoss, RewardModelLoss
 from nemo_like.losses.protocol import Denominators
-from nemo_like.losses.reward_model import RewardModelLoss
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

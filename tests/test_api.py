@@ -9,6 +9,7 @@ import threading
 import pytest
 
 import nemo_like as nl
+from tests.not_here import cannot_test
 from tests.small_runs import ROOT
 
 SMALL = {
@@ -247,7 +248,8 @@ def notebook_python(tmp_path_factory):
     pip = [sys.executable, "-m", "pip", "--quiet", "--python", python]
     install = [*pip, "install", "nbclient", "ipykernel"]
     if subprocess.run(install, check=False, timeout=200).returncode != 0:
-        pytest.skip("nbclient and ipykernel can be neither found nor installed")
+        missing = "nbclient and ipykernel, which can be neither found nor installed"
+        cannot_test(f"notebooks need {missing}", "NEMO_LIKE_REQUIRE_NOTEBOOK")
     site = next(folder.glob("lib/*/site-packages"))
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
     return str(python)

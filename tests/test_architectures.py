@@ -7,7 +7,7 @@ import transformers
 
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.policy.state.probe import check_architecture
+from nemo_like.policy.state.checks import check_architecture
 from tests.exported_models import HEAD, LATENT, MOE, ROUTED
 
 LAYOUTS = {

@@ -1,7 +1,9 @@
 """Flat batches and the plan that deals their rows: every row once, whatever the sizes."""
 
+import ast
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import PolicyConfig
@@ -238,3 +241,14 @@ def test_a_pair_that_does_not_fit_is_refused_with_a_valid_value():
 def test_an_odd_row_is_no_pair():
     with pytest.raises(AssertionError, match="3 rows, 2 to a unit"):
         plan_micro_batches([1, 1, 1], num_ranks=1, max_tokens=9, rows_per_unit=2)
+
+
+def test_no_column_of_the_table_is_written_over_by_another():
+    names = [
+        target.id
+        for node in ast.parse(Path(keys.__file__).read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    ]
+    values = [getattr(keys, name) for name in names]
+    assert len(set(names)) == len(set(values)) == len(names)

@@ -17,11 +17,12 @@ from nemo_like.rewards.code.compare import same_output, same_value
 from nemo_like.rewards.code.extract import program_of
 from nemo_like.rewards.code.reward import CodeReward, reward
 from nemo_like.rewards.environment import start_pool
-from nemo_like.rewards.function import resolve_reward
+from nemo_like.rewards.find import resolve_reward
 from nemo_like.rewards.sandbox.limits import Limits
 from nemo_like.rewards.sandbox.program import isolation
 from nemo_like.rewards.sandbox.walls import has_namespaces
 from tests.hostile_programs import AGAIN, HOSTILE
+from tests.not_here import MARK
 from tests.small_runs import small_config
 
 
@@ -333,7 +334,7 @@ def nurseries():
     return [one for one in found if "sandbox.nursery" in " ".join(one.cmdline())]
 
 
-@pytest.mark.skipif(not has_namespaces(isolation().level), reason="a program may have done it")
+@pytest.mark.skipif(not has_namespaces(isolation().level), reason=MARK + "needs namespaces")
 def test_a_sandbox_that_fails_leaves_no_reward_and_no_program():
     word = f"76.{os.getpid()}"
     program = f"import os; os.execvp('sleep', ['sleep', '{word}'])"

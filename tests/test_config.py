@@ -465,7 +465,7 @@ def test_free_dicts_take_any_key():
 
 
 def test_documentation_of_every_key_is_current():
-    from nemo_like.compose.docs import render
+    from nemo_like.compose.help import render
 
     path = Path(__file__).parent.parent / "docs" / "config.md"
     assert path.read_text() == render(), "run: nemo-like keys > docs/config.md"

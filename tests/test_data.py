@@ -391,6 +391,22 @@ def test_a_saved_position_continues_without_repeat_or_gap(rows, count):
     assert before + indices(resumed, *[count] * 4) == straight
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_run_that_is_resumed_twice_goes_on_where_it_was(rows, shuffle):
+    straight = indices(
+        PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=shuffle), 3, 2, 5
+    )
+    found, state = [], None
+    for count in (3, 2, 5):
+        loader = PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=shuffle)
+        if state is not None:
+            loader.load_state(state)
+        found += indices(loader, count)
+        state = json.loads(json.dumps(loader.state()))
+    assert found == straight
+    assert sorted(row for batch in found for row in batch) == list(range(10))
+
+
 def test_a_position_of_another_data_set_starts_it_at_its_beginning(tmp_path, rows, caplog):
     loader = PromptLoader(rows, fingerprint=fingerprint(rows), seed=1, shuffle=False)
     loader.next_rows(6)

@@ -23,7 +23,7 @@ from nemo_like.policy.debug.checks import (
     fingerprint_rows,
     memory_metrics,
 )
-from nemo_like.policy.debug.hang_report import HangReport
+from nemo_like.policy.debug.diagnostics import HangReport
 
 CPU = torch.device("cpu")
 ULP_AT_1 = 2.0**-23
@@ -193,7 +193,7 @@ def hang_in_all_reduce(folder):
     warnings = []
     handler = logging.Handler()
     handler.emit = warnings.append
-    logging.getLogger("nemo_like.policy.debug.hang_report").addHandler(handler)
+    logging.getLogger("nemo_like.policy.debug.diagnostics").addHandler(handler)
     path = folder / "logs" / f"hang-{rank}.txt"
     report = HangReport(path, 0.5, lambda: f"policy rank {rank} on node n{rank}")
     dist.barrier()

@@ -1,14 +1,17 @@
 """Prose that goes stale or wide: files that it names, links, and lengths of lines and pages."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in ("", "docs", "benchmarks", "examples/*", "docker", "slurm")
+    for folder in ("", "docs", "docs/*", "benchmarks", "examples/*", "docker", "slurm")
     for path in ROOT.glob(f"{folder}/*.md" if folder else "*.md")
 )
 MOST_LINES = {"README.md": 150, "CHANGELOG.md": 180, "docs/architecture.md": 250}
@@ -16,6 +19,7 @@ MADE_BY_USERS = {
     "JOB.sbatch",
     "site.yaml",
     "file.py",
+    "agent.py",
     "reward.py",
     "index.json",
     "driver.json",
@@ -68,10 +72,29 @@ def test_the_readme_names_commands_that_exist():
     assert {"grpo", "plan"} <= named <= {*registry.names(), *COMMANDS}
 
 
+def test_the_workflow_calls_the_commands_of_ci_and_the_makefile():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    job = workflow["jobs"]["run"]
+    assert [one["run"] for one in job["steps"] if "run" in one] == [".ci/run ${{ matrix.part }}"]
+    makefile = (ROOT / "Makefile").read_text()
+    for part in job["strategy"]["matrix"]["part"]:
+        assert f"\n{part}:" in makefile
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", ROOT / ".ci/run"], check=True)
+
+
+def test_the_citation_has_the_version():
+    from nemo_like import __version__
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_key_that_a_page_sets_exists(page):
     from nemo_like.compose import registry
-    from nemo_like.compose.keys import is_in_free_dict
+    from nemo_like.compose.overrides import is_in_free_dict
     from nemo_like.config.section import keys_of
 
     schemas = [registry.find(name).config for name in registry.names()]

@@ -77,7 +77,7 @@ class Command:
     def end(self, timeout_s=120.0):
         """The exit code; afterwards no process and no file may be left."""
         code = self.process.wait(timeout_s)
-        end = time.monotonic() + 15.0
+        end = time.monotonic() + 60.0
         while (left := self.left()) and time.monotonic() < end:
             time.sleep(0.1)
         assert not left, f"{left}\n{self.text()}"

@@ -20,10 +20,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.tokenizer import end_token_ids
-from nemo_like.distributed.network import listening_store
+from nemo_like.distributed.worker import listening_store
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.protocol import (
@@ -38,10 +39,12 @@ from nemo_like.generation.protocol import (
 )
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.settings import CPU_BATCHED_TOKENS
+from nemo_like.models.build import TensorSpec, expected_tensors
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
 from nemo_like.refit.buckets import plan_buckets
 from nemo_like.refit.ipc import IpcLink, IpcSender
-from nemo_like.refit.manifest import TensorSpec, expected_tensors
+from nemo_like.rollout.recorder import Limits
+from tests.exact_conversations import converse, largest_gap
 
 VOCAB_SIZE = 300
 CONTEXT = 128
@@ -54,6 +57,16 @@ TIMEOUT_S = 60.0
 BUCKET_BYTES = 200_000
 """A layer of the model spans several, and its output head has one of its own."""
 SMALL_CACHE = {"engine_kwargs": {"kv_cache_memory_bytes": 2**26}}
+
+SHORT = """
+from nemo_like.environments.protocol import Observation, StepResult
+
+class Short:
+    def reset(self, row):
+        return Observation()
+    def step(self, action):
+        return StepResult(messages=[{"role": "user", "content": "on"}], reward=0.5)
+"""
 
 NOWHERE = IpcLink(())
 Specs = dict[str, TensorSpec]
@@ -442,6 +455,31 @@ def test_an_engine_whose_refit_failed_midway_refuses_to_generate(tmp_path, run, 
     with pytest.raises(RunError, match="no usable weights"):
         case.generate(case.requests(1))
     run(case.engine.shutdown())
+
+
+def test_the_trainers_logprobs_of_a_conversation_are_the_engines(case, tmp_path):
+    """Turns of a few tokens, which sometimes end with what ends a turn and sometimes do not."""
+    folder = case.config.model_path
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }} {{ m.content }}<eos>\n{% endfor %}"
+        "{% if add_generation_prompt %}a {% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    case.refit(seed=12)
+    case.model.save_pretrained(tmp_path)
+    (tmp_path / "short.py").write_text(SHORT)
+    chat = ChatTokenizer(str(tmp_path))
+    drawn = SamplingParams(max_new_tokens=9, temperature=0.8, stop_token_ids=tuple(range(200)))
+    records = [{"prompt": text} for text in ("é", "two", "3")]
+    limits = Limits(tokens=CONTEXT, turns=5)
+    environment = {"name": f"{tmp_path}/short.py:Short"}
+    found = case.run(converse(case.engine, chat, records, drawn, limits, **environment))
+    assert [one.result.error for one in found] == [None] * 3
+    assert min(len(one.completions) for one in found) > 1
+    gap, count = largest_gap(str(tmp_path), found, 0.8)
+    assert gap < case.tolerance
+    assert count == sum(one.num_sampled for one in found)
 
 
 def test_a_refit_amid_sampling_is_refused(case):

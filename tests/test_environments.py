@@ -13,7 +13,7 @@ import pytest
 
 from nemo_like.data import reasoning_gym as reasoning_gym_reward
 from nemo_like.errors import UserError
-from nemo_like.rewards.function import resolve_reward
+from nemo_like.rewards.find import resolve_reward
 from nemo_like.rewards.pool import RewardPool
 
 REWARDS = '''
@@ -165,7 +165,7 @@ def test_numbers_and_dicts_become_rewards_and_metrics(pool):
         ("sys.exit", "SystemExit: bye"),
         ("exit", "exit code 3"),
         ("crash", "SIGSEGV"),
-        ("hang", "longer than 0.5 s"),
+        ("hang", "took longer than"),
         ("hog", "MemoryError"),
     ],
 )

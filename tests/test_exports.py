@@ -1,6 +1,7 @@
 """Weights that leave the policy are those that trained: in every family, in every spelling."""
 
 import json
+import os
 import re
 
 import pytest
@@ -12,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
+from nemo_like.models.adapter_places import expected_adapters
+from nemo_like.models.build import expected_tensors
 from nemo_like.models.naming import Naming
-from nemo_like.policy.state.export_check import check_export
+from nemo_like.policy.state.checks import check_export
 from nemo_like.policy.state.files import stored_files
 from nemo_like.policy.state.twin import small_twin
-from nemo_like.refit.adapters import expected_adapters
 from nemo_like.refit.buckets import announced_tensors, plan_buckets
-from nemo_like.refit.manifest import expected_tensors
 from tests import engine_cases
 from tests.conftest import build_tokenizer
 from tests.export_cases import CASES, FAST, settings, vllm_gaps
@@ -63,9 +64,11 @@ def trained(pool, model_of, tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rank", [0, 8], ids=["whole", "lora"])
 def test_the_exported_folder_has_the_logprobs_of_the_trainer(family, rank, trained):
-    gaps, _ = trained(family, rank)
+    gaps, folder = trained(family, rank)
     assert len(gaps) == (2 if rank else 1)
     assert max(gaps) < TOLERANCE
+    usual = 0o666 & ~os.umask(0o022)  # which it is by default, here and in the pool
+    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {usual}
 
 
 def _in_vllm(family, rank, marks=()):

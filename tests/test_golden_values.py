@@ -14,7 +14,8 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import AdvantageConfig, LossConfig
+from nemo_like.config.advantages import AdvantageConfig
+from nemo_like.config.losses import LossConfig
 from nemo_like.losses.advantages import (
     gae,
     group_advantages,
@@ -23,8 +24,7 @@ from nemo_like.losses.advantages import (
     whiten,
     zero_variance_share,
 )
-from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
-from nemo_like.losses.policy_gradient import ClippedPGLoss
+from nemo_like.losses.policy_gradient import ClippedPGLoss, kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.protocol import Denominators, apply_loss
 from nemo_like.observe.metrics import merge, values
 

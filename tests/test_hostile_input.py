@@ -161,7 +161,7 @@ def test_jobs_of_a_sweep_write_folders_of_their_own():
     with pytest.raises(UserError, match=r"run\.dir=x would be written by several jobs"):
         check_run_dirs([config, config])
     with pytest.raises(UserError, match=r"cannot expand glob"):
-        jobs(CONFIGS, "grpo", ["model=glob(*)"], None, multirun=True)
+        jobs(CONFIGS, "grpo", ["model=glob(*)"], None)
 
 
 @pytest.mark.parametrize("flag", ["--seed", "--run.seed=1", "--config-name", "--cfg=foo"])

@@ -5,6 +5,7 @@ Engines are replaced by a clock: a group has finished when its time has come.
 
 import random
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,7 @@ from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
+from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.sources import RolloutSource
 from tests.small_runs import SMALL, accept, records, run, small_config
 from tests.test_grpo import StopError, run_until
@@ -90,6 +92,7 @@ def source_of(replicas, lag, *, order="first_in", kind="rows", saved=None, rows=
         feed=feed,  # pyright: ignore
         validation_rows=rows,  # pyright: ignore
         stop_token_ids=(2,),
+        failures=RewardFailures(CONFIG.environment, Path("never-made"), -1),
         span=lambda _: nullcontext(),
         show=lambda *_: None,
     )

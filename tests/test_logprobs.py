@@ -16,8 +16,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.policy.head import Head
 from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.logprobs import token_logprobs
-from nemo_like.policy.model import HeadSettings, LogprobModel
-from nemo_like.policy.requests import ForwardRequest
+from nemo_like.policy.model import ForwardRequest, HeadSettings, LogprobModel
 
 TOKENS, WIDTH, VOCABULARY = 7, 8, 17
 FLOAT32_BYTES = 4

@@ -11,8 +11,9 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import ParallelConfig
 from nemo_like.errors import UserError
+from nemo_like.models.adapter_places import expected_adapters
 from nemo_like.models.resolve import resolve_model
-from nemo_like.refit.adapters import expected_adapters, is_adapter, plan_refit
+from nemo_like.refit.buckets import is_adapter, plan_refit
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference
 from tests.small_runs import run, small_config
 from tests.test_evaluation import evaluate

@@ -20,8 +20,7 @@ from nemo_like.config.losses import (
 from nemo_like.config.section import choices
 from nemo_like.errors import UserError
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
-from nemo_like.losses.kl import kl_estimate, kl_loss, kl_of_rows
-from nemo_like.losses.policy_gradient import ClippedPGLoss
+from nemo_like.losses.policy_gradient import ClippedPGLoss, kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.preference import PreferenceLoss, sigmoid_loss
 from nemo_like.losses.protocol import Denominators, Needs, apply_loss
 from nemo_like.observe.metrics import merge, values

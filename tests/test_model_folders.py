@@ -27,13 +27,11 @@ from nemo_like.data.tokenizer import end_token_ids
 from nemo_like.errors import UserError
 from nemo_like.generation.hf_model import build_model
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.models.build import model_class, model_settings
+from nemo_like.models.build import architecture, model_class, model_settings
 from nemo_like.models.resolve import CAUSAL_LM, CLASSIFIER, context_length, has_class, resolve_model
 from nemo_like.planning.model_shape import read_settings
-from nemo_like.policy.state.export_check import check_export
-from nemo_like.policy.state.probe import check_architecture
+from nemo_like.policy.state.checks import check_architecture, check_export
 from nemo_like.policy.state.twin import plain_attention
-from nemo_like.refit.manifest import architecture
 from nemo_like.rewards.reward_model import RewardModel
 from tests import conftest
 from tests.small_runs import run

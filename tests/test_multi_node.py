@@ -81,7 +81,7 @@ from nemo_like.distributed.connection import connect
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import UserError
-from tests.test_cluster import Probe
+from tests.probe import Probe
 
 leave = connect()
 plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=1), 1)
@@ -111,7 +111,7 @@ leave()
 def test_ranks_follow_nodes_and_talk_over_the_network_of_ray(network, tmp_path):
     """From a driver that is on none of the first node's; the head has no CPU for a rank."""
     driver = network.nodes[2]
-    code, output = driver.run([sys.executable, "-c", PLACEMENT, str(tmp_path)], 60)
+    code, output = driver.run([sys.executable, "-c", PLACEMENT, str(tmp_path)], START_S)
     assert code == 0, output
     assert "ranks on 10.77.0.2 10.77.0.3 10.77.0.4\n" in output
     assert "interface eth0 eth0 eth0\n" in output
@@ -194,13 +194,13 @@ def test_a_short_cut_is_survived_and_a_long_one_is_named_and_resumed_from(networ
     time.sleep(2.0)
     lost.restore()
     before = max(read(tmp_path))
-    wait_until(lambda: max(read(tmp_path)) > before + 5, 60.0, driver)
+    wait_until(lambda: max(read(tmp_path)) > before + 5, START_S, driver)
 
-    wait_until(lambda: max(read(tmp_path)) % 5 in (2, 3), 60.0, driver)
+    wait_until(lambda: max(read(tmp_path)) % 5 in (2, 3), START_S, driver)
     lost.cut()
     cut_at = time.monotonic()
-    output, _ = driver.communicate(timeout=60)
-    assert time.monotonic() - cut_at < 30
+    output, _ = driver.communicate(timeout=START_S)
+    assert time.monotonic() - cut_at < 60
     assert driver.returncode == 1, output
     error = output[output.index("Error: ") :]
     assert f"rank 1 on {lost.address} died " in error

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from nemo_like.cli import main
 from nemo_like.compose import names, registry
-from nemo_like.compose.keys import hint_for, unknown_key
 from nemo_like.compose.load import compose_config, compose_raw
+from nemo_like.compose.names import hint_for, unknown_key
 from nemo_like.compose.overrides import check_overrides
 from nemo_like.compose.sweep import jobs, part_folders
 from nemo_like.config.section import keys_of
@@ -290,7 +290,7 @@ def test_quoted_text_is_still_no_number():
 
 
 def folders_of(*overrides, folder="runs/new"):
-    typed = jobs(CONFIGS, "grpo", list(overrides), None, multirun=True)
+    typed = jobs(CONFIGS, "grpo", list(overrides), None)
     found = [compose_raw(CONFIGS, "grpo", job) for job in typed]
     parted = part_folders(found, typed, folder)
     return [OmegaConf.select(one.raw, "run.dir") for one in found], parted

@@ -9,15 +9,14 @@ import pytest
 from torch.distributed import TCPStore
 
 from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.network import (
+from nemo_like.distributed.virtual_cluster import (
+    Bundle,
     NodeNetwork,
     listening_address,
-    listening_store,
     read_network,
     worker_environment,
 )
-from nemo_like.distributed.virtual_cluster import Bundle
-from nemo_like.distributed.worker import RankLayout
+from nemo_like.distributed.worker import RankLayout, listening_store
 from nemo_like.distributed.worker_group import worker_contexts
 from nemo_like.errors import UserError
 from nemo_like.planning.resources import NodeResources, check_fits, plan_resources

@@ -16,10 +16,8 @@ from nemo_like.errors import UserError
 from nemo_like.planning.model_shape import GIB, ModelShape, Role
 from nemo_like.planning.offload import MemoryNeeds, Others, auto_line, choose, memory_needs
 from nemo_like.planning.step_time import offload_seconds
-from nemo_like.policy.moments.flat_adamw import FlatAdamW
-from nemo_like.policy.moments.transit import HostMemory
-from nemo_like.policy.optim import ShardwiseAdamW, make_optimizers
-from nemo_like.policy.placement import check_host_memory
+from nemo_like.policy.moments.flat_adamw import FlatAdamW, HostMemory
+from nemo_like.policy.optim import ShardwiseAdamW, check_host_memory, make_optimizers
 from tests.engine_cases import CASES, largest_difference
 from tests.layouts import LAYOUTS
 

@@ -21,12 +21,12 @@ from torch.distributed.tensor.parallel import (
 from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.policy.gradients import (
+    LossScale,
     clip_gradients,
     explain_non_finite,
     gradient_norm,
     non_finite_gradients,
 )
-from nemo_like.policy.loss_scale import LossScale
 from nemo_like.policy.optim import lr_factor, make_optimizers, make_schedulers
 from tests.process_pool import ProcessPool
 

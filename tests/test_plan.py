@@ -21,8 +21,8 @@ from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.activations import layer_activations, layers_in_flight
 from nemo_like.planning.layout import layer_range, parallel_sizes
 from nemo_like.planning.memory import predict_memory
-from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_shape
+from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.planning.step_time import predict_step
 

@@ -271,7 +271,7 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     from nemo_like.errors import UserError
-    from nemo_like.policy.state.probe import check_architecture
+    from nemo_like.policy.state.checks import check_architecture
 
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     torch.manual_seed(0)

@@ -20,10 +20,10 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.errors import UserError
 from nemo_like.losses.advantages import Moments
+from nemo_like.losses.value import TokenAdvantages, WhitenedAdvantages
 from nemo_like.planning.resources import plan_resources
 from nemo_like.policy.process import policy_group
 from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 from tests.conftest import build_model
 from tests.key_loops import Ranks, looped
 from tests.small_runs import ROOT, SEEDS, SMALL, numbers, records, run_config

@@ -19,9 +19,8 @@ from nemo_like.config.losses import (
     ValueLossConfig,
 )
 from nemo_like.errors import UserError
-from nemo_like.losses.preference import PreferenceLoss, pair_loss, sigmoid_loss
+from nemo_like.losses.preference import PreferenceLoss, RewardModelLoss, pair_loss, sigmoid_loss
 from nemo_like.losses.protocol import Denominators
-from nemo_like.losses.reward_model import RewardModelLoss
 from nemo_like.losses.value import ValueLoss, explained_variance
 from nemo_like.observe.metrics import merge, values
 from tests.small_runs import accept

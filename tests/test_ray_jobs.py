@@ -106,7 +106,7 @@ def end(node: subprocess.Popen[bytes]) -> None:
     started = psutil.Process(node.pid).children(recursive=True)
     node.send_signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
-        node.wait(60)
+        node.wait(120)
     for process in started:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -139,6 +139,7 @@ def jobs(tmp_path_factory):
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(temporary / "token"),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nodes that end wait half a minute
     }
     environment.pop("RAY_ADDRESS", None)
     gcs, http = free_port(), free_port()
@@ -188,7 +189,7 @@ def test_workers_see_the_same_through_a_job_and_from_a_shell(jobs, tmp_path):
     shell = {"RAY_ADDRESS": jobs.address, "PYTHONPATH": str(jobs.project)}
     subprocess.run(
         [sys.executable, "place.py", str(tmp_path / "shell.json")],
-        cwd=jobs.project, env=jobs.environment | shell, timeout=60, check=True,
+        cwd=jobs.project, env=jobs.environment | shell, timeout=STARTED_S, check=True,
     )  # fmt: skip
     job, shell = (json.loads((tmp_path / f"{way}.json").read_text()) for way in ("job", "shell"))
     assert [one["environment"]["CUDA_VISIBLE_DEVICES"] for one in job] == ["0", "1"]
@@ -207,7 +208,7 @@ def test_the_health_check_of_images_tells_nodes_from_others(jobs):
 
     def code(port):
         ours = [word.replace("52365", str(port)) for word in command]
-        return subprocess.run(ours, capture_output=True, timeout=20, check=False).returncode
+        return subprocess.run(ours, capture_output=True, timeout=60, check=False).returncode
 
     assert code(jobs.agent_port) == 0
     assert code(free_port()) != 0
@@ -253,7 +254,7 @@ def test_a_stopped_job_leaves_its_checkpoints_and_nothing_else(jobs, tmp_path):
     assert len(started) >= 4, "a shell, the driver, the worker of each role, and reward processes"
     result = jobs.ray_job("stop", "stopped")
     assert result.returncode == 0, result.stdout
-    assert not psutil.wait_procs(started, timeout=10)[1]
+    assert not psutil.wait_procs(started, timeout=60)[1]
     assert "Stopped on request after step " in jobs.ask(log)["logs"]
     for kind in ("actors", "placement_groups"):
         states = wait_for(kind, lambda kind=kind: jobs.states(kind))

@@ -16,9 +16,8 @@ from nemo_like.data.chat import ChatTokenizer
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.settings import engine_args
-from nemo_like.models.build import model_class
+from nemo_like.models.build import expected_tensors, model_class
 from nemo_like.models.resolve import resolve_model
-from nemo_like.refit.manifest import expected_tensors
 from tests.small_runs import ROOT, SMALL, run
 
 CODE = """

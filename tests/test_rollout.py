@@ -2,6 +2,8 @@
 
 import hashlib
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +12,13 @@ import torch
 from nemo_like.batch import keys
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import GroupFeed, PromptLoader
+from nemo_like.errors import RunError
 from nemo_like.generation.protocol import Completion, FinishReason
-from nemo_like.observe.metrics import values
+from nemo_like.observe.metrics import merge, values
+from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rollout.failures import RewardFailures
+from nemo_like.rollout.rounds import batch_metrics
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.trajectory import (
     RolloutTask,
@@ -22,7 +28,7 @@ from nemo_like.rollout.trajectory import (
     single_turn,
     trajectory_seed,
 )
-from nemo_like.rollout.worker import RolloutResult
+from nemo_like.rollout.worker import RolloutResult, _metrics
 from tests.small_runs import records, small_config
 
 
@@ -40,7 +46,7 @@ def rows_of(tasks):
     }
 
 
-def result_of(tasks):
+def result_of(tasks, rank=0):
     return RolloutResult(
         tokens=None,  # pyright: ignore
         lengths=torch.full((len(tasks),), 10),
@@ -48,6 +54,8 @@ def result_of(tasks):
         metrics={},
         errors={},
         dropped_metrics={},
+        rank=rank,
+        seconds=1.0 + rank,
     )
 
 
@@ -63,7 +71,7 @@ class Replicas:
 
     def scatter(self, _, requests):
         self.rounds.append([task for request in requests for task in request.tasks])
-        return [result_of(one.tasks) for one in requests]
+        return [result_of(one.tasks, rank) for rank, one in enumerate(requests)]
 
 
 CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.seed=3")
@@ -79,6 +87,7 @@ def source_of(num_replicas=2):
         feed=GroupFeed(loader),  # pyright: ignore
         validation_rows=range(4),  # pyright: ignore
         stop_token_ids=(2,),
+        failures=RewardFailures(CONFIG.environment, Path("never-made"), -1),
         span=lambda _: nullcontext(),
         show=lambda step, samples: None,
     )
@@ -133,6 +142,20 @@ def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own(
     assert replicas.rounds_before_sleep == [3]  # shared memory goes to the policy once, at the end
 
 
+def test_more_failed_rewards_than_are_allowed_stop_a_run(tmp_path):
+    """``environment.max_failed_share``."""
+    rows = {
+        keys.GROUP_IDS: torch.arange(4),
+        keys.SIBLINGS: torch.zeros(4),
+        keys.SAMPLE_MASK: torch.tensor([True, False, False, True]),
+    }
+    results = [SimpleNamespace(errors={"no judge": 2})]
+    RewardFailures(CONFIG.environment, tmp_path, -1).check(1, "train", rows, results)
+    environment = CONFIG.environment.replace(max_failed_share=0.4)
+    with pytest.raises(RunError, match=r"2 of 4 completions of step 1, more than .*0\.4.*no judge"):
+        RewardFailures(environment, tmp_path, -1).check(1, "train", rows, results)
+
+
 def test_of_more_groups_than_a_step_takes_the_first_are_kept():
     source, _ = source_of(num_replicas=3)  # three prompts are sampled where one is missing
 
@@ -141,6 +164,16 @@ def test_of_more_groups_than_a_step_takes_the_first_are_kept():
 
     batch, _ = source.next_batch(1, all_but_the_first, 4)
     assert sorted(set(batch.rows[keys.GROUP_IDS].tolist())) == [1, 2, 3, 4]
+
+
+def test_rewards_have_their_spread_and_the_slowest_replica_is_named():
+    _, metrics = source_of(num_replicas=3)[0].next_batch(1, lambda one: one.rows[keys.REWARDS] < 2)
+    found = values(metrics)
+    assert (found["rollout/slowest_rank"], found["rollout/slowest_over_median"]) == (2, 1.5)
+    names = ("reward", "reward_std", "reward_min", "reward_max", "completion_tokens_max")
+    assert [found[f"rollout/{name}"] for name in names] == [0.5, 0.5, 0, 1, 8]
+    _, alone = source_of(num_replicas=1)[0].next_batch(1)
+    assert "rollout/slowest_rank" not in alone
 
 
 def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):
@@ -181,6 +214,36 @@ def test_a_completion_without_a_reward_is_masked_and_one_that_was_cut_off_is_mar
         keys.WEIGHT_VERSIONS: [4, 4],
     }
     assert {name: columns[name].tolist() for name in expected} == expected
+
+
+def test_the_mean_reward_is_over_those_that_have_one_beside_the_count_of_others():
+    rows = [trajectory([7] * n, [3], one) for n, one in enumerate((1.0, 1.0, 0.0, None), 1)]
+    found = values(batch_metrics("rollout", collate_rows(rows), []))
+    assert found["rollout/reward"] == pytest.approx(0.666667, abs=1e-6)
+    assert found["rollout/num_failed"] == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_what_rewards_report_is_averaged_over_the_rows_that_have_it(order):
+    """One reports three things, one of them a text, one a single number, and one nothing else."""
+    said = ({"reward": 1, "acc": 1, "score": 0.3, "pred": "a"}, {"reward": 0, "acc": 0}, 0.5)
+    rows = [replace(trajectory([7], [3], 1.0), result=to_result(said[place])) for place in order]
+    together = merge([_metrics(one) for one in rows])
+    on_two_workers = merge([_metrics(rows[0]), merge([_metrics(one) for one in rows[1:]])])
+    for found in (values(together), values(on_two_workers)):
+        assert found["acc"] == 0.5
+        assert found["score"] == 0.3
+        assert "pred" not in found
+
+
+def test_prompts_of_equal_text_are_groups_of_their_own():
+    source, replicas = source_of()
+    loader = PromptLoader(["same"] * 9, fingerprint="", seed=0, shuffle=False)
+    source._feed = GroupFeed(loader)  # pyright: ignore
+    batch, _ = source.next_batch(1)
+    groups = batch.rows[keys.GROUP_IDS].tolist()
+    assert {groups.count(one) for one in groups} == {2}
+    assert len(set(groups)) == len(replicas.rounds[0]) / 2
 
 
 def test_a_trajectory_counts_once_in_however_many_rows_it_trains():

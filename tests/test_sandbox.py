@@ -17,9 +17,10 @@ from nemo_like.rewards.sandbox import program as sandbox
 from nemo_like.rewards.sandbox import walls
 from nemo_like.rewards.sandbox.program import Limits, SandboxError, isolation, run_program
 from tests.hostile_programs import HOSTILE
+from tests.not_here import MARK
 
 HAS_NAMESPACES = walls.has_namespaces(isolation().level)
-needs_namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="needs namespaces")
+needs_namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason=MARK + "needs namespaces")
 
 
 def run(program, stdin="", variables=None, **limits):
@@ -248,7 +249,7 @@ PLAIN_MET = {
 }
 
 
-@pytest.mark.skipif(walls.PLAIN not in levels(), reason="needs Landlock and seccomp")
+@pytest.mark.skipif(walls.PLAIN not in levels(), reason=MARK + "needs Landlock and seccomp")
 @pytest.mark.parametrize("reason", PLAIN_MET)
 def test_without_namespaces_limits_of_all_processes_are_watched(reason):
     program, name, most = PLAIN_MET[reason]
@@ -261,7 +262,7 @@ def test_without_namespaces_limits_of_all_processes_are_watched(reason):
     assert scratch_folders() == scratch
 
 
-@pytest.mark.skipif(walls.PLAIN not in levels(), reason="needs Landlock and seccomp")
+@pytest.mark.skipif(walls.PLAIN not in levels(), reason=MARK + "needs Landlock and seccomp")
 @pytest.mark.parametrize("name", ["deep", "locked", "kill", "daemon", "deaf", "fill"])
 def test_without_namespaces_hostile_programs_leave_nothing(name):
     word, scratch = f"75.{os.getpid()}", scratch_folders()

@@ -1,7 +1,6 @@
 """Several rewards: their sum, each by itself, and advantages of each."""
 
 import asyncio
-import json
 
 import pytest
 import torch
@@ -9,11 +8,15 @@ import torch
 from nemo_like.algorithms.grpo.loop import add_advantages
 from nemo_like.batch import keys
 from nemo_like.compose.load import check
+from nemo_like.data.datasets import Row
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
+from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.losses.advantages import group_advantages, whiten
 from nemo_like.rewards.environment import start_pool
-from nemo_like.rewards.function import load_reward, reward_spec
+from nemo_like.rewards.find import combined, reward_spec
+from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rollout.trajectory import RolloutTask, collate_rows, single_turn
 from tests.small_runs import run, small_config
 
 FUNCTIONS = """
@@ -52,7 +55,7 @@ def typed(parts):
 
 
 def test_the_reward_is_the_weighted_sum_and_each_is_a_metric(functions):
-    function = load_reward(json.dumps(parts_of(functions, right=2.0, brief=0.5)))
+    function = combined(parts_of(functions, right=2.0, brief=0.5))
     assert function.required_fields == {"answer"}
     assert not function.is_async
     found = function("q", "4 it is", {"answer": "4", "other": 1})
@@ -66,11 +69,11 @@ def test_the_reward_is_the_weighted_sum_and_each_is_a_metric(functions):
 
 
 def test_one_that_is_async_makes_all_so_and_one_that_fails_costs_the_row(functions):
-    function = load_reward(json.dumps(parts_of(functions, slow=1.0, brief=1.0)))
+    function = combined(parts_of(functions, slow=1.0, brief=1.0))
     assert function.is_async
     assert asyncio.run(function("q", "abc", {}))["reward"] == pytest.approx(0.97)
     with pytest.raises(UserError, match="fails: returned None"):
-        load_reward(json.dumps(parts_of(functions, fails=1.0)))("q", "abc", {})
+        combined(parts_of(functions, fails=1.0))("q", "abc", {})
 
 
 def test_a_pool_scores_by_several(functions):
@@ -84,6 +87,26 @@ def test_a_pool_scores_by_several(functions):
     assert reward_spec(config.environment).startswith("{")
 
 
+def test_what_a_reward_came_to_is_a_column_that_advantages_read():
+    task = RolloutTask(
+        row=Row(index=0, messages=({"content": "q"},), fields={}, prompt_ids=(7,)),
+        group=0,
+        index=0,
+        seed=1,
+        request_id="r",
+    )
+    completion = Completion(
+        token_ids=[3], logprobs=[-1.0], finish_reason=FinishReason.stop, weight_version=0
+    )
+    results = [
+        RewardResult(reward=2.0, metrics={"reward_right": 1.0, "right/seen": 1.0}),
+        RewardResult(reward=None, error="failed"),
+    ]
+    rows = collate_rows([single_turn(task, completion, "", one) for one in results], ["right"])
+    assert rows[f"{keys.REWARD_OF}right"].nan_to_num(-1).tolist() == [1.0, -1.0]
+    assert "reward_right" in rows
+
+
 def batch_of(groups, **parts):
     rows = {
         keys.GROUP_IDS: torch.tensor(groups),
@@ -93,8 +116,8 @@ def batch_of(groups, **parts):
         keys.TRUNCATED: torch.zeros(len(groups), dtype=torch.bool),
     }
     for name, values in parts.items():
-        rows[f"{keys.PART}{name}"] = torch.tensor(values, dtype=torch.float64)
-    rows[keys.REWARDS] = sum(rows[f"{keys.PART}{name}"] for name in parts)
+        rows[f"{keys.REWARD_OF}{name}"] = torch.tensor(values, dtype=torch.float64)
+    rows[keys.REWARDS] = sum(rows[f"{keys.REWARD_OF}{name}"] for name in parts)
     return RemoteBatch(lengths=torch.full((len(groups),), 5), rows=rows)
 
 
@@ -157,3 +180,4 @@ def test_a_run_learns_from_two_rewards_and_logs_each(tmp_path, functions):
     total = one["rollout/reward_gym"] + 0.1 * one["rollout/reward_brief"]
     assert one["rollout/reward"] == pytest.approx(total)
     assert -1 < one["rollout/reward_brief"] < 0
+    assert one["train/grad_norm"] > 0

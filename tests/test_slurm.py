@@ -49,8 +49,12 @@ def processes(job: Job) -> list[psutil.Process]:
     return found
 
 
+def lines_of(run: Path) -> list[str]:
+    return (run / "metrics.jsonl").read_text().splitlines()
+
+
 def assert_nothing_is_left(job: Job, folder: str = "slurm-{}") -> None:
-    wait_until(lambda: not processes(job), 10, lambda: f"{processes(job)} of {job.id} to end")
+    wait_until(lambda: not processes(job), 60, lambda: f"{processes(job)} of {job.id} to end")
     assert not list(Path("/tmp").glob(f"nl-{job.id}-*"))
     logs = job.cluster.cwd / folder.format(job.id)
     assert not (logs / "ray-token").exists()
@@ -78,13 +82,19 @@ def submitted(
         batch = {
             "time": "30",
             "requeue": True,
-            "signal_before_s": 30,
+            "signal_before_s": 120,  # half of it is for the step and its checkpoint
             "setup": f"{SETUP} STEPS={steps}",
         }
         sections = {
             "defaults": ["grpo", "_self_"],
             "grpo": {"max_steps": "${oc.decode:${oc.env:STEPS}}"},
-            "cluster": {"num_nodes": 2, "cpus_per_worker": 2, "slurm": batch},
+            # A node for the policy and one for generation.
+            "cluster": {
+                "num_nodes": 2,
+                "num_generation_workers": 1,
+                "cpus_per_worker": 2,
+                "slurm": batch,
+            },
             "checkpoint": {"every_steps": 1000, "export": False},
             "run": {"dir": str(run), "resume": True},
         }
@@ -107,8 +117,9 @@ def test_a_submitted_run_on_two_nodes_is_queued_again_before_its_time_limit_and_
     run = tmp_path / "run"
     job = submitted(run)
     job.wait_for(f"/{MANY_STEPS}  reward", 240)
+    wait_until(lambda: len(lines_of(run)) > 4, 60, job.log)
     slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
-    wait_until(lambda: job.facts()["Restarts"] == "1", 90, job.log)
+    wait_until(lambda: job.facts()["Restarts"] == "1", 180, job.log)
     before = records(run)
     time.sleep(2)  # Nodes refuse to start a job within the second in which they ended it.
     slurm.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=30", "StartTime=now")
@@ -117,9 +128,8 @@ def test_a_submitted_run_on_two_nodes_is_queued_again_before_its_time_limit_and_
     last = max(before)
     assert f"Stopped on request after step {last} of {MANY_STEPS}, which is saved" in job.log()
     assert f"Continuing after step {last}" in job.log()
-    lines = (run / "metrics.jsonl").read_text().splitlines()
     after = records(run)
-    assert len(lines) == len(after)
+    assert len(lines_of(run)) == len(after)
     assert list(after) == list(range(len(after)))
     assert len(after) > len(before) > 3
     assert {step: after[step] for step in before} == before
@@ -150,7 +160,7 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
 
     # A command that ends ends its job, with its code; the other job stays.
     go.touch()
-    assert command.exit_code(60) == 7
+    assert command.exit_code(120) == 7
     assert_nothing_is_left(command)
 
     attach = ("bash", f"attach-{interactive.id}.sh")
@@ -168,7 +178,7 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
         if process.name() == "raylet" and process.environ()["SLURMD_NODENAME"] == "gpu02"
     )
     raylet.kill()
-    assert interactive.exit_code(60) == 1, interactive.log()
+    assert interactive.exit_code(120) == 1, interactive.log()
     assert "is ended: Ray on node gpu02 ended; see" in interactive.log()
     assert_nothing_is_left(interactive)
     assert not (slurm.cwd / attach[1]).exists()

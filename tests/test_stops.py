@@ -63,6 +63,7 @@ def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2, be
     config = config.replace(run=config.run.replace(dir=str(folder)))
     model = Counter(act)
     with Run(config, "sft", began) as run:
+        run.callbacks.tell("on_start", run.dir, config, run.first_step)
         with run.start_phase("data"):
             act("start")
         run.restore({"policy": model}, model)
@@ -182,7 +183,7 @@ def test_what_takes_longer_than_the_grace_is_abandoned(tmp_path, phase):
     times = 1 if phase == "export" else 3
     with pytest.raises(StoppedError, match=r"longer than run\.stop_grace_s=0\.2 and is abandoned"):
         run_counter(tmp_path, *options, act=at(phase, times, slow))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     assert saved(tmp_path)[-1] == (4 if phase == "export" else 2)
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert run_counter(tmp_path, *options).value == 4

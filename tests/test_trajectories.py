@@ -1,7 +1,9 @@
 """Conversations with a scripted engine: which tokens are kept, which train, and how rows begin."""
 
 import asyncio
+import inspect
 import json
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_like.batch import keys
 from nemo_like.data.datasets import Row
+from nemo_like.data.tokenizer import TokenCuts
 from nemo_like.data.turns import RewrittenHistoryError, tokens_after
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import Completion, FinishReason, SamplingParams
@@ -161,6 +164,28 @@ def test_a_turn_that_was_cut_off_is_closed_by_the_template(tmp_path):
     assert trained_texts(chat._tokenizer, ids, mask) == ["Hel", "ok<|im_end|>"]
     at = ids.index(end, mask.index(True))
     assert (ids[at], mask[at]) == (end, False)
+
+
+def test_a_long_conversation_encodes_each_token_once_and_needs_no_deep_stack(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    encoded = []
+
+    class Counting(TokenCuts):
+        def ids(self, text):
+            encoded.append(len(found := super().ids(text)))
+            return found
+
+    engine = Scripted(chat, *["a"] * 200)
+    recorder = recorder_of(chat, engine, turns=200)
+    chat.cuts = Counting(chat._tokenizer)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 150)
+    try:
+        asyncio.run(talk(recorder, *["Hi"] * 200))
+        _, [(ids, _)] = rows_of(recorder)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert sum(encoded) < 2 * len(ids)
 
 
 def test_rewritten_history_begins_another_row_or_fails_the_trajectory(tmp_path):
@@ -334,6 +359,23 @@ def test_a_text_that_continues_a_text_keeps_its_tokens(tmp_path):
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
+XML = """<tool_call>
+<function=t>
+<parameter=x>
+hello
+</parameter>
+<parameter=a>
+1
+</parameter>
+</function>
+</tool_call>"""
+GLM = (
+    "<tool_call>t\n<arg_key>x</arg_key>\n<arg_value>hello</arg_value>\n"
+    "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+)
+PARAMETERS = {"x": {"anyOf": [{"type": "string"}, {"type": "boolean"}]}, "a": {"type": "integer"}}
+TYPED = [{"type": "function", "function": {"name": "t", "parameters": {"properties": PARAMETERS}}}]
+
 
 @pytest.mark.parametrize(
     ("text", "calls", "errors"),
@@ -352,12 +394,20 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>', [("add", {"a": 1})], 0),
         ('{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})], 0),
         ('{"name": "add", "parameters": {"a": 1}', [], 1),
+        (f"{XML}\n{XML}", [("t", {"x": "hello", "a": 1})] * 2, 0),
+        (XML.replace("hello", "True"), [("t", {"x": True, "a": 1})], 0),
+        (XML.replace("\n1\n", "\none\n"), [], 1),
+        (XML.replace("<parameter=a>", "a"), [], 1),
+        (GLM, [("t", {"x": "hello", "a": 1})], 0),
+        ("<tool_call>t</tool_call>", [("t", {})], 0),
+        (f"<think>{CALL}?</think>No.", [], 0),
         ("The answer is {1, 2}.", [], 0),
         ('{"answer": 3}', [], 0),
     ],
 )  # fmt: skip
 def test_tool_calls_are_read_or_told_as_errors(text, calls, errors):
-    reply = reply_of("content", text, 0)
+    reply = reply_of("content", text, 0, TYPED)
+    assert all(len(one["id"]) == 9 for one in reply.message.get("tool_calls", ()))
     found = [
         (one["function"]["name"], json.loads(one["function"]["arguments"]))
         for one in reply.message.get("tool_calls", ())
@@ -421,6 +471,17 @@ def test_the_next_turn_is_what_a_whole_render_has(tmp_path, name):
         assert ids + added == chat.render([*before, user(last)])
 
     check()
+
+
+@pytest.mark.parametrize("call", ["[add()]", "to=add", ""])
+def test_a_form_of_calls_that_is_not_read_is_refused(tmp_path, call):
+    """Such calls would be taken for answers."""
+    calls = f"{{% for c in m.tool_calls %}}<|call|>{call}{{% endfor %}}" if call else ""
+    chat = build_chat(tmp_path, WITH_TOOLS.replace("{{ m.content }}", "{{ m.content }}" + calls))
+    recorder = recorder_of(chat, Scripted(chat, "x"))
+    reason = "in a form that is not read here" if call else "leaves out the tool calls"
+    with pytest.raises(UserError, match=reason):
+        asyncio.run(recorder.complete([user("Hi")], TOOLS))
 
 
 def test_a_rewritten_history_is_told(tmp_path):

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from nemo_like.distributed.network import listening_store
+from nemo_like.distributed.worker import listening_store
 from nemo_like.errors import RunError
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
 from nemo_like.refit.buckets import announced_tensors, plan_buckets

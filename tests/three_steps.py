@@ -17,8 +17,8 @@ from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.preference import PreferenceLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
+from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.policy import scoring
-from nemo_like.policy.parallel.stages import bins_for_pipeline
 from nemo_like.policy.state.state import model_tensors
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup

@@ -16,7 +16,7 @@ from nemo_like.planning.model_shape import (
 from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.refit.adapters import travels_apart
+from nemo_like.refit.buckets import travels_apart
 
 # Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
 # policy trains, and where the policy trains next to them.

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_like.algorithms.sampling import Sampling
 from nemo_like.algorithms.self_check import RewardWatch, check_ratios, max_mean_mismatch
 from nemo_like.batch import keys
 from nemo_like.config.sampling import PolicyGradientRunConfig
@@ -14,13 +14,16 @@ from nemo_like.doors import absolute
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
 
+if TYPE_CHECKING:
+    from nemo_like.algorithms.sampling import Sampling
+
 logger = logging.getLogger(__name__)
 
 
 class PolicyGradient:
     """One policy-gradient step on a batch of completions: what surrounds its advantages."""
 
-    def __init__(self, config: PolicyGradientRunConfig, live: Sampling) -> None:
+    def __init__(self, config: PolicyGradientRunConfig, live: "Sampling") -> None:
         self._config, self._live = config, live
         self._loss = make_loss(config)
         self._count = 0.0

@@ -1,25 +1,21 @@
 """The rows of a run that samples, before tokenization."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from nemo_like.config.environment import REWARD_MODEL, SINGLE_TURN
+from nemo_like.config.environment import REWARD_MODEL, EnvironmentConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.columns import paths_of
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.errors import UserError
-from nemo_like.rewards.function import load_reward, reward_spec
+from nemo_like.rewards.find import load_reward, reward_spec
 
 
 def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
     """Read or generate ``data.train`` and ``data.validation``; raises UserError.
 
-    Each row has the fields that the reward needs. An evaluation has validation rows only.
+    Each row has an environment, and the fields that its reward needs. An evaluation has validation
+    rows only.
     """
-    required: frozenset[str] = frozenset()
-    environment = config.environment
-    # A reward model's errors need its tokenizer; conversations may have rewards of their own.
-    if environment.reward != REWARD_MODEL and environment.name == SINGLE_TURN:
-        required = load_reward(reward_spec(environment)).required_fields
     data, seed = config.data, config.run.seed
     train: list[Row] = []
     validation: list[Row] = []
@@ -32,12 +28,31 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
         train = without_overlap(train, validation)
     found = {"data.train": train, "data.validation": validation}
     for key, rows in found.items():
-        _check_fields(rows, required, environment.reward, key)
+        _check_environments(rows, config.environment, key)
+        for name, one in config.environment.each.items():
+            _check_fields([row for row in rows if row.environment == name], one, key)
     return found
 
 
-def _check_fields(rows: Sequence[Row], required: Collection[str], reward: str, key: str) -> None:
+def _check_environments(rows: Sequence[Row], environment: EnvironmentConfig, key: str) -> None:
+    """Refuse rows of an environment that there is not."""
+    known = environment.each
+    for row in rows:
+        if row.environment not in known:
+            names = ", ".join(environment.tasks) or "empty"
+            raise UserError(
+                f"row {row.index} of {key} has environment={row.environment}, and "
+                f"environment.tasks is {names}; add it there, or set data.columns.place="
+                "environment if the column is the reward function's own."
+            )
+
+
+def _check_fields(rows: Sequence[Row], environment: EnvironmentConfig, key: str) -> None:
     """Refuse rows that lack an argument of the reward function."""
+    # A reward model's errors need its tokenizer; conversations may have rewards of their own.
+    if not rows or environment.reward == REWARD_MODEL or not environment.is_single_turn:
+        return
+    reward, required = environment.reward, load_reward(reward_spec(environment)).required_fields
     for row in rows:
         for name in sorted(required):
             if name not in row.fields:

@@ -19,7 +19,6 @@ from nemo_like.algorithms.self_check import (
 )
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
-from nemo_like.config.environment import SINGLE_TURN
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
@@ -38,10 +37,10 @@ from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.rewards.environment import check_reward_model, for_other_folders
+from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
-from nemo_like.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +67,8 @@ class Sampling:
         max_rounds: int = 1,
         early: Callable[[RemoteBatch], None] | None = None,
     ) -> Iterator[tuple[int, RemoteBatch, Metrics]]:
-        """A batch for each step, sampled with the policy's weights, and what its rollout measured.
+        """A batch for each step and what its rollout measured; arguments as of ``next_batch``.
 
-        ``keep``: bool [B] of rows worth training on; up to ``max_rounds`` times, prompts are
-        sampled again in place of the others. ``early``: see ``next_batch``.
         Validates, logs and saves between steps.
         """
         config, run = self.config, self.session.run
@@ -143,10 +140,10 @@ def start_sampling(
     models = _by_role(policy, critic)
     engine = engine_config(config, path, longest, plan)
     share_gpus(config, engine, plan, others or Others(), policy, critic)
-    setup = rollout_setup(config, run, plan, engine)
+    setup = rollout_setup(config, session, plan, engine)
     with run.start_phase("workers"):
-        if (reward_model := setup.environment.reward_model) is not None:
-            session.ask_for(generation.group, reward_model)
+        models_asked = filter(None, (e.reward_model for e in setup.environments.values()))
+        session.ask_for(generation.group, *models_asked)
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
     run.restore(models, feed := GroupFeed(loader))
@@ -157,6 +154,7 @@ def start_sampling(
         feed=feed,
         validation_rows=validation_rows,
         stop_token_ids=chat.eos_token_ids,
+        failures=RewardFailures(config.environment, run.dir, run.first_step or -1),
         span=run.span,
         show=run.show,
     )
@@ -172,17 +170,23 @@ def start_sampling(
 
 
 def rollout_setup(
-    config: SamplingRunConfig, run: Run, plan: ResourcePlan, engine: EngineConfig
+    config: SamplingRunConfig, session: Session, plan: ResourcePlan, engine: EngineConfig
 ) -> RolloutSetup:
-    """What a generation worker starts with."""
+    """What a generation worker starts with: of environments those that rows answer to."""
+    run, rows = session.run, [row for rows in session.rows.values() for row in rows]
+    used = {row.environment for row in rows}
+    environments = {
+        name: one
+        for name, one in for_other_folders(config.environment).each.items()
+        if name in used
+    }
+    num_processes = sum(one.num_processes for one in environments.values())
     return RolloutSetup(
         backend=absolute(config.generation.backend),
         engine=engine,
-        environment=for_other_folders(config.environment),
+        environments=environments,
         template_switches=config.data.template_switches,
-        num_reward_threads=max(
-            1, int(config.cluster.cpus_per_worker) // config.environment.num_processes
-        ),
+        num_reward_threads=max(1, int(config.cluster.cpus_per_worker) // num_processes),
         engines_per_node=plan.engines_per_node,
         run_dir=str(run.dir),
         resumed_step=run.first_step or -1,
@@ -243,9 +247,10 @@ def read_prompts(
         )
     if config.trains:
         warn_of_adapters(config)
-    environment, most = config.environment, longest + most_new
-    if environment.name != SINGLE_TURN:
-        most = min(room, environment.max_tokens or room)
+    most = longest + most_new
+    for environment in config.environment.each.values():
+        if not environment.is_single_turn:
+            most = max(most, min(room, environment.max_tokens or room))
     return _loader(config, train), checked["data.validation"], most
 
 

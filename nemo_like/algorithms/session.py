@@ -19,13 +19,14 @@ from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.section import named_outside
 from nemo_like.data.datasets import Row
 from nemo_like.distributed.connection import connect
-from nemo_like.distributed.virtual_cluster import VirtualCluster, reserve
+from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.waiting import DriverMeter
 from nemo_like.distributed.worker import Worker
 from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_together
 from nemo_like.errors import UserError
+from nemo_like.imports import without_collector
 from nemo_like.models.resolve import refuse_other_models, resolve_policy
-from nemo_like.planning.model_fit import check_model_fits
+from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.process import policy_group
 from nemo_like.rollout.process import rollout_group
@@ -123,7 +124,7 @@ def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) 
     ``began``: see ``Run``.
     """
     with opened(config, algorithm.name, began) as session:
-        with session.run.start_phase("imports"):
+        with session.run.start_phase("imports"), without_collector():
             loop = algorithm.loop()
         loop(config, session)
 
@@ -136,13 +137,15 @@ def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator
         if spec not in door.ours:
             door.load(key, spec)
     with Run(config, name, began) as run, ExitStack() as stack:
+        run.callbacks.tell("on_start", run.dir, config, run.first_step)
         rows: Mapping[str, list[Row]] = {}
         if isinstance(config, SamplingRunConfig):
             with run.start_phase("data"):
                 rows = read_rows(config)
         with run.start_phase("ray"):
             stack.callback(connect())
-            cluster = stack.enter_context(reserve(plan_run(config), config.cluster))
+            limit_s, interface = config.cluster.start_timeout_s, config.cluster.network_interface
+            cluster = stack.enter_context(VirtualCluster(plan_run(config), limit_s, interface))
         meter = DriverMeter()
         trainers = policy_group(
             config.policy, config.cluster, cluster, log_dir=run.log_dir, meter=meter

@@ -20,15 +20,13 @@ weights around attention and 8 h^2 in the feed-forward part. It decides speed on
 class MicroBatchPlan:
     """``bins[rank][i]`` holds the row indices of the i-th forward pass of a data-parallel rank.
 
-    Every rank has the same number of bins, because ranks meet in collectives once a layer in every
-    pass. Bins come in order of falling cost: ranks meet in passes of similar size; a rank
-    with too few rows has empty bins at its end.
+    Every rank has as many bins, in order of falling cost: ranks meet in collectives once a layer,
+    in passes of similar size. A rank with too few rows has empty bins at its end.
     """
 
     bins: tuple[tuple[tuple[int, ...], ...], ...]
 
     def rows(self, rank: int) -> list[int]:
-        """Row indices of one rank in the order of its bins."""
         return [row for one in self.bins[rank] for row in one]
 
 
@@ -46,13 +44,11 @@ def plan_micro_batches(
 ) -> MicroBatchPlan:
     """Deal rows to ranks by equal cost, then pack each rank's rows into few bins.
 
-    A row costs length + length^2 / ``attention_tokens``, which the model's shape gives
-    (``model_shape.attention_tokens``).
-
-    ``max_tokens`` bounds one bin: the sum of its lengths, or rows x longest where ``padded``;
-    ``max_rows`` bounds its rows. Each ``rows_per_unit`` consecutive rows stay together and in order
-    (2: preference pairs). Ranks have at least ``min_bins`` bins, a multiple of ``bins_multiple``
-    (pipeline schedules need both): bins are split for it, and empty once no bin has two units.
+    A row costs length + length^2 / ``attention_tokens`` (``model_shape.attention_tokens``).
+    ``max_tokens`` bounds a bin: the sum of its lengths, or rows x longest where ``padded``;
+    ``max_rows`` bounds its rows. Each ``rows_per_unit`` consecutive rows stay together and in
+    order. Ranks have at least ``min_bins`` bins, a multiple of ``bins_multiple`` (pipelines need
+    both): bins are split for it, and empty once no bin has two units.
 
     Raises UserError if rows that must stay together exceed a bound alone.
 
@@ -127,10 +123,10 @@ def _deal(units: Iterable[int], costs: Sequence[int], num_hands: int) -> list[li
 def _first_fit(
     units: Sequence[int], sizes: Sequence[int], max_tokens: int, max_units: int
 ) -> list[list[int]]:
-    """First-fit decreasing: ``units`` come largest first; each goes to the first bin with room.
+    """First-fit decreasing: each of ``units``, largest first, goes to the first bin with room.
 
     ``room`` is a binary tree over as many bins as there can be: node i has children 2i and 2i + 1
-    and the larger room of the two, so the first bin with room is found in log(bins) steps.
+    and the larger room of the two, so that bin is found in log(bins) steps.
     """
     bins: list[list[int]] = []
     num_leaves = 1 << max(len(units) - 1, 0).bit_length()

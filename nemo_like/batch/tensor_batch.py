@@ -55,7 +55,6 @@ class TensorBatch:
         return index.repeat_interleave(self.lengths, output_size=self.num_tokens)
 
     def select(self, indices: Sequence[int] | Tensor) -> "TensorBatch":
-        """The given rows, in the given order."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[index]
         starts = self.starts[index]
@@ -82,7 +81,6 @@ class TensorBatch:
         )
 
     def to(self, device: torch.device | str) -> "TensorBatch":
-        """All columns on ``device``."""
         return TensorBatch(
             lengths=self.lengths.to(device),
             tokens={name: column.to(device) for name, column in self.tokens.items()},

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from nemo_like.compose.docs import default_of, words_of
+from nemo_like.compose import registry
 from nemo_like.compose.files import find_file, schema_of
-from nemo_like.compose.keys import unknown_key
+from nemo_like.compose.names import unknown_key
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.run import RunConfig
-from nemo_like.config.section import OnlyIf, Section, keys_of, range_of, section_of
+from nemo_like.config.section import OnlyIf, Section, choices, keys_of, range_of, section_of
+from nemo_like.doors import Door
+from nemo_like.errors import UserError
 
 _WIDTH = 100
 _GROUP = "model"
@@ -39,7 +41,6 @@ def show(algorithm: Algorithm, folders: Sequence[Path], arguments: Sequence[str]
 
 
 def _about(name: str, schema: type[RunConfig], folders: Sequence[Path]) -> Iterator[str]:
-    """A section with its keys, a key, or the group of models."""
     fields = dict(keys_of(schema))
     if name == _GROUP:
         yield f"model={'|'.join(_choices(folders))}"
@@ -105,7 +106,6 @@ def _choices(folders: Sequence[Path]) -> list[str]:
 
 
 def _recipes(schema: type[RunConfig], folders: Sequence[Path]) -> list[str]:
-    """Those that this algorithm runs."""
     found = {f"recipes/{path.stem}" for folder in folders for path in folder.glob("recipes/*.yaml")}
     return [name for name in sorted(found) if schema_of(folders, name) is schema]
 
@@ -128,3 +128,71 @@ def _row(left: str, right: str, column: int) -> str:
 def _wrapped(text: str, indent: int) -> str:
     space = " " * indent
     return textwrap.fill(text, _WIDTH, initial_indent=space, subsequent_indent=space)
+
+
+_HEADER = """# Configuration keys
+
+Made by `nemo-like keys > docs/config.md`.
+Set any of them on the command line (`policy.optimizer.lr=1e-4`) or in a YAML file.
+"""
+
+
+def run(arguments: Sequence[str]) -> None:
+    if arguments:
+        raise UserError(f"nemo-like keys takes no words, and got {arguments[0]}; leave it out.")
+    sys.stdout.write(render())
+
+
+def render() -> str:
+    seen: set[tuple[str, type]] = set()
+    lines = [_HEADER, "| script | sections |", "|---|---|"]
+    pages: list[str] = []
+    for name in registry.names():
+        schema, script = registry.find(name).config, f"examples/run_{name}.py"
+        fields = ", ".join(f"`{field}`" for field in schema.model_fields)
+        lines.append(f"| `{script}` | {fields} |")
+        pages += _sections(schema, "", seen, script)
+    return "\n".join([*lines, "", *pages]) + "\n"
+
+
+def _sections(
+    kind: type[Section], prefix: str, seen: set[tuple[str, type]], script: str
+) -> Iterator[str]:
+    """Lines of the sections that are not ``seen``; same name and type mean the same section."""
+    nested, lines = [], []
+    for name, field in kind.model_fields.items():
+        if (inner := section_of(field)) is not None:
+            nested.append((f"{prefix}{name}", inner))
+        else:
+            text = " ".join((field.description or "").split()).replace("|", r"\|")  # a cell's end
+            words = ", ".join(f"`{word}`" for word in words_of(field))
+            text += f" One of {words}." if words else ""
+            lines.append(f"| `{prefix}{name}` | `{default_of(field)}` | {text} |")
+    if lines:
+        paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
+        about = "\n\n".join(textwrap.fill(" ".join(one.split()), 120) for one in paragraphs)
+        section = prefix.rstrip(".")
+        shared = all(section != other or kind is of for other, of in seen)
+        yield f"## {section}{'' if shared else f' ({script})'}\n\n{about}\n"
+        yield "| key | default | meaning |\n|---|---|---|"
+        yield from lines
+        yield ""
+    for name, inner in nested:
+        if (name, inner) not in seen:
+            yield from _sections(inner, f"{name}.", seen, script)
+            seen.add((name, inner))
+
+
+def default_of(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def words_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that a field takes, or may take besides names of the user's own."""
+    words = choices(field.annotation)
+    for door in (one for one in field.metadata if isinstance(one, Door)):
+        words += tuple(door.ours)
+    return words

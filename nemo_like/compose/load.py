@@ -1,11 +1,11 @@
 """From the command line and YAML files to a checked configuration; errors name the key."""
 
-import re
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hydra import compose, version
 from hydra._internal.hydra import Hydra
@@ -16,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
 from nemo_like.compose import registry
 from nemo_like.compose.files import (
@@ -25,12 +26,10 @@ from nemo_like.compose.files import (
     plain_file,
     schema_of,
 )
-from nemo_like.compose.keys import unknown_key
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
-from nemo_like.compose.values import checked, with_numbers
 from nemo_like.config.paths import check_files
 from nemo_like.config.run import RunConfig
-from nemo_like.config.section import check_sections
+from nemo_like.config.section import Section, check_sections, keys_of
 from nemo_like.errors import UserError
 from nemo_like.planning.placement import check_placement
 
@@ -54,8 +53,8 @@ def load(
 ) -> Any:
     """The configuration that Hydra composed, as ``schema`` and checked; raises UserError.
 
-    ``files_are_here`` is false for a run on other machines: their files cannot be checked here;
-    ``runs`` is false where the run is only planned, for which models need no tokenizer.
+    ``files_are_here`` is false for a run on other machines; ``runs`` where it is only planned, for
+    which models need no tokenizer.
     """
     config = typed(raw, schema)
     check(config, files_are_here=files_are_here, runs=runs)
@@ -67,6 +66,8 @@ def typed(raw: DictConfig, schema: type[RunConfig]) -> Any:
     try:
         values = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
+        from nemo_like.compose.refusals import explain
+
         raise explain(error, schema) from error
     written = OmegaConf.to_container(raw, resolve=False)
     return checked(schema, with_numbers(values, written, schema))
@@ -130,6 +131,8 @@ def compose_raw(
         for group, choice in raw.hydra.runtime.choices.items():
             check_choice(folders, f"{group}/{choice}", schema)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
+        from nemo_like.compose.refusals import explain
+
         raise explain(error, schema) from error
     with open_dict(raw):
         del raw["hydra"]
@@ -152,37 +155,47 @@ def _hydra(folders: Sequence[Path]) -> Iterator[None]:
         GlobalHydra.instance().clear()
 
 
-def explain(error: Exception, schema: type[RunConfig]) -> UserError:
-    """One sentence from an exception of Hydra or OmegaConf."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    lines = [line.strip() for line in str(cause).strip().splitlines()]
-    if len(lines) > 1 and "raised while composing config" in lines[0]:
-        lines = lines[1:]
-    key = getattr(cause, "full_key", None) or _full_key(lines)
-    text = lines[0].rstrip(".")
-    if key and "not in" in text:
-        return unknown_key(key, schema)
-    if group := re.match(r"In '.*': Could not find '(\w+)/(.*)'", text):
-        first = next(i for i, line in enumerate(lines) if line.startswith("Available options")) + 1
-        last = next(i for i, line in enumerate(lines) if line.startswith("Config search path"))
-        options = ", ".join(lines[first:last])
-        other = f", or policy.model={group[2]} for a folder or a hub name"
-        return UserError(
-            f"{group[1]}={group[2]} is not a choice; use one of {options}"
-            f"{other if group[1] == 'model' else ''}."
-        )
-    if "Ambiguous value" in text:
-        return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
-    if "Cannot merge DictConfig with ListConfig" in text:
-        return UserError(f"{key} must be a dictionary, {key}={{name: value}}, not a list.")
-    if "HydraConfig was not set" in text:
-        return UserError(f"{key}: ${{hydra:...}} is not known here; use keys, as in ${{run.seed}}.")
-    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip('"')
-    return UserError(f"{key}: {text}." if key and key not in text else f"{text}.")
+def checked(schema: type[Section], values: Mapping[str, Any]) -> Any:
+    """``values`` as the sections of ``schema``; UserError for the first that does not fit."""
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        from nemo_like.compose.refusals import first_refusal
+
+        raise first_refusal(error, schema) from error
 
 
-def _full_key(lines: Sequence[str]) -> str | None:
-    for line in lines:
-        if line.startswith("full_key: "):
-            return line.removeprefix("full_key: ")
-    return None
+def with_numbers(found: Any, written: Any, schema: type[Section]) -> dict[str, Any]:
+    """``found`` with numbers and booleans for the text that interpolations gave in their place.
+
+    ``written`` is the same before they were resolved: ``${oc.env:STEPS}`` is always text.
+    """
+    kinds = dict(keys_of(schema))
+
+    def converted(value: Any, before: Any, key: str) -> Any:
+        if isinstance(value, dict) and isinstance(before, dict):
+            return {
+                name: converted(one, before[name], f"{key}.{name}".lstrip("."))
+                for name, one in value.items()
+            }
+        if isinstance(value, list) and isinstance(before, list):
+            pairs = zip(value, before, strict=True)
+            return [converted(one, other, key) for one, other in pairs]
+        if isinstance(value, str) and isinstance(before, str) and "${" in before and key in kinds:
+            return _as(kinds[key].annotation, value)
+        return value
+
+    return converted(found, written, "")
+
+
+def _as(kind: Any, text: str) -> Any:
+    """``text`` as the first of bool, int and float that the type of a field has and that it is."""
+    words = {"true": True, "false": False}
+    named = [kind, *(inner for one in get_args(kind) for inner in (one, *get_args(one)))]
+    if bool in named and text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            if int in named or float in named:
+                return number(text)
+    return text

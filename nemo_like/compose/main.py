@@ -12,10 +12,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.compose.files import find_file, located
-from nemo_like.compose.keys import hint_for
-from nemo_like.compose.load import Composed, check_algorithm, compose_raw, explain, store_schema
-from nemo_like.compose.overrides import accept_free_keys
-from nemo_like.compose.sweep import check_run_dirs, jobs, new_folder, part_folders
+from nemo_like.compose.load import Composed, check_algorithm, compose_raw, store_schema
+from nemo_like.compose.overrides import accept_free_keys, refuse_twice
 from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.run import RunConfig
 from nemo_like.config.section import keys_of
@@ -30,9 +28,8 @@ _HYDRA_FLAGS = ("--hydra-help", "--version", "--shell-completion", "-sc", "--inf
 def run_command(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> None:
     """Run ``algorithm`` with the configuration that ``arguments`` give.
 
-    What Hydra users expect works: ``--config-name``, ``--cfg job``, ``--multirun`` (one job after
-    another), ``--help``, tab completion. Every job is composed and checked before the first one
-    starts: a typo costs no run and prints one sentence.
+    What Hydra users expect works: ``--config-name``, ``--cfg job``, ``--multirun``, ``--help``, tab
+    completion. Every job is composed and checked before the first one starts.
     """
     keep_compiler_cache()
     with handlers_restored():
@@ -90,18 +87,20 @@ def _help(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) -> N
 
 
 def _folders(parsed: argparse.Namespace, config_dir: Path) -> list[Path]:
-    """Where Hydra looks for configurations."""
     folders = [Path(parsed.config_path) if parsed.config_path else config_dir]
     return [*folders, *([Path(parsed.config_dir)] if parsed.config_dir else [])]
 
 
 def _composed(algorithm: Algorithm, config_dir: Path, parsed: argparse.Namespace) -> list[Composed]:
-    """What Hydra makes of each job."""
     directory, *extra = _folders(parsed, config_dir)
     extra_dir = extra[0] if extra else None
     name = algorithm.name if parsed.config_name is None else parsed.config_name
-    found = []
-    typed = jobs(directory, name, parsed.overrides, extra_dir, multirun=parsed.multirun)
+    found, typed = [], [parsed.overrides]
+    if parsed.multirun:
+        from nemo_like.compose.sweep import jobs
+
+        typed = jobs(directory, name, parsed.overrides, extra_dir)
+    refuse_twice(parsed.overrides)
     for job in typed:
         found.append(compose_raw(directory, name, job, extra_dir))
         check_algorithm(sys.argv[0], found[-1].schema, algorithm.config)
@@ -109,15 +108,22 @@ def _composed(algorithm: Algorithm, config_dir: Path, parsed: argparse.Namespace
             try:
                 OmegaConf.resolve(found[-1].raw)
             except OmegaConfBaseException as error:
+                from nemo_like.compose.refusals import explain
+
                 raise explain(error, algorithm.config) from error
     if parsed.multirun:
+        from nemo_like.compose.sweep import new_folder, part_folders
+
         part_folders(found, typed, new_folder(algorithm.name))
     return found
 
 
 def _checked(found: Sequence[Composed]) -> list[RunConfig]:
     configs = [composed.load() for composed in found]
-    check_run_dirs(configs)
+    if len(configs) > 1:
+        from nemo_like.compose.sweep import check_run_dirs
+
+        check_run_dirs(configs)
     return configs
 
 
@@ -158,6 +164,8 @@ def _parse(arguments: Sequence[str], algorithm: Algorithm, config_dir: Path) -> 
 
 def _no_option(typed: str, schema: type[RunConfig]) -> str:
     """``--learning_rate`` is no option; what it is as a key."""
+    from nemo_like.compose.names import hint_for
+
     name = typed.lstrip("-").partition("=")[0]
     hint = hint_for(name.replace("-", "_"), schema) or ""
     if name in dict(keys_of(schema)):

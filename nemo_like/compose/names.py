@@ -1,17 +1,19 @@
-"""What names of TRL, verl, OpenRLHF and NeMo RL are here: ``nemo-like names``, and refusals.
+"""What an unknown key was meant to be: a misspelt one, or a name of another project.
 
-The names stand in ``names.txt``.
+Those of TRL, verl, OpenRLHF and NeMo RL stand in ``names.txt``; ``nemo-like names`` prints them.
 """
 
+import difflib
 import functools
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_like.compose import registry
-from nemo_like.compose.keys import is_in_free_dict
-from nemo_like.config.section import Section, keys_of
+from nemo_like.compose.overrides import is_in_free_dict
+from nemo_like.config.section import Section, keys_of, section_of
 from nemo_like.errors import UserError
 
 _OWN = "*."
@@ -29,8 +31,6 @@ first. A command that gets one of these names answers with the same words, and
 
 @dataclass(frozen=True)
 class Name:
-    """One name of another project."""
-
     project: str
     name: str
     keys: tuple[str, ...]
@@ -45,20 +45,17 @@ class Name:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """``nemo-like names``: print the page."""
     if arguments:
         raise UserError(f"nemo-like names takes no words, and got {arguments[0]}; leave it out.")
     sys.stdout.write(render())
 
 
 def exists(key: str, schema: type[Section]) -> bool:
-    """Whether ``key`` is one of ``schema``, or an entry of one of its dictionaries."""
     return key in dict(keys_of(schema)) or is_in_free_dict(key, schema)
 
 
 @functools.cache
 def read() -> tuple[Name, ...]:
-    """All of them, in the order of the file."""
     found, project = [], ""
     for line in Path(__file__).with_name("names.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -100,7 +97,6 @@ def _colon(note: str) -> str:
 
 
 def render() -> str:
-    """The page as Markdown."""
     lines, project = [_HEADER], ""
     for one in read():
         if one.project != project:
@@ -109,3 +105,105 @@ def render() -> str:
         keys = ", ".join(f"`{key}`" for key in one.keys) or "nothing"
         lines.append(f"| `{one.name}` | {keys} | {one.note} |")
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+_TYPO = 0.75
+"""Least likeness of a word and the one that was meant."""
+
+
+_LETTERS = 2
+"""Most letters that a typo adds or leaves out."""
+
+
+_LONG = 6
+"""Least letters of a word without a section in which a typo is still seen for one."""
+
+
+_MOST = 3
+"""Most keys in one hint."""
+
+
+_WEAK = {"num", "max", "new", "per", "step", "steps", "size", "every"}
+"""Words of names that change nothing in which one is meant."""
+
+
+def hint_for(key: str, schema: type[Section]) -> str | None:
+    """What was meant by ``key``, as the end of a sentence; None if nothing comes near it.
+
+    A wrong hint is worse than none: words may have typos and lack their sections, no more.
+    """
+    fields = dict(keys_of(schema))
+    keys = [one for one in fields if "." in key or section_of(fields[one]) is None]
+    if key in fields:  # as one word of a YAML file
+        return f"write its parts below each other, as in {key.replace('.', ': {')}: ...}}"
+    if (lower := key.strip().lower()) in fields:
+        return f"did you mean {lower}? Keys are in lower case."
+    others = {name: registry.find(name).config for name in registry.names()}
+    if owners := [name for name, other in others.items() if key in dict(keys_of(other))]:
+        return f"it is a key of {', '.join(owners)}."
+    if found := answer(key, schema):
+        return found
+    if found := _nearest(lower, keys):
+        return f"did you mean {' or '.join(found)}?"
+    if "." in key:
+        return None
+    close = {one.name: _likeness(lower, one.name, bare=True) for one in read()}
+    best = max(close, key=close.__getitem__)
+    return answer(best, schema) if close[best] else None
+
+
+def _nearest(key: str, keys: Sequence[str]) -> list[str]:
+    """At most three keys whose words are those of ``key`` but for typos."""
+    *sections, leaf = [part for part in re.split(r"[^a-z0-9_-]+", key) if part] or [key]
+    found: dict[str, float] = {}
+    for other in keys:
+        *inside, name = other.split(".")
+        rest = iter(inside)
+        if all(any(_is_typo(typed, one) for one in rest) for typed in sections):
+            found[other] = _likeness(leaf, name, bare=not sections)
+    best = max(found.values(), default=0.0)
+    top = [one for one in found if found[one] == best > 0]
+    is_ours = any(one.startswith(f"{sections[0]}.") for one in keys) if sections else False
+    if not top and is_ours:  # in another section, if the name is long enough to be meant
+        top = [one for one in keys if one.endswith(f".{leaf}") and "_" in leaf]
+    return top if len(top) <= _MOST else []
+
+
+def _likeness(typed: str, name: str, *, bare: bool) -> float:
+    """How near a name is: 1 if it is the same, 0 if it has another word, or ``bare`` a word more.
+
+    >>> _likeness("max_tokens", "max_new_tokens", bare=False) > 0
+    True
+    >>> _likeness("expert_parallel_size", "context_parallel_size", bare=False)
+    0.0
+    """
+    if typed == name:
+        return 1.0
+    if bare and len(typed) < _LONG:
+        return 0.0
+    words, others = re.split("[_-]", typed), name.split("_")
+    fewer, more = sorted((words, others), key=len)
+    left, score = list(more), 1.0
+    for word in fewer:
+        one = next((one for one in left if _is_typo(word, one)), None)
+        if one is None:
+            return 0.0
+        left.remove(one)
+        score *= difflib.SequenceMatcher(None, word, one).ratio()
+    return 0.0 if set(left) - _WEAK or (bare and left) else score * 0.9 ** len(left)
+
+
+def _is_typo(one: str, other: str) -> bool:
+    """Whether the words are the same but for a few letters, which are not the first."""
+    if one[:1] != other[:1] or abs(len(one) - len(other)) > _LETTERS:
+        return False
+    return difflib.SequenceMatcher(None, one, other).ratio() >= _TYPO
+
+
+def unknown_key(key: str, schema: type[Section]) -> UserError:
+    """Refuse a key that ``schema`` lacks, with the one that was meant if that can be told."""
+    section = key.partition(".")[0]
+    help_ = "--help lists the sections, and --help SECTION its keys."
+    if section in schema.model_fields:
+        help_ = f"--help {section} lists those of its section."
+    return UserError(f"{key} is not a key of the configuration; {hint_for(key, schema) or help_}")

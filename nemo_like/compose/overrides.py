@@ -6,15 +6,15 @@ defaults again.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+from pydantic.fields import FieldInfo
 
-from nemo_like.compose.keys import changes_as_text, free_dicts, is_in_free_dict, unknown_key
 from nemo_like.config.run import RunConfig
-from nemo_like.config.section import keys_of
+from nemo_like.config.section import Section, choices, keys_of
 from nemo_like.errors import UserError
 
 _GROUPS = ("model",)
@@ -90,7 +90,7 @@ def _unreadable(typed: str, schema: type[RunConfig]) -> UserError:
     if not equals or not key:
         return UserError(f"'{typed}' is not key=value.")
     if not _KEY.fullmatch(key):
-        return unknown_key(key, schema)
+        return _unknown(key, schema)
     if re.search(r"\.[0-9]+[A-Za-z_]", key):
         section, _, name = key.rpartition(".")
         return UserError(
@@ -113,7 +113,7 @@ def _check_key(
     if is_in_free_dict(key, schema):
         return
     if key not in kinds and key not in _GROUPS:
-        raise unknown_key(key, schema)
+        raise _unknown(key, schema)
     if override.is_delete():
         raise UserError(f"~{key}: keys cannot be removed; leave it out, and it has its default.")
     if override.is_add():
@@ -142,3 +142,41 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{key}.{name}", one)
     else:
         yield key, value
+
+
+def _unknown(key: str, schema: type[RunConfig]) -> UserError:
+    from nemo_like.compose.names import unknown_key
+
+    return unknown_key(key, schema)
+
+
+def free_dicts(schema: type[Section]) -> Iterator[str]:
+    """Keys of dictionaries that take any key, such as ``generation.engine_kwargs``."""
+    for key, field in keys_of(schema):
+        kinds = (field.annotation, *get_args(field.annotation))
+        if any(get_origin(kind) is dict for kind in kinds):
+            yield key
+
+
+def is_in_free_dict(key: str, schema: type[Section]) -> bool:
+    """Whether ``key`` is an entry of a dictionary that takes any key."""
+    return any(key.startswith(f"{one}.") for one in free_dicts(schema))
+
+
+def changes_as_text(field: FieldInfo | None, value: object, written: str) -> bool:
+    """Whether text was read as a number or boolean that is no longer what was ``written``.
+
+    >>> changes_as_text(FieldInfo(annotation=str), 1.1, "1.10")
+    True
+    >>> changes_as_text(FieldInfo(annotation=str), 2026, "2026")
+    False
+    """
+    if field is None or not isinstance(value, bool | int | float):
+        return False
+    if words := choices(field.annotation):
+        return written in words
+    return _is_text(field.annotation) and str(value) != written
+
+
+def _is_text(annotation: Any) -> bool:
+    return str in (annotation, *get_args(annotation)) and get_origin(annotation) is not dict

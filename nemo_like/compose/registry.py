@@ -33,7 +33,6 @@ def register(algorithm: Algorithm) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """All algorithms, ours first."""
     return tuple(dict.fromkeys((*ALGORITHMS.names, *_of_scripts)))
 
 
@@ -52,7 +51,6 @@ def find(name: str) -> Algorithm:
 
 
 def name_of(config: type[RunConfig]) -> str:
-    """The algorithm whose configuration is of this class."""
     return next(name for name in names() if find(name).config is config)
 
 

@@ -22,14 +22,9 @@ _MOST_LETTERS = 150
 
 
 def jobs(
-    config_dir: Path,
-    config_name: str,
-    overrides: list[str],
-    extra_dir: Path | None,
-    *,
-    multirun: bool,
+    config_dir: Path, config_name: str, overrides: list[str], extra_dir: Path | None
 ) -> list[list[str]]:
-    """The overrides of each job; those of ``--multirun`` as Hydra's basic sweeper will make them.
+    """The overrides of each job, as Hydra's basic sweeper will make them.
 
     Raises UserError for keys that do not exist.
     """
@@ -38,8 +33,6 @@ def jobs(
     schema = schema_of(folders, config_name)
     refuse_twice(overrides)
     check_overrides(overrides, schema)
-    if not multirun:
-        return [overrides]
     parsed = OverridesParser.create().parse_overrides(overrides)
     try:
         batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)

@@ -123,6 +123,8 @@ class RowsConfig(Section):
         for part in self.all_parts:
             if part.generates and len(part.sources) > 1:
                 yield f"{part.key}: {REASONING_GYM} is a part of its own; make this a mixture."
+            if part.environment is not None and self.own_columns:
+                yield f"{part.key}.environment would have no effect: no row is sampled from."
             for name in part.columns:
                 if self.own_columns and name not in self.own_columns:
                     ours = ", ".join(self.own_columns)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_like.config.data import REASONING_GYM
+from nemo_like.config.judge import JUDGE, JudgeConfig
 from nemo_like.config.section import Count, OnlyIf, Positive, Section
 from nemo_like.doors import Door
 
@@ -19,6 +20,7 @@ REWARDS = Door(
         "math": "nemo_like.rewards.math.reward.reward",
         CODE: "nemo_like.rewards.code.reward.reward",
         REWARD_MODEL: "",
+        JUDGE: "nemo_like.rewards.judge.Judge",
     },
 )
 
@@ -90,16 +92,19 @@ class EnvironmentConfig(Section):
     reward: Annotated[str, REWARDS, _NO_PARTS] = REASONING_GYM
     """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``code`` (runs the program in
     the completion against the field ``tests``), ``reward_model`` (the score of
-    ``environment.reward_model``), ``file.py:function`` or ``package.module.function``; ``def
-    reward(prompt, completion, **fields) -> float | dict``, where fields are the row's, and
-    ``messages``, all of the prompt."""
+    ``environment.reward_model``), ``judge`` (of ``environment.judge``), ``file.py:function`` or
+    ``package.module.function``; ``def reward(prompt, completion, **fields) -> float | dict``, where
+    fields are the row's, and ``messages``, all of the prompt; or ``def reward(prompts, completions,
+    **columns) -> list``, as TRL has it: with texts, or lists of messages where a row's prompt is
+    one."""
     rewards: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Several rewards in place of one: ``{name: {function: ..., weight: 1}}``, where a function is
     what ``environment.reward`` may be, but for a reward model. The reward is their weighted sum,
     and each is logged as ``rollout/reward_NAME``. If one fails, so does the row."""
     timeout_s: Positive = 10.0
     """Seconds that one completion may take to score, or one step of an environment; after them its
-    row is masked and counted."""
+    row is masked and counted. The first completion that a reward process scores has six times as
+    long, but at most 60 s more, since the function may import."""
     num_processes: Count = 1
     """Reward processes of each generation worker."""
     rows_at_once: Annotated[
@@ -108,10 +113,11 @@ class EnvironmentConfig(Section):
             lambda here, _: here.reward not in (REASONING_GYM, "math", CODE),
             "this environment.reward scores one completion after the other",
         ),
+        OnlyIf(lambda here, _: not here.judges, "environment.judge.max_requests limits them"),
     ] = None
     """Completions that each reward process scores at once: of a reward function that is an ``async
-    def`` (others score one after the other) on one event loop that lives as long as the process,
-    None: 32; of a reward model in one forward pass, None: 8."""
+    def``, on one event loop that lives as long as the process; of one that takes lists, in one
+    call, of those that wait; None: 32. Of a reward model in one forward pass, None: 8."""
     process_memory_gib: Positive | None = None
     """GiB of data that each reward process may hold; a process that keeps half of them is
     replaced. None: half of the node's memory, shared by all of the run's on that node."""
@@ -132,6 +138,17 @@ class EnvironmentConfig(Section):
     of ``data.template_switches`` that it uses), and the score is read at the token that ends the
     completion, as in training it. A completion that was cut off is scored as if it ended there."""
 
+    max_failed_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Most of a step's trajectories whose reward may fail, as a share: above it the run stops. At 1
+    it stops where all fail."""
+    judge: Annotated[
+        JudgeConfig,
+        OnlyIf(lambda here, _: here.judges, f"environment.reward is not {JUDGE}"),
+    ] = JudgeConfig()
+    tasks: dict[str, "EnvironmentConfig"] = Field(default_factory=dict)
+    """Environments of rows that name one in their column ``environment``, ``{NAME: {name: ...,
+    reward: ...}}``: keys of this section, with their own defaults. Rows without that column have
+    the run's. A file of a mixture can name one for all of its rows (docs/agents.md)."""
     code_credit: Annotated[Literal["strict", "partial"], _CODE] = "strict"
     """Reward of a program: 1 if all tests pass and 0 otherwise, or the share that passes."""
     code_seconds: Annotated[Positive, _CODE] = 5.0
@@ -140,8 +157,33 @@ class EnvironmentConfig(Section):
     code_memory_gib: Annotated[Positive, _CODE] = 0.5
     """GiB of address space of each process of a program, and of memory of all together."""
 
+    @property
+    def each(self) -> dict[str, "EnvironmentConfig"]:
+        """The run's own, by an empty name, and those of ``tasks``."""
+        return {"": self, **self.tasks}
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether one completion is all."""
+        return self.name == SINGLE_TURN
+
+    @property
+    def judges(self) -> bool:
+        """Whether a judge scores, alone or among others."""
+        functions = [part.get("function") for part in self.rewards.values()]
+        return JUDGE in (functions or [self.reward])
+
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Names of variables only: an entry may hold a secret, and is not shown."""
+        if self.judges:
+            yield from self.judge.faults(f"{here}.judge")
+        for name, task in self.tasks.items():
+            if task.max_failed_share != 1:
+                yield f"{here}.tasks.{name}.max_failed_share would have no effect: it is the run's."
+            elif task.tasks:
+                yield f"{here}.tasks.{name}.tasks would have no effect: tasks have none."
+            elif not _VARIABLE.fullmatch(name):
+                yield f"{here}.tasks: '{name}' must be a name of letters, digits and _."
         yield from _faults_of_parts(f"{here}.rewards", self.rewards)
         if self.reward in (REWARD_MODEL, CODE) and self.name != SINGLE_TURN:
             yield (

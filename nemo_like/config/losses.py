@@ -1,4 +1,4 @@
-"""Sections of what is optimised: advantages and losses.
+"""Sections of what is optimised: losses.
 
 Published methods are choices of these keys; each key names the papers that it is from.
 """
@@ -25,7 +25,6 @@ OBJECTIVES = Door(
         ("clip", "cispo", "reinforce"), "nemo_like.losses.policy_gradient:policy_objective"
     ),
 )
-ADVANTAGES = Door("nemo_like.losses.advantages")
 
 ONE_UPDATE = OnlyIf(
     lambda _, run: run.loop.num_updates > 1,
@@ -45,75 +44,6 @@ _CORRECTS = OnlyIf(
 _Smoothing = Annotated[
     float, Field(ge=0, lt=0.5), Instead("if most labels are wrong, swap chosen and rejected")
 ]
-
-
-class AdvantageConfig(Section):
-    """From rewards to advantages."""
-
-    function: Annotated[str | None, ADVANTAGES] = None
-    """A function of your own, ``file.py:function`` or ``package.module.function``, with the
-    arguments of ``group_advantages`` in ``nemo_like/losses/advantages.py``. None: that one."""
-    baseline: Literal["leave_one_out", "mean", "none"] = "leave_one_out"
-    """``leave_one_out``: mean reward of the prompt's other completions (RLOO, arXiv:2402.14740
-    Eq. 7); ``mean``: of all of them (GRPO, arXiv:2402.03300 section 4.1.2; REINFORCE++-baseline);
-    ``none``: the reward itself (REINFORCE, REINFORCE++)."""
-    scale: Literal["std", "batch", "none"] = "std"
-    """``std``: divide by the unbiased standard deviation of the baseline's rewards (GRPO), unless
-    it is 0 or of one reward. (With ``leave_one_out`` it is that of the others: where these nearly
-    agree, as scores of a reward model may, a reward far from them has a large advantage.)
-    ``batch``: subtract the mean of all advantages of the step and divide by their unbiased standard
-    deviation (REINFORCE++, arXiv:2501.03262); ``none``: neither (RLOO; Dr. GRPO,
-    arXiv:2503.20783)."""
-    count_untrained: Annotated[
-        bool,
-        OnlyIf(
-            lambda _, run: run.grpo.mask_truncated or run.masks_mismatch,
-            "all scored completions train; set grpo.mask_truncated=true or mismatch.action=mask "
-            "too",
-        ),
-        OnlyIf(
-            lambda here, run: (
-                here.baseline != "none" or here.scale != "none" or run.grpo.dynamic_sampling
-            ),
-            "advantage.baseline=none and advantage.scale=none count nothing",
-        ),
-    ] = False
-    """Whether completions that do not train (``grpo.mask_truncated``, ``mismatch.action=mask``)
-    count in the mean and deviation of their group and step. True: as with the overlong filter of
-    DAPO (arXiv:2503.14476 section 3.4), which takes them out of the loss alone. Completions whose
-    reward failed never count."""
-    each_reward: Annotated[
-        bool,
-        OnlyIf(lambda _, run: run.environment.rewards, "environment.rewards is empty"),
-    ] = False
-    """Make advantages of each of ``environment.rewards`` by itself, add them up by weight, subtract
-    the mean of the step's and divide by their deviation (GDPO, arXiv:2601.05242). False: of their
-    weighted sum. A reward that varies little then counts as much as one that varies a lot."""
-    overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
-    """Completions within this many tokens of ``generation.max_new_tokens`` lose reward, in
-    proportion to how far they are into the buffer (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""
-    overlong_penalty: Annotated[
-        Positive,
-        OnlyIf(
-            lambda here, _: here.overlong_buffer_tokens > 0,
-            "advantage.overlong_buffer_tokens is 0, so no completion is overlong",
-        ),
-    ] = 1.0
-    """Reward lost at ``generation.max_new_tokens`` (DAPO: 1)."""
-
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """The buffer is part of a completion; what is subtracted from a reward needs one."""
-        if self.each_reward and (self.overlong_buffer_tokens or run.kl_in_reward):
-            yield (
-                f"{here}.each_reward=true has no one reward to subtract from; set "
-                "advantage.overlong_buffer_tokens=0, and loss.kl_in=loss if there is a KL."
-            )
-        buffer, most = self.overlong_buffer_tokens, run.generation.max_new_tokens
-        if buffer > most:
-            yield (
-                f"{here}.overlong_buffer_tokens={buffer} must be at most "
-                f"generation.max_new_tokens={most}: the buffer is the last part of a completion."
-            )
 
 
 class LossConfig(Section):

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from nemo_like.config.data import RowsConfig
-from nemo_like.config.environment import REWARD_MODEL, SINGLE_TURN
+from nemo_like.config.environment import REWARD_MODEL
 from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -46,10 +46,11 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
         check_model(key, other, has_tokenizer=runs)
     if isinstance(config, SamplingRunConfig):
         environment = config.environment
-        alone = environment.name == SINGLE_TURN and not environment.rewards
+        alone = environment.is_single_turn and not environment.rewards and not environment.tasks
         _check_data(config.data, environment.reward if alone else None)
-        if environment.reward == REWARD_MODEL:
-            _check_reward_model(config.environment.reward_model, has_tokenizer=runs)
+        for one in environment.each.values():
+            if one.reward == REWARD_MODEL:
+                _check_reward_model(one.reward_model, has_tokenizer=runs)
     else:
         _check_data(value_of(config, "data"))
     for key, door, spec in named_outside(config):

@@ -22,6 +22,14 @@ SINKS = Door(
         for name in ("Mlflow", "Trackio", "Prometheus")
     },
 )
+CALLBACKS = Door(
+    "nemo_like.callbacks",
+    {
+        "early_stopping": "nemo_like.run.early_stopping.EarlyStopping",
+        "push_to_hub": "nemo_like.run.push_to_hub.PushToHub",
+    },
+    kind="class",
+)
 WandbMode = Literal["off", "offline", "online"]
 
 
@@ -38,8 +46,22 @@ class RunSection(Section):
     """Longest time, after SIGTERM, to finish the step in progress and save it. A longer step is
     abandoned, and the latest checkpoint stands. Ending takes up to 8 s more: the default fits the
     30 s after which Kubernetes kills. SIGUSR1 has no such limit."""
+    callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """What is called at the start, after steps and validations, and at the end, and may end a run:
+    ``{name: {callback: ..., key: value}}``, where a callback is ``early_stopping`` (``patience``,
+    ``metric``, ``min_delta``), ``push_to_hub`` (``repo``, ``private``), ``file.py:Class`` or
+    ``package.module.Class`` (``nemo_like/run/callbacks.py``), and the rest its arguments."""
     self_check: bool = True
     """On the first steps, stop unless engine and policy agree, ratios are 1 and seeds differ."""
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        for name, part in self.callbacks.items():
+            key = f"{here}.callbacks.{name}"
+            if not isinstance(spec := part.get("callback"), str):
+                known = ", ".join(CALLBACKS.names)
+                yield f"{key}.callback must name a class: {known} or file.py:Class."
+            elif refusal := CALLBACKS.refusal(f"{key}.callback", spec):
+                yield refusal
 
 
 class ClusterConfig(Section):
@@ -205,3 +227,9 @@ class RunConfig(Section):
         if self.max_steps in (None, num_updates):
             return f"{key}={num_updates}"
         return f"{num_updates}, the optimizer steps that {key}={self.max_steps} come to"
+
+
+NEEDS_VALIDATION_ROWS = OnlyIf(
+    lambda here, run: here.every_steps == 0 or run.data.has_validation_rows,
+    "there are no validation rows; set data.validation",
+)

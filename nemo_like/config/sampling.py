@@ -9,9 +9,8 @@ from nemo_like.config.data import PromptsConfig
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.generation import GenerationConfig, MismatchConfig, RefitConfig
 from nemo_like.config.losses import LossConfig
-from nemo_like.config.run import RunConfig
+from nemo_like.config.run import NEEDS_VALIDATION_ROWS, RunConfig
 from nemo_like.config.section import Count, OnlyIf, Section
-from nemo_like.config.texts import NEEDS_VALIDATION_ROWS
 
 _ON = OnlyIf(
     lambda here, _: here.every_steps > 0, "{here}.every_steps=0 turns validation off; raise it"

@@ -170,11 +170,15 @@ def check_sections(run: Section, unused: Sequence[tuple[str, str]] = ()) -> None
 def named_outside(run: Section) -> Iterator[tuple[str, Door, str]]:
     """Each key that may name what users add, and each name that it has."""
     for key, field in keys_of(type(run)):
+        value = value_of(run, key)
         for door in (one for one in field.metadata if isinstance(one, Door)):
-            value = value_of(run, key)
             for spec in value if isinstance(value, list) else [value]:
                 if spec is not None:
                     yield key, door, spec
+        for name, inner in _named(value):
+            yield from (
+                (f"{key}.{name}.{part}", door, spec) for part, door, spec in named_outside(inner)
+            )
 
 
 def _check_value(key: str, value: Any) -> None:
@@ -194,6 +198,8 @@ def _check_effects(here: str, section: Section, default: Section, run: Section) 
                 _refuse_changed(key, value, standard, why)
         if isinstance(value, Section):
             _check_effects(f"{key}.", value, standard, run)
+        for entry, inner in _named(value):
+            _check_effects(f"{key}.{entry}.", inner, type(inner)(), run)
 
 
 def _refuse_changed(key: str, value: Any, default: Any, why: str) -> None:
@@ -209,9 +215,11 @@ def _refuse_changed(key: str, value: Any, default: Any, why: str) -> None:
 def _sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
     for name in type(section).model_fields:
         value = getattr(section, name)
-        if isinstance(value, Section):
-            yield f"{prefix}{name}", value
-            yield from _sections(value, f"{prefix}{name}.")
+        found = [("", value)] if isinstance(value, Section) else _named(value)
+        for entry, inner in found:
+            here = f"{prefix}{name}.{entry}".rstrip(".")
+            yield here, inner
+            yield from _sections(inner, f"{here}.")
 
 
 def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -219,5 +227,15 @@ def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
         value = getattr(section, name)
         if isinstance(value, Section):
             yield from _leaves(value, f"{prefix}{name}.")
+        elif inner := _named(value):
+            for entry, one in inner:
+                yield from _leaves(one, f"{prefix}{name}.{entry}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _named(value: Any) -> list[tuple[str, Section]]:
+    """The sections of a key whose entries are sections, by name."""
+    if not isinstance(value, dict):
+        return []
+    return [(name, one) for name, one in value.items() if isinstance(one, Section)]

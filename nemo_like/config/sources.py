@@ -42,6 +42,8 @@ class Part:
     weight: float = 1.0
     name: str = ""
     """Of an entry of a mixture."""
+    environment: str | None = None
+    """What its rows have in their column ``environment``, unless they have one."""
 
     @property
     def generates(self) -> bool:
@@ -69,6 +71,7 @@ def parts(key: str, given: Any, columns: Columns) -> list[Part]:
                 one.get("columns", columns),
                 float(one.get("weight", 1)),
                 name,
+                one.get("environment"),
             )
             for name, one in given.items()
         ]
@@ -178,8 +181,10 @@ def _source(value: Any) -> Any:
 def _entry_fault(entry: Any) -> str:
     if not (isinstance(entry, dict) and _paths(entry.get("path"))):
         return "must be {path: ..., weight: ...}"
-    if unknown := entry.keys() - {"path", "weight", "columns"}:
-        return f"has {sorted(unknown)[0]}, and takes path, weight and columns"
+    if unknown := entry.keys() - {"path", "weight", "columns", "environment"}:
+        return f"has {sorted(unknown)[0]}, and takes path, weight, columns and environment"
+    if not isinstance(entry.get("environment", ""), str):
+        return "has an environment that is not a name of environment.tasks"
     weight = entry.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 2**31:
         return f"has the weight {weight}, which must be a number of at least 0"

@@ -6,13 +6,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from nemo_like.config.data import TextsConfig
-from nemo_like.config.run import RunConfig
+from nemo_like.config.run import NEEDS_VALIDATION_ROWS, RunConfig
 from nemo_like.config.section import Count, OnlyIf, Section, value_of
-
-NEEDS_VALIDATION_ROWS = OnlyIf(
-    lambda here, run: here.every_steps == 0 or run.data.has_validation_rows,
-    "there are no validation rows; set data.validation",
-)
 
 
 class HeldOutConfig(Section):

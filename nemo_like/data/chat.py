@@ -84,8 +84,7 @@ class ChatTokenizer:
         ends = "|".join(map(re.escape, self.end_tokens))
         self.ends = re.compile(rf"({ends})(?:\s|{ends})*\Z") if ends else None
         """Finds the end of a last turn; the first group is its end token."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        special = [token.content for token in added if token.special]
+        special = [t.content for t in self._tokenizer.added_tokens_decoder.values() if t.special]
         self._marks, self._answer_marks = turn_marks(special, tokens, self.text)
         self._warned_of_end: set[int] = set()
         self._empty_block = template_block(self.text)
@@ -105,7 +104,7 @@ class ChatTokenizer:
         text = self.text(messages, to_answer=True, tools=tools)
         if tools and text == self.text(messages, to_answer=True):
             raise UserError("the model's chat template takes no tools; describe them in a message.")
-        self.check(messages, text)
+        self.check(messages, text, tools)
         return self.cuts.ids(text)
 
     def render_conversation(
@@ -203,21 +202,23 @@ class ChatTokenizer:
         """The messages with arguments of tool calls in the form that the template writes."""
         return as_template_takes(messages, lambda given: self.text(given, to_answer=False))
 
-    def check(self, messages: Sequence[Message], text: str) -> None:
+    def check(
+        self, messages: Sequence[Message], text: str, tools: Any = (), start: int = 0
+    ) -> None:
         """What the template made of the messages must be all of them, and no other turns."""
-        for index, message in enumerate(messages):
+        for index, message in enumerate(messages[start:], start):
             content, marks = message["content"], self._marks
             if message["role"] == "assistant":  # may have its end token already
                 content, marks = self._without_end(content), self._answer_marks
             refuse_marks(index, content, marks)
-        refuse_losses(messages, text, self.text)
+        refuse_losses(messages, text, functools.partial(self.text, tools=tools), start)
 
     def text(
         self, messages: Sequence[Message], *, to_answer: bool, tools: Sequence[Any] = ()
     ) -> str:
         """What the template writes; raises UserError with its own words if it fails."""
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools or self.tools) or None,
                 add_generation_prompt=to_answer,
@@ -226,7 +227,6 @@ class ChatTokenizer:
             )
         except Exception as error:  # the boundary of a template, which is a program of the model's
             raise UserError(f"the chat template fails: {error}") from error
-        return text
 
     def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]] | None:
         """The whole text and the spans in markers; None unless each turn has one of its own."""

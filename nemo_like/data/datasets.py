@@ -50,8 +50,12 @@ class Row:
     messages: tuple[Message, ...]
     fields: dict[str, Any]
     """Every other entry of the row."""
+    is_chat: bool = False
+    """Whether its prompt was given as messages, not as a text."""
     part: str = ""
     """Name of its part of a mixture."""
+    environment: str = ""
+    """Name of the entry of ``environment.tasks`` that it answers to; empty: the run's own."""
     prompt_ids: tuple[int, ...] = ()
     """The rendered messages, from ``check_lengths`` on: no step waits for a tokenizer."""
 
@@ -65,6 +69,11 @@ class Row:
         """See ``HasPrompt``."""
         return prompt_key(self.messages)
 
+    @property
+    def task(self) -> str:
+        """What its metrics and statistics are told apart by; empty: nothing."""
+        return self.environment or self.part
+
 
 def load_rows(parts: Sequence[Part], config: PromptsConfig, num_rows: int, seed: int) -> list[Row]:
     """Rows of ``reasoning_gym``, files and data sets, numbered through.
@@ -72,13 +81,13 @@ def load_rows(parts: Sequence[Part], config: PromptsConfig, num_rows: int, seed:
     Raises UserError naming the key and the line for a missing or empty file and for a bad row.
     """
     found = (
-        (part.name, where, record)
+        (part, where, record)
         for part in parts
         for where, record in records(part, config.tasks, num_rows, seed)
     )
     return [
-        _row(index, name, record, config.system_prompt, where)
-        for index, (name, where, record) in enumerate(found)
+        _row(index, part, record, config.system_prompt, where)
+        for index, (part, where, record) in enumerate(found)
     ]
 
 
@@ -228,7 +237,7 @@ def fingerprint(rows: Sequence[Row]) -> str:
 
 
 def _row(
-    index: int, part: str, record: dict[str, Any], system_prompt: str | None, where: str
+    index: int, part: Part, record: dict[str, Any], system_prompt: str | None, where: str
 ) -> Row:
     fields = {
         name: value
@@ -243,7 +252,8 @@ def _row(
             f"{how_to_load(fields, Purpose.prompts)}."
         )
     system = system_of(fields, system_prompt, where)
-    messages = prompt_messages(fields.pop(given[0]), given[0], system, where)
+    prompt = fields.pop(given[0])
+    messages = prompt_messages(prompt, given[0], system, where)
     refuse_unsupported(record, where)
     if fields.pop("tools", None):
         raise UserError(
@@ -257,4 +267,20 @@ def _row(
                 f"{where}: '{name}' is what the model writes; set data.columns.reference={name}, "
                 "and the reward function gets it as 'reference'."
             )
-    return Row(index=index, messages=tuple(messages), fields=fields, part=part)
+    return Row(
+        index=index,
+        messages=tuple(messages),
+        fields=fields,
+        is_chat=not isinstance(prompt, str),
+        part=part.name,
+        environment=_environment(fields.get("environment"), part, where),
+    )
+
+
+def _environment(given: Any, part: Part, where: str) -> str:
+    if not isinstance(given, str | None):
+        raise UserError(
+            f"{where}: 'environment' must be a name of environment.tasks; set "
+            "data.columns.place=environment, and the reward function gets it as 'place'."
+        )
+    return given or part.environment or ""

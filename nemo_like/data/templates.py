@@ -144,12 +144,16 @@ def _as_text(arguments: Any) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def refuse_losses(messages: Sequence[Message], text: str, render: Render) -> None:
-    """Refuse a message whose text, or whose tool calls, are not in the whole rendered text."""
-    for index, message in enumerate(messages):
+def refuse_losses(messages: Sequence[Message], text: str, render: Render, begin: int = 0) -> None:
+    """Refuse a message whose text, or whose tool calls, are not in the whole rendered text.
+
+    Those before ``begin`` are known to be.
+    """
+    bare = without_space(text)
+    for index, message in enumerate(messages[begin:], begin):
         role = message["role"]
         # Templates may shorten earlier answers, and write what tools say as JSON.
-        if role not in ("assistant", "tool") and not _is_in(message["content"], text):
+        if role not in ("assistant", "tool") and without_space(message["content"]) not in bare:
             raise UserError(
                 f"the template leaves out message {index}, whose role is '{role}'; put its text "
                 "into another message, or use a template that takes it."
@@ -211,7 +215,7 @@ def refuse_unasked_header(render: Render) -> None:
 def refuse_lost_reasoning(messages: Sequence[Message], turn: int, written: str) -> None:
     """Refuse a turn whose reasoning is not in what the template has the assistant write."""
     for name in REASONING:
-        if not _is_in(messages[turn].get(name) or "", written):
+        if without_space(messages[turn].get(name) or "") not in without_space(written):
             raise UserError(
                 f"the template leaves out the '{name}' of message {turn}; write it into the "
                 "content as the model would, or use a template that takes it."
@@ -233,6 +237,6 @@ def _has_calls(messages: Sequence[Message], index: int, text: str, render: Rende
         return True  # a template that misses them takes them
 
 
-def _is_in(part: object, text: str) -> bool:
-    """Whether the text has the part, wherever either has white space."""
-    return "".join(str(part).split()) in "".join(text.split())
+def without_space(text: object) -> str:
+    """What is left of a text without white space, which templates and JSON may have or not."""
+    return "".join(str(text).split())

@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import Message
+from nemo_like.data.templates import without_space
 from nemo_like.errors import UserError
 
 
@@ -29,14 +30,17 @@ def tokens_after(
     messages = chat.as_taken([*before, *added])
     text = chat.text(messages, to_answer=True, tools=tools)
     so_far = _beginning(chat, text, messages[: len(before)], chat.decode_whole(turn_ids), tools)
-    chat.check(messages, text)
+    chat.check(messages, text, tools, len(before) - 1)
     end = chat.ends.search(so_far) if chat.ends else None
     mark = end[1] if end else ""
     # Behind the end token, as in the whole text: some tokenizers begin a text with a space.
     ids = chat.cuts.ids(mark + text[len(so_far) :])
-    if mark and turn_ids[-1] in chat.eos_token_ids:
+    if turn_ids[-1] not in chat.eos_token_ids:
+        return ids
+    if mark:
         return ids[len(chat.cuts.ids(mark)) :]
-    return ids
+    # A turn may end with the mark of the one that follows.
+    return ids[1:] if ids[:1] == list(turn_ids[-1:]) else ids
 
 
 def _beginning(
@@ -45,25 +49,21 @@ def _beginning(
     """The part of ``text`` that is ``before``, up to the end token of its last turn.
 
     Some templates write an empty block of thinking in a last answer, and not once others follow.
-    That is no other history if the answer stands there as it was ``said``.
+    That is no other history if the answer stands there as it was ``said``. Others leave out the
+    thinking of any answer.
     """
     so_far = chat.up_to_end(chat.text(before, to_answer=False, tools=tools))
-    if text.startswith(so_far):
+    if text.startswith(so_far) and without_space(before[-1]["content"]) in without_space(so_far):
         return so_far
     prompt = chat.text(before[:-1], to_answer=True, tools=tools)
     end = re.compile("|".join(map(re.escape, chat.end_tokens))).search(text, len(prompt))
     if (
         text.startswith(prompt)
         and end is not None
-        and _bare(text[len(prompt) : end.start()]) == _bare(said)
+        and without_space(text[len(prompt) : end.start()]) == without_space(said)
     ):
         return text[: end.end()]
     raise RewrittenHistoryError(
         "the template renders earlier turns in another way once others follow (it may strip "
         "<think> blocks)."
     )
-
-
-def _bare(text: str) -> str:
-    """Without white space, which JSON may have or not."""
-    return "".join(text.split())

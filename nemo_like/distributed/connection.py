@@ -3,7 +3,6 @@
 import atexit
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -20,16 +19,13 @@ import ray
 from ray import JobID
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
-from ray.exceptions import AuthenticationError
 
 from nemo_like.distributed.sweeper import Sweeper
-from nemo_like.errors import RunError, StoppedError, UserError, exit_code
+from nemo_like.errors import RunError, StoppedError, exit_code
 
 # Workers write logs of their own; Ray's greetings say nothing that ours do not.
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ANSWER_TIMEOUT_S = 10.0
-_JOIN_TIMEOUT_S = 30.0
-_HOST_AND_PORT = re.compile(r"[^\s/]+:[0-9]{1,5}")
 _ABANDONED = "ray.init, abandoned"
 _BUSY = 3.0
 """Processes that want to run, for each processor, from where on Ray may miss its own limits."""
@@ -43,9 +39,9 @@ logger = logging.getLogger(__name__)
 def connect() -> Callable[[], None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine; returns how to leave.
 
-    A process that is connected already (a notebook, a test) stays so, and leaving does nothing.
-    Raises UserError if no Ray of this version answers at RAY_ADDRESS, RunError if its head does not
-    go on answering, both within half a minute; RunError if Ray cannot be started here.
+    A process that is connected already stays so, and leaving does nothing. Raises UserError if no
+    Ray of this version answers, RunError if its head does not go on answering, both within half a
+    minute; RunError if Ray cannot be started here.
     """
     for thread in threading.enumerate():
         if thread.name == _ABANDONED:
@@ -56,7 +52,12 @@ def connect() -> Callable[[], None]:
     # others'; Ray would print their tracebacks next to that sentence.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS", "")
-    leave = partial(_leave, _start() if address in ("", "local") else _join(address))
+    if address in ("", "local"):
+        leave = partial(_leave, _start())
+    else:
+        from nemo_like.distributed.joining import join
+
+        leave = partial(_leave, join(address))
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler, below Python's, would print a traceback before ours is called.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -67,7 +68,7 @@ def check_head() -> None:
     """RunError if the cluster's head does not answer; Ray itself would wait forever."""
     address = ray.get_runtime_context().gcs_address
     try:
-        _expect_head(address)
+        expect_head(address)
     except OSError as error:
         raise RunError(
             f"The driver on {ray.util.get_node_ip_address()} lost Ray's head at {address} "
@@ -135,7 +136,7 @@ def _start() -> Callable[[], None]:
         # and Windows; elsewhere its argument for the address refuses loopback.
         on_loopback = _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
         with on_loopback, _environment(sweeper.environment | {"TMPDIR": folder}):
-            end_thread = _init_in_thread(
+            end_thread = init_in_thread(
                 None, sweeper.close, address="local", include_dashboard=False, _temp_dir=folder
             )
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
@@ -168,7 +169,7 @@ def why_not_started(error: Exception, *, waited_s: float, load: float, free_gib:
         "RAY_TMPDIR, for its sessions and their logs), and what the variables RAY_... say"
     )
     return (
-        f"{_in_a_line(error)} (after {waited_s:.0f} s, with {load:.1f} processes that want to run "
+        f"{in_a_line(error)} (after {waited_s:.0f} s, with {load:.1f} processes that want to run "
         f"for each processor and {free_gib:.1f} GiB of memory free); {'; or '.join(causes)}."
     )
 
@@ -199,60 +200,19 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _join(address: str) -> Callable[[], None]:
-    if address.startswith("ray://"):
-        raise UserError(
-            f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "
-            "between workers; use host:port of the cluster, or ray job submit."
-        )
-    if address != "auto" and not _HOST_AND_PORT.fullmatch(address):
-        raise UserError(
-            f"RAY_ADDRESS={address!r} is not an address of a cluster, which is host:port (port "
-            "6379 by default), or auto for one on this machine; for a job server's "
-            "address, use ray job submit --address."
-        )
-    try:
-        _expect_head(address)
-    # The latter two for port 65536, and for a name with an empty or too long label.
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise UserError(
-            f"RAY_ADDRESS={address}: no Ray answers there ({error}); start that cluster, or unset "
-            "RAY_ADDRESS to start one here."
-        ) from error
-    try:
-        return _init_in_thread(_JOIN_TIMEOUT_S, lambda: None, address=address)
-    except AuthenticationError as error:
-        raise UserError(
-            f"RAY_ADDRESS={address} wants a token, and none was found; put the cluster's into "
-            "~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH."
-        ) from error
-    except TimeoutError as error:
-        raise RunError(
-            f"RAY_ADDRESS={address}: ray.init could not join that cluster within "
-            f"{_JOIN_TIMEOUT_S:g} s; see that its head is well (ray status) and that this machine "
-            "is one of its nodes (ray start), or unset RAY_ADDRESS to start one here."
-        ) from error
-    except Exception as error:  # as in _start
-        raise UserError(
-            f"RAY_ADDRESS={address} could not be joined: {_in_a_line(error)}; see that "
-            "that cluster runs, with this Ray and this Python, and that this process has its token "
-            "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH), or unset RAY_ADDRESS to start one here."
-        ) from error
-
-
-def _init_in_thread(
+def init_in_thread(
     limit_s: float | None, if_abandoned: Callable[[], None], **options: Any
 ) -> Callable[[], None]:
     """ray.init; TimeoutError after ``limit_s``. Returns how to end the thread, and all it started.
 
-    It waits in C++, where no signal reaches it, so it has a thread. If the wait is interrupted, Ray
-    ends as soon as it has started, and then ``if_abandoned`` is called. In a thread it also leaves
-    our handler of SIGTERM alone, and what it starts never sees that signal, which many send to all
-    processes of a run: workers must live until the driver has saved.
+    It waits in C++, where no signal reaches it. If the wait is interrupted, Ray ends as soon as it
+    has started, and then ``if_abandoned`` is called. In a thread it also leaves our handler of
+    SIGTERM alone, and what it starts never sees that signal: workers must live until the driver has
+    saved.
     """
     done: Future[None] = Future()
     left = threading.Event()
@@ -285,7 +245,7 @@ def _init_in_thread(
     return left.set
 
 
-def _expect_head(address: str) -> None:
+def expect_head(address: str) -> None:
     """OSError unless Ray listens there and answers."""
     host, _, port = address.rpartition(":")
     if not host:

@@ -49,7 +49,6 @@ class RemoteBatch:
     lengths: Tensor
     """int64 [B], tokens of each row."""
     rows: dict[str, Tensor]
-    """Columns of shape [B]."""
     sources: list[_Source] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -97,7 +96,6 @@ class RemoteBatch:
         )
 
     def select(self, indices: Sequence[int] | Tensor) -> "RemoteBatch":
-        """The given rows, in the given order; nothing moves."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return RemoteBatch(
             lengths=self.lengths[index],

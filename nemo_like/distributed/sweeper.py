@@ -47,7 +47,6 @@ class Sweeper:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The mark of processes that the sweeper ends."""
         above = os.environ.get(MARK)
         return {MARK: f"{above}:{self.folder}" if above else str(self.folder)}
 

@@ -1,12 +1,18 @@
-"""A slice of Ray as numbered bundles, in the order of nodes and GPUs."""
+"""A slice of Ray as numbered bundles, in the order of nodes and GPUs, and over which network.
+
+Left alone, gloo takes the interface of the host's name, which is often 127.0.1.1, and NCCL the
+first one that is up; on nodes with several networks both may be ones that lead nowhere.
+"""
 
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Self
 
+import psutil
 import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError
@@ -14,15 +20,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.config.remote_code import trust_variables
-from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.connection import check_head
-from nemo_like.distributed.network import (
-    NodeNetwork,
-    listening_address,
-    read_network,
-    worker_environment,
-)
-from nemo_like.errors import RunError, WaitTimeoutError
+from nemo_like.errors import RunError, UserError, WaitTimeoutError
 from nemo_like.planning.resources import (
     NodeResources,
     ResourcePlan,
@@ -31,15 +30,119 @@ from nemo_like.planning.resources import (
     what_each_has,
 )
 
+if TYPE_CHECKING:
+    pass
+
 logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 10.0
 
 
+LOOPBACK = "127.0.0.1"
+_CHOICES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""Variables that name an interface, and how; NCCL takes a name without ``=`` for a prefix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeNetwork:
+    """What a node reports about itself."""
+
+    address: str
+    interfaces: Mapping[str, Sequence[str]]
+    inherited: Mapping[str, str]
+    """The variables that its processes have already."""
+
+
+def read_network(address: str, environment: Mapping[str, str]) -> NodeNetwork:
+    return NodeNetwork(
+        address=address,
+        interfaces={
+            name: [one.address for one in found] for name, found in psutil.net_if_addrs().items()
+        },
+        inherited={name: environment[name] for name in _CHOICES if environment.get(name)},
+    )
+
+
+def worker_environment(
+    node: NodeNetwork, wanted: str | None, *, several_nodes: bool, uses_gpus: bool
+) -> dict[str, str]:
+    """Variables for a node's workers: the interface that libraries listen on and connect over.
+
+    ``wanted`` None: loopback in a run of one node, else the interface with Ray's address, unless
+    the node's environment says more. UserError for an interface that the node does not have.
+    """
+    if wanted is None:
+        _check_inherited(node, uses_gpus)
+    elif wanted not in node.interfaces:
+        raise UserError(
+            f"cluster.network_interface={wanted} is not an interface of node {node.address}, "
+            f"which has {', '.join(sorted(node.interfaces))}; use one that every node has, or "
+            "null for the one with Ray's address."
+        )
+    address = listening_address(node, wanted, several_nodes=several_nodes)
+    # vLLM would take the way to a public address.
+    variables = {"VLLM_HOST_IP": address or node.address}
+    if wanted is not None:
+        return variables | _choose(wanted)
+    with_address = [name for name, found in node.interfaces.items() if address in found]
+    if with_address:
+        variables |= _choose(with_address[0])
+    return variables | dict(node.inherited)
+
+
+def listening_address(node: NodeNetwork, wanted: str | None, *, several_nodes: bool) -> str:
+    """The address that rendezvous of a node's workers listen on, and only there.
+
+    Empty (all) where others know the node by an address that none of its interfaces has.
+    """
+    if wanted is not None:
+        addresses = [one for one in node.interfaces[wanted] if _is_reachable(one)]
+        same_family = [one for one in addresses if (":" in one) == (":" in node.address)]
+        return next(iter(same_family or addresses), "")
+    known = {address for found in node.interfaces.values() for address in found}
+    if not several_nodes and LOOPBACK in known:
+        return LOOPBACK
+    return node.address if node.address in known else ""
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether another node can be given it: no hardware's, and none of one link only."""
+    try:
+        return not ip_address(address.partition("%")[0]).is_link_local
+    except ValueError:
+        return False
+
+
+def _check_inherited(node: NodeNetwork, uses_gpus: bool) -> None:
+    for variable, value in node.inherited.items():
+        if variable.startswith("NCCL") and not uses_gpus:
+            continue
+        if not _names_one(variable, value, node.interfaces):
+            raise UserError(
+                f"{variable}={value} of the environment names no interface of node "
+                f"{node.address}, which has {', '.join(sorted(node.interfaces))}; unset it before "
+                "Ray starts, or set cluster.network_interface."
+            )
+
+
+def _names_one(variable: str, value: str, interfaces: Collection[str]) -> bool:
+    """gloo wants all names between commas; NCCL one, or what begins so, or (``^``) any other."""
+    if not variable.startswith("NCCL"):
+        return all(name in interfaces for name in value.split(","))
+    if value.startswith("^"):
+        return True
+    names = tuple(one.partition(":")[0] for one in value.removeprefix("=").split(","))
+    if value.startswith("="):
+        return any(name in interfaces for name in names)
+    return any(one.startswith(names) for one in interfaces)
+
+
+def _choose(interface: str) -> dict[str, str]:
+    return {name: form.format(interface) for name, form in _CHOICES.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """One reserved slot for worker processes."""
-
     group: PlacementGroup
     index: int
     """Position of its node in the placement group."""
@@ -87,7 +190,6 @@ class VirtualCluster:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Release the bundles; Ray ends the actors in them."""
         try:
             check_head()
         except RunError:
@@ -134,6 +236,11 @@ class VirtualCluster:
             raise WaitTimeoutError(
                 f"The driver waited {timeout_s:g} s for its {num_nodes} node(s) to answer."
             ) from error
+        wanted, uses_gpus = self._network_interface, self.plan.uses_gpus
+        environments = [
+            worker_environment(network, wanted, several_nodes=num_nodes > 1, uses_gpus=uses_gpus)
+            for _, network, _ in places
+        ]
         bundles = [
             Bundle(
                 group=self._group,
@@ -141,25 +248,13 @@ class VirtualCluster:
                 node_id=node,
                 address=network.address,
                 gpu_id=gpu,
-                environment=worker_environment(
-                    network,
-                    self._network_interface,
-                    several_nodes=num_nodes > 1,
-                    uses_gpus=self.plan.uses_gpus,
-                )
-                | trust_variables(),
-                listens_on=listening_address(
-                    network, self._network_interface, several_nodes=num_nodes > 1
-                ),
+                environment=environments[index] | trust_variables(),
+                listens_on=listening_address(network, wanted, several_nodes=num_nodes > 1),
             )
             for index, (node, network, gpus) in enumerate(places)
             for gpu in gpus or [None] * self.plan.bundles_per_node[index]
         ]
         return sorted(bundles, key=physical_order)
-
-
-def reserve(plan: ResourcePlan, config: ClusterConfig) -> VirtualCluster:
-    return VirtualCluster(plan, config.start_timeout_s, config.network_interface)
 
 
 def physical_order(bundle: Bundle) -> tuple[str, str, int]:

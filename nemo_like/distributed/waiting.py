@@ -62,15 +62,12 @@ class Pending(Generic[R]):
 
     group: "WorkerGroup[Any]"
     refs: dict[Any, int]
-    """Reference of each call and the rank that it went to."""
     phase: str
 
     def result(self, ref: Any) -> R:
-        """What one finished call returned; raises its failure."""
         return self.group.result(ref, self.refs[ref], f"in {self.phase}")
 
     def late(self, pending: Collection[Any]) -> list[WorkerContext]:
-        """Whose calls are among ``pending``."""
         return [self.group.contexts[rank] for ref, rank in self.refs.items() if ref in pending]
 
 
@@ -80,8 +77,8 @@ def wait_together(
     """Results of each of ``calls``, in rank order.
 
     ``enough``: whether what has finished will do; of calls that have not, the results are []. The
-    first failure on any rank of any group is raised without waiting for the others, and so are
-    the death of an idle worker, and WaitTimeoutError after the first group's limit.
+    first failure of any rank, the death of an idle worker, and WaitTimeoutError after the first
+    group's limit end the wait.
     """
     check_head()  # Workers go on without it for a minute; steps may all be shorter than a wait.
     start = said = time.monotonic()
@@ -139,8 +136,8 @@ def check_idle(
 ) -> None:
     """WorkerDiedError if a worker of the run, or its engine, has died; ``when`` it is noticed.
 
-    Those that are ``busy`` (role and rank) say so themselves. What is read here the cluster has
-    already reported to this process, so looking costs no call.
+    Those that are ``busy`` (role and rank) say so themselves. The cluster has already reported what
+    is read here.
     """
     idle = f"{when}, while it was idle"
     bundles = of_run.bundles[0][0].group  # a run's groups share them

@@ -9,14 +9,20 @@ import inspect
 import logging
 import math
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 import psutil
 
+from nemo_like.imports import without_collector
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -27,7 +33,6 @@ class WorkerContext:
     """A worker's place. Its size does not depend on the size of the group."""
 
     role: str
-    """Name in messages and log files: ``policy``, ``generation``."""
     rank: int
     world_size: int
     address: str
@@ -36,7 +41,7 @@ class WorkerContext:
     gpu_ids: tuple[str, ...]
     """GPUs that it may use; empty in a CPU run."""
     environment: Mapping[str, str]
-    """Variables that its process gets; see ``network.worker_environment``."""
+    """Variables that its process gets; see ``virtual_cluster.worker_environment``."""
     listens_on: str
     """Address that its rendezvous listens on; empty: all of the node's."""
     log_dir: str
@@ -44,7 +49,6 @@ class WorkerContext:
 
     @property
     def name(self) -> str:
-        """As messages name it, for example ``policy rank 3``."""
         return f"{self.role} rank {self.rank}"
 
     @property
@@ -64,7 +68,6 @@ class Worker:
         self.context = context
 
     def ready(self) -> int:
-        """The process id, once the process is up."""
         return os.getpid()
 
     def memory(self, area: str = "") -> Metrics:
@@ -93,7 +96,6 @@ class Host:
         self._redirect_stderr()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What a method of the worker returns."""
         return getattr(self._ready_worker(), method)(*args, **kwargs)
 
     def missing(self, paths: list[str]) -> list[str]:
@@ -102,7 +104,9 @@ class Host:
 
     def _ready_worker(self) -> Worker:
         if self._worker is None:
-            self._worker = self._worker_class()(self._context)
+            with without_collector():
+                worker_class = self._worker_class()
+            self._worker = worker_class(self._context)
         return self._worker
 
     def _redirect_stderr(self) -> None:
@@ -185,3 +189,29 @@ class RankLayout:
             for rank in range(self.world_size)
             if all(self.coordinate(rank, name) == at for name, at in wanted.items())
         )
+
+
+_BACKLOG = 4096
+"""Thousands of ranks connect at once."""
+
+
+def listening_store(
+    address: str, world_size: int | None, timeout: timedelta = timedelta(seconds=300)
+) -> "TCPStore":
+    """Where ranks meet, on a port that the system picks; an empty ``address``: on all interfaces.
+
+    torch's key-value store has no authentication: who can connect can read and write what ranks
+    say there. Left alone, torch listens on every interface of the node.
+    """
+    from torch._C._distributed_c10d import TCPStore  # The driver does without torch at first.
+
+    host = address or "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((host, 0))
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+        options = {"wait_for_workers": False, "master_listen_fd": listener.fileno()}
+        store = TCPStore(host, port, world_size, True, timeout, **options)
+        listener.detach()  # it is the store's now
+    return store

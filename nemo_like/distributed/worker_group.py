@@ -34,7 +34,6 @@ Method: TypeAlias = (
 def worker_contexts(
     role: str, bundles: Sequence[Sequence[Bundle]], log_dir: str
 ) -> list[WorkerContext]:
-    """What the process of each rank starts with."""
     return [
         WorkerContext(
             role=role,
@@ -52,11 +51,10 @@ def worker_contexts(
 
 
 class WorkerGroup(Generic[W]):
-    """Ranks of one role. ``bundles[rank]`` are the bundles of a rank; it runs in the first of them.
+    """Ranks of one role; each runs in the first of its ``bundles[rank]``.
 
-    Methods are passed as methods, ``group.call(PolicyWorker.save, path)``: an editor can
-    follow them and a type checker sees their arguments. A call blocks until every rank answered;
-    the first failure ends the wait, and so does ``timeout_s``.
+    Methods are passed as methods, ``group.call(PolicyWorker.save, path)``. A call blocks until
+    every rank answered; the first failure ends the wait, and so does ``timeout_s``.
     """
 
     def __init__(
@@ -109,7 +107,6 @@ class WorkerGroup(Generic[W]):
         return len(self.actors)
 
     def call(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """The same arguments to every rank; results in rank order."""
         return wait_together(self.submit(method, *args, **kwargs))[0]
 
     def submit(self, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs) -> "Pending[R]":
@@ -182,7 +179,6 @@ class WorkerGroup(Generic[W]):
         self.watches |= refs
 
     def broken(self) -> list[Any]:
-        """Those of ``watches`` that have ended."""
         refs = [*self.watches]
         return ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
 
@@ -202,7 +198,6 @@ class WorkerGroup(Generic[W]):
         return None
 
     def shutdown(self) -> None:
-        """End the processes at once, whatever they do."""
         doomed = [*self.actors]
         self.actors.clear()  # first, so that nobody misses them
         self.watches.clear()

@@ -19,8 +19,10 @@ import aiohttp
 from nemo_like.config.environment import ENVIRONMENTS
 from nemo_like.environments.protocol import ENDPOINT, Action, StepResult, ToolCall
 from nemo_like.errors import UserError
-from nemo_like.rewards.function import RewardFunction, load_reward
+from nemo_like.rewards.find import load_reward
+from nemo_like.rewards.function import RewardFunction
 from nemo_like.rewards.process import serve
+from nemo_like.rewards.protocol import IS_CHAT
 
 KEY = "environment.name"
 _NO_ROOM = ("context_length_exceeded", "trajectory_ended")
@@ -68,23 +70,26 @@ class Episodes:
     async def __call__(self, prompt: str, completion: str, **fields: Any) -> Any:
         """One conversation; what a reward function may return."""
         base_url, api_key = fields.pop(ENDPOINT)
+        form = {IS_CHAT: fields.pop(IS_CHAT, False)}
         row = fields | {"prompt": prompt}
         if self._is_harness:
             found = self._made(row, base_url, api_key, **self._spec["options"])
             return await found
-        return await self._drive(row, base_url, api_key)
+        return await self._drive(row, form, base_url, api_key)
 
-    async def _drive(self, row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    async def _drive(
+        self, row: dict[str, Any], form: Mapping[str, Any], base_url: str, api_key: str
+    ) -> dict[str, Any]:
         environment = self._new()
         try:
             opened = await self._call(environment.reset, row)
             messages = list(row["messages"] if opened.messages is None else opened.messages)
-            rewards: list[float] = []
+            rewards: dict[str, float] = {}
             metrics = Counter[str]()
             text = ""
             while True:
                 try:
-                    choice = await self._ask(base_url, api_key, messages, opened.tools)
+                    name, choice = await self._ask(base_url, api_key, messages, opened.tools)
                 except NoRoomError:
                     break
                 message = choice["message"]
@@ -93,25 +98,32 @@ class Episodes:
                 result: StepResult = await self._call(environment.step, action)
                 metrics.update({f"environment/{k}": v for k, v in result.metrics.items()})
                 if result.reward is not None:
-                    rewards.append(float(result.reward))
+                    rewards[name] = float(result.reward)
                 if result.done or action.truncated:
                     break
                 if not result.messages:
                     raise UserError("step() gave neither messages nor done=True.")
                 messages += [message, *result.messages]
-            return await self._result(row, text, rewards, metrics)
+            return await self._result({**row, **form}, text, rewards, metrics)
         finally:
             if (close := getattr(environment, "close", None)) is not None:
                 with contextlib.suppress(Exception):  # the user's code, when all is over
                     await self._call(close)
 
     async def _result(
-        self, row: dict[str, Any], text: str, rewards: list[float], metrics: Mapping[str, float]
+        self,
+        row: dict[str, Any],
+        text: str,
+        rewards: Mapping[str, float],
+        metrics: Mapping[str, float],
     ) -> dict[str, Any]:
         if rewards or self._reward is None:
-            return {"reward": sum(rewards), **metrics}
+            return {"steps": rewards, **metrics}
         fields = {name: value for name, value in row.items() if name != "prompt"}
-        found = await self._call(self._reward, row["prompt"], text, fields)
+        if self._reward.queues:
+            found = await self._reward(row["prompt"], text, fields)
+        else:
+            found = await self._call(self._reward, row["prompt"], text, fields)
         return {**metrics, **(found if isinstance(found, Mapping) else {"reward": found})}
 
     async def _call(self, method: Any, *arguments: Any) -> Any:
@@ -131,7 +143,8 @@ class Episodes:
 
     async def _ask(
         self, base_url: str, api_key: str, messages: list[Any], tools: Any
-    ) -> dict[str, Any]:
+    ) -> tuple[str, dict[str, Any]]:
+        """The answer's id, and its choice."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=_LONGEST_WAIT
@@ -147,7 +160,7 @@ class Episodes:
             if answer["error"]["code"] in _NO_ROOM:
                 raise NoRoomError
             raise UserError(answer["error"]["message"])
-        return answer["choices"][0]
+        return answer["id"], answer["choices"][0]
 
 
 def _action(choice: Mapping[str, Any]) -> Action:

@@ -43,4 +43,4 @@ class Guess:
             said = "That is no number. Write a number."
         else:
             said = "Higher." if int(found[-1]) < self._secret else "Lower."
-        return StepResult(messages=[{"role": "user", "content": said}])
+        return StepResult(messages=[{"role": "user", "content": said}], reward=0.0)

@@ -50,7 +50,7 @@ class StepResult:
     messages: Sequence[Message] = ()
     """What the policy reads before its next turn; needed unless ``done``."""
     reward: float | None = None
-    """Of this step; a trajectory's reward is their sum. If no step has one,
+    """What the turn earned; a trajectory's reward is their sum. If no step has one,
     ``environment.reward`` scores the last turn."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -69,8 +69,12 @@ class Tools:
         if not action.tool_calls and not action.errors:
             return StepResult(done=True, metrics=metrics)
         messages = [
-            {"role": "tool", "content": f"Error: {error}. Write the call again."}
-            for error in action.errors
+            {
+                "role": "tool",
+                "tool_call_id": f"unread{number:03}",  # some templates demand nine characters
+                "content": f"Error: {error}. Write the call again.",
+            }
+            for number, error in enumerate(action.errors)
         ]
         for call in action.tool_calls:
             result, failed = await self._called(call)

@@ -25,9 +25,8 @@ from nemo_like.generation.protocol import (
     SamplingParams,
     no_weights,
 )
-from nemo_like.refit.adapters import check_buckets, check_refit
 from nemo_like.refit.broadcast import BroadcastReceiver
-from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.buckets import Bucket, check_buckets, check_refit
 from nemo_like.refit.ipc import IpcReceiver
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,8 @@ from transformers import PreTrainedModel
 
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.adapter_places import inject_adapters
-from nemo_like.models.build import new_model
+from nemo_like.models.build import architecture, new_model
 from nemo_like.models.naming import plain_name
-from nemo_like.refit.manifest import architecture
 
 
 def build_model(config: EngineConfig) -> PreTrainedModel:

@@ -4,15 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.errors import RunError
-from nemo_like.refit.broadcast import BroadcastLink
-from nemo_like.refit.buckets import Bucket
-from nemo_like.refit.ipc import IpcLink
 
-Link = IpcLink | BroadcastLink
+if TYPE_CHECKING:
+    from nemo_like.refit.broadcast import BroadcastLink
+    from nemo_like.refit.buckets import Bucket
+    from nemo_like.refit.ipc import IpcLink
+
+Link: TypeAlias = "IpcLink | BroadcastLink"
 """How a replica reaches what sends it weights."""
 
 
@@ -178,7 +180,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
+    async def connect(self, link: Link, buckets: "Sequence[Bucket]", timeout_s: float) -> None:
         """Connect to the sender of weights; its refits come as ``buckets``.
 
         Raises RunError unless their names, shapes and dtypes together are exactly those of the

@@ -17,8 +17,7 @@ from nemo_like.generation.protocol import (
     Link,
 )
 from nemo_like.observe.trajectory_files import files_of
-from nemo_like.refit.adapters import check_buckets
-from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.buckets import Bucket, check_buckets
 
 _COLUMNS = (
     *("step", "phase", "group", "index", "turns", "end"),

@@ -107,8 +107,8 @@ def _prompts(
             Sample(one.prompt_ids, [False] * len(one.prompt_ids), one.part, _fields(one))
             for one in kept
         ]
-        if config.environment.reward == "math":
-            _warn_of_answers(name, rows)
+        each = config.environment.each
+        _warn_of_answers(name, [row for row in rows if each[row.environment].reward == "math"])
     return found
 
 

@@ -23,8 +23,8 @@ from nemo_like.launch.plan_memory import (
 )
 from nemo_like.models.resolve import refuse_other_models, resolve_policy
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
-from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
+from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import ResourcePlan, plan_run
 from nemo_like.planning.step_time import predict_step
 
@@ -32,7 +32,6 @@ _USAGE = "nemo-like plan [config name] [key=value ...] [--config-name NAME] [--c
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Print the plan of the configuration that ``arguments`` give; raises UserError."""
     parser = ConfigParser("plan", _USAGE, __doc__)
     config = parser.load(parser.parse_intermixed_args(arguments), runs=False)
     set_trust(config.policy.trust_remote_code)

@@ -139,7 +139,6 @@ def memory_lines(config: RunConfig, predicted: _Predicted) -> Iterator[str]:
 
 
 def _offload_lines(config: RunConfig, predicted: _Predicted) -> Iterator[str]:
-    """What ``policy.offload=auto`` comes to, by the size of the GPUs."""
     plan = plan_run(config)
     ranks_per_node = max(Counter(map(plan.node_of, plan.policy)).values())
     for model, _ in predicted:

@@ -42,7 +42,6 @@ _QUANTITY = re.compile(r"[1-9][0-9]*[KMGT]i")
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Print the YAML of the configuration that ``arguments`` give; raises UserError."""
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)
     _check(options)
@@ -278,7 +277,6 @@ def _autoscaler(options: argparse.Namespace, plan: ResourcePlan) -> dict[str, An
 
 
 def _node_size(plan: ResourcePlan) -> dict[str, int]:
-    """CPUs and GPUs of one node, as ``ray start`` takes them."""
     bundles = plan.bundles_per_node[0]
     return {
         "num-cpus": math.ceil(plan.bundle_resources["CPU"] * bundles),

@@ -47,7 +47,6 @@ class BatchJob:
     config: RunConfig
     """That of the first task; all have the same ``cluster``."""
     commands: Sequence[Sequence[str]]
-    """Words of each task's command line."""
     folder: Path
     """Where the commands run: the folder in which they were typed."""
 
@@ -62,7 +61,6 @@ class BatchJob:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Carry out one of the commands; raises UserError, and RunError with Slurm's own words."""
     name, *rest = arguments or [""]
     if name in ("-h", "--help"):
         sys.stdout.write(
@@ -137,7 +135,7 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     named = options.config_name
     options.config_name = named or own
     folder, name, overrides, extra_dir = parser.source(options)
-    typed = jobs(folder, name, overrides, extra_dir, multirun=options.multirun)
+    typed = jobs(folder, name, overrides, extra_dir) if options.multirun else [overrides]
     composed = [compose_raw(folder, name, job, extra_dir) for job in typed]
     typed = part_folders(composed, typed, None)
     configs = []

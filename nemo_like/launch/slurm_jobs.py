@@ -39,8 +39,6 @@ _NUM_TOLD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A job, or one task of a job array."""
-
     number: str
     """As Slurm writes it: ``12``, ``12_3``, or ``12_3-7`` for tasks that wait."""
     state: str
@@ -49,7 +47,6 @@ class Task:
     time: str = ""
     limit: str = ""
     exit_code: str = "0:0"
-    """Code and signal."""
     log: Path
 
     @property

@@ -1,20 +1,22 @@
 """Advantages from rewards: within the group of a prompt, over a step, or along a row (GAE).
 
-Everything here is computed in float64, with two-pass standard deviations, because E[x^2] - E[x]^2
-in float32 leaves about 1e-7 for equal rewards such as 0.95, and dividing by its root turns a lone
-failure into an advantage of -2000.
+All is float64, with two-pass standard deviations: E[x^2] - E[x]^2 in float32 leaves about 1e-7 for
+equal rewards such as 0.95, and dividing by its root makes a lone failure an advantage of -2000.
 
 Legend: ``B`` rows of the step, ``N`` tokens of all rows end to end, ``M`` trained ones among them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nemo_like.config.losses import AdvantageConfig
+from nemo_like.batch import keys
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.advantages import AdvantageConfig
+from nemo_like.losses.protocol import trained_tokens
 
 # Rewards that differ by less than this share of their size are equal; their spread is rounding.
 _RELATIVE_SPREAD = 1e-9
@@ -67,11 +69,43 @@ def group_advantages(
     return advantage[line, slot].float()
 
 
+def by_task(make: Callable[..., Tensor], tasks: Tensor, *columns: Tensor) -> Tensor:
+    """What ``make`` gives for the rows of each task by themselves: float32 [B].
+
+    >>> x, tasks = torch.tensor([1.0, 3.0, 10.0, 30.0]), torch.tensor([4, 4, 2, 2])
+    >>> by_task(lambda part: part - part.mean(), tasks, x).tolist()
+    [-1.0, 1.0, -10.0, 10.0]
+    """
+    made = torch.zeros(len(tasks))
+    for task in tasks.unique():
+        here = tasks == task
+        made[here] = make(*(column[here] for column in columns))
+    return made
+
+
+def still_to_come(steps: Tensor) -> Tensor:
+    """What each step [..., K] and all later ones add up to.
+
+    >>> still_to_come(torch.tensor([[1.0, 0.0, 2.0]])).tolist()
+    [[3.0, 2.0, 2.0]]
+    """
+    return steps.flip(-1).cumsum(-1).flip(-1)
+
+
+def of_steps(batch: TensorBatch) -> tuple[dict[str, Tensor], None]:
+    """Token column ``advantages``: each trained token has that of its completion."""
+    at, row = trained_tokens(batch)
+    advantages = torch.zeros(batch.num_tokens)
+    of_completion = batch.rows[keys.STEP_ADVANTAGES]
+    advantages[at] = of_completion[row, batch.tokens[keys.TURNS][at]].float()
+    return {keys.ADVANTAGES: advantages}, None
+
+
 def has_signal(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     """Whether the valid rewards of a row's group differ: bool [B], one answer for all its rows.
 
-    Dynamic sampling keeps these groups (DAPO, arXiv:2503.14476 Eq. 11). Apply it to rewards as
-    they were scored: a penalty for length makes even a group differ whose answers are all wrong.
+    Dynamic sampling keeps these groups (DAPO, arXiv:2503.14476 Eq. 11). Take rewards as they were
+    scored: with a penalty for length even a group of wrong answers differs.
 
     >>> groups, valid = torch.tensor([0, 1, 0, 1]), torch.ones(4, dtype=torch.bool)
     >>> has_signal(torch.tensor([1.0, 0, 0, 0]), groups, valid).tolist()
@@ -160,8 +194,8 @@ def gae(
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """``x`` less the mean of what ``mask`` selects, over its unbiased standard deviation.
 
-    Any shape. What the mask leaves out stays as it is, and so does all of ``x`` where the mask
-    selects fewer than two; a deviation of zero does not divide.
+    What the mask leaves out stays, and so does all of ``x`` where it selects fewer than two; a
+    deviation of zero does not divide.
 
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()
     [-0.7071067690849304, 0.7071067690849304, 9.0]
@@ -184,11 +218,9 @@ class Moments:
     squares: float = 0.0
     """Sum of squared deviations from the mean."""
     largest: float = 0.0
-    """Largest absolute value."""
 
     @staticmethod
     def of(x: Tensor) -> "Moments":
-        """Of all numbers in ``x``, any shape."""
         if x.numel() == 0:
             return Moments()
         exact = x.double()
@@ -202,7 +234,6 @@ class Moments:
 
     @staticmethod
     def joined(parts: Sequence["Moments"]) -> "Moments":
-        """Of the numbers of all parts together."""
         count = sum(part.count for part in parts)
         if count == 0:
             return Moments()
@@ -218,7 +249,6 @@ class Moments:
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def whiten(self, x: Tensor) -> Tensor:
-        """``x`` less the mean, over the deviation; see the function."""
         if self.count < 2:
             return x
         centred = x.double() - self.mean

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators, Needs
+from nemo_like.losses.protocol import Denominators, Needs, as_metrics, trained_tokens
 from nemo_like.observe.metrics import Metrics
 
 
@@ -19,7 +18,6 @@ class CrossEntropyLoss:
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics of one micro-batch; see ``Loss``."""
         at, _ = trained_tokens(batch)
         nll = -logprobs[at].float()
         loss = nll.sum() / denominators.tokens

@@ -13,8 +13,7 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import DistillationLossConfig, TeacherTail
-from nemo_like.losses.aggregate import as_metrics, trained_tokens
-from nemo_like.losses.protocol import Denominators, Needs
+from nemo_like.losses.protocol import Denominators, Needs, as_metrics, trained_tokens
 from nemo_like.observe.metrics import Metrics
 
 # Of a logprob of -infinity, 0 * infinity would make NaN; the exponential of this is 0 as well.
@@ -37,16 +36,13 @@ class DistillationLoss:
 
     @property
     def needs(self) -> Needs:
-        """The student's logprobs of the teacher's ids."""
         return Needs(ids_column=keys.TEACHER_IDS, vocabulary=self.vocabulary)
 
     def __call__(
         self, logprobs_at: Tensor, batch: TensorBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics of one micro-batch; see ``Loss``.
-
-        ``logprobs_at`` [N, K] with gradient: the student's logprobs of ``keys.TEACHER_IDS``, each
-        under a softmax over its whole vocabulary (below ``vocabulary``), at the teacher's
+        """``logprobs_at`` [N, K] with gradient: the student's logprobs of ``keys.TEACHER_IDS``,
+        each under a softmax over its vocabulary (below ``vocabulary``), at the teacher's
         temperature.
         """
         at, _ = trained_tokens(batch)
@@ -65,9 +61,8 @@ class DistillationLoss:
 def divergence(teacher: Tensor, student: Tensor, config: DistillationLossConfig) -> Tensor:
     """Divergence [M] of logprobs [M, K], which are of the same K tokens on both sides.
 
-    With ``bucket`` it is that of K + 1 outcomes, never above that of the whole vocabulary (merging
-    outcomes can only lower it); a tail below 1e-6 counts as 1e-6, without gradient. If the K are
-    the whole vocabulary, all tails give the same. Finite, as is its gradient, for any logprobs.
+    With ``bucket`` it is that of K + 1 outcomes, never above that of the whole vocabulary; a tail
+    below 1e-6 counts as 1e-6, without gradient. Finite, as is its gradient, for any logprobs.
 
     >>> teacher, student = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.25]]).log()
     >>> for tail in ("ignore", "renormalize", "bucket"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.aggregate import row_means, trained_tokens
+from nemo_like.losses.protocol import row_means, trained_tokens
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
 QUANTILE = 0.999
@@ -32,8 +32,7 @@ def mismatch_of_rows(policy_logprobs: Tensor, batch: TensorBatch) -> Tensor:
 class MismatchSums:
     """Sums over the trained tokens of a step; they add up over micro-batches and ranks.
 
-    So the report is that of the whole step, however it was divided. Of ranks that hold the same
-    tokens only one may add them.
+    Of ranks that hold the same tokens only one may add them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,8 +80,8 @@ class MismatchSums:
     def metrics(self) -> Metrics:
         """The report, in one transfer from the device; {} if nothing was measured.
 
-        ``p999_abs`` is the upper edge of a bin: 0 where the quantile is at most 1e-9, and 100 where
-        it is more or NaN. A difference of NaN or infinity shows in ``mean_abs`` and ``max_abs``.
+        ``p999_abs`` is the upper edge of a bin: 0 for at most 1e-9, 100 for more or NaN. A
+        difference of NaN or infinity shows in ``mean_abs`` and ``max_abs``.
         """
         count, logprob_diff, exp_diff, kl, weight, square, logprob, entropy = self._sums
         numbers = {

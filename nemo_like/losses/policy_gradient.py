@@ -11,10 +11,16 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import OBJECTIVES, LossConfig, RatioLevel
-from nemo_like.losses.aggregate import GlobalMean, as_metrics, row_means, row_sums, trained_tokens
-from nemo_like.losses.kl import kl_estimate, kl_loss
-from nemo_like.losses.protocol import Denominators, Needs
+from nemo_like.config.losses import OBJECTIVES, KLEstimator, LossConfig, RatioLevel
+from nemo_like.losses.protocol import (
+    Denominators,
+    GlobalMean,
+    Needs,
+    as_metrics,
+    row_means,
+    row_sums,
+    trained_tokens,
+)
 from nemo_like.observe.metrics import Metrics
 
 # A ratio of e^20 has long left any trust region; above it float32 would overflow in the backward.
@@ -25,13 +31,12 @@ _MAX_LOG_RATIO = 20.0
 class ClippedPGLoss:
     """Mean of w * (objective + kl_coef * KL - entropy_coef * entropy) over the *global* batch.
 
-    The objective is that of ``policy_objective``, with the ratio r = exp(current - policy
-    logprobs). A batch without the column of policy logprobs is on-policy: they are the current
-    ones, without gradient, so r is 1. The KL term's own ratio is always that of its token.
+    The objective has the ratio r = exp(current - policy logprobs). A batch without the column of
+    policy logprobs is on-policy: they are the current ones, without gradient, so r is 1. The KL
+    term's own ratio is always that of its token.
 
-    w, without gradient, corrects for sampling with another engine; see ``importance_weights``. A
-    token whose w is 0 adds nothing, but counts in the mean like any other: denominators are known
-    before the first forward pass, and w is not.
+    w, without gradient, corrects for sampling with another engine. A token whose w is 0 adds
+    nothing, but counts in the mean: denominators are known before the first pass, and w is not.
     """
 
     config: LossConfig
@@ -43,13 +48,11 @@ class ClippedPGLoss:
 
     @property
     def needs(self) -> Needs:
-        """Entropies, if they have a weight."""
         return Needs(entropy=self.config.entropy_coef > 0)
 
     def __call__(
         self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics of one micro-batch; see ``Loss``."""
         config = self.config
         at, row = trained_tokens(batch)
         current = logprobs[at].float()
@@ -160,3 +163,67 @@ def _advantages(batch: TensorBatch, at: Tensor, row: Tensor) -> Tensor:
     if keys.ADVANTAGES in batch.tokens:
         return batch.tokens[keys.ADVANTAGES][at]
     return batch.rows[keys.ADVANTAGES][row]
+
+
+# exp(20) = 4.9e8 is finite in float32 and bfloat16, and so is its gradient; 0 * inf never appears.
+_MAX_EXPONENT = 20.0
+
+
+def kl_estimate(log_ratio: Tensor, kind: KLEstimator) -> Tensor:
+    """Estimate of KL(policy || reference) from d = ``log_ratio`` = reference - policy logprobs.
+
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (http://joschu.net/blog/kl-approx.html), any shape.
+    Value and gradient are finite for finite input; NaN stays NaN.
+
+    >>> import torch
+    >>> [round(v, 6) for v in kl_estimate(torch.tensor([-1.0, 0.0, 1.0]), "k3").tolist()]
+    [0.367879, 0.0, 0.718282]
+    """
+    if kind == "k1":
+        return -log_ratio
+    if kind == "k2":
+        return log_ratio.square() / 2
+    return log_ratio.clamp(max=_MAX_EXPONENT).exp() - log_ratio - 1
+
+
+def kl_loss(log_ratio: Tensor, importance: Tensor, kind: KLEstimator) -> Tensor:
+    """Per-token term whose expected *gradient* is that of KL(policy || reference).
+
+    A plain ``kl_estimate`` under a loss misses the gradient of the sampling distribution: k1 then
+    has no effect on average (its reference drops out), k3 gives that of KL(reference || policy).
+    Weighting by the ratio with gradient, E_old[ratio * k] = E_policy[k], restores it for k1 and k3.
+    k2 is not an unbiased value, but its plain gradient, -d * grad log policy, already is the right
+    one, so its ratio is detached.
+
+    ``importance`` = current policy / sampling policy, with gradient, same shape as ``log_ratio``.
+
+    >>> import torch
+    >>> current = torch.zeros(3, requires_grad=True)
+    >>> d = torch.tensor([1.0, 25.0, -100.0]) - current
+    >>> kl_loss(d, current.exp(), "k3").sum().backward()
+    >>> current.grad.tolist()
+    [-1.0, -25.0, 100.0]
+    """
+    if kind == "k1":
+        return importance * kl_estimate(log_ratio, kind)
+    weight = importance.detach()
+    smooth = weight * kl_estimate(log_ratio, "k2")
+    if kind == "k2":
+        return smooth
+    # The gradient of ratio * k3 is that of k2 too: exp(d) cancels between the ratio's part and
+    # k3's own, which float32, and the bound of the exponent, would leave huge and of either sign.
+    return (weight * kl_estimate(log_ratio, kind)).detach() + (smooth - smooth.detach())
+
+
+def kl_of_rows(
+    policy_logprobs: Tensor, reference_logprobs: Tensor, batch: TensorBatch, kind: KLEstimator
+) -> Tensor:
+    """Estimate of each row's KL(policy || reference), summed over its trained tokens: float64 [B].
+
+    Subtracted from rewards (``loss.kl_in=reward``; Eq. 2 of arXiv:2203.02155), it acts through the
+    gradient of the sampling distribution only, which is that of the KL for k1 alone. Logprobs are
+    [N]; a row that does not train has 0.
+    """
+    at, row = trained_tokens(batch)
+    log_ratio = reference_logprobs[at].double() - policy_logprobs[at].double()
+    return row_sums(kl_estimate(log_ratio, kind), row, len(batch))

@@ -9,6 +9,7 @@ train among them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,9 +17,15 @@ from torch.nn.functional import logsigmoid
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import DPOLossConfig
-from nemo_like.losses.aggregate import as_metrics, row_means, row_sums, trained_tokens
-from nemo_like.losses.protocol import Denominators, Needs
+from nemo_like.config.losses import DPOLossConfig, RewardModelLossConfig
+from nemo_like.losses.protocol import (
+    Denominators,
+    Needs,
+    as_metrics,
+    row_means,
+    row_sums,
+    trained_tokens,
+)
 from nemo_like.observe.metrics import Metrics
 
 
@@ -109,8 +116,7 @@ def smoothed(
     """``loss`` of pairs of which ``share`` < 0.5 is labelled the wrong way round, any shape.
 
     The expected loss, or if ``robust`` the unbiased estimate of what right labels would give
-    (arXiv:2403.00409), which has no lower bound. A pair the wrong way round has the negative of the
-    margin and the same target margin; TRL's SimPO has the negative of both.
+    (arXiv:2403.00409), which has no lower bound. The target margin stays; TRL's SimPO negates it.
     """
     if share == 0:
         return loss(margin)
@@ -132,3 +138,41 @@ def training_pairs(row: Tensor, num_rows: int) -> Tensor:
 def of_pairs(of_row: Tensor, trains: Tensor) -> tuple[Tensor, Tensor]:
     """Entries [P] of the chosen rows and of the rejected rows, from [B], of pairs that train."""
     return of_row[0::2][trains], of_row[1::2][trains]
+
+
+@dataclass(frozen=True)
+class RewardModelLoss:
+    """Mean over the pairs of the *global* batch of -log sigmoid(chosen - rejected score - margin).
+
+    Bradley-Terry, with the margin of Eq. 2 of arXiv:2307.09288, plus center_coef * the mean of
+    (chosen + rejected score)^2 (Eq. 2 of arXiv:2312.09244). Pairs are as in ``preference``.
+    """
+
+    config: RewardModelLossConfig
+    needs = Needs()
+
+    def __call__(
+        self, values: Tensor, batch: TensorBatch, denominators: Denominators
+    ) -> tuple[Tensor, Metrics]:
+        """``values`` [N] with gradient: the scalar head's output where the model has read that
+        token.
+
+        A row's score is that of its last token, trained or not. A tie is not a win in the accuracy.
+        """
+        config = self.config
+        last = batch.starts + batch.lengths - 1
+        _, row = trained_tokens(batch)
+        at_chosen, at_rejected = of_pairs(last, training_pairs(row, len(batch)))
+        chosen, rejected = values[at_chosen].float(), values[at_rejected].float()
+        difference = chosen - rejected
+        ranking = partial(sigmoid_loss, target=config.margin)
+        per_pair = smoothed(ranking, difference, config.label_smoothing)
+        per_pair = per_pair + config.center_coef * (chosen + rejected).square()
+        loss = per_pair.sum() / (denominators.sequences / 2)
+        means = {
+            "train/accuracy": difference > 0,
+            "train/reward_margin": difference,
+            "train/chosen_reward": chosen,
+            "train/rejected_reward": rejected,
+        }
+        return loss, as_metrics(sums={"train/loss": loss}, means=means)

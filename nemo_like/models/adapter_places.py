@@ -8,16 +8,17 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.errors import UserError
+from nemo_like.models.build import TensorSpec, empty_model
 from nemo_like.models.naming import Naming
 
 NAME = "default"
-"""The one adapter's name in peft."""
 
 _ROUTER_IN_PEFT = "gate"  # which peft takes for a mixture's router, whatever it is
 _LAYERS = (nn.Linear, Conv1D)
@@ -28,8 +29,6 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterPlace:
-    """One parameter that gets an adapter."""
-
     module: str
     parameter: str
     shape: tuple[int, ...]
@@ -57,7 +56,7 @@ def adapter_places(model: PreTrainedModel, lora: LoraConfig) -> list[AdapterPlac
     """What ``lora`` adapts in a model without adapters, in the order of its modules.
 
     Raises UserError if a target names nothing that can be adapted, or if refits of adapters alone
-    would have to carry some that engines have no place for.
+    would carry some that engines have no place for.
     """
     every = _candidates(model)
     names = sorted({place.name for place in every})
@@ -153,3 +152,19 @@ def _candidates(model: PreTrainedModel) -> list[AdapterPlace]:
                 if parameter.dim() == 3 or (parameter.dim() == 2 and own == "weight")
             ]
     return found
+
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of an adapter's two tensors, after the name of its layer."""
+
+
+def expected_adapters(
+    model_path: str, dtype: torch.dtype, lora: LoraConfig
+) -> dict[str, TensorSpec]:
+    """What ``lora`` adds to a model, from the architecture, not from what peft has made."""
+    specs: dict[str, TensorSpec] = {}
+    for place in adapter_places(empty_model(model_path, dtype), lora):
+        ends = place.shape if place.input_first else place.shape[::-1]
+        specs[place.module + A] = ((lora.rank, ends[0]), dtype)
+        specs[place.module + B] = ((ends[1], lora.rank), dtype)
+    return specs

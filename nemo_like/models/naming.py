@@ -210,7 +210,6 @@ class Naming:
 
 
 def _parts(transforms: Iterable[Any]) -> tuple[list[Any], list[WeightConverter]]:
-    """Changes of names alone, and those of shapes."""
     every = list(transforms)
     converters = [each for each in every if isinstance(each, WeightConverter)]
     return [each for each in every if not isinstance(each, WeightConverter)], converters

@@ -54,9 +54,11 @@ def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
 def refuse_other_models(config: RunConfig) -> None:
     """UserError for critics, teachers and reward models that cannot serve, by their config.json."""
     others = list(config.other_models())
-    if isinstance(config, SamplingRunConfig) and config.environment.reward == REWARD_MODEL:
-        assert config.environment.reward_model is not None
-        others.append((REWARD_MODEL_KEY, config.environment.reward_model))
+    environments = config.environment.each if isinstance(config, SamplingRunConfig) else {}
+    for one in environments.values():
+        if one.reward == REWARD_MODEL:
+            assert one.reward_model is not None
+            others.append((REWARD_MODEL_KEY, one.reward_model))
     classes = {"critic.model": GIVES_VALUES, REWARD_MODEL_KEY: (CLASSIFIER,)}
     for key, name in others:
         if name not in BUILT_IN_MODELS:
@@ -73,8 +75,8 @@ def resolve_model(
     """The folder of ``embedded``, ``smollm2``, a path, or a hub name; ``key`` is for errors.
 
     ``only_config``: of a model of the hub, config.json is all that is downloaded. ``classes``:
-    transformers' auto classes that must make it. Raises UserError, which names ``key``, if there is
-    no such model, if no class makes it, or if it needs code of its own that the run does not trust.
+    transformers' auto classes that must make it. Raises UserError if there is no such model, if no
+    class makes it, or if it needs code of its own that the run does not trust.
     """
     if name == EMBEDDED:
         return Path(__file__).parent / "embedded"
@@ -173,7 +175,7 @@ def refuse_code(folder: Path, key: str, classes: Sequence[str]) -> None:
     """Refuse a model that no class makes, or only code of its own that is not trusted.
 
     ``classes``: transformers' auto classes that must make it. Where transformers has them itself,
-    it takes its own. ``key`` is where the configuration names the folder. Raises UserError.
+    it takes its own. Raises UserError.
     """
     settings = read_object(folder / CONFIG)
     kind = settings.get("model_type")
@@ -217,7 +219,6 @@ def _needs_tokenizer_code(settings: dict[str, Any], of_tokenizer: dict[str, Any]
 
 @functools.cache
 def context_length(model_path: str) -> int:
-    """Most positions that the model of a folder was made for."""
     from nemo_like.models.build import model_settings
 
     config = model_settings(model_path).get_text_config()

@@ -30,8 +30,10 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What there is of a step besides numbers; a sink that has ``log_details(step, details)`` gets
-    it before the numbers of the same step."""
+    """What there is of a step besides numbers.
+
+    A sink that has ``log_details(step, details)`` gets it before the step's numbers.
+    """
 
     histograms: Mapping[str, Sequence[float]] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
@@ -88,14 +90,14 @@ class Sinks:
         self.num_failures: Counter[str] = Counter()
         """Calls that failed, by class name of the sink."""
 
-    def log(self, step: int, values: dict[str, float], details: Details | None = None) -> None:
+    def log(self, step: int, values: dict[str, float], details: Details = Details()) -> None:
         """Record a step everywhere; only a sink's RunError (``JsonlFile``) ends the run."""
         assert self._last_step is None or step > self._last_step, (
             f"step {step} comes after step {self._last_step}, which is already logged"
         )
         self._last_step = step
         for sink in self._sinks:
-            if details is not None and (show := getattr(sink, "log_details", None)):
+            if details != Details() and (show := getattr(sink, "log_details", None)):
                 self._guard(sink, partial(show, step, details))
             self._guard(sink, partial(sink.log, step, values))
 

@@ -82,7 +82,7 @@ class WandbSink:
             name: wandb.Histogram([*values]) for name, values in details.histograms.items()
         }
         if details.samples:
-            rows = [[*sample.values()] for sample in details.samples]
+            rows: list[Any] = [[*sample.values()] for sample in details.samples]
             found["samples"] = wandb.Table(columns=[*details.samples[0]], data=rows)
         self._run.log({"step": step, **found})
 

@@ -31,10 +31,10 @@ def layer_activations(
 ) -> LayerActivations:
     """What checkpointing keeps, and what one layer needs on top while it is computed.
 
-    Recomputing brings back what a plain forward pass saves and checkpointing did not keep. The
-    backward pass then adds most within the MLP, when gradients of its product, of silu(gate) and of
-    up exist and the product itself has gone: 2 s i / tp, and two gradients of width h. A forward
-    pass alone holds silu(gate), up and their product, and two tensors of width h.
+    Recomputing brings back what a plain pass saves and checkpointing did not keep. The backward
+    pass adds most within the MLP, when gradients of its product, of silu(gate) and of up exist and
+    the product itself has gone: 2 s i / tp, and two gradients of width h. A forward pass alone
+    holds silu(gate), up and their product, and two tensors of width h.
     """
     whole = _whole_layer(shape, policy, sizes)
     s, inner = BYTES[policy.dtype], shape.intermediate / sizes.tp
@@ -99,8 +99,7 @@ def _attention(shape: ModelShape, s: int, sizes: ParallelSizes) -> float:
 def head_activations(shape: ModelShape, policy: PolicyConfig, row_bytes: int) -> float:
     """Bytes per token between the last layer and the logits.
 
-    The final norm, not compiled: (4 + 2 s) h; and the rows that predict a trained token, with
-    ``row_bytes`` a number.
+    The final norm, not compiled: (4 + 2 s) h; and the rows that predict, ``row_bytes`` a number.
     """
     return (FLOAT32 + 2 * BYTES[policy.dtype] + row_bytes) * shape.hidden
 
@@ -113,10 +112,10 @@ def head_bytes(policy: PolicyConfig) -> int:
 def forward_logits(
     shape: ModelShape, policy: PolicyConfig, tokens: float, tp: int, *, with_entropy: bool
 ) -> float:
-    """Bytes of float32 tensors [chunk, V / tp]: one or two.
+    """Bytes of float32 tensors [chunk, V / tp]: one, or two.
 
-    Two if there are several chunks, since a product exists before the one of the chunk before is
-    freed; and where entropies need exponentials as well as logits, which compiled code fuses.
+    Two if there are several chunks (a product exists before the last one is freed), and where
+    entropies need exponentials as well as logits, which compiled code fuses.
     """
     chunk = min(policy.logprob_chunk_tokens, tokens)
     two = tokens > chunk or (with_entropy and not policy.compile)
@@ -134,9 +133,9 @@ def backward_logits(
 ) -> float:
     """Bytes of the logits of one chunk and of their gradient, [chunk, V / tp].
 
-    Logits are float32; the gradient overwrites them (``with_shares``: it does not), and is rounded
-    to another tensor if the head multiplies in 16 bits. After the last chunk the gradient of the
-    head [V / tp, h] is rounded as well, if it trains, which is more if chunks are short.
+    The gradient overwrites the float32 logits (``with_shares``: it does not), and is rounded to
+    another tensor if the head multiplies in 16 bits. After the last chunk the gradient of a head
+    [V / tp, h] that trains is rounded as well, which is more if chunks are short.
     """
     factor = head_bytes(policy)
     rounded = factor if factor < FLOAT32 else 0
@@ -156,9 +155,9 @@ def layers_in_flight(
     """Layers x micro-batches whose activations a rank holds at once, at most.
 
     Without a pipeline, or under gpipe: every layer for 1, or for all M, micro-batches. one_f_one_b:
-    rank r of pp starts min(M, pp - r) forward passes before the first backward. Interleaved with v
-    stages a rank (Megatron-LM, arXiv:2104.04473, section 2.2): 2 (pp - r - 1) + (v - 1) pp + 1
-    passes through one stage.
+    rank r of pp starts min(M, pp - r) forward passes before the first backward. Interleaved, v
+    stages a rank (arXiv:2104.04473, section 2.2): 2 (pp - r - 1) + (v - 1) pp + 1 passes of a
+    stage.
     """
     size, stages = parallel.pipeline_parallel_size, num_stages(parallel)
     mine = [

@@ -9,8 +9,6 @@ from nemo_like.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Ranks along each axis, in rank order: ``pp`` varies slowest, ``tp`` fastest."""
-
     pp: int
     replicate: int
     shard: int
@@ -19,7 +17,6 @@ class ParallelSizes:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the policy."""
         return self.pp * self.replicate * self.shard * self.cp * self.tp
 
     @property
@@ -45,9 +42,8 @@ class ParallelSizes:
 
 
 def parallel_sizes(policy: PolicyConfig, num_ranks: int) -> ParallelSizes:
-    """The size of every axis when the policy has ``num_ranks`` ranks.
-
-    Raises UserError for sizes that do not divide the ranks.
+    """The size of every axis when the policy has ``num_ranks`` ranks; UserError if they don't
+    divide.
 
     >>> config = PolicyConfig(parallel=ParallelConfig(tensor_parallel_size=2, replicate_size=2))
     >>> parallel_sizes(config, 8).axes
@@ -102,3 +98,24 @@ def layer_range(num_layers: int, stages: int, stage: int) -> range:
     least, more = divmod(num_layers, stages)
     first = stage * least + min(stage, more)
     return range(first, first + least + (stage < more))
+
+
+def stages_of_rank(parallel: ParallelConfig, pipeline_rank: int) -> list[int]:
+    """Stages of one pipeline rank; interleaved ranks hold every ``pp``-th.
+
+    >>> two = {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"}
+    >>> stages_of_rank(ParallelConfig(**two), 1)
+    [1, 3]
+    """
+    size = parallel.pipeline_parallel_size
+    return list(range(pipeline_rank, num_stages(parallel), size))
+
+
+def bins_for_pipeline(parallel: ParallelConfig) -> dict[str, int]:
+    """What schedules ask of the number of micro-batches, as arguments of its plan.
+
+    1F1B needs one for each rank to begin with, interleaved whole rounds of them.
+    """
+    size = parallel.pipeline_parallel_size
+    interleaved = parallel.pipeline_schedule == "interleaved"
+    return {"min_bins": size, "bins_multiple": size if interleaved else 1}

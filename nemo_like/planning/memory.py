@@ -1,9 +1,8 @@
 """Predicted memory of one policy rank by phase: arithmetic on the model's shape and the layout.
 
-Counted are tensors that grow with the model or the batch; activations of a model with adapters are
-taken as those without, and what a teacher says of each token is left out. CUDA's context and
-libraries (0.5 to 1 GiB), NCCL's buffers, and memory that the allocator cannot use between blocks
-come on top.
+Counted are tensors that grow with the model or the batch; activations with adapters are taken as
+those without, and what a teacher says of each token is left out. CUDA's context and libraries
+(0.5 to 1 GiB), NCCL's buffers, and memory between an allocator's blocks come on top.
 """
 
 from collections.abc import Iterable
@@ -18,17 +17,9 @@ from nemo_like.planning.activations import (
     layer_activations,
     layers_in_flight,
 )
-from nemo_like.planning.gradients import GradientMemory
-from nemo_like.planning.layout import ParallelSizes, parallel_sizes
+from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.model_shape import BYTES, FLOAT32, GIB, ModelShape, Role
-from nemo_like.planning.parameters import (
-    RankParameters,
-    rank_parameters,
-    state_bytes,
-    trained_parameters,
-    transit_bytes,
-    update_bytes,
-)
+from nemo_like.planning.parameters import Rank
 
 _TRAINED = Role()
 _Parts = dict[str, float]
@@ -43,13 +34,11 @@ class PhaseMemory:
 
     name: str
     parts: dict[str, float]
-    """What holds how much on the rank's device."""
     host: float = 0.0
     """In host memory by offloading."""
 
     @property
     def total(self) -> float:
-        """All parts on the device."""
         return sum(self.parts.values())
 
 
@@ -65,8 +54,8 @@ def predict_memory(
     """Peaks of the phases ``start``, ``logprobs`` (with a scalar head ``values``), ``train`` and
     ``optimizer``, in this order; of a model that does not train, the first two.
 
-    All ranks with one ``pipeline_rank`` are alike. ``num_micro_batches`` are those of one rank in
-    one step; micro-batches are taken as full. Raises UserError for sizes that do not divide.
+    All ranks with one ``pipeline_rank`` are alike; the ``num_micro_batches`` of a rank's step are
+    taken as full. Raises UserError for sizes that do not divide.
     """
     rank = _Rank(
         shape=shape,
@@ -80,16 +69,8 @@ def predict_memory(
     return (*asked, rank.train(), rank.optimizer_step()) if role.trains else asked
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rank:
-    """One rank; methods give bytes, phases give GiB."""
-
-    shape: ModelShape
-    policy: PolicyConfig
-    sizes: ParallelSizes
-    pipeline_rank: int
-    num_micro_batches: int
-    role: Role
+class _Rank(Rank):
+    """Methods give bytes, phases give GiB."""
 
     def start(self) -> PhaseMemory:
         """Each rank reads its own share of the files; nothing is whole anywhere."""
@@ -100,13 +81,12 @@ class _Rank:
 
         At the head layers' tensors have gone; there are the last hidden states and the rows of them
         that predict. The reference model's pass is alike: the policy's units are freed before it.
-        (Before the first step there is no optimizer state.)
         """
         layer = layer_activations(self.shape, self.policy, self.sizes)
         whole = not self.policy.parallel.reshard_after_forward
-        hidden = (BYTES[self.policy.dtype] + self._row_bytes) * self.shape.hidden * self._has_head
+        hidden = (BYTES[self.policy.dtype] + self._row_bytes) * self.shape.hidden * self.has_head
         in_layer = _NOTHING | {
-            "gradients": self._gradients.buckets(),
+            "gradients": self.buckets(),
             "gathered": self._gathered(2, whole=whole),
             "working": self._tokens * layer.scoring,
         }
@@ -128,9 +108,9 @@ class _Rank:
         saved = one_layer * in_flight
         kept = one_layer if self.policy.activation_offload else saved
         end = _NOTHING | {
-            "gathered": self._gathered(0, whole=self._gradients.whole_step),
-            "gradients": self._gradients.all(),
-            "reducing": self._gradients.sent_root(),
+            "gathered": self._gathered(0, whole=self.whole_step),
+            "gradients": self.gradients(),
+            "reducing": self.sent_root(),
         }
         in_layers = self._layer_moments(kept, one_layer, self._tokens * layer.working)
         moments = (*self._head_moments(kept), *in_layers, end)
@@ -143,21 +123,21 @@ class _Rank:
         matrix and of the rows before it over chunks, in float32.
         """
         above = head_activations(self.shape, self.policy, self._row_bytes)
-        head = kept + self._tokens * above * self._has_head
-        rows = self._tokens * FLOAT32 * self.shape.hidden * self._has_head
+        head = kept + self._tokens * above * self.has_head
+        rows = self._tokens * FLOAT32 * self.shape.hidden * self.has_head
         forward = _NOTHING | {
-            "gathered": self._gathered(1, whole=self._gradients.whole_step),
-            "gradients": self._gradients.earlier(),
+            "gathered": self._gathered(1, whole=self.whole_step),
+            "gradients": self.earlier_gradients(),
             "activations": head,
             "logits": forward_logits(*self._head_sizes, with_entropy=self.role.many_ids)
             * self._has_logits,
         }
         backward = {
-            "reducing": FLOAT32 * self._trained.table * self._has_head,
+            "reducing": FLOAT32 * self.trained.table * self.has_head,
             "activations": head + rows,
             "logits": backward_logits(
                 *self._head_sizes,
-                head_trains=self._trained.table > 0,
+                head_trains=self.trained.table > 0,
                 with_shares=self.role.many_ids,
             )
             * self._has_logits,
@@ -167,29 +147,27 @@ class _Rank:
     def _layer_moments(self, kept: float, one_layer: float, working: float) -> tuple[_Parts, ...]:
         """Backward pass of the last layer, where all activations exist, and of the first.
 
-        There, activations are those of one layer, and gradients of the other layers have been sent.
-        The head's gradient waits for the embedding's from one to the other.
+        There, activations are one layer's, and gradients of the others have been sent. The head's
+        gradient waits for the embedding's from one to the other.
         """
-        head = head_bytes(self.policy) * self._trained.table * self._has_head
+        head = head_bytes(self.policy) * self.trained.table * self.has_head
         last = _NOTHING | {
-            "gathered": self._gathered(2, whole=self._gradients.whole_step),
-            "gradients": self._gradients.earlier(),
-            "reducing": (0.0 if self._gradients.ddp else head) + self._gradients.sent_layer(),
+            "gathered": self._gathered(2, whole=self.whole_step),
+            "gradients": self.earlier_gradients(),
+            "reducing": (0.0 if self.ddp else head) + self.sent_layer(),
             "activations": kept,
             "working": working,
         }
-        sent = self._gradients.before_first_layer()
+        sent = self.gradients_before_first_layer()
         return last, last | {"gradients": sent, "activations": one_layer}
 
     def optimizer_step(self) -> PhaseMemory:
         """Activations and gathered parameters are gone, and gradients reduced."""
-        gradients = self._gradients
-        update = update_bytes(self.shape, self.policy, self._trained, gradients.shards)
         parts = {
             "parameters": self._masters(),
-            "optimizer": self._state(),
-            "gradients": gradients.all() / (gradients.shards if gradients.unreduced else 1),
-            "working": update,
+            "optimizer": self.optimizer_state(),
+            "gradients": self.gradients() / (self.shards if self.unreduced else 1),
+            "working": self.update(),
         }
         return self._phase("optimizer", parts)
 
@@ -200,11 +178,13 @@ class _Rank:
             away = {"parameters", "optimizer"}
             if name == "optimizer":
                 away |= {"gradients", "working"}
-            elif not self._gradients.unreduced:
+            elif not self.unreduced:
                 away |= {"gradients"}
         elif self.policy.offload == "optimizer":
             if self.policy.optimizer.kind == "adamw":
-                parts, host = self._moments_on_host(parts, host)
+                # Always there, with room on the GPU for the buckets that pass through.
+                parts = parts | {"optimizer": self.moments_in_transit()}
+                host += self.optimizer_state()
             elif name != "optimizer":
                 away = {"optimizer"}
         return PhaseMemory(
@@ -213,45 +193,10 @@ class _Rank:
             host=(host + sum(size for part, size in parts.items() if part in away)) / GIB,
         )
 
-    def _moments_on_host(self, parts: _Parts, host: float) -> tuple[_Parts, float]:
-        """Always, with room on the GPU for the buckets that pass through."""
-        trained = self._trained.total / self._gradients.shards
-        transit = transit_bytes(self.policy.optimizer.moments, trained)
-        return parts | {"optimizer": transit}, host + self._state()
-
     def _largest(self, name: str, moments: Iterable[_Parts], host: float = 0.0) -> PhaseMemory:
-        always = {"parameters": self._masters(), "optimizer": self._state()}
+        always = {"parameters": self._masters(), "optimizer": self.optimizer_state()}
         phases = [self._phase(name, always | parts, host) for parts in moments]
         return max(phases, key=lambda phase: phase.total)
-
-    @property
-    def _gradients(self) -> GradientMemory:
-        return GradientMemory(
-            trained=self._trained,
-            policy=self.policy,
-            sizes=self.sizes,
-            num_micro_batches=self.num_micro_batches,
-        )
-
-    @property
-    def _parameters(self) -> RankParameters:
-        return rank_parameters(
-            self.shape,
-            self.policy,
-            self.sizes.tp,
-            self.pipeline_rank,
-            scalar_head=self.role.scalar_head,
-        )
-
-    @property
-    def _trained(self) -> RankParameters:
-        return trained_parameters(
-            self.shape,
-            self.policy.lora,
-            self._parameters,
-            trains=self.role.trains,
-            scalar_head=self.role.scalar_head,
-        )
 
     @property
     def _tokens(self) -> float:
@@ -259,12 +204,8 @@ class _Rank:
         return self.policy.micro_batch_tokens / self.sizes.cp
 
     @property
-    def _has_head(self) -> bool:
-        return self.pipeline_rank == self.sizes.pp - 1
-
-    @property
     def _has_logits(self) -> bool:
-        return self._has_head and not self.role.scalar_head
+        return self.has_head and not self.role.scalar_head
 
     @property
     def _row_bytes(self) -> int:
@@ -274,20 +215,17 @@ class _Rank:
     def _masters(self) -> float:
         """Float32 parameters, sharded; a reference model of its own has as many."""
         copies = 2 if self.role.with_reference and not self.policy.lora.rank else 1
-        return FLOAT32 * self._parameters.total / self._gradients.shards * copies
-
-    def _state(self) -> float:
-        return state_bytes(self.policy.optimizer, self._trained) / self._gradients.shards
+        return FLOAT32 * self.parameters.total / self.shards * copies
 
     def _gathered(self, num_layers: int, *, whole: bool) -> float:
         """Parameters in compute format.
 
-        FSDP holds the root unit (in float32 with ``float32_head``) and ``num_layers``: two within
-        layers, the one in use and the next; one at the head, the last. Or all, where they stay
-        ``whole``. DDP gathers nothing, but autocast keeps the copies that it makes.
+        FSDP holds the root unit and ``num_layers``: two within layers (the one in use and the
+        next), one at the head; or all, where they stay ``whole``. DDP gathers nothing, but autocast
+        keeps copies.
         """
-        s, parameters = BYTES[self.policy.dtype], self._parameters
-        if self._gradients.ddp:
+        s, parameters = BYTES[self.policy.dtype], self.parameters
+        if self.ddp:
             return 0.0 if self.policy.dtype == "float32" else s * parameters.total
         layers = parameters.matrices + parameters.norms
         held = layers if whole else min(num_layers * parameters.layer, layers)
@@ -295,5 +233,4 @@ class _Rank:
 
     @property
     def _head_sizes(self) -> tuple[ModelShape, PolicyConfig, float, int]:
-        """What formulas of the logits take."""
         return self.shape, self.policy, self._tokens, self.sizes.tp

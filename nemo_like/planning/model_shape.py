@@ -18,9 +18,7 @@ _ALIASES = {
 }
 GIB = 2**30
 FLOAT32 = 4
-"""Bytes of a float32 number."""
 BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
-"""Bytes of a number in compute."""
 KV_BLOCK_TOKENS = 32
 """Tokens of a block of vLLM's KV cache: ours on the CPU; a multiple of those on GPUs."""
 MOST_SEQUENCES = 1024
@@ -44,7 +42,6 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Numbers in all queries of a token."""
         return self.heads * self.head_dim
 
     @property
@@ -60,20 +57,16 @@ class ModelShape:
 
     @property
     def layer_norms(self) -> int:
-        """Parameters of one layer's two norms."""
         return 2 * self.hidden
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * (self.layer_matrices + self.layer_norms) + tables + self.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What a model is for, as far as memory depends on it."""
-
     trains: bool = True
     """False: it only answers, as a teacher does."""
     scalar_head: bool = False
@@ -85,10 +78,7 @@ class Role:
 
 
 def read_settings(model_folder: Path) -> dict[str, Any]:
-    """config.json of ``model_folder``; of a multimodal model, its part about text.
-
-    Raises UserError if it is not a JSON object.
-    """
+    """config.json, or its part about text; UserError if it is no JSON object."""
     path = model_folder / CONFIG
     settings = read_object(path)
     of_text = settings.get("text_config") or {}
@@ -106,10 +96,7 @@ def number(settings: dict[str, Any], key: str) -> int | None:
 
 
 def read_model_shape(model_folder: Path) -> ModelShape:
-    """The shape of the model in ``model_folder``.
-
-    Raises UserError for one whose size config.json does not give, or that has experts.
-    """
+    """UserError for a model whose size config.json does not give, or that has experts."""
     settings = read_settings(model_folder)
     if experts := [key for key in _EXPERT_KEYS if (number(settings, key) or 0) > 1]:
         raise UserError(
@@ -142,10 +129,9 @@ def read_model_shape(model_folder: Path) -> ModelShape:
 def attention_tokens(model_folder: Path) -> int:
     """Row length at which a model's attention costs as much as its products with weights.
 
-    In each layer a token takes a multiply-add with each weight that it meets. With k tokens in view
-    it takes 2 q k more in attention, q numbers in all queries: q k for the scores, q k for their
-    use. In a causal row of n tokens k is n / 2 on average, so attention takes q n a token. Of
-    experts, a token meets those that it is sent to.
+    A token takes a multiply-add with each weight that it meets (of experts, those that it is sent
+    to), and with k tokens in view 2 q k more in attention, q numbers in all queries. In a causal
+    row of n tokens k is n / 2 on average, so attention takes q n a token.
     """
     settings = read_settings(model_folder)
     hidden, heads = number(settings, "hidden_size"), number(settings, "num_attention_heads")

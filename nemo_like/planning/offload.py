@@ -26,9 +26,7 @@ class Others:
     """Bytes that engines and other models take of the GPU of a model's rank."""
 
     training: float = 0.0
-    """While the model trains."""
     sampling: float = 0.0
-    """While engines sample."""
     is_known: bool = True
     """False: an engine takes what it measures, or the formulas do not cover a model."""
 
@@ -71,12 +69,9 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a rank keeps its optimizer's state."""
-
     offload: Offload
     """Never ``auto``."""
     reason: str = ""
-    """Why, where ``auto`` chose."""
     host_bytes: float = 0.0
     """What the rank takes of its host's memory, where that is known."""
     too_small: bool = False
@@ -86,7 +81,6 @@ class Placement:
 def memory_needs(
     shape: ModelShape, policy: PolicyConfig, num_ranks: int, role: Role, others: Others
 ) -> MemoryNeeds:
-    """What ``choose`` decides by."""
     away = "all" if policy.offload == "all" else "optimizer"
     kept, moved = (
         _phases(shape, policy.replace(offload=where), num_ranks, role) for where in ("none", away)
@@ -122,7 +116,6 @@ def choose(policy: PolicyConfig, of_rank: MemoryNeeds | None, gpu_bytes: float) 
 
 
 def auto_line(policy: PolicyConfig, of_model: MemoryNeeds, ranks_per_node: int) -> str:
-    """What ``auto`` will do, by the size of the GPU."""
     resident, moved = of_model.resident / GIB, of_model.offloaded / GIB
     if not _can_offload(policy):
         return f"none, as with DDP; a GPU of {resident:.1f} GiB holds everything"
@@ -140,7 +133,6 @@ def _can_offload(policy: PolicyConfig) -> bool:
 def _phases(
     shape: ModelShape, policy: PolicyConfig, num_ranks: int, role: Role
 ) -> "list[tuple[PhaseMemory, ...]]":
-    """Of each pipeline rank."""
     from nemo_like.planning.memory import predict_memory
 
     return [

@@ -1,13 +1,15 @@
 """How many of a model's parameters one pipeline and tensor-parallel rank has, and its optimizer."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimizer import Moments, OptimizerConfig
+from nemo_like.config.optimizer import Moments
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.planning.layout import layer_range, num_stages
-from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape
+from nemo_like.planning.activations import head_bytes
+from nemo_like.planning.layout import ParallelSizes, layer_range, num_stages
+from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape, Role
 
 BLOCK = 256
 """Numbers that share a float32 scale: of a row with ``moments=int8``, of a shard in torchao."""
@@ -25,9 +27,7 @@ class RankParameters:
     """Parameters that one rank computes with, before sharding, in numbers of parameters."""
 
     matrices: float
-    """In matrices of layers."""
     norms: float
-    """In norms of layers."""
     root: float
     """Embedding, final norm and output head, as far as the rank has them."""
     table: float
@@ -35,62 +35,10 @@ class RankParameters:
     layer: float
     """One layer: the unit that FSDP gathers."""
     adapters: float = 0.0
-    """In adapters of layers."""
 
     @property
     def total(self) -> float:
-        """All of them."""
         return self.matrices + self.norms + self.adapters + self.root
-
-
-def rank_parameters(
-    shape: ModelShape, policy: PolicyConfig, tp: int, pipeline_rank: int, *, scalar_head: bool
-) -> RankParameters:
-    """A stage has its layers; the first also the embedding, the last also norm and head.
-
-    Tensor-parallel ranks split matrices and, where the vocabulary divides, embedding and head;
-    norms are whole. A tied matrix exists on the first and on the last stage. A scalar head is one
-    row in place of the output head. Raises UserError for adapters of matrices of other names.
-    """
-    size, stages = policy.parallel.pipeline_parallel_size, num_stages(policy.parallel)
-    layers = sum(
-        len(layer_range(shape.layers, stages, stage))
-        for stage in range(pipeline_rank, stages, size)
-    )
-    table = shape.vocab * shape.hidden / (tp if shape.vocab % tp == 0 else 1)
-    first, last = pipeline_rank == 0, pipeline_rank == size - 1
-    tables = int(first) + int(last and not (shape.tied and first) and not scalar_head)
-    adapters = layer_adapters(shape, policy.lora)
-    return RankParameters(
-        matrices=layers * shape.layer_matrices / tp,
-        norms=layers * shape.layer_norms,
-        root=tables * table + shape.hidden * ((1 + scalar_head) if last else 0),
-        table=0.0 if scalar_head else table,
-        layer=shape.layer_matrices / tp + shape.layer_norms + adapters,
-        adapters=layers * adapters,
-    )
-
-
-def trained_parameters(
-    shape: ModelShape,
-    lora: LoraConfig,
-    parameters: RankParameters,
-    *,
-    trains: bool,
-    scalar_head: bool,
-) -> RankParameters:
-    """Those of a rank's ``parameters`` that have gradients and optimizer state: all, none, or
-    adapters and a scalar head."""
-    if trains and not lora.rank:
-        return parameters
-    return RankParameters(
-        matrices=0.0,
-        norms=0.0,
-        root=shape.hidden * float(trains and scalar_head),
-        table=0.0,
-        layer=layer_adapters(shape, lora) * trains,
-        adapters=parameters.adapters * trains,
-    )
 
 
 def layer_adapters(shape: ModelShape, lora: LoraConfig) -> float:
@@ -117,55 +65,183 @@ def moments_bytes(moments: Moments, in_matrices: float, in_vectors: float) -> fl
     return _BOTH_MOMENTS[moments] * in_matrices + of_vectors * in_vectors
 
 
-def transit_bytes(moments: Moments, num_parameters: float) -> float:
-    """GPU memory of the buckets that moments in host memory pass through."""
-    return _BOTH_MOMENTS[moments] * min(NUM_SLOTS * BUCKET_NUMBERS, num_parameters)
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank of a model in a layout: its parameters, optimizer and gradients; methods give bytes.
 
-
-def state_bytes(optimizer: OptimizerConfig, parameters: RankParameters) -> float:
-    """Bytes of optimizer state, before sharding.
-
-    adamw: two moments; sgd: momentum; muon: momentum for matrices of layers, two moments
-    for all else; adamw8bit: two moments of a byte with their scales; adafactor: sums over rows and
-    columns, taken as nothing.
+    Tensor-parallel ranks split matrices and, where the vocabulary divides, embedding and head;
+    norms are whole. A tied matrix exists on the first and on the last stage.
     """
-    match optimizer.kind:
-        case "adamw":
-            in_matrices = parameters.total - parameters.norms
-            return moments_bytes(optimizer.moments, in_matrices, parameters.norms)
-        case "sgd":
-            return FLOAT32 * parameters.total if optimizer.momentum > 0 else 0.0
-        case "muon":
-            rest = parameters.total - parameters.matrices - parameters.norms
-            momentum = FLOAT32 * parameters.matrices
-            return momentum + moments_bytes(optimizer.moments, rest, parameters.norms)
-        case "adamw8bit":
-            return 2 * _8BIT_MOMENT * parameters.total
-        case "adafactor":
+
+    shape: ModelShape
+    policy: PolicyConfig
+    sizes: ParallelSizes
+    pipeline_rank: int
+    num_micro_batches: int
+    role: Role
+
+    @cached_property
+    def parameters(self) -> RankParameters:
+        """UserError for adapters of matrices of other names."""
+        shape, parallel, tp = self.shape, self.policy.parallel, self.sizes.tp
+        size, stages = parallel.pipeline_parallel_size, num_stages(parallel)
+        mine = range(self.pipeline_rank, stages, size)
+        layers = sum(len(layer_range(shape.layers, stages, stage)) for stage in mine)
+        table = shape.vocab * shape.hidden / (tp if shape.vocab % tp == 0 else 1)
+        first, last, scalar = self.pipeline_rank == 0, self.has_head, self.role.scalar_head
+        tables = int(first) + int(last and not (shape.tied and first) and not scalar)
+        adapters = layer_adapters(shape, self.policy.lora)
+        return RankParameters(
+            matrices=layers * shape.layer_matrices / tp,
+            norms=layers * shape.layer_norms,
+            root=tables * table + shape.hidden * ((1 + scalar) if last else 0),
+            table=0.0 if scalar else table,
+            layer=shape.layer_matrices / tp + shape.layer_norms + adapters,
+            adapters=layers * adapters,
+        )
+
+    @cached_property
+    def trained(self) -> RankParameters:
+        """Those with gradients and optimizer state: all, none, or adapters and a scalar head."""
+        trains, lora = self.role.trains, self.policy.lora
+        if trains and not lora.rank:
+            return self.parameters
+        return RankParameters(
+            matrices=0.0,
+            norms=0.0,
+            root=self.shape.hidden * float(trains and self.role.scalar_head),
+            table=0.0,
+            layer=layer_adapters(self.shape, lora) * trains,
+            adapters=self.parameters.adapters * trains,
+        )
+
+    @property
+    def has_head(self) -> bool:
+        return self.pipeline_rank == self.sizes.pp - 1
+
+    def optimizer_state(self) -> float:
+        """Sharded.
+
+        muon: momentum for matrices of layers, two moments for all else; adamw8bit: two moments of a
+        byte with their scales; adafactor: sums over rows and columns, taken as nothing.
+        """
+        optimizer, trained = self.policy.optimizer, self.trained
+        match optimizer.kind:
+            case "adamw":
+                in_matrices = trained.total - trained.norms
+                size = moments_bytes(optimizer.moments, in_matrices, trained.norms)
+            case "sgd":
+                size = FLOAT32 * trained.total if optimizer.momentum > 0 else 0.0
+            case "muon":
+                rest = trained.total - trained.matrices - trained.norms
+                size = FLOAT32 * trained.matrices
+                size += moments_bytes(optimizer.moments, rest, trained.norms)
+            case "adamw8bit":
+                size = 2 * _8BIT_MOMENT * trained.total
+            case "adafactor":
+                size = 0.0
+        return size / self.shards
+
+    def moments_in_transit(self) -> float:
+        """GPU memory of the buckets that moments in host memory pass through."""
+        numbers = min(NUM_SLOTS * BUCKET_NUMBERS, self.trained.total / self.shards)
+        return _BOTH_MOMENTS[self.policy.optimizer.moments] * numbers
+
+    def update(self) -> float:
+        """What the update itself needs.
+
+        AdamW works in place, or on one bucket of unpacked moments and what rounding them takes. sgd
+        adds decay to a copy of the gradients. Muon and Adafactor gather one matrix at a time: Muon
+        one of a layer, float32 with its gradient and three 16-bit factors of Newton-Schulz;
+        Adafactor the embedding at most, or an adapter's larger matrix, with gradient and update.
+        """
+        shape, optimizer = self.shape, self.policy.optimizer
+        matrix, mine = shape.hidden * shape.intermediate, self.trained.total / self.shards
+        match optimizer.kind:
+            case "sgd" if optimizer.weight_decay > 0:
+                return FLOAT32 * mine
+            case "muon":
+                return (2 * FLOAT32 + 3 * BYTES["bfloat16"]) * matrix
+            case "adafactor":
+                widest = max(shape.hidden, shape.intermediate, shape.query_width)
+                whole = max(matrix, shape.vocab * shape.hidden)
+                return 3 * FLOAT32 * (self.policy.lora.rank * widest or whole)
+            case "adamw" if optimizer.moments != "float32":
+                return 4 * FLOAT32 * min(BUCKET_NUMBERS, mine)
+            case _:
+                return 0.0
+
+    @property
+    def ddp(self) -> bool:
+        return self.policy.parallel.data_parallel == "ddp"
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether parameters stay gathered, and gradients unreduced, until the step's last pass.
+
+        A pipeline's do so too: torch reduces on the last micro-batch only.
+        """
+        stays = not self.policy.parallel.reshard_after_forward or self.sizes.pp > 1
+        return stays and not self.ddp
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients of earlier micro-batches are whole; a single one's are reduced."""
+        return self.whole_step and self.num_micro_batches > 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which FSDP shards: context-parallel ones have the same parameters."""
+        return self.sizes.shard * self.sizes.cp
+
+    def gradients(self) -> float:
+        """Float32, of all that train: sharded like parameters, whole until they are reduced.
+
+        DDP has them in its buckets, local SGD beside them.
+        """
+        whole = FLOAT32 * self.trained.total
+        if not self.ddp:
+            return whole if self.unreduced else whole / self.shards
+        return self.buckets() or whole
+
+    def earlier_gradients(self) -> float:
+        """Gradients that exist before a micro-batch's backward pass."""
+        return self.gradients() if self.num_micro_batches > 1 else self.buckets()
+
+    def gradients_before_first_layer(self) -> float:
+        """All that exist in the backward pass of the first layer; those of the others are sent."""
+        if self.num_micro_batches > 1 or self.ddp:
+            return self.gradients()
+        others = self.trained.total - self.trained.root - self.trained.layer
+        return FLOAT32 * max(others, 0.0) / self.shards
+
+    def buckets(self) -> float:
+        """What DDP holds all the time; PowerSGD's errors are as large again.
+
+        Local SGD and a single copy have no buckets.
+        """
+        ddp = self.policy.parallel.ddp
+        if not self.ddp or self.sizes.replicate == 1 or ddp.average_every_steps > 1:
             return 0.0
+        errors = ddp.compression == "powersgd"
+        return FLOAT32 * self.trained.total * (1 + errors)
 
-
-def update_bytes(
-    shape: ModelShape, policy: PolicyConfig, parameters: RankParameters, shards: int
-) -> float:
-    """Bytes that the update itself needs.
-
-    AdamW works in place, or on one bucket of unpacked moments and what rounding them takes. sgd
-    adds decay to a copy of the gradients. Muon and Adafactor gather one matrix at a time: Muon one
-    of a layer, float32 with its gradient and three 16-bit factors of Newton-Schulz; Adafactor the
-    embedding at most, or an adapter's larger matrix, with gradient and update.
-    """
-    optimizer, matrix = policy.optimizer, shape.hidden * shape.intermediate
-    match optimizer.kind:
-        case "sgd" if optimizer.weight_decay > 0:
-            return FLOAT32 * parameters.total / shards
-        case "muon":
-            return (2 * FLOAT32 + 3 * BYTES["bfloat16"]) * matrix
-        case "adafactor":
-            widest = max(shape.hidden, shape.intermediate, shape.query_width)
-            whole = max(matrix, shape.vocab * shape.hidden)
-            return 3 * FLOAT32 * (policy.lora.rank * widest or whole)
-        case "adamw" if optimizer.moments != "float32":
-            return 4 * FLOAT32 * min(BUCKET_NUMBERS, parameters.total / shards)
-        case _:
+    def sent_layer(self) -> float:
+        """Gradients of an FSDP unit on their way: as computed, and a float32 copy to reduce."""
+        if self.ddp:
             return 0.0
+        copy = 0 if self.unreduced else FLOAT32
+        return (BYTES[self.policy.dtype] + copy) * self.trained.layer
+
+    def sent_root(self) -> float:
+        """As for a layer, or once they are reduced: the copy, and the result if it is added up.
+
+        A single shard is its own result; torch (2.11) divides it into one more copy.
+        """
+        if self.ddp:
+            return 0.0
+        root, alone = self.trained.root, self.shards == 1
+        if self.unreduced and not alone:
+            return head_bytes(self.policy) * root
+        result = (self.num_micro_batches > 1 and not self.unreduced) / self.shards
+        return max(head_bytes(self.policy) + FLOAT32, FLOAT32 * (1 + alone + result)) * root

@@ -26,7 +26,6 @@ class ResourcePlan:
     bundle_resources: dict[str, float]
     """What each bundle takes: one GPU with its CPUs, or CPUs."""
     policy: tuple[int, ...]
-    """Bundle of each policy rank."""
     critic: tuple[int, ...] = ()
     """Bundle of each critic rank, where the critic does not share the policy's."""
     generation: tuple[tuple[int, ...], ...]
@@ -35,11 +34,9 @@ class ResourcePlan:
 
     @property
     def num_bundles(self) -> int:
-        """Bundles of all nodes."""
         return sum(self.bundles_per_node)
 
     def node_of(self, bundle: int) -> int:
-        """Index of the node that holds ``bundle``."""
         return bundle // self.bundles_per_node[0]  # all nodes have the same number
 
     @property
@@ -55,19 +52,15 @@ class ResourcePlan:
 
     @property
     def colocated(self) -> bool:
-        """True where policy and generation share bundles."""
         return self.generation[0][0] in self.policy
 
     @property
     def uses_gpus(self) -> bool:
-        """True where a bundle is a GPU."""
         return "GPU" in self.bundle_resources
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeResources:
-    """What one alive node of the Ray cluster has."""
-
     node_id: str
     address: str
     resources: Mapping[str, float]
@@ -80,8 +73,6 @@ def plan_resources(
     num_critic_workers: int | None = None,
 ) -> ResourcePlan:
     """Split the configured bundles between policy, generation and critic, in this order.
-
-    Raises UserError for sizes that do not divide, naming the keys and valid values.
 
     >>> plan_resources(ClusterConfig(gpus_per_node=4, num_generation_workers=2), 2).generation
     ((2, 3),)
@@ -165,10 +156,7 @@ def _critic_workers(count: int | None, num_bundles: int) -> int:
 
 
 def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:
-    """The configured transport, or the one that fits the placement.
-
-    Raises UserError for one that can't work there.
-    """
+    """The configured transport, or the one that fits; UserError for one that can't work there."""
     if plan.colocated:
         if config.transport == "broadcast" and plan.uses_gpus:
             raise UserError(
@@ -202,10 +190,7 @@ def _check_replicas(engines: Sequence[int], per_node: int, size: int) -> None:
 
 
 def check_fits(plan: ResourcePlan, nodes: Sequence[NodeResources]) -> None:
-    """Refuse a plan that the cluster could not hold even when idle; a node counts once.
-
-    Raises UserError with what is wanted and what each node has.
-    """
+    """UserError for a plan that the cluster could not hold even when idle; a node counts once."""
     wanted = len(plan.bundles_per_node)
     fitting = sum(
         all(

@@ -1,8 +1,8 @@
 """Predicted seconds of a step by phase on H100s or H200s, and what bounds each: arithmetic.
 
 Rates are those that ``benchmarks/results/grpo-h200.jsonl`` and ``training-h100.jsonl`` measured for
-models of 1.5 B parameters and more; smaller ones keep a GPU less busy and train slower than this.
-Every completion is taken to be as long as it may be; prompts, scoring and a critic are left out.
+models of 1.5 B parameters and more; smaller ones train slower. Completions are taken to be as long
+as they may be; prompts, scoring and a critic are left out.
 """
 
 import math
@@ -32,8 +32,6 @@ OFFLOAD_BYTES_PER_S = 42e9
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """One phase of a step."""
-
     name: str
     seconds: float
     bound_by: str
@@ -42,7 +40,6 @@ class PhaseTime:
 def predict_step(
     config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan
 ) -> list[PhaseTime]:
-    """Phases of one step with one pass over its batch, in their order."""
     policy, tokens = config.policy, config.rows_per_step * config.generation.max_new_tokens
     size = BYTES[policy.dtype]
     refit = shape.num_parameters * size / REFIT_BYTES_PER_S

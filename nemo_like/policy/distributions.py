@@ -8,7 +8,7 @@ sum_k g_k (onehot(id_k) - p) by z. Chunks, and ranks that hold slices of the voc
 of ``logprobs.py``; only maxima, sums and the K logprobs travel.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch.nn.functional import pad
 
 from nemo_like.policy.head import Head, HeadCall, multiply
 from nemo_like.policy.parallel.collectives import gather_columns
+
+if TYPE_CHECKING:
+    from nemo_like.policy.model import ForwardRequest
 
 
 def logprobs_at(
@@ -32,9 +35,8 @@ def logprobs_at(
 ) -> tuple[Tensor, Tensor | None]:
     """log p(id | hidden) at ``temperature`` of K ids for each token, each of the whole vocabulary.
 
-    ``hidden`` [M, H], ``ids`` int64 [M, K] -> float32 [M, K] with gradient; an id may come twice.
-    Second: the entropies [M], without gradient, if they are wanted. Precision and ranks are as in
-    ``token_logprobs``.
+    ``hidden`` [M, H], ``ids`` int64 [M, K] -> float32 [M, K] with gradient; and the entropies [M],
+    without gradient, if they are wanted. Precision and ranks are as in ``token_logprobs``.
     """
     call = HeadCall.of(head, temperature, chunk_tokens, with_entropy=with_entropy)
     return _LogprobsAt.apply(  # pyright: ignore[reportReturnType]
@@ -78,6 +80,27 @@ def _top_of_chunk(
             best, at = best.topk(k)
             ids = ids.gather(1, at)
     return best - normalizer[:, None], ids
+
+
+def several(at: Tensor, head: Head, request: "ForwardRequest", chunk_tokens: int) -> Tensor:
+    """Float32 [2 K or 2 + K, M]: of the most likely tokens, or of each token and given ids."""
+    options: dict[str, Any] = {"temperature": request.temperature, "chunk_tokens": chunk_tokens}
+    if request.top_k:
+        common = head if request.vocabulary is None else head.below(request.vocabulary)
+        logprobs, ids = top_logprobs(at, common, request.top_k, **options)
+        return torch.cat([logprobs.t(), ids.t().to(logprobs.dtype)])
+    assert request.ids is not None
+    own_ids, with_entropy = request.inputs.target_ids[:, None], request.with_entropy
+    if request.vocabulary is None:
+        ids = torch.cat([own_ids, request.ids], dim=1)
+        logprobs, entropy = logprobs_at(at, ids, head, with_entropy=with_entropy, **options)
+        own, others = logprobs[:, :1], logprobs[:, 1:]
+    else:  # the token itself was sampled from all of the vocabulary
+        detached = at.detach()
+        own, entropy = logprobs_at(detached, own_ids, head, with_entropy=with_entropy, **options)
+        others, _ = logprobs_at(at, request.ids, head.below(request.vocabulary), **options)
+    entropies = own.detach().t() * 0 if entropy is None else entropy[None]
+    return torch.cat([own.t(), entropies, others.t()])
 
 
 class _LogprobsAt(Function):

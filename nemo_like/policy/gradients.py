@@ -1,10 +1,11 @@
-"""The gradients of all ranks as one vector: its norm, clipping it, and where it is not finite.
+"""The gradients of all ranks as one vector: completing it, its norm, clipping it, its scale.
 
 Gradients are plain tensors, equal on all ranks, or DTensors under any mesh: FSDP2 shards, copies of
 shards (hybrid sharding), tensor-parallel shards, and both at once.
 """
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from nemo_like.errors import RunError
+from nemo_like.observe.metrics import Metrics
 from nemo_like.policy.parallel.full_tensors import local_part
+from nemo_like.policy.parallel.mesh import PolicyMesh
 
 # Keeps the clipping factor finite; the number is that of torch.nn.utils.clip_grad_norm_.
 _EPS = 1e-6
@@ -24,7 +27,6 @@ _Axes = tuple[tuple[DeviceMesh, int], ...]
 
 
 def forget_gradients(named_parameters: Mapping[str, Parameter]) -> None:
-    """After a step, or what only looked like one."""
     for parameter in named_parameters.values():
         parameter.grad = None
 
@@ -38,9 +40,9 @@ def gradient_norm(
 ) -> Tensor:
     """L2 norm of the global gradient, float32 [], equal on all ranks; collective.
 
-    A shard counts once, however many ranks hold a copy. ``pipeline_group`` joins stages, whose
-    parameters differ; names in ``counted_elsewhere`` are copies of a parameter that another stage
-    counts (a tied embedding). All ranks of a stage pass the same names in the same order.
+    A shard counts once, however many ranks hold a copy. ``pipeline_group`` joins stages;
+    ``counted_elsewhere``: copies of a parameter that another stage counts (a tied embedding).
+    All ranks of a stage pass the same names in the same order.
     """
     shards: dict[_Axes, list[Tensor]] = {}
     for name, parameter in named_parameters.items():
@@ -79,9 +81,7 @@ def clip_gradients(
 ) -> None:
     """Scale gradients in place to a global norm of at most ``max_norm``, and by 1 / ``grad_scale``.
 
-    ``norm`` is that of the gradients after division by ``grad_scale``. It is read on the host, as
-    the caller had to in order to refuse one that is not finite; so a step below ``max_norm``
-    touches no gradient.
+    ``norm`` is that of the gradients after division by ``grad_scale``.
     """
     factor = 1.0
     if max_norm is not None:
@@ -94,7 +94,7 @@ def clip_gradients(
 
 @torch.no_grad()
 def non_finite_gradients(named_parameters: Mapping[str, Parameter]) -> list[str]:
-    """Names of parameters whose gradient has a NaN or infinity in this rank's shard."""
+    """Names of parameters with a NaN or infinity in this rank's shard of the gradient."""
     return [
         name
         for name, parameter in named_parameters.items()
@@ -105,7 +105,6 @@ def non_finite_gradients(named_parameters: Mapping[str, Parameter]) -> list[str]
 def explain_non_finite(
     norm: Tensor, named_parameters: Mapping[str, Parameter], rank: int, remedy: str
 ) -> RunError:
-    """The error to raise for a norm that is not finite; ``remedy`` is a sentence."""
     names = non_finite_gradients(named_parameters)
     if names:
         where = f"rank {rank}: {len(names)} parameters, first {', '.join(names[:_NUM_NAMED])}"
@@ -137,3 +136,94 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
         filled, 2, dtype=torch.float32
     )
     return torch.stack(norms).square().sum()
+
+
+_LEAST = 1.0
+
+
+class LossScale:
+    """The factor on the loss that keeps small gradients above float16's least number.
+
+    Section 3.2 of Micikevicius et al., arXiv:1710.03740: halved at each overflow, whose step is
+    skipped, and doubled after ``growth_steps`` steps in a row without one.
+
+    >>> scale = LossScale(8.0, growth_steps=2)
+    >>> for overflowed in (True, False, False, False):
+    ...     scale.update(overflowed)
+    >>> scale.factor, scale.skipped_steps
+    (8.0, 1)
+    """
+
+    def __init__(self, initial: float, growth_steps: int = 200) -> None:
+        self.factor = initial
+        self._growth_steps = growth_steps
+        self.skipped_steps = 0
+        self._good_steps = 0
+
+    def update(self, overflowed: bool) -> None:
+        """Take note of a step, as all ranks do; RunError for an overflow at the least factor."""
+        if not overflowed:
+            self._good_steps += 1
+            if self._good_steps == self._growth_steps:
+                self.factor *= 2
+                self._good_steps = 0
+            return
+        if self.factor <= _LEAST:
+            raise RunError(
+                "Gradients overflow float16 without any loss scale, so every further step would be "
+                "skipped; set policy.dtype=bfloat16 or lower policy.optimizer.lr."
+            )
+        self.factor = max(self.factor / 2, _LEAST)
+        self.skipped_steps += 1
+        self._good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "factor": self.factor,
+            "good_steps": self._good_steps,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.factor = state["factor"]
+        self._good_steps = int(state["good_steps"])
+        self.skipped_steps = int(state["skipped_steps"])
+
+
+def any_bad_loss(parts: Sequence[Metrics], device: torch.device) -> bool:
+    """Whether any rank's loss is not finite, which no loss scale could cause; collective."""
+    losses = [float(part["train/loss"].value) for part in parts if "train/loss" in part]
+    bad = torch.tensor(float(not all(map(math.isfinite, losses))), device=device)
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    return bool(bad)
+
+
+class SharedParameters:
+    """Full parameters that a rank shares with tensor-parallel ranks or the pipeline's far end.
+
+    ``partial`` see a share of the heads or positions (see tensor_parallel.py); ``ties``: output
+    head -> embedding, of which the last stage has one and the first the other.
+    """
+
+    def __init__(
+        self,
+        mesh: PolicyMesh,
+        parameters: Mapping[str, Parameter],
+        partial: Collection[str],
+        ties: Mapping[str, str],
+    ) -> None:
+        self._tp = mesh.group("tp")
+        self._partial = [parameters[name] for name in sorted(partial)]
+        self._ends = mesh.first_and_last_stage
+        at_ends = (*ties, *ties.values()) if self._ends is not None else ()
+        tied = [name for name in at_ends if name in parameters]
+        self._tied = [parameters[name] for name in tied]
+        self.counted_elsewhere = frozenset(tied if mesh.coordinate("pp") > 0 else ())
+        """Copies that the first stage counts in the gradient norm."""
+
+    def complete_gradients(self) -> None:
+        """Sum the gradients of shared parameters over the ranks that share them; collective."""
+        for parameters, group in ((self._partial, self._tp), (self._tied, self._ends)):
+            for parameter in parameters if group is not None else ():
+                assert parameter.grad is not None
+                dist.all_reduce(local_part(parameter.grad), group=group)

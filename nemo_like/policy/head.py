@@ -19,9 +19,8 @@ class Head:
     """An output head: logits = cap(scale * (hidden @ weight.T + bias))."""
 
     weight: Tensor
-    """[V, H], plain local tensor."""
+    """[V, H], local."""
     bias: Tensor | None = None
-    """[V]."""
     scale: float = 1.0
     """What the architecture multiplies logits by (Cohere; 1 / divisor for Granite)."""
     softcap: float | None = None
@@ -29,17 +28,15 @@ class Head:
     float32: bool = False
     """Multiply in float32, in the backward pass too."""
     first_token_id: int = 0
-    """Vocabulary id of the first row of ``weight``."""
     group: dist.ProcessGroup | None = None
-    """Ranks that hold the other slices, of any sizes above 0. None: ``weight`` is the whole."""
+    """Ranks that hold the other slices, of any sizes above 0. None: ``weight`` is all."""
     widest: int | None = None
     """Rows of the largest slice. None: all have as many."""
 
     def below(self, end: int) -> "Head":
         """The head over the ids below ``end`` alone, of which every rank must have one.
 
-        Its distributions are this one's with the other logits at -infinity: renormalised over what
-        is left, exactly.
+        Its distributions are this one's with the other logits at -infinity, exactly.
         """
         rows = min(end - self.first_token_id, len(self.weight))
         assert rows > 0, (end, self.first_token_id)
@@ -58,10 +55,7 @@ class Transform:
     limit: float | None
 
     def apply_(self, products: Tensor, bias: Tensor | None) -> Tensor:
-        """In place, but for compiled code, which would write each step's result to its input.
-
-        There the copy costs nothing: it is fused with what follows.
-        """
+        """In place, but for compiled code, where the copy is fused with what follows."""
         if torch.compiler.is_compiling():
             products = products.clone()
         if bias is not None:
@@ -92,7 +86,6 @@ class HeadCall:
 
     @classmethod
     def of(cls, head: Head, temperature: float, chunk_tokens: int, **options: bool) -> "HeadCall":
-        """``head`` at ``temperature``, ``chunk_tokens`` tokens at a time."""
         limit = None if head.softcap is None else head.softcap / temperature
         return cls(
             transform=Transform(rate=head.scale / temperature, limit=limit),
@@ -104,7 +97,6 @@ class HeadCall:
         )
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Slices of at most ``chunk_tokens``."""
         for start in range(0, num_tokens, self.chunk_tokens):
             yield slice(start, start + self.chunk_tokens)
 

@@ -38,15 +38,13 @@ def token_logprobs(
 
     ``hidden`` [M, H], ``token_ids`` int64 [M] -> float32 [M] each, in nats; the entropy has a
     gradient if ``entropy_trains``. At most two float32 tensors of [chunk_tokens, V] exist at one
-    time, forward and backward (three where a capped head's entropy trains). ``compile`` fuses what
-    follows each matrix product (GPU).
+    time (three where a capped head's entropy trains). ``compile`` fuses what follows each matrix
+    product (GPU). Logits are float32; factors, and the gradient by the logits, stay in 16 bits on a
+    GPU where both have such a dtype and ``head.float32`` is off. Gradients by ``weight`` and
+    ``bias`` are summed over chunks in float32.
 
-    Logits are float32. Factors stay in 16 bits on a GPU where both have the same such dtype and
-    ``head.float32`` is off, and so does the gradient by the logits; all else multiplies in float32.
-    Gradients by ``weight`` and ``bias`` are summed over chunks in float32.
-
-    With ``head.group`` all its ranks call this with the same ``hidden`` and ``token_ids`` and go on
-    in the same way: each gets the whole gradient of ``hidden`` and that of its own slice.
+    All ranks of ``head.group`` call this with the same ``hidden`` and ``token_ids`` and go on in
+    the same way: each gets the whole gradient of ``hidden`` and that of its own slice.
     """
     call = HeadCall.of(
         head,
@@ -144,7 +142,7 @@ def _summarize(
 
 
 def _merge_(sums: Tensor, here: Tensor, group: dist.ProcessGroup | None) -> None:
-    """In place: what ``_summarize`` gave for a slice of the vocabulary -> for the whole of it."""
+    """In place: sums of a slice of the vocabulary -> those of all of it."""
     peak = sums[0].clone()
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
     shift = sums[0] - peak
@@ -165,9 +163,9 @@ def _differentiate(
     transform: Transform,
     dtype: torch.dtype,
 ) -> Tensor:
-    """-p * (pull + spread * log p) * bend [C, V]: the gradient by ``products``.
+    """-p * (pull + spread * log p) * bend [C, V], without the target's own term.
 
-    But for the target's own term. ``spread`` is None where entropies don't train.
+    ``spread`` is None where entropies don't train.
     """
     logits = transform.apply_(products, bias)
     bend = None
@@ -185,7 +183,6 @@ def _differentiate(
 
 @cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function`` fused, once for chunks of all lengths; importing the compiler takes seconds."""
     return torch.compile(function, dynamic=True)
 
 

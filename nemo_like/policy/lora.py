@@ -29,10 +29,7 @@ _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Put adapters beside the configured matrices, in place; all else is frozen but ``score``.
-
-    Raises UserError if a target names nothing that can have one.
-    """
+    """Put adapters beside the configured matrices, in place; all else is frozen but ``score``."""
     inject_adapters(model, config)
     for name, parameter in model.named_parameters():
         if name.startswith("score."):  # a head that begins at 0 can't stay there
@@ -60,7 +57,7 @@ def initialize_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def adapters_off(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within, the models are those that training began with; without adapters, nothing changes."""
+    """Within, the models are those that training began with."""
     layers: list[Any] = [
         each for module in modules for each in module.modules() if hasattr(each, "lora_A")
     ]
@@ -96,7 +93,7 @@ class Adapter:
 
 
 def adapters_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Adapter]:
-    """The adapter of each adapted parameter, by the parameter's name in a model without wrappers.
+    """The adapter of each adapted parameter, by its name in a model without wrappers.
 
     ``tensors``: ``module``'s state, by names without wrappers.
     """

@@ -1,38 +1,85 @@
 """Any Hugging Face causal language model, or some of its layers, as a module that gives logprobs.
 
-Legend: ``N`` tokens of the micro-batch, ``M`` wanted ones, ``H`` hidden width.
+Legend: ``N`` tokens of the micro-batch, ``M`` wanted ones, ``H`` hidden width, ``K`` vocabulary ids
+for each.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nemo_like.policy.distributions import logprobs_at, top_logprobs
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.losses.protocol import Loss, Needs
 from nemo_like.policy.head import Head
+from nemo_like.policy.inputs import ModelInputs
 from nemo_like.policy.logprobs import token_logprobs
-from nemo_like.policy.parallel.collectives import join_parts
 from nemo_like.policy.parallel.full_tensors import local_part
-from nemo_like.policy.requests import ForwardRequest, RequestQueue
 
 # The head is applied here in chunks, so what a model does to its logits after it is applied too.
 _DIVIDES_LOGITS = "logits_scaling"  # Granite
 _MULTIPLIES_LOGITS = "logit_scale"  # Cohere
 _CAPS_LOGITS = "final_logit_softcapping"  # Gemma 2
 
+MicroBatches = Sequence[TensorBatch | None]
+"""None stands for a micro-batch that only other data-parallel ranks have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRequest:
+    """One forward pass; opaque to the wrappers (FSDP, pipeline stages) that it travels through."""
+
+    inputs: ModelInputs
+    temperature: float
+    with_entropy: bool = False
+    entropy_trains: bool = False
+    ids: Tensor | None = None
+    """int64 [M, K]: vocabulary ids whose logprobs are wanted beside the token's own."""
+    top_k: int = 0
+    """Above 0: that many of the most likely tokens are wanted, and nothing else."""
+    vocabulary: int | None = None
+    """Distributions of ``ids`` and ``top_k`` leave out ids from here on, exactly as if their logits
+    were -infinity. None: none."""
+
+    def next_for(self, _: nn.Module) -> "ForwardRequest":
+        """As in a pipeline's ``RequestQueue``: a single pass needs no queue."""
+        return self
+
+
+def forward_requests(
+    inputs: Sequence[ModelInputs],
+    micro_batches: MicroBatches,
+    loss: Loss | None = None,
+    **wanted: Any,
+) -> list[ForwardRequest]:
+    """One pass for each micro-batch, for what ``loss`` needs and the fields that are ``wanted``."""
+    needs = Needs() if loss is None else loss.needs
+    requests = [
+        ForwardRequest(inputs=one, entropy_trains=needs.entropy, **wanted) for one in inputs
+    ]
+    if not (column := needs.ids_column):
+        return requests
+
+    def ids(of: ModelInputs, batch: TensorBatch | None) -> Tensor:
+        # Of an empty micro-batch any will do.
+        return of.target_ids[:, None] if batch is None else batch.tokens[column][of.targets]
+
+    return [
+        replace(one, ids=ids(one.inputs, batch), vocabulary=needs.vocabulary)
+        for one, batch in zip(requests, micro_batches, strict=True)
+    ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
-    """How logprobs are computed from the last hidden states."""
-
     chunk_tokens: int
     """Tokens whose logits exist at one time."""
     float32: bool = False
-    """Multiply in float32."""
     compile: bool = False
-    """Fuse what follows the matrix product."""
 
 
 class LogprobModel(nn.Module):
@@ -40,6 +87,7 @@ class LogprobModel(nn.Module):
 
     One forward matters under FSDP: the output head is gathered and freed with the root module.
     The model runs in eval mode always: dropout would make importance ratios differ from 1.
+    ``is_first``: this stage has the embedding; ``is_last``: the output head.
     """
 
     def __init__(
@@ -54,20 +102,19 @@ class LogprobModel(nn.Module):
         self.causal_lm = causal_lm.eval()
         self.settings = settings
         self.is_first = is_first
-        """Whether this stage has the embedding."""
         self.is_last = is_last
-        """Whether this stage has the output head."""
         self.vocab_group: dist.ProcessGroup | None = None
         """Ranks that hold the other rows of the output head."""
 
-    def forward(self, hidden: Tensor | None, requests: ForwardRequest | RequestQueue) -> Tensor:
+    def forward(self, hidden: Tensor | None, requests: Any) -> Tensor:
         """Hidden states [.., H] of the last layer here; from the last stage, float32 [R, N]:
 
         logprobs and entropies (zeros unless requested), then logprobs of any ``request.ids``; or,
         with ``request.top_k``, K logprobs and K ids (exact in float32 below 2^24). 0 where none
-        is wanted. ``hidden`` comes from the previous stage; the first ignores it.
+        is wanted. ``hidden`` comes from the previous stage; the first ignores it. ``requests``: a
+        ForwardRequest, or a pipeline's queue of them.
         """
-        request = requests.next_for(self)
+        request: ForwardRequest = requests.next_for(self)
         inputs = request.inputs
         forward = dict(inputs.forward)
         if not self.is_first:
@@ -81,6 +128,8 @@ class LogprobModel(nn.Module):
         out = wanted.new_zeros(len(wanted), inputs.num_outputs)
         out = out.index_copy(1, inputs.targets, wanted)
         if inputs.context_group is not None:
+            from nemo_like.policy.parallel.collectives import join_parts
+
             out = join_parts(out, inputs.context_group)
         return out
 
@@ -95,7 +144,9 @@ class LogprobModel(nn.Module):
         with torch.autocast(device, enabled=False):  # it does not look into our own gradient
             at, head = hidden.flatten(0, 1)[inputs.predictors], self._head(hidden.dtype)
             if request.top_k or request.ids is not None:
-                return self._several(at, head, request)
+                from nemo_like.policy.distributions import several
+
+                return several(at, head, request, self.settings.chunk_tokens)
             logprobs, entropy = token_logprobs(
                 at,
                 inputs.target_ids,
@@ -107,29 +158,6 @@ class LogprobModel(nn.Module):
                 compile=self.settings.compile,
             )
         return torch.stack([logprobs, logprobs.detach() * 0 if entropy is None else entropy])
-
-    def _several(self, at: Tensor, head: Head, request: ForwardRequest) -> Tensor:
-        """Float32 [2 K or 2 + K, M]: of the most likely tokens, or of each token and given ids."""
-        chunks = {"temperature": request.temperature, "chunk_tokens": self.settings.chunk_tokens}
-        if request.top_k:
-            common = head if request.vocabulary is None else head.below(request.vocabulary)
-            logprobs, ids = top_logprobs(at, common, request.top_k, **chunks)
-            return torch.cat([logprobs.t(), ids.t().to(logprobs.dtype)])
-        assert request.ids is not None
-        own_ids = request.inputs.target_ids[:, None]
-        if request.vocabulary is None:
-            ids = torch.cat([own_ids, request.ids], dim=1)
-            logprobs, entropy = logprobs_at(
-                at, ids, head, with_entropy=request.with_entropy, **chunks
-            )
-            own, others = logprobs[:, :1].t(), logprobs[:, 1:].t()
-        else:  # the token itself was sampled from all of the vocabulary
-            own, entropy = logprobs_at(
-                at.detach(), own_ids, head, with_entropy=request.with_entropy, **chunks
-            )
-            common = head.below(request.vocabulary)
-            own, others = own.t(), logprobs_at(at, request.ids, common, **chunks)[0].t()
-        return torch.cat([own, own.detach() * 0 if entropy is None else entropy[None], others])
 
     def _head(self, dtype: torch.dtype) -> Head:
         module = self.causal_lm.get_output_embeddings()

@@ -25,9 +25,9 @@ def policy_group(
     on: Sequence[int] = (),
     meter: DriverMeter | None = None,
 ) -> "WorkerGroup[PolicyWorker]":
-    """Ranks without a model as yet; see ``RemoteModel``.
+    """Ranks without a model as yet, named ``role`` in errors and logs.
 
-    ``role`` names them in errors and logs. ``on``: bundles of their own, if not the policy's.
+    ``on``: bundles of their own, if not the policy's.
     """
     bundles = [[cluster.bundles[i]] for i in on or cluster.plan.policy]
     return WorkerGroup(

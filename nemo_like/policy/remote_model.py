@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,17 +18,19 @@ from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.waiting import IMPORTING, gb, num_bytes, writing_folder, written
-from nemo_like.distributed.worker_group import Pending, WorkerGroup
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
+from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.planning.model_shape import Role, attention_tokens, read_model_shape
 from nemo_like.planning.offload import MemoryNeeds, Others, memory_needs
-from nemo_like.policy.parallel.stages import bins_for_pipeline
-from nemo_like.policy.placement import log_placement
+from nemo_like.policy.optim import log_placement
 from nemo_like.policy.trained_rows import add_columns, counts_of, trained
 from nemo_like.policy.trainer_setup import TrainerSetup
 from nemo_like.policy.worker import PolicyWorker, Shard
+
+if TYPE_CHECKING:
+    from nemo_like.distributed.worker_group import Pending, WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +38,11 @@ T = TypeVar("T")
 
 
 class RemoteModel:
-    """The ranks of one model, called as one: policy, critic, reward model or teacher."""
-
     def __init__(
         self,
         config: PolicyConfig,
         cluster_config: ClusterConfig,
-        group: WorkerGroup[PolicyWorker],
+        group: "WorkerGroup[PolicyWorker]",
         *,
         model_path: str,
         max_steps: int,
@@ -55,7 +55,6 @@ class RemoteModel:
         self.config = config
         self.temperature = temperature
         self.weight_version = 0
-        """Optimizer steps taken so far."""
         self.others = Others()
         """What else takes memory of its GPUs; known before ``start``."""
         self._start_timeout_s = cluster_config.start_timeout_s
@@ -77,9 +76,8 @@ class RemoteModel:
         )
 
     def start(self) -> None:
-        """Load the model on every rank, and compile it."""
 
-        def waiting(doing: str) -> WorkerGroup[PolicyWorker]:
+        def waiting(doing: str) -> "WorkerGroup[PolicyWorker]":
             return self.group.waiting(self._start_timeout_s, "start_timeout_s", doing)
 
         path, contexts = self._setup.model_path, self.group.contexts
@@ -138,8 +136,7 @@ class RemoteModel:
     ) -> Metrics:
         """Add column ``policy_logprobs``, and ``reference_logprobs`` if there is a reference.
 
-        With them row columns ``mean_mismatches`` and ``reference_kl``: the sum of the estimate
-        ``kl`` over a row's tokens.
+        Also row columns ``mean_mismatches`` and, summed over a row's tokens, ``reference_kl``.
         """
         plan = self._plan(batch)
         results = self.group.scatter(
@@ -153,11 +150,8 @@ class RemoteModel:
         return merge([metrics for _, metrics, _ in results])
 
     def score(self, batch: RemoteBatch, column: str) -> None:
-        """Add what the model gives for each token as token column ``column``, without gradient.
-
-        By the model's ``Output``: logprobs or values of tokens that train, 0 elsewhere; or values
-        of all tokens.
-        """
+        """Add token column ``column``: the model's ``Output`` for tokens that train, or values of
+        all."""
         plan = self._plan(batch)
         shards = self._shards(batch, plan)
         add_columns(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
@@ -175,10 +169,10 @@ class RemoteModel:
     def derive(
         self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
     ) -> list[T]:
-        """Add the token columns that ``make`` gives for rows; what else it gives for each part.
+        """Add the token columns that ``make`` gives for the rows of each data-parallel rank.
 
-        ``make`` is called once with the rows of each data-parallel rank that has any. It travels
-        there: a function of a module, or an instance of a dataclass that can be called.
+        Returns what else it gives. ``make`` travels: a function of a module, or a dataclass that
+        can be called.
         """
         plan = self._plan(batch)
         shards = [batch.select(plan.rows(rank)) for rank in range(len(plan.bins))]
@@ -196,10 +190,10 @@ class RemoteModel:
     ) -> Metrics:
         """One optimizer step on all rows that train, by the gradient of one global mean.
 
-        ``rows_per_unit``: consecutive rows that belong together (2: preference pairs); they train
-        together or not at all. ``check`` runs on every rank before the optimizer step; see
-        ``Trainer.train``. Sampled completions without policy logprobs (see ``logprobs``) must
-        be those of the current weights or, in runs with lag, see them for the first time.
+        ``rows_per_unit``: consecutive rows that train together or not at all (2: preference pairs).
+        ``check`` runs on every rank before the optimizer step; see ``Trainer.train``. Sampled
+        completions without policy logprobs must be those of the current weights or, in runs with
+        lag, see them for the first time.
         """
         batch = trained(batch, rows_per_unit)
         if not len(batch):
@@ -230,57 +224,47 @@ class RemoteModel:
         return merge([results[rank] for rank in self.group.layout.output_ranks("dp", "pp")])
 
     def evaluate(self, batch: RemoteBatch, loss: Loss, *, rows_per_unit: int = 1) -> Metrics:
-        """What ``loss`` reports on all rows that train, without a step; see ``train``."""
         batch = trained(batch, rows_per_unit)
         shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), counts_of(batch)
         return merge(self.group.scatter(PolicyWorker.evaluate, shards, loss, counts, last="pp"))
 
-    def submit_weights(self, *, adapters_only: bool) -> Pending[float]:
-        """Begin to hand the weights to the engines; the seconds that it takes on each rank."""
+    def submit_weights(self, *, adapters_only: bool) -> "Pending[float]":
+        """Begin to hand the weights to the engines; each rank says how many seconds it took."""
         return self.group.submit(PolicyWorker.send_weights, self.weight_version, adapters_only)
 
     def release_memory(self) -> None:
-        """Give GPU memory that is only cached back."""
         self.group.call(PolicyWorker.release_memory)
 
     def save(self, folder: str) -> None:
-        """Write model, optimizer and schedule into ``folder``."""
         layout = self.group.layout
         stages = layout.output_ranks("pp") if "pp" in layout.sizes else (0,)
         expected = sum(self.group.call_rank(rank, PolicyWorker.state_bytes) for rank in stages)
         self._saving(written(Path(folder), expected)).call(PolicyWorker.save, folder)
 
     def load(self, folder: str, weight_version: int) -> None:
-        """Restore what ``save`` wrote after ``weight_version`` steps."""
         self._saving(_reading(folder)).call(PolicyWorker.load, folder)
         self.weight_version = weight_version
 
     def load_weights(self, folder: str, weight_version: int) -> None:
-        """Restore the model alone of what ``save`` wrote, for a policy that will not train."""
         self._saving(_reading(folder)).call(PolicyWorker.load_weights, folder)
         self.weight_version = weight_version
 
     def export(self, folder: str) -> None:
-        """Write a Hugging Face folder."""
         expected = num_bytes(Path(self._setup.model_path))
         aside = writing_folder(Path(folder))
         self._saving(written(aside, expected)).call(PolicyWorker.export, folder)
 
-    def _saving(self, doing: Callable[[], str]) -> WorkerGroup[PolicyWorker]:
+    def _saving(self, doing: Callable[[], str]) -> "WorkerGroup[PolicyWorker]":
         return self.group.waiting(self._save_timeout_s, "save_timeout_s", doing)
 
     def shutdown(self) -> None:
-        """End the workers."""
         self.group.shutdown()
 
     def _is_on_policy(self, batch: RemoteBatch) -> bool:
         """Whether this step's own forward pass gives the policy's logprobs of what it sampled."""
         versions = batch.rows.get(keys.WEIGHT_VERSIONS)
-        if (
-            self._setup.output != "logprobs"
-            or versions is None
-            or keys.MEAN_MISMATCHES in batch.rows
-        ):
+        measured = versions is None or keys.MEAN_MISMATCHES in batch.rows
+        if measured or self._setup.output != "logprobs":
             return False
         older = versions != self.weight_version
         assert keys.FRESH in batch.rows or not older.any(), "these rows need policy logprobs"

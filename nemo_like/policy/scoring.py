@@ -3,7 +3,8 @@
 Legend: ``N`` tokens of a micro-batch, ``K`` most likely tokens in place of each.
 """
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,25 +12,26 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.errors import RunError
-from nemo_like.losses.protocol import Denominators, Loss, apply_loss
+from nemo_like.losses.protocol import Denominators, Loss, Needs, apply_loss
 from nemo_like.observe.metrics import Metrics, merge
-from nemo_like.policy.lora import adapters_off
-from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.requests import MicroBatches
-from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.gradients import forget_gradients
+from nemo_like.policy.inputs import made_up_rows
+from nemo_like.policy.model import LogprobModel, MicroBatches
+
+if TYPE_CHECKING:
+    from nemo_like.policy.trainer import Trainer
 
 
 def logprobs(
-    trainer: Trainer,
+    trainer: "Trainer",
     micro_batches: MicroBatches,
     temperature: float,
     *,
     with_policy: bool = True,
 ) -> dict[str, list[Tensor]]:
-    """Logprobs [N] of each micro-batch by ``policy`` and, if there is one, ``reference``.
+    """Logprobs [N] of each micro-batch by ``policy``, its ``entropy``, and any ``reference``.
 
-    Also ``entropy`` [N] of the policy's distributions. Only output ranks (``mesh.is_output_rank``)
-    have them; the lists are empty elsewhere.
+    Only output ranks (``mesh.is_output_rank``) have them; the lists are empty elsewhere.
     """
     columns: dict[str, list[Tensor]] = {}
     with trainer.diagnostics.phase("logprobs"):
@@ -39,33 +41,32 @@ def logprobs(
             columns["entropy"] = [output[1] for output, _ in outputs]
         if trainer.setup.with_reference:
             stages = trainer.reference or trainer.stages
-            with adapters_off(trainer.stages):
+            with _without_adapters(trainer):
                 outputs = _outputs(trainer, micro_batches, temperature, stages=stages)
             columns["reference"] = [output[0] for output, _ in outputs]
     return columns
 
 
 def evaluate(
-    trainer: Trainer,
+    trainer: "Trainer",
     micro_batches: MicroBatches,
     loss: Loss,
     denominators: Denominators,
     temperature: float,
 ) -> Metrics:
-    """The metrics of ``loss`` on this rank's micro-batches; none on ranks without output."""
     with trainer.diagnostics.phase("evaluate"):
         outputs = _outputs(trainer, micro_batches, temperature, loss=loss)
     return merge([apply_loss(loss, output, batch, denominators)[1] for output, batch in outputs])
 
 
-def scores(trainer: Trainer, micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
+def scores(trainer: "Trainer", micro_batches: MicroBatches, temperature: float) -> list[Tensor]:
     """Logprobs or values, [N], of each micro-batch's tokens; none on ranks without output."""
     with trainer.diagnostics.phase("score"):
         return [output[0] for output, _ in _outputs(trainer, micro_batches, temperature)]
 
 
 def top_logprobs(
-    trainer: Trainer,
+    trainer: "Trainer",
     micro_batches: MicroBatches,
     temperature: float,
     k: int,
@@ -73,9 +74,7 @@ def top_logprobs(
 ) -> list[tuple[Tensor, Tensor]]:
     """Ids int64 [N, K] and logprobs [N, K] of each micro-batch; none on ranks without output.
 
-    Of the ``k`` most likely tokens, in falling order; all tokens in order of id if there are fewer.
-    Zeros where no token trains. ``vocabulary``: see ``ForwardRequest``. Raises RunError for a row
-    with an id that this model has no embedding of.
+    As ``RemoteModel.top_logprobs``. RunError for an id that this model has no embedding of.
     """
     known = trainer.stages[0].causal_lm.config.get_text_config().vocab_size
     for batch in micro_batches:
@@ -93,8 +92,16 @@ def top_logprobs(
     return [(ids.to(torch.int64), logprobs) for logprobs, ids in halves]
 
 
+def _without_adapters(trainer: "Trainer") -> AbstractContextManager[None]:
+    if not trainer.config.lora.rank:
+        return nullcontext()
+    from nemo_like.policy.lora import adapters_off
+
+    return adapters_off(trainer.stages)
+
+
 def _outputs(
-    trainer: Trainer,
+    trainer: "Trainer",
     micro_batches: MicroBatches,
     temperature: float,
     *,
@@ -110,3 +117,26 @@ def _outputs(
         for output, batch in zip(outputs, micro_batches, strict=bool(outputs))
         if batch is not None
     ]
+
+
+# Equal and unequal lengths, for which attention has a kernel each; torch.compile takes a size for
+# one that changes when it sees a second value.
+_ROWS = ((60, 64), (90, 96, 94), (16, 80), (24, 120, 20))
+
+
+def warm_up(trainer: "Trainer") -> None:
+    """Compile beside the start of the engines: a pass without a gradient; collective."""
+    if trainer.mesh.sizes.pp > 1:
+        return  # All passes through a pipeline have one shape, which is the step's own.
+    rows = [made_up_rows(lengths, trainer.device) for lengths in _ROWS]
+    trainer.backward(rows, _NoLoss(), Denominators(tokens=1.0, sequences=1.0), 1.0, None)
+    forget_gradients(trainer.parameters)
+
+
+class _NoLoss:
+    needs = Needs()
+
+    def __call__(
+        self, logprobs: Tensor, batch: TensorBatch, denominators: Denominators
+    ) -> tuple[Tensor, Metrics]:
+        return logprobs.sum() * 0, {}

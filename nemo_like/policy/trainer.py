@@ -5,40 +5,41 @@ micro-batches, data-parallel and context-parallel ranks add up. Tensor-parallel 
 a pipeline hold parts of one model; full parameters that they share are kept equal.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.models.naming import plain_name
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, divided_sums, merge
 from nemo_like.policy.debug.diagnostics import Diagnostics
 from nemo_like.policy.gradients import (
+    LossScale,
+    SharedParameters,
+    any_bad_loss,
     clip_gradients,
     divide_gradients,
     explain_non_finite,
     forget_gradients,
     gradient_norm,
 )
-from nemo_like.policy.inputs import InputLayout, InputShape, empty_batch, model_inputs
-from nemo_like.policy.loss_scale import LossScale, any_bad_loss
-from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.optim import make_optimizers, make_schedulers, step_with
-from nemo_like.policy.parallel.ddp import average_parameters, wrap_ddp
+from nemo_like.policy.inputs import InputLayout, InputShape, made_up_rows, model_inputs
+from nemo_like.policy.model import ForwardRequest, LogprobModel, MicroBatches, forward_requests
+from nemo_like.policy.optim import make_optimizers, make_schedulers, place_state, step_with
 from nemo_like.policy.parallel.mesh import PolicyMesh
-from nemo_like.policy.parallel.pipeline import Pipeline
-from nemo_like.policy.parallel.shared_parameters import SharedParameters
-from nemo_like.policy.placement import place_state
-from nemo_like.policy.requests import ForwardRequest, MicroBatches, forward_requests
-from nemo_like.policy.state.loading import load_stages
+from nemo_like.policy.state.loading import load_stages, tied_names
 from nemo_like.policy.trainer_setup import TrainerSetup
+
+if TYPE_CHECKING:
+    from nemo_like.policy.parallel.pipeline import Pipeline
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
 
@@ -71,13 +72,18 @@ class Trainer:
         }
         """This rank's shards by their names in memory. Taken now: between a forward pass and a
         reshard, FSDP2 shows full parameters under the same names."""
-        self.shared = SharedParameters(self.mesh, self.stages, self.parameters, partial)
+        ties = tied_names(self.stages[0])
+        self._shared = SharedParameters(self.mesh, self.parameters, partial, ties)
         self.reference: list[LogprobModel] = []
         if setup.with_reference and not config.lora.rank:  # else it is the model without adapters
             self.reference, _ = load_stages(*where)
         for stage in self.reference if setup.trains else self.stages:
             stage.requires_grad_(False)
-        self._ddp = wrap_ddp(self.stages[0], self.mesh) if self.mesh.ddp and setup.trains else None
+        self._ddp: DistributedDataParallel | None = None
+        if self.mesh.ddp and setup.trains:
+            from nemo_like.policy.parallel.ddp import wrap_ddp
+
+            self._ddp = wrap_ddp(self.stages[0], self.mesh)
         self.placement = place_state(config, setup.memory, setup.ranks_per_node, device)
         self._on_host = self.placement.offload == "optimizer"
         self.optimizers = [
@@ -89,7 +95,6 @@ class Trainer:
         )
         self.loss_scale = LossScale(config.loss_scale) if config.dtype == "float16" else None
         self.num_steps = 0
-        """Optimizer steps taken."""
         self._parts: list[Metrics] = []
         """Of the step in progress, as ``_sums``."""
         self._sums: MismatchSums | None = None
@@ -138,21 +143,20 @@ class Trainer:
         rank's share; others return what all ranks know.
 
         Raises RunError on all ranks before the optimizer step if ``check`` does, or if the gradient
-        norm is not finite, as that of a loss that is not finite never is (in float16: skips the
-        step and counts it; in local SGD: on the rank whose norm it is).
+        norm is not finite (in float16: skips the step and counts it; in local SGD: on the rank
+        whose norm it is).
         """
         parameters, parts, sums = self.parameters, self._parts, self._sums
         self._parts, self._sums = [], None
         with self.diagnostics.phase("backward"):
             divide_gradients(parameters, divide_by)
-            self.shared.complete_gradients()
+            self._shared.complete_gradients()
             norm = gradient_norm(
                 parameters,
                 pipeline_group=self.mesh.group("pp"),
-                counted_elsewhere=self.shared.counted_elsewhere,
+                counted_elsewhere=self._shared.counted_elsewhere,
             )
-        if not self._drifting:
-            self.diagnostics.check_copies({n: p.grad for n, p in parameters.items()}, "gradients")
+        self._check_copies({n: p.grad for n, p in parameters.items()}, "gradients")
         scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
         true_norm = norm.item() / scale
         metrics = divided_sums(merge(parts), divide_by)
@@ -171,8 +175,7 @@ class Trainer:
             with self.diagnostics.phase("optimizer"):
                 self._optimizer_step()
         forget_gradients(parameters)
-        if not self._drifting:
-            self.diagnostics.check_copies(parameters, "parameters")
+        self._check_copies(parameters, "parameters")
         metrics |= self.diagnostics.pop()
         if self.loss_scale is not None:
             metrics["train/loss_scale"] = Metric(scale, reduce=Reduce.max)
@@ -181,9 +184,27 @@ class Trainer:
             metrics["train/skipped_steps"] = Metric(skipped, reduce=Reduce.max)
         return metrics
 
+    def _check_copies(self, tensors: Mapping[str, Tensor | None], what: str) -> None:
+        if not self._drifting:
+            self.diagnostics.check_copies(tensors, what)
+
+    def num_parameters(self) -> int:
+        """Parameters that train, those of other stages too; collective."""
+        mine = sum(
+            each.numel()  # of all shards
+            for name, each in self.parameters.items()
+            if name not in self._shared.counted_elsewhere
+        )
+        total = torch.tensor(mine, device=self.device)
+        if (pp := self.mesh.group("pp")) is not None:
+            dist.all_reduce(total, group=pp)
+        return int(total)
+
     def synchronize(self) -> None:
         """Make replicas equal before weights leave the policy."""
         if self._drifting:
+            from nemo_like.policy.parallel.ddp import average_parameters
+
             average_parameters(self.parameters, self.mesh.group("replicate"))
 
     @property
@@ -202,6 +223,9 @@ class Trainer:
         requests, shape = self.requests(
             micro_batches, loss=loss, temperature=temperature, with_entropy=sums is not None
         )
+        # Undoes DDP's mean over ranks (local SGD: a rank's own mean), and scales for float16.
+        factor = float(self.mesh.sizes.replicate) if self.mesh.ddp else 1.0
+        factor *= self.loss_scale.factor if self.loss_scale is not None else 1.0
         parts: list[Metrics] = []
 
         def value_of(output: Tensor, i: int) -> Tensor:
@@ -213,10 +237,10 @@ class Trainer:
                 sums.add(rows[0].detach(), rows[1], micro_batch)
             value, metrics = apply_loss(loss, rows, micro_batch, denominators)
             parts.append(metrics)
-            return value * self._loss_factor()
+            return value * factor
 
-        if self.mesh.sizes.pp > 1:
-            self._pipeline(self.stages).train(requests, value_of, self._hidden_shape(shape))
+        if shape is not None:
+            self._pipeline(self.stages, shape).train(requests, value_of)
         else:
             self._accumulate(requests, value_of)
         return parts
@@ -253,8 +277,8 @@ class Trainer:
         shape: InputShape | None,
     ) -> list[Tensor]:
         """Outputs of the passes, without gradient; none on ranks without a head."""
-        if self.mesh.sizes.pp > 1:
-            outputs = self._pipeline(stages).score(requests, self._hidden_shape(shape))
+        if shape is not None:
+            outputs = self._pipeline(stages, shape).score(requests)
         else:
             outputs = [stages[0](None, request) for request in requests]
         for stage in stages:
@@ -264,41 +288,27 @@ class Trainer:
                     module.reshard()
         return outputs
 
-    def _pipeline(self, stages: list[LogprobModel]) -> Pipeline:
-        group = self.mesh.group("pp")
-        assert group is not None
-        return Pipeline(stages, self.mesh.parallel, group, self.device, self.dtype)
+    def _pipeline(self, stages: list[LogprobModel], shape: InputShape) -> "Pipeline":
+        from nemo_like.policy.parallel.pipeline import Pipeline
+
+        return Pipeline(stages, self.mesh, shape, self.device, self.dtype)
 
     def requests(
         self, micro_batches: MicroBatches, **wanted: Any
     ) -> tuple[list[ForwardRequest], InputShape | None]:
-        """A pass for each micro-batch, see ``forward_requests``; the shape of a pipeline."""
-        batches = [each or empty_batch(self.device) for each in micro_batches]
-        shape = self._common_shape(batches)
+        """A pass for each micro-batch, see ``forward_requests``; in a pipeline, their one shape."""
+        # Where only other ranks have a micro-batch, a row with one target reaches all parameters.
+        batches = [each or made_up_rows([2], self.device) for each in micro_batches]
+        shape = None
+        if self.mesh.sizes.pp > 1:
+            from nemo_like.policy.parallel.pipeline import common_shape
+
+            shape = common_shape(batches, self._layout)
         every_token = self.setup.output == "values"
         inputs = [
             model_inputs(batch, self._layout, shape, every_token=every_token) for batch in batches
         ]
         return forward_requests(inputs, micro_batches, **wanted), shape
-
-    def _common_shape(self, batches: Sequence[TensorBatch]) -> InputShape | None:
-        """Stages of a pipeline exchange tensors of one shape; elsewhere each batch has its own."""
-        if self.mesh.sizes.pp == 1:
-            return None
-        shapes = [self._layout.shape_of(batch) for batch in batches]
-        return InputShape(
-            rows=max(shape.rows for shape in shapes),
-            positions=max(shape.positions for shape in shapes),
-        )
-
-    def _hidden_shape(self, shape: InputShape | None) -> list[int]:
-        assert shape is not None
-        return [shape.rows, shape.positions // self.mesh.sizes.cp]
-
-    def _loss_factor(self) -> float:
-        """Undoes DDP's mean over ranks (local SGD: a rank's own mean), and scales for float16."""
-        factor = float(self.mesh.sizes.replicate) if self.mesh.ddp else 1.0
-        return factor * (self.loss_scale.factor if self.loss_scale is not None else 1.0)
 
     def precision(self) -> AbstractContextManager[object]:
         """Of forward passes. FSDP casts by itself; DDP keeps float32 and uses autocast."""

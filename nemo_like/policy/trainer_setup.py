@@ -8,18 +8,14 @@ from nemo_like.planning.offload import MemoryNeeds
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSetup:
-    """What every rank needs to start; the driver fills it, and ranks take it as it is."""
-
     config: PolicyConfig
     model_path: str
     max_steps: int
-    """Of the learning rate's schedule."""
     with_reference: bool = False
     output: Output = "logprobs"
     trains: bool = True
     """False: a frozen model, without gradient and optimizer."""
     log_dir: str = "."
-    """Folder of hang reports."""
     num_threads: int = 1
     timeout_s: float = 600.0
     """Of collectives."""

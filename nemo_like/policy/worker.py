@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 import torch
@@ -20,19 +20,17 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.generation import Transport
 from nemo_like.config.losses import KLEstimator
-from nemo_like.distributed.network import listening_store
 from nemo_like.distributed.remote_batch import RemoteBatch
-from nemo_like.distributed.worker import Worker, WorkerContext
-from nemo_like.losses.kl import kl_of_rows
+from nemo_like.distributed.worker import Worker, WorkerContext, listening_store
 from nemo_like.losses.mismatch import MismatchSums, mismatch_of_rows
+from nemo_like.losses.policy_gradient import kl_of_rows
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.offload import Placement
 from nemo_like.policy import scoring
-from nemo_like.policy.requests import MicroBatches
-from nemo_like.policy.state.export_check import check_export
+from nemo_like.policy.model import MicroBatches
+from nemo_like.policy.scoring import warm_up
 from nemo_like.policy.state.loading import unused_tensors
-from nemo_like.policy.state.probe import check_architecture
 from nemo_like.policy.state.state import (
     export_folder,
     load_checkpoint,
@@ -43,11 +41,11 @@ from nemo_like.policy.state.state import (
 )
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup
-from nemo_like.policy.warm_up import warm_up
-from nemo_like.refit.adapters import plan_refit, travels_apart
-from nemo_like.refit.broadcast import BroadcastSender
-from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.buckets import Bucket, plan_refit, travels_apart
 from nemo_like.refit.ipc import IpcAddress, IpcSender
+
+if TYPE_CHECKING:
+    from nemo_like.refit.broadcast import BroadcastSender
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +73,6 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class SenderAddress:
-    """Where a rank's sender is reached."""
-
     buckets: Sequence[Bucket] = ()
     """Of all ranks; from rank 0 alone, to keep the driver light."""
     ipc: IpcAddress | None = None
@@ -85,8 +81,6 @@ class SenderAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """What a rank found when it loaded its model."""
-
     num_trained: int
     """Trained parameters of the full model, not of this rank's shard."""
     placement: Placement
@@ -95,7 +89,7 @@ class Started:
 
 
 class PolicyWorker(Worker):
-    """See the module. Methods marked collective must run on all ranks at once."""
+    """Methods marked collective must run on all ranks at once."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -103,7 +97,7 @@ class PolicyWorker(Worker):
         self._device = torch.device("cuda" if context.gpu_ids else "cpu")
 
     def open_store(self) -> int:
-        """Rank 0: open the rendezvous on a port that the system picks and we keep."""
+        """Rank 0: open the rendezvous; the system picks the port."""
         self._store = listening_store(self.context.listens_on, self.context.world_size)
         return self._store.port
 
@@ -114,6 +108,8 @@ class PolicyWorker(Worker):
         torch.set_num_threads(setup.num_threads)
         timeout = timedelta(seconds=setup.timeout_s)
         if self.context.rank == 0:
+            from nemo_like.policy.state.checks import check_architecture, check_export
+
             check_architecture(path, setup.config)
             if setup.trains:
                 check_export(path, setup.config, output)
@@ -133,13 +129,12 @@ class PolicyWorker(Worker):
         self._trainer = Trainer(setup, self._device)
         unused = [] if self.context.rank else unused_tensors(path, output)
         return Started(
-            num_trained=self._trainer.shared.num_parameters(),
+            num_trained=self._trainer.num_parameters(),
             placement=self._trainer.placement,
             unused=unused,
         )
 
     def warm_up(self) -> None:
-        """Compile before the first step, if anything is compiled; collective."""
         if self._trainer.config.compile and self._trainer.setup.trains:
             warm_up(self._trainer)
 
@@ -190,7 +185,6 @@ class PolicyWorker(Worker):
         on_policy: bool,
         check: Callable[[Metrics], None] | None,
     ) -> Metrics:
-        """One optimizer step over all ranks' shards, see ``Trainer.train``; collective."""
         metrics = self._trainer.train(
             shard.micro_batches(self._device),
             loss,
@@ -211,27 +205,22 @@ class PolicyWorker(Worker):
         return self._trainer.finish(check, divide_by) | self.memory("train/")
 
     def evaluate(self, shard: Shard, loss: Loss, denominators: Denominators) -> Metrics:
-        """The loss's metrics of a shard; collective."""
         micro_batches = shard.micro_batches(self._device)
         return scoring.evaluate(self._trainer, micro_batches, loss, denominators, shard.temperature)
 
     def score(self, shard: Shard, column: str) -> ObjectRef | None:
-        """A reference to what the model gives for each token, as token column ``column``.
-
-        None from ranks without output or rows; collective.
-        """
+        """A reference to token column ``column``; None from ranks without output or rows;
+        collective."""
         parts = scoring.scores(self._trainer, shard.micro_batches(self._device), shard.temperature)
         return self._put(shard, {column: parts})
 
     def top_logprobs(self, shard: Shard, k: int, vocabulary: int | None) -> ObjectRef | None:
-        """A reference to token columns ``teacher_ids`` and ``teacher_logprobs``; see ``score``."""
         micro_batches = shard.micro_batches(self._device)
         parts = scoring.top_logprobs(self._trainer, micro_batches, shard.temperature, k, vocabulary)
         ids, logprobs = [ids for ids, _ in parts], [logprobs for _, logprobs in parts]
         return self._put(shard, {keys.TEACHER_IDS: ids, keys.TEACHER_LOGPROBS: logprobs})
 
     def _put(self, shard: Shard, columns: dict[str, list[Tensor]]) -> ObjectRef | None:
-        """A reference to token columns, given as parts of micro-batches."""
         if not (self._trainer.mesh.is_output_rank and len(shard.batch)):
             return None
         tokens = {name: torch.cat(parts).cpu() for name, parts in columns.items()}
@@ -240,7 +229,6 @@ class PolicyWorker(Worker):
     def derive(
         self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
     ) -> tuple[ObjectRef, T] | None:
-        """The token columns that ``make`` gives, put, and its summary; None without rows."""
         if not len(batch):
             return None
         columns, summary = make(batch.fetch())
@@ -249,10 +237,8 @@ class PolicyWorker(Worker):
     def open_sender(
         self, num_receivers: int, transport: Transport, bucket_bytes: int
     ) -> SenderAddress:
-        """Plan the buckets and listen for ``num_receivers`` engine ranks.
-
-        A rank without receivers only takes part in gathering.
-        """
+        """Plan the buckets and listen for ``num_receivers`` engine ranks, of which there may be
+        none."""
         trainer, timeout_s = self._trainer, self._refit_timeout_s
         lora = trainer.config.lora if travels_apart(trainer.config.lora) else None
         buckets = plan_refit(trainer.setup.model_path, trainer.dtype, lora, bucket_bytes)
@@ -261,18 +247,19 @@ class PolicyWorker(Worker):
             self._sender = IpcSender(buckets, self._device, num_receivers, timeout_s)
             return replace(address, ipc=self._sender.address)
         if num_receivers:
+            from nemo_like.refit.broadcast import BroadcastSender
+
             store = listening_store(self.context.listens_on, None, timedelta(seconds=timeout_s))
             self._sender = BroadcastSender(store, buckets, self._device, num_receivers, timeout_s)
             return replace(address, port=self._sender.port)
         return address
 
     def accept_receivers(self) -> None:
-        """Wait until the engines of ``open_sender`` have connected."""
         if self._sender is not None:
             self._sender.accept()
 
     def send_weights(self, version: int, adapters_only: bool) -> float:
-        """Hand weights to the engines; returns the seconds that it took; collective."""
+        """Hand weights to the engines, and say how many seconds it took; collective."""
         start = time.monotonic()
         tensors = refit_tensors(self._trainer, self._trainer.dtype, adapters_only=adapters_only)
         if self._sender is not None:
@@ -283,27 +270,21 @@ class PolicyWorker(Worker):
         return time.monotonic() - start
 
     def release_memory(self) -> None:
-        """Give memory that is cached for the next step back to the GPU."""
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
     def state_bytes(self) -> int:
-        """About what ``save`` writes of this rank's pipeline stages."""
         return state_bytes(self._trainer)
 
     def save(self, folder: str) -> None:
-        """Write model, optimizer and schedule; collective."""
         save_checkpoint(Path(folder), self._trainer)
 
     def load(self, folder: str) -> None:
-        """Restore what ``save`` wrote; collective."""
         load_checkpoint(Path(folder), self._trainer)
 
     def load_weights(self, folder: str) -> None:
-        """Restore the model alone of what ``save`` wrote; collective."""
         load_weights(Path(folder), self._trainer)
 
     def export(self, folder: str) -> None:
-        """Write a Hugging Face folder; collective."""
         export_folder(self._trainer, Path(folder), write=self.context.rank == 0)

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nemo_like.errors import RunError
-from nemo_like.refit.adapters import numbered
-from nemo_like.refit.buckets import ALIGNMENT_BYTES, NUM_BUFFERS, Bucket
+from nemo_like.refit.buckets import ALIGNMENT_BYTES, NUM_BUFFERS, Bucket, numbered
 
 _HEADER_BYTES = ALIGNMENT_BYTES
 _SENDER = 0
@@ -35,7 +34,6 @@ class BroadcastLink:
     def receiver(
         self, rank: int, buckets: Sequence[Bucket], device: torch.device, timeout_s: float
     ) -> "BroadcastReceiver":
-        """Join as rank ``rank`` of the replica."""
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(self.host, self.port, None, False, timeout, wait_for_workers=False)
         group = _join(store, self.first_rank + rank, self.world_size, device, timeout)
@@ -43,8 +41,6 @@ class BroadcastLink:
 
 
 class BroadcastSender:
-    """Policy rank 0's side."""
-
     def __init__(
         self,
         store: TCPStore,
@@ -53,7 +49,7 @@ class BroadcastSender:
         num_receivers: int,
         timeout_s: float,
     ) -> None:
-        """``store``: where the group meets; see ``distributed.network.listening_store``."""
+        """``store``: where the group meets; see ``distributed.worker.listening_store``."""
         self._timeout = timedelta(seconds=timeout_s)
         self._store = store
         self.port: int = store.port
@@ -90,8 +86,6 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """One engine rank's side."""
-
     def __init__(self, group: Any, buckets: Sequence[Bucket], device: torch.device) -> None:
         self._group = group
         self._buckets = buckets

@@ -1,4 +1,8 @@
-"""Which tensors travel together, and where each lies in the flat bytes of its bucket."""
+"""What a refit holds: flat buckets of tensors, checked against the model's architecture.
+
+Sender and receiver derive the tensors from the model's configuration alone: a sender that forgets
+one and a receiver that would accept the gap cannot agree by accident.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,20 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_like.config.lora import LoraConfig
 from nemo_like.errors import RunError
-from nemo_like.refit.manifest import TensorSpec
+from nemo_like.models.build import TensorSpec, expected_tensors
+from nemo_like.models.naming import is_adapter
 
 ALIGNMENT_BYTES = 256
 """Tensors start at multiples of it: copies of several at once use wide loads."""
-
 NUM_BUFFERS = 2
-"""Buckets on their way at a time."""
+_MOST_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor's place in a bucket."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,14 +31,11 @@ class Slot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor itself."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel together."""
-
     slots: tuple[Slot, ...]
 
     @property
@@ -90,14 +90,101 @@ def plan_buckets(specs: Mapping[str, TensorSpec], bucket_bytes: int) -> list[Buc
 def announced_tensors(buckets: Sequence[Bucket]) -> dict[str, TensorSpec]:
     """What the buckets hold, by name; RunError if a name comes twice."""
     found: dict[str, TensorSpec] = {}
-    for bucket in buckets:
-        for slot in bucket.slots:
-            if slot.name in found:
-                raise RunError(f"The refit holds {slot.name} twice.")
-            found[slot.name] = (slot.shape, slot.dtype)
+    for slot in (slot for bucket in buckets for slot in bucket.slots):
+        if slot.name in found:
+            raise RunError(f"The refit holds {slot.name} twice.")
+        found[slot.name] = (slot.shape, slot.dtype)
     return found
 
 
 def total_bytes(buckets: Sequence[Bucket]) -> int:
     """Bytes of all tensors, without the gaps between them."""
     return sum(slot.num_bytes for bucket in buckets for slot in bucket.slots)
+
+
+def check_buckets(
+    buckets: Sequence[Bucket], model_path: str, dtype: torch.dtype, lora: LoraConfig | None
+) -> None:
+    """Raise RunError unless ``buckets`` hold exactly the tensors of model and adapters.
+
+    ``lora``: whose adapters travel apart. None: those of no adapter.
+    """
+    expected = expected_tensors(model_path, dtype)
+    if lora is not None:
+        expected = expected | _adapters(model_path, dtype, lora)
+    check_tensors(announced_tensors(buckets), expected)
+
+
+def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
+    """Raise RunError naming the first missing, unexpected and misshapen tensors."""
+    problems = {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [name for name in found if name not in expected],
+        "wrong": [
+            f"{name} is {_in_words(found[name])}, not {_in_words(spec)}"
+            for name, spec in expected.items()
+            if name in found and found[name] != spec
+        ],
+    }
+    told = [f"{kind}: {_first_of(names)}" for kind, names in problems.items() if names]
+    if told:
+        raise RunError(f"The refit does not match the model's architecture; {'; '.join(told)}.")
+
+
+def _in_words(spec: TensorSpec) -> str:
+    return f"{str(spec[1]).removeprefix('torch.')}{list(spec[0])}"
+
+
+def _first_of(names: Sequence[str]) -> str:
+    rest = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def check_refit(
+    version: int, current: int | None, lora: LoraConfig | None, *, adapters_only: bool, running: int
+) -> None:
+    """Raise RunError for a refit that an engine must refuse before it touches a weight.
+
+    ``current``: the version that it holds; ``lora``: what it was started with; ``running``:
+    completions that it is sampling.
+    """
+    problem = ""
+    if running:
+        problem = f"came while {running} completions were being sampled; wait for them first"
+    elif current is not None and version <= current:
+        problem = f"is stale: the engine holds version {current}, and versions only grow"
+    elif adapters_only and lora is None:
+        problem = (
+            "matches no adapter: it has adapters alone, and the engine was started without any"
+        )
+    elif adapters_only and current is None:
+        problem = "has adapters alone, and the engine holds no model to which they could be applied"
+    if problem:
+        raise RunError(f"Refit {version} {problem}.")
+
+
+def travels_apart(lora: LoraConfig) -> bool:
+    """Whether engines get adapters separately, not merged into the model."""
+    return lora.rank > 0 and lora.refit == "adapters"
+
+
+def plan_refit(
+    model_path: str, dtype: torch.dtype, lora: LoraConfig | None, bucket_bytes: int
+) -> list[Bucket]:
+    """All that an engine without weights needs; no bucket has both adapters and other tensors."""
+    buckets = plan_buckets(expected_tensors(model_path, dtype), bucket_bytes)
+    if lora is not None:
+        buckets += plan_buckets(_adapters(model_path, dtype, lora), bucket_bytes)
+    return buckets
+
+
+def _adapters(model_path: str, dtype: torch.dtype, lora: LoraConfig) -> dict[str, TensorSpec]:
+    from nemo_like.models.adapter_places import expected_adapters
+
+    return expected_adapters(model_path, dtype, lora)
+
+
+def numbered(buckets: Sequence[Bucket], *, adapters_only: bool) -> list[tuple[int, Bucket]]:
+    """The buckets of a refit, with their agreed positions."""
+    every = enumerate(buckets)
+    return [one for one in every if not adapters_only or is_adapter(one[1].slots[0].name)]

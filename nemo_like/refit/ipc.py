@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_like.errors import RunError
-from nemo_like.refit.adapters import numbered
-from nemo_like.refit.buckets import NUM_BUFFERS, Bucket
+from nemo_like.refit.buckets import NUM_BUFFERS, Bucket, numbered
 
 _DEVICE_ARGUMENT = 6
 """Position of the device index in what ``reduce_tensor`` returns for a CUDA tensor."""
@@ -184,7 +183,6 @@ class _Peer:
             self.receive()  # It may have said why; raises in any case.
 
     def send_last(self, message: Any) -> None:
-        """Notify a peer that may be gone."""
         with suppress(OSError):
             self._connection.send(message)
 
@@ -214,7 +212,6 @@ def _open_cuda(
 
 
 def _open_mapped(path: str, num_bytes: int, device: torch.device) -> Tensor:
-    """Memory that another process of this node holds open."""
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
@@ -235,7 +232,6 @@ class _Shared:
         self.tensor = self.handle(device)
 
     def close(self) -> None:
-        """Free our side of it."""
         del self.tensor
         if self._descriptor is not None:
             os.close(self._descriptor)

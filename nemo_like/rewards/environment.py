@@ -2,20 +2,20 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from nemo_like.config.environment import CODE, SINGLE_TURN, EnvironmentConfig
+from nemo_like.config.environment import CODE, EnvironmentConfig
 from nemo_like.config.paths import REWARD_MODEL, REWARD_MODEL_KEY
 from nemo_like.config.remote_code import TRUSTED, trusts_code
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute
 from nemo_like.errors import UserError
-from nemo_like.rewards.function import reward_spec
+from nemo_like.rewards.find import reward_spec
 from nemo_like.rewards.pool import RewardPool, memory_share
-from nemo_like.rewards.reward_text import RewardText
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,24 @@ _GIB = 2**30
 def check_reward_model(
     environment: EnvironmentConfig, rows_of: Mapping[str, Sequence[Row]], chat: ChatTokenizer
 ) -> None:
-    """Refuse, before models load, a reward model that cannot score; others are not looked at.
+    """Refuse, before models load, reward models that cannot score; others are not looked at.
 
     ``rows_of``: by the key that they are from; ``chat`` is the policy's. Raises UserError.
     """
-    if environment.reward != REWARD_MODEL:
-        return
+    for name, one in environment.each.items():
+        if one.reward == REWARD_MODEL:
+            answered = {
+                key: [row for row in rows if row.environment == name]
+                for key, rows in rows_of.items()
+            }
+            _check_reward_model(one, answered, chat)
+
+
+def _check_reward_model(
+    environment: EnvironmentConfig, rows_of: Mapping[str, Sequence[Row]], chat: ChatTokenizer
+) -> None:
+    from nemo_like.rewards.reward_text import RewardText
+
     text = RewardText(str(environment.reward_model), chat.switches)
     for key, rows in rows_of.items():
         for row in rows[:1]:  # for all of them, each score checks its own
@@ -62,6 +74,8 @@ def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
     """The same for a process that works in another folder."""
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
+        from nemo_like.rewards.reward_text import RewardText
+
         model = str(RewardText(str(model), {}).folder)
     parts = {
         name: {**part, "function": absolute(part["function"])}
@@ -72,6 +86,7 @@ def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
         reward=absolute(environment.reward),
         rewards=parts,
         reward_model=model,
+        tasks={name: for_other_folders(one) for name, one in environment.tasks.items()},
     )
 
 
@@ -79,59 +94,73 @@ def start_pool(
     environment: EnvironmentConfig,
     engines_per_node: int = 1,
     *,
+    num_engines: int = 1,
     switches: Mapping[str, Any] | None = None,
     num_threads: int = 1,
+    log: Path | None = None,
 ) -> RewardPool:
     """Reward processes that are ready; UserError says why they are not.
 
-    ``engines_per_node``: engines that have such processes on one node, and share its memory.
-    ``switches`` of the policy's template; ``num_threads`` of each process that has a reward model.
+    ``engines_per_node``: engines that have such processes on one node, and share its memory;
+    ``num_engines`` of the run, whose processes share the requests to a judge.
+    ``switches`` of the policy's template; ``num_threads`` of each process that has a reward model;
+    ``log`` gets what they print.
     """
     gib = environment.process_memory_gib
     num_processes = environment.num_processes
     limit = memory_share(num_processes * engines_per_node) if gib is None else int(gib * _GIB)
-    is_single = environment.name == SINGLE_TURN
+    is_single = environment.is_single_turn
     pool_of = partial(
         RewardPool,
         timeout_s=environment.timeout_s if is_single else environment.trajectory_timeout_s,
         num_processes=num_processes,
         memory_limit_bytes=limit,
+        log=log,
     )
     if environment.reward == REWARD_MODEL:
+        model = {"model": environment.reward_model, "switches": dict(switches or {})}
         return pool_of(
-            json.dumps(
-                {
-                    "model": environment.reward_model,
-                    "switches": dict(switches or {}),
-                    "num_threads": num_threads,
-                    TRUSTED: trusts_code(),
-                }
-            ),
+            json.dumps(model | {"num_threads": num_threads, TRUSTED: trusts_code()}),
             module="nemo_like.rewards.reward_model",
-            rows_at_once=environment.rows_at_once or _ROWS_OF_A_PASS,
+            concurrency=environment.rows_at_once or _ROWS_OF_A_PASS,
             most_rows=None,  # another would round the scores of known texts otherwise
             start_timeout_s=_LOAD_TIMEOUT_S,
         )
-    if not is_single:
+    if environment.reward == CODE and is_single:
+        return pool_of(_code_options(environment), module="nemo_like.rewards.code.reward")
+    return _functions(environment, num_processes * num_engines, pool_of)
+
+
+def _functions(
+    environment: EnvironmentConfig, num_processes: int, pool_of: Callable[..., RewardPool]
+) -> RewardPool:
+    """The pool of reward functions, and of environments; ``num_processes`` of the run."""
+    rows_at_once, passed = environment.rows_at_once, environment.pass_variables
+    judge = environment.judge
+    if environment.judges:
+        rows_at_once = judge.max_requests // num_processes
+        passed = [*passed, *([judge.key_variable] if judge.key_variable else [])]
+        if not rows_at_once:
+            raise UserError(
+                f"environment.judge.max_requests={judge.max_requests} is less than the "
+                f"{num_processes} reward processes of the run; raise it, or lower "
+                "environment.num_processes."
+            )
+    reward = reward_spec(environment, num_processes)
+    if not environment.is_single_turn:
         spec = {name: getattr(environment, name) for name in ("name", "options", "timeout_s")}
         return pool_of(
-            json.dumps(spec | {"reward": reward_spec(environment)}),
+            json.dumps(spec | {"reward": reward}),
             module="nemo_like.environments.episode",
-            pass_variables=environment.pass_variables,
+            pass_variables=passed,
             concurrency=environment.rows_at_once or _CONVERSATIONS_OF_A_LOOP,
         )
-    if environment.reward == CODE:
-        return pool_of(_code_options(environment), module="nemo_like.rewards.code.reward")
-    pool = pool_of(
-        reward_spec(environment),
-        pass_variables=environment.pass_variables,
-        concurrency=environment.rows_at_once or _ROWS_OF_A_LOOP,
-    )
-    if not pool.is_concurrent and environment.rows_at_once is not None:
+    pool = pool_of(reward, pass_variables=passed, concurrency=rows_at_once or _ROWS_OF_A_LOOP)
+    if not pool.takes_several and environment.rows_at_once is not None:
         pool.shutdown()
         raise UserError(
             f"environment.rows_at_once={environment.rows_at_once} would have no effect: "
-            f"{environment.reward} is not an async def, and scores one completion after the other; "
+            f"{environment.reward} scores one completion after the other, as it is no async def; "
             "leave it out, or set environment.num_processes."
         )
     return pool

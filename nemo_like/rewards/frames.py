@@ -42,6 +42,7 @@ class _Result:
     error: _Text | None
     answer: _Text | None
     dropped: dict[_Text, _Text]
+    steps: dict[_Text, _Number]
     spent: _Text | None
 
 
@@ -49,6 +50,7 @@ class _Result:
 class _FirstWord:
     refused: _Text | None
     is_concurrent: bool
+    is_batched: bool
 
 
 class FrameError(Exception):
@@ -130,15 +132,18 @@ def read_result(payload: bytes) -> tuple[str, RewardResult]:
     return plain.pop("id"), RewardResult(**plain)
 
 
-def first_word_frame(refused: str | None, *, is_concurrent: bool = False) -> bytes:
-    """Before any result: why the reward cannot be used, if so, and whether rows are concurrent."""
-    return frame(json.dumps({"refused": refused, "is_concurrent": is_concurrent}).encode())
+def first_word_frame(
+    refused: str | None, *, is_concurrent: bool = False, is_batched: bool = False
+) -> bytes:
+    """Before any result: why the reward cannot be used, if so, and how it takes rows."""
+    said = {"refused": refused, "is_concurrent": is_concurrent, "is_batched": is_batched}
+    return frame(json.dumps(said).encode())
 
 
-def read_first_word(payload: bytes) -> tuple[str | None, bool]:
+def read_first_word(payload: bytes) -> tuple[str | None, bool, bool]:
     """Inverse of ``first_word_frame``; FrameError for everything else."""
     said = _parse(payload, _FirstWord, "a first word")
-    return said.refused, said.is_concurrent
+    return said.refused, said.is_concurrent, said.is_batched
 
 
 def _parse(payload: bytes, schema: type[T], what: str) -> T:

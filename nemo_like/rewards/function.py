@@ -1,4 +1,4 @@
-"""A reward function: found and checked, called on one row, and what it returned as a result.
+"""A reward function: called on rows, and what it returned as results.
 
 Whatever happens to a row costs that row, or one of its metrics.
 """
@@ -7,21 +7,18 @@ import asyncio
 import contextlib
 import errno
 import inspect
-import json
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Complex, Real
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.environment import REWARDS, EnvironmentConfig
 from nemo_like.doors import error_place, error_text
 from nemo_like.errors import UserError
-from nemo_like.rewards.protocol import MOST, RewardResult, RewardRow, failed
+from nemo_like.rewards.protocol import IS_CHAT, MOST, RewardResult, RewardRow, failed
 
-_KEY = "environment.reward"
-_OWN = {"prompt", "completion"}
+BATCHED = frozenset({"prompts", "completions"})
 _SPENT_ERRNOS = (errno.ENOMEM, errno.EMFILE)
 _MOST_CAUSES = 20
 
@@ -38,90 +35,67 @@ class RewardFunction:
     """Fields without a default: a row that lacks one cannot be scored."""
     is_async: bool = False
     """An ``async def``, or an object with one as its ``__call__``."""
+    is_batched: bool = False
+    """It takes lists, ``(prompts, completions, **columns)``, as in TRL."""
+    by_name: bool = True
+    """False: it is called with prompt, completion and all fields as one mapping."""
+    queues: bool = False
+    """It waits for its turn, and limits its own time after that."""
 
     def __call__(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Any:
         """Call the function with those fields that it names; its result is not checked here."""
         missing = sorted(self.required_fields - fields.keys())
         if missing:
             raise UserError(f"the row lacks {', '.join(missing)}, which {self.spec} needs.")
-        passed = {
-            name: value
-            for name, value in fields.items()
-            if self.accepted_fields is None or name in self.accepted_fields
-        }
+        if not self.by_name:
+            return self.function(prompt, completion, fields)
+        if self.is_batched:
+            found = self.of_rows([RewardRow("", prompt, completion, dict(fields))])
+            return _first(found) if inspect.isawaitable(found) else found[0]
+        passed = {name: value for name, value in fields.items() if self._accepts(name)}
         return self.function(**(passed | {"prompt": prompt, "completion": completion}))
 
+    def of_rows(self, rows: Sequence[RewardRow]) -> Any:
+        """A list of what a batched function returns for each row, or an awaitable of it."""
+        names = dict.fromkeys(name for row in rows for name in row.fields if self._accepts(name))
+        columns = {name: [row.fields.get(name) for row in rows] for name in names}
+        own = {"prompts": [_prompt(row) for row in rows]}
+        own["completions"] = [_completion(row) for row in rows]
+        taken = {name: one for name, one in own.items() if self._accepts(name, BATCHED)}
+        found = self.function(**(columns | taken))
+        count = len(rows)
+        return _awaited(found, count) if inspect.isawaitable(found) else _listed(found, count)
 
-def resolve_reward(spec: str) -> RewardFunction:
-    """The function that ``spec`` names; UserError if it cannot be called with a row by name."""
-    function = REWARDS.load(_KEY, spec)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{_KEY}={spec} has no readable signature.") from error
-    parameters = signature.parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    needed = {p for p in parameters if p.default is p.empty}
-    if any(p.kind is p.POSITIONAL_ONLY for p in needed) or not (takes_all or named >= _OWN):
+    def _accepts(self, name: str, also: frozenset[str] = frozenset()) -> bool:
+        accepted = self.accepted_fields
+        return name != IS_CHAT and (accepted is None or name in accepted | also)
+
+
+def _prompt(row: RewardRow) -> Any:
+    return row.fields["messages"] if row.fields.get(IS_CHAT) else row.prompt
+
+
+def _completion(row: RewardRow) -> Any:
+    is_chat = row.fields.get(IS_CHAT)
+    return [{"role": "assistant", "content": row.completion}] if is_chat else row.completion
+
+
+def _listed(found: Any, count: int) -> list[Any]:
+    if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__len__"):
         raise UserError(
-            f"{_KEY}={spec} takes {signature}, but is called with prompt=…, completion=… and the "
-            "row's fields; write def reward(prompt, completion, **fields)."
+            f"returned a {type(found).__name__}, not a list with a reward for each completion."
         )
-    return RewardFunction(
-        spec,
-        function,
-        accepted_fields=None if takes_all else frozenset(named - _OWN),
-        required_fields=frozenset({p.name for p in needed} & named - _OWN - {"messages"}),
-        is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
-    )
+    if len(found) != count:
+        raise UserError(f"returned {len(found)} rewards for {count} completions.")
+    return list(found)
 
 
-def combined(parts: Mapping[str, Mapping[str, Any]]) -> RewardFunction:
-    """One function of several, by name; see ``environment.rewards``."""
-    functions = {name: resolve_reward(part["function"]) for name, part in parts.items()}
-
-    def total(found: Mapping[str, Any]) -> dict[str, Any]:
-        result: dict[str, Any] = {"reward": 0.0}
-        for name, value in found.items():
-            one = to_result(value)
-            if one.reward is None:
-                raise UserError(f"{name}: {one.error}")
-            result["reward"] += parts[name].get("weight", 1) * one.reward
-            result |= {f"{name}/{metric}": number for metric, number in one.metrics.items()}
-            result[f"reward_{name}"] = one.reward
-            if one.answer is not None:
-                result.setdefault("answer", one.answer)
-        return result
-
-    def plain(prompt: str, completion: str, **fields: Any) -> dict[str, Any]:
-        return total({name: one(prompt, completion, fields) for name, one in functions.items()})
-
-    async def awaiting(prompt: str, completion: str, **fields: Any) -> dict[str, Any]:
-        found = {}
-        for name, one in functions.items():
-            value = one(prompt, completion, fields)
-            found[name] = await value if inspect.isawaitable(value) else value
-        return total(found)
-
-    is_async = any(one.is_async for one in functions.values())
-    return RewardFunction(
-        ", ".join(one.spec for one in functions.values()),
-        awaiting if is_async else plain,
-        accepted_fields=None,
-        required_fields=frozenset().union(*(one.required_fields for one in functions.values())),
-        is_async=is_async,
-    )
+async def _awaited(found: Awaitable[Any], count: int) -> list[Any]:
+    return _listed(await found, count)
 
 
-def reward_spec(environment: EnvironmentConfig) -> str:
-    """What names a run's reward or rewards, for ``load_reward``."""
-    return json.dumps(environment.rewards) if environment.rewards else environment.reward
-
-
-def load_reward(spec: str) -> RewardFunction:
-    """What ``reward_spec`` names; UserError says why it cannot be used."""
-    return combined(json.loads(spec)) if spec.startswith("{") else resolve_reward(spec)
+async def _first(found: Awaitable[list[Any]]) -> Any:
+    return (await found)[0]
 
 
 def score_row(function: RewardFunction, row: RewardRow, runner: asyncio.Runner) -> RewardResult:
@@ -136,6 +110,16 @@ def score_row(function: RewardFunction, row: RewardRow, runner: asyncio.Runner) 
             return to_result(runner.run(awaited(result)) if inspect.isawaitable(result) else result)
         except BaseException as error:  # sys.exit() in a row's scoring must not end the process
             return _failed_by(error, function)
+
+
+def score_rows(
+    function: RewardFunction, rows: Sequence[RewardRow], runner: asyncio.Runner
+) -> list[RewardResult]:
+    """Score rows in one call of a batched function; where that fails, each in its own."""
+    if function.is_batched and len(rows) > 1:
+        with _one_process(), contextlib.suppress(BaseException):
+            return [to_result(value) for value in function.of_rows(rows)]
+    return [score_row(function, row, runner) for row in rows]
 
 
 async def score_async(function: RewardFunction, row: RewardRow) -> RewardResult:
@@ -185,12 +169,18 @@ def to_result(result: Any) -> RewardResult:
     Next to ``reward`` a dict holds numbers, which become metrics, and perhaps ``answer``: what the
     completion answered, or None if it stated none. Metrics that are not finite numbers are
     dropped; the reward still counts. A ``reward`` of None means that the row cannot be scored; then
-    ``error`` may be a text that says why. Raises UserError for a reward that is not a number.
+    ``error`` may be a text that says why. ``steps`` may hold rewards by the id of the answer that
+    earned them, beside the ``reward`` of the last one or in place of it. Raises UserError for a
+    reward that is not a number.
     """
     if result is None:
         return failed("returned None")
     if not isinstance(result, Mapping):
         return RewardResult(reward=_number("the reward", result))
+    result = dict(result)
+    steps = result.pop("steps") if isinstance(result.get("steps"), Mapping) else {}
+    if steps:
+        return _with_steps(result, steps)
     if "reward" not in result:
         raise UserError(f"returned a dict without 'reward' (it has {sorted(map(str, result))}).")
     rest = {str(key): value for key, value in result.items() if key != "reward"}
@@ -207,6 +197,18 @@ def to_result(result: Any) -> RewardResult:
         except UserError as error:
             dropped[key] = str(error)
     return RewardResult(reward=reward, metrics=metrics, answer=answer, dropped=dropped)
+
+
+def _with_steps(result: Mapping[str, Any], given: Mapping[str, Any]) -> RewardResult:
+    steps = {str(name): _number(f"the reward of {name}", value) for name, value in given.items()}
+    if "reward" in result:
+        rest = to_result(result)
+        if rest.reward is None:
+            return rest
+        steps[""] = rest.reward
+    else:
+        rest = to_result(dict(result) | {"reward": 0.0})
+    return replace(rest, reward=_number("the reward", sum(steps.values())), steps=steps)
 
 
 def _number(what: str, value: Any) -> float:

@@ -33,8 +33,13 @@ START_TIMEOUT_S = 120.0
 MOST_ROWS = 10_000
 """Rows after which a process is replaced, for what leaks and is not measured."""
 MEMORY_SHARE = 0.5
+FIRST_S = 60.0
+"""Most that the first rows of a process may take longer, since they may import."""
+FIRST_SHARE = 5.0
+"""The same in time limits."""
 TRIES = 2
-"""Processes in a row that cannot load the reward, after which all rows that wait fail."""
+"""Processes in a row that cannot load the reward, after which all rows that wait fail; and those
+that get more time for their first rows before any has scored one."""
 _SHUT_DOWN = "the reward process was shut down"
 
 
@@ -44,12 +49,12 @@ class RewardPool:
     ``reward`` is resolved in the reward processes only, by ``module``; UserError if it cannot be
     used. A row that takes longer than ``timeout_s`` to score (waiting for a free process does not
     count) or more than ``memory_limit_bytes`` fails. Processes get ``pass_variables`` besides those
-    that ``variables`` lists.
+    that ``variables`` lists. What they print goes to ``log`` (None: where this process prints).
 
     A process scores one row after the other, or ``concurrency`` at once by an ``async def``. It is
     replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``
-    (None: it is kept while it works). A free process gets up to ``rows_at_once`` rows that wait,
-    which share their time limits, and their fate.
+    (None: it is kept while it works). A free process of a reward that takes several rows in one
+    call gets up to ``concurrency`` rows that wait, which share their time limits, and their fate.
     """
 
     def __init__(
@@ -63,8 +68,8 @@ class RewardPool:
         concurrency: int = 32,
         most_rows: int | None = MOST_ROWS,
         module: str = "nemo_like.rewards.process",
-        rows_at_once: int = 1,
         start_timeout_s: float = START_TIMEOUT_S,
+        log: Path | None = None,
     ) -> None:
         variables = reward_variables(os.environ, pass_variables)
         own = resource.getrlimit(resource.RLIMIT_DATA)
@@ -79,9 +84,9 @@ class RewardPool:
             variables=variables,
             withheld=frozenset(os.environ.keys() - variables.keys()),
             most_rows=most_rows,
+            log=log,
         )
         self._concurrency = concurrency
-        self._rows_at_once = rows_at_once
         self._waiting: deque[WaitingRow] = deque()
         self._is_shut_down = False
         self._lock = threading.Lock()
@@ -99,9 +104,9 @@ class RewardPool:
             raise
 
     @property
-    def is_concurrent(self) -> bool:
-        """Whether the reward function is an ``async def``."""
-        return all(lane.is_concurrent for lane in self._lanes)
+    def takes_several(self) -> bool:
+        """Whether the reward function is an ``async def``, or takes several rows in one call."""
+        return all(lane.is_concurrent or lane.is_batched for lane in self._lanes)
 
     async def score(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> RewardResult:
         """Score one completion; whatever goes wrong is in ``RewardResult.error``."""
@@ -151,7 +156,8 @@ class RewardPool:
             if self._room(lane) <= 0:
                 return
             rows: list[WaitingRow] = []
-            while self._waiting and len(rows) < self._rows_at_once:
+            most = self._concurrency if lane.is_batched else 1
+            while self._waiting and len(rows) < most:
                 row = self._waiting.popleft()
                 if row.result.set_running_or_notify_cancel():
                     rows.append(row)
@@ -192,11 +198,17 @@ class _Lane:
         """When processes could not load the reward, and why."""
         self._num_refused = 0
         """Of the last processes."""
+        self._num_started = 0
+        self._has_scored = False
         self._is_ended = False
 
     @property
     def is_concurrent(self) -> bool:
         return bool(self._processes) and self._processes[-1].is_concurrent
+
+    @property
+    def is_batched(self) -> bool:
+        return bool(self._processes) and self._processes[-1].is_batched
 
     async def start(self) -> None:
         """Start the first process; UserError if it cannot load its reward."""
@@ -244,8 +256,18 @@ class _Lane:
             self._num_refused = 0
             return self._processes[-1]
 
+    def _first_s(self) -> float:
+        """What the first rows of the next process may take longer.
+
+        Rows of a function that always hangs must not all wait so long.
+        """
+        self._num_started += 1
+        self._has_scored = self._has_scored or any(one.num_scored for one in self._processes)
+        limit_s = min(FIRST_S, FIRST_SHARE * self._settings.timeout_s)
+        return limit_s if self._has_scored or self._num_started <= TRIES else 0.0
+
     async def _start(self) -> None:
-        process = await RewardProcess.start(self._settings)
+        process = await RewardProcess.start(self._settings, self._first_s())
         self._processes = [one for one in self._processes if not one.is_gone] + [process]
         if self._is_ended:  # meanwhile
             process.lose(_SHUT_DOWN)

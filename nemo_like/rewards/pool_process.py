@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, cast
@@ -54,6 +55,8 @@ class ProcessSettings:
     """Names of variables that it does not get."""
     most_rows: int | None
     """After so many it is replaced, and when it has grown. None: it is kept while it works."""
+    log: Path | None
+    """Gets what it prints. None: it prints where this process does."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,14 @@ class RewardProcess(asyncio.Protocol):
     ends it, and costs the rows that it holds.
     """
 
-    def __init__(self, settings: ProcessSettings) -> None:
+    def __init__(self, settings: ProcessSettings, first_s: float) -> None:
         """Start the process; ``start`` connects to it as well."""
         self.spent: str | None = None
         """Why it should be replaced once its rows are scored."""
         self.is_concurrent = False
+        self.is_batched = False
         self._settings = settings
+        self._first_s = first_s
         self._frames = Frames(MOST_RESULT_BYTES)
         self._in_flight: dict[str, asyncio.Future[RewardResult]] = {}
         self._first_word = asyncio.get_running_loop().create_future()
@@ -88,28 +93,30 @@ class RewardProcess(asyncio.Protocol):
         self._lost: str | None = None
         self._is_ready = False
         self._is_retired = False
-        self._num_scored = 0
+        self.num_scored = 0
         self._first_bytes: int | None = None
         """Memory that it had after its first row."""
         self._killing = threading.Lock()
         self.is_gone = False
         """Whether nothing is left of it."""
         self._socket, theirs = socket.socketpair()
-        with theirs:
-            arguments = [settings.reward, settings.timeout_s, settings.memory_limit_bytes]
-            command = [settings.module, theirs.fileno(), *arguments]
+        with theirs, settings.log.open("ab") if settings.log else nullcontext() as log:
+            limits = [settings.timeout_s, first_s, settings.memory_limit_bytes]
+            command = [settings.module, theirs.fileno(), settings.reward, *limits]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *map(str, command)],
                 stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 pass_fds=[theirs.fileno()],
                 env=dict(settings.variables),
                 start_new_session=True,  # leads a group: see kill_tree
             )
 
     @classmethod
-    async def start(cls, settings: ProcessSettings) -> Self:
-        """A process that loads its reward."""
-        process = cls(settings)
+    async def start(cls, settings: ProcessSettings, first_s: float) -> Self:
+        """A process that loads its reward; ``first_s``: what its first rows may take longer."""
+        process = cls(settings, first_s)
         await asyncio.get_running_loop().create_connection(lambda: process, sock=process._socket)
         return process
 
@@ -120,7 +127,8 @@ class RewardProcess(asyncio.Protocol):
         what = f"environment.reward={self._settings.reward}"
         try:
             async with asyncio.timeout(self._ready_by - time.monotonic()):
-                complaint, self.is_concurrent = await asyncio.shield(self._first_word)
+                first_word = await asyncio.shield(self._first_word)
+            complaint, self.is_concurrent, self.is_batched = first_word
         except TimeoutError:
             complaint = f"{what} was not loaded within {self._settings.start_timeout_s:.0f} s."
         except LostError as error:
@@ -146,13 +154,16 @@ class RewardProcess(asyncio.Protocol):
         self._transport.write(rows_frame([row.message for row in rows]))
         limit_s = self._settings.timeout_s
         grace_s = CONCURRENT_GRACE_S if self.is_concurrent else 0.0
-        try:
-            async with asyncio.timeout(limit_s * len(rows) + grace_s):
-                found = await results
-        except TimeoutError as error:
+        done, _ = await asyncio.wait({results}, timeout=limit_s * len(rows) + grace_s)
+        if not done and not self.num_scored:  # it may import
+            limit_s += self._first_s
+            done, _ = await asyncio.wait({results}, timeout=self._first_s)
+        if not done:
             late = f"took longer than {limit_s:g} s"
+            results.cancel()
             self.lose(f"the reward process was ended with another row, which {late}")
-            raise LostError(f"{late} each" if len(rows) > 1 else late) from error
+            raise LostError(f"{late} each" if len(rows) > 1 else late)
+        found = results.result()
         self._wear(found)
         if self._is_retired and not self._in_flight:
             self.lose("the reward process was replaced")
@@ -228,13 +239,13 @@ class RewardProcess(asyncio.Protocol):
 
     def _wear(self, results: Sequence[RewardResult]) -> None:
         """Notice what later rows would suffer from."""
-        self._num_scored += len(results)
+        self.num_scored += len(results)
         self.spent = self.spent or next((v.spent for v in results if v.spent), None)
         most_rows, limit = self._settings.most_rows, self._settings.memory_limit_bytes
         if most_rows is None or self.spent:
             return
-        if self._num_scored >= most_rows:
-            self.spent = f"it has scored {self._num_scored} rows"
+        if self.num_scored >= most_rows:
+            self.spent = f"it has scored {self.num_scored} rows"
         try:  # memory of the kind that its limit counts
             pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[5])
         except (OSError, IndexError):  # it has ended, or this is not Linux

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import io
 import itertools
 import os
 import resource
@@ -18,13 +19,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import psutil
 
 from nemo_like.errors import UserError
+from nemo_like.imports import without_collector
+from nemo_like.rewards.find import load_reward
 from nemo_like.rewards.frames import MOST_BYTES, Frames, first_word_frame, read_rows, result_frame
-from nemo_like.rewards.function import RewardFunction, load_reward, score_async, score_row
+from nemo_like.rewards.function import RewardFunction, score_async, score_rows
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 
 PARENT_POLL_S = 1.0
@@ -38,28 +43,14 @@ BatchReward = Callable[[Sequence[RewardRow]], list[RewardResult]]
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def load(spec: str) -> "BatchReward | RewardFunction":
-    """The reward function of ``spec``, which scores one row after the other unless it is async."""
-    function = load_reward(spec)
-    if function.is_async:
-        return function
-    return one_by_one(function)
-
-
-def one_by_one(function: RewardFunction) -> BatchReward:
-    """Score one row after the other."""
-    runner = asyncio.Runner()
-
-    def score_each(rows: Sequence[RewardRow]) -> list[RewardResult]:
-        return [score_row(function, row, runner) for row in rows]
-
-    return score_each
-
-
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
     """Load what the pool's spec names (UserError goes to the pool), then score until it closes."""
-    file_descriptor, spec, timeout_s, memory_limit_bytes = argv
+    file_descriptor, spec, timeout_s, first_s, memory_limit_bytes = argv
     pool = socket.socket(fileno=int(file_descriptor))
+    for stream in (sys.stdout, sys.stderr):
+        cast(io.TextIOWrapper, stream).reconfigure(
+            line_buffering=True
+        )  # what a function prints is there when it hangs
     _keep_from_children(pool)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
     leave_sigterm_to_driver()
@@ -67,33 +58,42 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
     _die_with_parent(os.getppid())
     _limit_memory(int(memory_limit_bytes))
     try:
-        scorer = load(spec)
+        with without_collector():
+            scorer = load(spec)
     except UserError as error:
         pool.sendall(first_word_frame(str(error)))
         return
-    is_concurrent = isinstance(scorer, RewardFunction)
-    pool.sendall(first_word_frame(None, is_concurrent=is_concurrent))
-    if isinstance(scorer, RewardFunction):
-        _serve_concurrently(pool, scorer, float(timeout_s))
+    if not isinstance(scorer, RewardFunction):
+        pool.sendall(first_word_frame(None, is_batched=True))
+        _serve(pool, scorer, float(timeout_s), float(first_s))
+    elif scorer.is_async:
+        pool.sendall(first_word_frame(None, is_concurrent=True))
+        _serve_concurrently(pool, scorer, float(timeout_s), float(first_s))
     else:
-        _serve(pool, scorer, float(timeout_s))
+        pool.sendall(first_word_frame(None, is_batched=scorer.is_batched))
+        runner = asyncio.Runner()
+        by_row = partial(score_rows, scorer, runner=runner)
+        _serve(pool, by_row, float(timeout_s), float(first_s))
 
 
-def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float) -> None:
+def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float, first_s: float) -> None:
     ended, frames = set[int](), Frames(MOST_BYTES)
     while data := pool.recv(1 << 16):
         for rows in map(read_rows, frames.feed(data)):
-            limit_s = timeout_s * len(rows) + SELF_DESTRUCT_GRACE_S
+            limit_s = timeout_s * len(rows) + first_s + SELF_DESTRUCT_GRACE_S
             faulthandler.dump_traceback_later(limit_s, exit=True)
             results = scorer(rows)
             faulthandler.cancel_dump_traceback_later()
+            first_s = 0.0
             ended = bury_orphans(ended)
             signal.setitimer(signal.ITIMER_REAL, 0)  # one left behind must not hit the next row
             for row, result in zip(rows, results, strict=True):
                 pool.sendall(result_frame(row.id, result))
 
 
-def _serve_concurrently(pool: socket.socket, function: RewardFunction, timeout_s: float) -> None:
+def _serve_concurrently(
+    pool: socket.socket, function: RewardFunction, timeout_s: float, first_s: float
+) -> None:
     """Score many rows at once until the pool closes; does not return.
 
     One event loop lives as long as the process, so a session or a semaphore that the user's module
@@ -102,7 +102,7 @@ def _serve_concurrently(pool: socket.socket, function: RewardFunction, timeout_s
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     pool.setblocking(False)
-    serving = loop.create_task(_Server(pool, function, timeout_s).run())
+    serving = loop.create_task(_Server(pool, function, timeout_s, first_s).run())
     while not serving.done():
         # A SystemExit in a task of the user's comes out here too, not only where it is awaited.
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -111,10 +111,14 @@ def _serve_concurrently(pool: socket.socket, function: RewardFunction, timeout_s
 
 
 class _Server:
-    def __init__(self, pool: socket.socket, function: RewardFunction, timeout_s: float) -> None:
+    def __init__(
+        self, pool: socket.socket, function: RewardFunction, timeout_s: float, first_s: float
+    ) -> None:
         self._pool = pool
         self._function = function
         self._timeout_s = timeout_s
+        self._first_s = first_s
+        """More for rows that wait until any is scored."""
         self._answers: set[asyncio.Task[None]] = set()
         self._num_open = 0
         """Rows that are still scored."""
@@ -144,18 +148,23 @@ class _Server:
 
     async def _score(self, row: RewardRow) -> RewardResult:
         task = asyncio.create_task(score_async(self._function, row))
-        done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        limit_s = self._timeout_s
+        done, _ = await asyncio.wait({task}, timeout=limit_s)
+        if not done and self._first_s:
+            limit_s += self._first_s
+            done, _ = await asyncio.wait({task}, timeout=self._first_s)
+        self._first_s = 0.0
         if done:
             return task.result()
         task.cancel()
         done, _ = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
         stuck = None if done else "a row that was late does not let itself be cancelled"
-        return failed(f"took longer than {self._timeout_s:g} s", spent=stuck)
+        return failed(f"took longer than {limit_s:g} s", spent=stuck)
 
     def _watch_loop(self) -> None:
         """Called whenever the loop shows that it is not blocked."""
         if self._num_open:
-            limit_s = self._timeout_s + CANCEL_GRACE_S + SELF_DESTRUCT_GRACE_S
+            limit_s = self._timeout_s + self._first_s + CANCEL_GRACE_S + SELF_DESTRUCT_GRACE_S
             faulthandler.dump_traceback_later(limit_s, exit=True)
         else:
             faulthandler.cancel_dump_traceback_later()
@@ -245,4 +254,4 @@ def kill_tree(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:], load)
+    serve(sys.argv[1:], load_reward)

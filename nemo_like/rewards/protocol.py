@@ -7,6 +7,9 @@ from typing import Any, NamedTuple, Protocol
 MOST = 3e38
 """Nearly float32's largest number: what losses compute with."""
 
+IS_CHAT = "__chat__"
+"""Field of a row whose prompt was given as messages, for functions that tell the two apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
@@ -24,6 +27,9 @@ class RewardResult:
     if the environment does not say."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Metrics that are left out, and why."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """Parts of the reward by the completion that earned them, as the endpoint called it; by an
+    empty name what the last one did. Empty: all is the last one's."""
     spent: str | None = None
     """Why the reward process should be replaced, though it still works; the pool reads it."""
 

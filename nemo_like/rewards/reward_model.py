@@ -20,8 +20,7 @@ from nemo_like.data.token_rows import TokenRow, collate
 from nemo_like.errors import UserError
 from nemo_like.models.build import model_settings
 from nemo_like.policy.inputs import InputLayout, model_inputs
-from nemo_like.policy.model import HeadSettings, ValueModel
-from nemo_like.policy.requests import ForwardRequest
+from nemo_like.policy.model import ForwardRequest, HeadSettings, ValueModel
 from nemo_like.policy.state.twin import plain_attention
 from nemo_like.rewards.function import to_result
 from nemo_like.rewards.process import BatchReward, serve

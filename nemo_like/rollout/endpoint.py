@@ -212,7 +212,7 @@ class Endpoint:
         prompt = turns[0].prompt_tokens if turns else 0
         sampled = sum(len(turn.completion.token_ids) for turn in turns)
         return {
-            "id": f"cmpl-{secrets.token_hex(12)}",
+            "id": turns[0].id if len(turns) == 1 else f"cmpl-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
             "model": asked.get("model") or self._model,

@@ -5,9 +5,12 @@ conversation is one row, a sub-agent another, and each sampled token trains exac
 """
 
 import contextlib
+import hashlib
 import json
+import secrets
+from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,13 +24,11 @@ from nemo_like.generation.protocol import (
     SamplingParams,
 )
 from nemo_like.rewards.protocol import RewardResult, failed
-from nemo_like.rollout.tool_calls import Reply, reply_of
+from nemo_like.rollout.tool_calls import Reply, Tools, refuse_unread_calls, reply_of
 from nemo_like.rollout.trajectory import End, RolloutTask, Segment, Trajectory, seed_of
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 """Samples one completion."""
-Tools = Sequence[Mapping[str, Any]]
-"""Schemas of functions, as the OpenAI protocol has them."""
 
 
 class EndedError(Exception):
@@ -62,25 +63,44 @@ class Turn:
     """All messages, or the whole text, the reply included."""
     reply: Reply
     prompt_tokens: int
+    number: int
+    """Of the completions that have tokens."""
+    id: str
+    """Under which its caller knows it."""
 
     def segments(self, seen: "set[Turn]") -> list[Segment]:
         """From the beginning to this turn; turns in ``seen`` train in another row."""
-        before = self.parent.segments(seen) if self.parent else []
-        one = self.completion
-        logprobs = None if self in seen else one.logprobs
-        return [
-            *before,
-            Segment(token_ids=self.given),
-            Segment(token_ids=one.token_ids, logprobs=logprobs, weight_versions=one.versions),
-        ]
+        found = []
+        for turn in self.lineage():
+            one = turn.completion
+            logprobs = None if turn in seen else one.logprobs
+            found += [
+                Segment(token_ids=turn.given),
+                Segment(
+                    token_ids=one.token_ids,
+                    logprobs=logprobs,
+                    weight_versions=one.versions,
+                    turn=turn.number,
+                ),
+            ]
+        return found
 
     def lineage(self) -> "list[Turn]":
         """This turn and those that it continues, the first one first."""
-        return [*(self.parent.lineage() if self.parent else []), self]
+        turns, turn = [], self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
 
     def token_ids(self) -> list[int]:
         """All tokens up to the end of this turn."""
-        return [token for one in self.segments(set()) for token in one.token_ids]
+        return [
+            token
+            for turn in self.lineage()
+            for part in (turn.given, turn.completion.token_ids)
+            for token in part
+        ]
 
 
 class Recorder:
@@ -103,8 +123,10 @@ class Recorder:
         self._turns: list[Turn] = []
         self._known: dict[str, list[Turn]] = {}
         """Turns by the messages that they end."""
-        self._drawn = Counter[tuple[int, ...]]()
+        self._drawn = Counter[str]()
         """How often each prompt was sampled."""
+        self._number_of: dict[str, int] = {}
+        """Turns by the id of their answer; one without tokens counts with the last that has any."""
         self._num_begun = 0
         self._ended: EndedError | None = None
         self._problem: str | None = None
@@ -128,6 +150,7 @@ class Recorder:
             raise self._end("turns", f"it had its {self._limits.turns} turns")
         self._num_begun += 1
         parent, given = self._prompt(messages, tools)
+        refuse_unread_calls(self._chat, tools)
         prompt_ids = [*(parent.token_ids() if parent else ()), *given]
         room = self._limits.tokens - len(prompt_ids)
         if room <= 0:
@@ -140,7 +163,7 @@ class Recorder:
             raise self._ended
         ids, chat = completion.token_ids, self._chat
         whole = chat.decode_whole(ids) if tools else None
-        reply = reply_of(chat.decode(ids), whole, self._num_begun)
+        reply = reply_of(chat.decode(ids), whole, self._num_begun, tools)
         if reply.errors:
             self.counts["unreadable_tool_calls"] += len(reply.errors)
         content = reply.message["content"]
@@ -151,10 +174,13 @@ class Recorder:
             said=messages + content if isinstance(messages, str) else [*messages, reply.message],
             reply=reply,
             prompt_tokens=len(prompt_ids),
+            number=len(self._turns),
+            id=f"cmpl-{secrets.token_hex(12)}",
         )
         if completion.token_ids:  # an answer of nothing is no one's parent
             self._turns.append(turn)
             self._known.setdefault(_key(turn.said, tools), []).append(turn)
+        self._number_of[turn.id] = max(0, len(self._turns) - 1)
         return turn
 
     def _prompt(
@@ -199,11 +225,12 @@ class Recorder:
         return parents[0] if parents else None
 
     async def _sample(self, prompt_ids: list[int], most: int, stop: Sequence[str]) -> Completion:
-        drawn = self._drawn[tuple(prompt_ids)]
-        self._drawn[tuple(prompt_ids)] += 1
+        prompt = _digest(array("q", prompt_ids).tobytes())
+        drawn = self._drawn[prompt]
+        self._drawn[prompt] += 1
         first = not self._turns and not drawn
         # By what it continues, not by when it came: calls of sub-agents cross.
-        seed = self.task.seed if first else seed_of(self.task.seed, *prompt_ids, drawn)
+        seed = self.task.seed if first else seed_of(self.task.seed, prompt, drawn)
         sampling = replace(
             self._sampling,
             max_new_tokens=min(self._sampling.max_new_tokens, most),
@@ -238,6 +265,8 @@ class Recorder:
         if not self._turns and result.reward is not None:
             self.counts["without_calls"] += 1
             result = failed("the model was never called: use the address that is given")
+        if unknown := result.steps.keys() - self._number_of.keys() - {""}:
+            result = failed(f"a reward is for the answer {min(unknown)}, which was never given")
         last = self._turns[-1] if self._turns else None
         if end == "final" and last and last.completion.finish_reason is FinishReason.length:
             end = "length"
@@ -252,7 +281,16 @@ class Recorder:
             end=end,
             messages=() if last is None or isinstance(last.said, str) else last.said,
             counts=self.counts | {"turns": len(self._turns)},
+            step_rewards=self._step_rewards(result),
         )
+
+    def _step_rewards(self, result: RewardResult) -> list[float | None]:
+        rewards: list[float | None] = [None] * len(self._turns)
+        for name, value in (result.steps or {"": result.reward}).items():
+            if rewards and value is not None:
+                number = self._number_of.get(name, -1)
+                rewards[number] = (rewards[number] or 0.0) + value
+        return rewards
 
     def _rows(self) -> list[list[Segment]]:
         """A row for each turn that no other continues; each turn trains in the first one."""
@@ -268,9 +306,13 @@ class Recorder:
 
 def _key(messages: Sequence[Message] | str, tools: Tools) -> str:
     """The same for messages that say the same, whatever a client did with their form."""
-    if isinstance(messages, str):
-        return json.dumps(messages)
-    return json.dumps([[_said(one) for one in messages], list(tools)], sort_keys=True, default=str)
+    said = messages if isinstance(messages, str) else [_said(one) for one in messages]
+    return _digest(json.dumps([said, list(tools)], sort_keys=True, default=str).encode())
+
+
+def _digest(content: bytes) -> str:
+    """Stands for a whole conversation, of which there is one a turn."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _said(message: Message) -> list[Any]:

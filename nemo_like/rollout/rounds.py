@@ -2,7 +2,6 @@
 
 import logging
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -99,13 +98,13 @@ def batch_metrics(
 
 def _straggler(results: Sequence[RolloutResult]) -> Metrics:
     """Which replica took longest, and how many times the median of all."""
-    seconds = Counter[int]()
+    seconds: dict[int, float] = {}
     for result in results:
-        seconds[result.rank] += result.seconds
-    if len(seconds) == 1:
+        seconds[result.rank] = seconds.get(result.rank, 0.0) + result.seconds
+    if len(seconds) < 2:
         return {}
-    ((rank, most),) = seconds.most_common(1)
-    ratio = most / statistics.median(seconds.values())
+    rank = max(seconds, key=lambda rank: seconds[rank])
+    ratio = seconds[rank] / statistics.median(seconds.values())
     return {"rollout/slowest_rank": Metric(rank), "rollout/slowest_over_median": Metric(ratio)}
 
 

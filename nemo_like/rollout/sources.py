@@ -1,7 +1,5 @@
 """Where finished batches come from: when to refit, what to sample, and with which seeds."""
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,17 +12,15 @@ from nemo_like.data.datasets import Row
 from nemo_like.data.loader import GroupFeed
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.waiting import Pending
-from nemo_like.errors import RunError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metrics
 from nemo_like.rollout.ahead import Ahead
+from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.rounds import Round, batch_metrics, join, rows_of, warn_of_dropped
-from nemo_like.rollout.trajectory import RolloutTask, Sample, first_rows, trajectory_seed
+from nemo_like.rollout.trajectory import RolloutTask, Sample, trajectory_seed
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
-
-logger = logging.getLogger(__name__)
 
 _SHOWN = 2
 """Completions of each validation."""
@@ -45,6 +41,7 @@ class RolloutSource:
         feed: GroupFeed[Row],
         validation_rows: Sequence[Row],
         stop_token_ids: tuple[int, ...],
+        failures: RewardFailures,
         span: Callable[[str], AbstractContextManager[None]],
         show: Callable[[int, Sequence[Mapping[str, Any]]], None],
     ) -> None:
@@ -56,6 +53,7 @@ class RolloutSource:
         self._ahead = Ahead.of(config)
         self._validation_rows = validation_rows
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
+        self._failures = failures
         self._span, self._show = span, show
         self._refit_metrics: Metrics = {}
         self._dropped_metrics = set[str]()
@@ -83,7 +81,7 @@ class RolloutSource:
             while missing > 0 and len(rounds) < max_rounds:
                 results = self._round(step, missing, early)
                 rounds.append(Round(results, keep))
-                self._check_rewards(rounds[-1].batch.rows, results, f"step {step}")
+                self._failures.check(step, "train", rounds[-1].batch.rows, results)
                 missing -= rounds[-1].num_kept
             self.sync.give_to_policy()
         refit, self._refit_metrics = self._refit_metrics, {}
@@ -167,7 +165,7 @@ class RolloutSource:
                 self._sampling(config),
             )
         rows = rows_of(results)
-        self._check_rewards(rows, results, f"validation at step {step}")
+        self._failures.check(step, "validation", rows, results)
         self._show(
             step,
             [
@@ -200,7 +198,7 @@ class RolloutSource:
                 with_samples=True,
             )
         columns = rows_of(results)
-        self._check_rewards(columns, results, f"step {step}")
+        self._failures.check(step, "train", columns, results)
         samples = [sample for result in results for sample in result.samples]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         return samples, batch_metrics("rollout", columns, results)
@@ -274,28 +272,3 @@ class RolloutSource:
             )
             for index in range(group_size)
         ]
-
-    def _check_rewards(
-        self, rows: Mapping[str, Tensor], results: Sequence[RolloutResult], when: str
-    ) -> None:
-        scored = rows[keys.SAMPLE_MASK][first_rows(rows)[0]]
-        failed = int((~scored).sum())
-        if not failed:
-            return
-        reasons = sum((Counter(result.errors) for result in results), Counter[str]())
-        ((message, count),) = reasons.most_common(1)
-        reward = self._config.environment.reward
-        if failed == len(scored):
-            raise RunError(
-                f"environment.reward={reward} failed on all {failed} completions of {when}; "
-                f"first: {message}"
-            )
-        logger.warning(
-            "environment.reward failed on %d of %d completions of %s, which are masked; most "
-            "often (%d): %s",
-            failed,
-            len(scored),
-            when,
-            count,
-            message,
-        )

@@ -1,16 +1,23 @@
-"""Tool calls in the text of a completion, as Qwen and Hermes, Llama 3 and Mistral write them.
+"""Tool calls in the text of a completion, as Hermes, Qwen, GLM, Llama 3 and Mistral write them.
 
 Nothing that looks like a call is dropped in silence: what cannot be read is an error that goes back
 to the model.
 """
 
+import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import Message
+from nemo_like.data.thinking import CLOSED
+from nemo_like.errors import UserError
+
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of functions, as the OpenAI protocol has them."""
 
 
 class UnreadableCallError(Exception):
@@ -30,17 +37,24 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _LLAMA = re.compile(
     r"\A\s*(?:<\|python_tag\|>)?\s*(\{\s*\"(?:name|type|function)\".*)\Z", re.DOTALL
 )
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_NAME = re.compile(r"\s*([\w.-]+)\s*(<arg_key>.*)?\Z", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def reply_of(text: str, whole: str | None, number: int) -> Reply:
+def reply_of(text: str, whole: str | None, number: int, tools: Tools = ()) -> Reply:
     """The message that a completion is; ``number`` makes the ids of its calls unique.
 
-    ``whole`` is ``text`` with its special tokens, which calls are looked for in; None: there are no
-    tools, and all is content.
+    ``whole`` is ``text`` with its special tokens, in which calls are looked for after the thinking;
+    None: there are no tools, and all is content. ``tools`` say which arguments are text, where a
+    format does not.
     """
     if whole is None:
         return Reply({"role": "assistant", "content": text})
-    content, raw = _split(whole)
+    thought = max((match.end() for match in CLOSED.finditer(whole)), default=0)
+    content, raw = _split(whole[thought:], tools)
+    content = whole[:thought] + content
     calls: list[dict[str, Any]] = []
     errors: list[str] = []
     for one in raw:
@@ -51,7 +65,7 @@ def reply_of(text: str, whole: str | None, number: int) -> Reply:
             continue
         calls.append(
             {
-                "id": f"call_{number}_{len(calls)}",
+                "id": f"{number:05}{len(calls):04}",  # nine characters, for Mistral's templates
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
             }
@@ -64,11 +78,12 @@ def reply_of(text: str, whole: str | None, number: int) -> Reply:
 _Read = Callable[[], tuple[str, dict[str, Any]]]
 
 
-def _split(text: str) -> tuple[str, list[_Read]]:
+def _split(text: str, tools: Tools) -> tuple[str, list[_Read]]:
     """The text before the calls, and each call to be read."""
     if "<tool_call>" in text:
         found = [match[1] for match in _HERMES.finditer(text)]
-        return text.partition("<tool_call>")[0].rstrip("\n"), [_reader(one) for one in found]
+        calls = [_marked_up(one, tools) or _reader(one) for one in found]
+        return text.partition("<tool_call>")[0].rstrip("\n"), calls
     if "[TOOL_CALLS]" in text:
         return text.partition("[TOOL_CALLS]")[0], [*_mistral(text)]
     if match := _LLAMA.match(text.replace("<|eom_id|>", "")):
@@ -78,6 +93,80 @@ def _split(text: str) -> tuple[str, list[_Read]]:
 
 def _reader(text: str) -> _Read:
     return lambda: _call(_json(text))
+
+
+def refuse_unread_calls(chat: ChatTokenizer, tools: Tools) -> None:
+    """Refuse a template that teaches a form of calls that is not read here.
+
+    Such calls would be taken for answers.
+    """
+    name = tools[0].get("function", {}).get("name") if tools else None
+    if isinstance(name, str) and not _is_read(chat, json.dumps(tools[0])):
+        raise UserError(
+            "the model's chat template writes tool calls in a form that is not read here (Hermes, "
+            "Qwen, GLM, Llama 3 and Mistral are); describe the tools and <tool_call> in a message."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _is_read(chat: ChatTokenizer, tool: str) -> bool:
+    """Whether a call of the tool is found in what the template makes of it."""
+    tools = [json.loads(tool)]
+    name = tools[0]["function"]["name"]
+    function = {"name": name, "arguments": "{}"}
+    call = {"id": "000000000", "type": "function", "function": function}
+    question = {"role": "user", "content": "a question"}
+    messages = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        messages = chat.as_taken(messages)
+        text = chat.text(messages, to_answer=False, tools=tools)
+        before = chat.text([question], to_answer=True, tools=tools)
+    except UserError:
+        return True  # each row will say why
+    chat.check(messages, text, tools)
+    begin = len(before) if text.startswith(before) else text.rindex("a question")
+    ends = re.compile("|".join(map(re.escape, chat.end_tokens)))
+    found = reply_of("", ends.sub("", text[begin:]), 0, tools).message.get("tool_calls", ())
+    return [one["function"]["name"] for one in found] == [name]
+
+
+def _marked_up(text: str, tools: Tools) -> _Read | None:
+    """A call with marks around each argument, as Qwen3.5 and GLM write it; None: it is JSON."""
+    schemas = {one["function"]["name"]: one["function"] for one in tools if "function" in one}
+    if match := _FUNCTION.match(text):
+        name, pairs = match[1].strip(), _PARAMETER
+    elif (match := _NAME.match(text)) and (match[2] or match[1] in schemas):
+        name, pairs = match[1], _PAIR
+    else:
+        return None
+    inside = match[2] or ""
+    parameters = (schemas.get(name, {}).get("parameters") or {}).get("properties") or {}
+
+    def read() -> tuple[str, dict[str, Any]]:
+        if pairs.sub("", inside).strip():
+            raise UnreadableCallError(f"the call of {name} has text outside its arguments")
+        found = {one[1].strip(): one[2] for one in pairs.finditer(inside)}
+        return name, {key: _typed(value, parameters.get(key)) for key, value in found.items()}
+
+    return read
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """An argument that is written without quotes: text where its schema has nothing else.
+
+    >>> _typed("hello", {"anyOf": [{"type": "string"}, {"type": "boolean"}]}), _typed("1", None)
+    ('hello', 1)
+    """
+    schema = schema if isinstance(schema, dict) else {}
+    kinds = [one.get("type") for one in (schema, *schema.get("anyOf", ())) if "type" in one]
+    if kinds == ["string"]:
+        return text
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except (ValueError, RecursionError) as error:
+        if not kinds or "string" in kinds:
+            return text
+        raise UnreadableCallError(f"an argument must be of type {kinds[0]}: {error}") from error
 
 
 def _mistral(text: str) -> Iterator[_Read]:

@@ -48,6 +48,8 @@ class Segment:
     """Of each token, where the policy sampled them and they train; None: they are given."""
     weight_versions: Sequence[int] | None = None
     """Of the weights that sampled each; None: they are given."""
+    turn: int = 0
+    """Number of the completion that they are, of those of the trajectory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class Trajectory:
     """Of the first row, the prompt's included; empty for a single turn."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """What happened in it, by name, such as tool calls that could not be read."""
+    step_rewards: Sequence[float | None] = ()
+    """What each completion earned, where its environment says so; the last one's has the rest."""
 
     @property
     def num_sampled(self) -> int:
@@ -137,6 +141,7 @@ def single_turn(
         completions=[completion],
         text=text,
         result=result,
+        step_rewards=[result.reward],
         end="length" if truncated else "final",
     )
 
@@ -157,11 +162,15 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def collate_tokens(trajectories: Iterable[Trajectory]) -> TensorBatch:
-    """Token columns of all rows; tokens train where a segment has logprobs."""
+def collate_tokens(trajectories: Iterable[Trajectory], most_turns: int = 1) -> TensorBatch:
+    """Token columns of all rows; tokens train where a segment has logprobs.
+
+    ``most_turns``: of any trajectory of the run; above 1, tokens have the number of their turn.
+    """
     ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
+    turns: list[int] = []
     lengths = []
     for row in (row for trajectory in trajectories for row in trajectory.rows):
         begin = len(ids)
@@ -171,10 +180,13 @@ def collate_tokens(trajectories: Iterable[Trajectory]) -> TensorBatch:
             ids += segment.token_ids
             mask += [segment.logprobs is not None] * count
             logprobs += [0.0] * count if segment.logprobs is None else segment.logprobs
+            turns += [segment.turn] * count
         lengths.append(len(ids) - begin)
+    numbers = {keys.TURNS: torch.tensor(turns, dtype=torch.int64)} if most_turns > 1 else {}
     return TensorBatch(
         lengths=torch.tensor(lengths, dtype=torch.int64),
-        tokens={
+        tokens=numbers
+        | {
             keys.INPUT_IDS: torch.tensor(ids, dtype=torch.int64),
             keys.LOSS_MASK: torch.tensor(mask, dtype=torch.bool),
             keys.GENERATION_LOGPROBS: torch.tensor(logprobs, dtype=torch.float32),
@@ -183,11 +195,11 @@ def collate_tokens(trajectories: Iterable[Trajectory]) -> TensorBatch:
 
 
 def collate_rows(
-    trajectories: Sequence[Trajectory], parts: Iterable[str] = ()
+    trajectories: Sequence[Trajectory], parts: Iterable[str] = (), most_turns: int = 1
 ) -> dict[str, Tensor]:
     """Row columns: what the driver needs to know; rows of one trajectory share all of them.
 
-    ``parts``: names of several rewards.
+    ``parts``: names of several rewards; ``most_turns``: see ``collate_tokens``.
     """
     of_row = [t for t in trajectories for _ in t.rows]
     trained = [
@@ -198,15 +210,26 @@ def collate_rows(
     nan = float("nan")
     rewards = [nan if t.result.reward is None else t.result.reward for t in of_row]
     of_part = {
-        f"{keys.PART}{name}": [t.result.metrics.get(f"{keys.PART}{name}", nan) for t in of_row]
+        f"{keys.REWARD_OF}{name}": [
+            t.result.metrics.get(f"{keys.REWARD_OF}{name}", nan) for t in of_row
+        ]
         for name in parts
     }
+    steps = {}
+    if most_turns > 1:
+        found = torch.full((len(of_row), most_turns), nan, dtype=torch.float64)
+        for row, t in zip(found, of_row, strict=True):
+            given = [nan if one is None else one for one in t.step_rewards]
+            row[: len(given)] = torch.tensor(given, dtype=torch.float64)
+        steps = {keys.STEP_REWARDS: found}
     return {
+        **steps,
         **{name: torch.tensor(one, dtype=torch.float64) for name, one in of_part.items()},
         keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
         keys.SAMPLE_MASK: torch.tensor([t.result.reward is not None for t in of_row]).bool(),
         keys.NUM_LOSS_TOKENS: torch.tensor(trained, dtype=torch.int64),
         keys.TRUNCATED: torch.tensor([t.truncated for t in of_row]).bool(),
+        keys.TASKS: torch.tensor([seed_of(t.task.row.task) for t in of_row], dtype=torch.int64),
         keys.GROUP_IDS: torch.tensor([t.task.group for t in of_row], dtype=torch.int64),
         keys.SIBLINGS: torch.tensor([t.task.index for t in of_row], dtype=torch.int64),
         keys.SEEDS: torch.tensor([t.task.seed for t in of_row], dtype=torch.int64),

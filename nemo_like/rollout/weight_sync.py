@@ -20,9 +20,7 @@ from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.planning.resources import ResourcePlan, refit_transport
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.worker import PolicyWorker, SenderAddress
-from nemo_like.refit.adapters import numbered
-from nemo_like.refit.broadcast import BroadcastLink
-from nemo_like.refit.buckets import total_bytes
+from nemo_like.refit.buckets import numbered, total_bytes
 from nemo_like.refit.ipc import IpcLink
 
 logger = logging.getLogger(__name__)
@@ -117,6 +115,8 @@ def links_to(
             if sender.ipc is not None
         }
         return [IpcLink(tuple(of_bundle[bundle] for bundle in one)) for one in plan.generation]
+    from nemo_like.refit.broadcast import BroadcastLink
+
     links = []
     first = 1
     world_size = 1 + sum(len(replica) for replica in plan.generation)

@@ -5,14 +5,16 @@ import time
 from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.config.environment import SINGLE_TURN, EnvironmentConfig
+from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.protocol import ENDPOINT
 from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
@@ -22,7 +24,7 @@ from nemo_like.observe.sinks import JsonlFile
 from nemo_like.observe.trajectory_files import VOCABULARY, TrajectoryFiles
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
-from nemo_like.rollout.recorder import Limits, Recorder
+from nemo_like.rewards.protocol import IS_CHAT
 from nemo_like.rollout.trajectory import (
     ENDS,
     RolloutTask,
@@ -37,6 +39,7 @@ from nemo_like.rollout.trajectory_table import table_of
 
 if TYPE_CHECKING:
     from nemo_like.rollout.endpoint import Endpoint
+    from nemo_like.rollout.recorder import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,8 @@ class RolloutSetup:
 
     backend: str
     engine: EngineConfig
-    environment: EnvironmentConfig
+    environments: Mapping[str, EnvironmentConfig]
+    """By the name that rows have; see ``EnvironmentConfig.each``."""
     template_switches: Mapping[str, Any]
     num_reward_threads: int
     """Threads of each reward process that has a reward model."""
@@ -84,7 +88,7 @@ class RolloutResult:
     metrics: Metrics
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
-    """Reward failures by message; only the most frequent ones."""
+    """Reward failures by message."""
     dropped_metrics: dict[str, str]
     """Metrics of the environment that are not numbers in some rows, and why."""
     rank: int = 0
@@ -94,40 +98,50 @@ class RolloutResult:
     """The completions as text, if they were asked for."""
 
 
-_MAX_ERRORS = 3
 _MAX_ERROR_CHARS = 300
 
 
 class RolloutWorker(GenerationWorker):
     """A generation replica that also decodes and scores completions."""
 
-    _environment: RewardPool | None = None
+    _pools: Mapping[str, RewardPool] = {}
     _endpoint: "Endpoint | None" = None
+    _limits: "Mapping[str, Limits]" = MappingProxyType({})
+    """Of environments with several turns."""
     _files: TrajectoryFiles | None = None
 
     async def start(self, setup: RolloutSetup) -> None:
         """Bring up the engine, the reward processes and the tokenizer, at the same time."""
-        self._environment, self._chat, _ = await asyncio.gather(
-            asyncio.to_thread(
-                start_pool,
-                setup.environment,
-                setup.engines_per_node,
-                switches=setup.template_switches,
-                num_threads=setup.num_reward_threads,
-            ),
+        environments = setup.environments
+        pool_of = partial(
+            start_pool,
+            engines_per_node=setup.engines_per_node * len(environments),
+            num_engines=self.context.world_size,
+            switches=setup.template_switches,
+            num_threads=setup.num_reward_threads,
+            log=self.context.log_path.with_name(f"rewards-{self.context.rank}.log"),
+        )
+        self._chat, _, pools = await asyncio.gather(
             asyncio.to_thread(ChatTokenizer, setup.engine.model_path, setup.template_switches),
             self.start_engine(setup.backend, setup.engine),
+            asyncio.gather(*(asyncio.to_thread(pool_of, one) for one in environments.values())),
         )
-        environment = setup.environment
-        self._reward_parts = [*environment.rewards]
-        if environment.name != SINGLE_TURN:
-            self._limits = Limits(
-                tokens=min(setup.most_tokens, environment.max_tokens or setup.most_tokens),
-                turns=environment.max_turns,
-                rewritten=environment.rewritten_history,
-            )
+        self._pools = dict(zip(environments, pools, strict=True))
+        self._reward_parts = [name for one in environments.values() for name in one.rewards]
+        talking = {name: one for name, one in environments.items() if not one.is_single_turn}
+        if talking:
+            from nemo_like.rollout import recorder
             from nemo_like.rollout.endpoint import Endpoint  # imports a server
 
+            most = setup.most_tokens
+            self._limits = {
+                name: recorder.Limits(
+                    tokens=min(most, one.max_tokens or most),
+                    turns=one.max_turns,
+                    rewritten=one.rewritten_history,
+                )
+                for name, one in talking.items()
+            }
             self._endpoint = Endpoint("policy")
             await self._endpoint.start()
         self._trajectories: JsonlFile | None = None
@@ -145,7 +159,8 @@ class RolloutWorker(GenerationWorker):
         if request.phase == "train":
             self._record(request.step, trajectories)
         read = [t for t in trajectories if request.with_samples or t.task.record]
-        tokens = collate_tokens(trajectories)
+        most_turns = max((one.turns for one in self._limits.values()), default=1)
+        tokens = collate_tokens(trajectories, most_turns)
         if self._files is not None and trajectories:
             self._files.append(table_of(request.step, request.phase, trajectories, tokens))
         errors = Counter(
@@ -156,25 +171,28 @@ class RolloutWorker(GenerationWorker):
         return RolloutResult(
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
-            rows=collate_rows(trajectories, self._reward_parts),
+            rows=collate_rows(trajectories, self._reward_parts, most_turns),
             metrics=merge([self.memory(), *map(_metrics, trajectories)]),
             rank=self.context.rank,
             seconds=time.monotonic() - start,
-            errors=dict(errors.most_common(_MAX_ERRORS)),
+            errors=dict(errors),
             dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),
             samples=tuple(map(as_sample, read if request.phase == "validation" else ())),
         )
 
     async def _run(self, task: RolloutTask, sampling: SamplingParams) -> Trajectory:
         """One trajectory; a failed reward is a result, not an exception."""
-        assert self._environment is not None
         row = task.row
-        fields = row.fields | {"messages": list(row.messages)}
-        if self._endpoint is not None:
-            recorder = Recorder(task, self.generate, self._chat, sampling, self._limits)
+        pool, limits = self._pools[row.environment], self._limits.get(row.environment)
+        fields = row.fields | {"messages": list(row.messages), IS_CHAT: row.is_chat}
+        if limits is not None:
+            assert self._endpoint is not None
+            from nemo_like.rollout.recorder import Recorder
+
+            recorder = Recorder(task, self.generate, self._chat, sampling, limits)
             with self._endpoint.serving(recorder) as address:
                 fields |= {ENDPOINT: list(address)}
-                result = await self._environment.score(row.prompt, "", fields)
+                result = await pool.score(row.prompt, "", fields)
             return recorder.trajectory(result)
         completion = await self.generate(
             GenerationRequest(
@@ -185,15 +203,15 @@ class RolloutWorker(GenerationWorker):
             )
         )
         text = self._chat.decode(completion.token_ids)
-        result = await self._environment.score(row.prompt, text, fields)
+        result = await pool.score(row.prompt, text, fields)
         return single_turn(task, completion, text, result)
 
     async def shutdown_engine(self) -> None:
         """End the endpoint and the reward processes too."""
         if self._endpoint is not None:
             await self._endpoint.close()
-        if self._environment is not None:
-            self._environment.shutdown()
+        for pool in self._pools.values():
+            pool.shutdown()
         await super().shutdown_engine()
         if self._files is not None:
             self._files.wait()
@@ -235,7 +253,13 @@ class RolloutWorker(GenerationWorker):
 
 
 def _metrics(trajectory: Trajectory) -> Metrics:
-    scored = {name: Metric(value) for name, value in trajectory.result.metrics.items()}
+    result, task = trajectory.result, trajectory.task.row.task
+    scored = {name: Metric(value) for name, value in result.metrics.items()}
+    if task:
+        scored[f"{task}/completion_tokens"] = Metric(trajectory.num_sampled)
+        scored[f"{task}/failed_share"] = Metric(float(result.reward is None))
+        if result.reward is not None:
+            scored[f"{task}/reward"] = Metric(result.reward)
     prompt = len(trajectory.task.row.prompt_ids)
     if not trajectory.counts:  # a single turn
         cached = trajectory.completions[0].num_cached_tokens / prompt

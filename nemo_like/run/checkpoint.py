@@ -1,12 +1,10 @@
 """Checkpoints that are complete or absent.
 
-``<run.dir>/checkpoints/step_<n>`` holds a folder for each model, such as ``policy/`` (sharded
-model, optimizer and schedule), ``driver.json`` (step, data position, metric) and ``files.json``
-(size and checksum of every file).
-All is written into ``writing_step_<n>`` and renamed at the end (and away before it is deleted), so
-the name ``step_<n>`` is a promise; ``files.json`` tells a file that was damaged later.
-Checksums are no signature: who may write to the folder can renew them. So nothing that is read from
-it can run code (``policy/state/checkpoint_files.py``).
+``<run.dir>/checkpoints/step_<n>`` holds a folder for each model (sharded model, optimizer and
+schedule), ``driver.json`` (step, data position, metric) and ``files.json`` (size and checksum of
+every file). All is written into ``writing_step_<n>`` and renamed at the end, so the name is a
+promise; ``files.json`` tells a file that was damaged later. Checksums are no signature: nothing
+that is read can run code (``policy/state/checkpoint_files.py``).
 """
 
 import json
@@ -39,8 +37,6 @@ _LISTED = TypeAdapter(dict[str, tuple[int, int]])
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class DriverState:
-    """What the driver needs to continue after ``step``."""
-
     step: NonNegativeInt
     loader: dict[str, Any]
     metric: float | None
@@ -57,22 +53,19 @@ class DriverState:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder."""
-
     def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
         self.folder = run_dir / "checkpoints"
         self._config = config
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, in numeric order."""
         matches = (_NAME.fullmatch(path.name) for path in self.folder.glob("step_*"))
         return sorted(int(match[1]) for match in matches if match)
 
     def save(self, state: DriverState, write_models: Callable[[Path], None]) -> Path:
         """Write a checkpoint and drop those that need not be kept.
 
-        ``write_models`` is given the folder to make one folder for each model in. Raises RunError
-        if the disk refuses; earlier checkpoints are untouched then, and this one leaves nothing.
+        ``write_models`` makes a folder for each model. RunError if the disk refuses: earlier
+        checkpoints are untouched then, and this one leaves nothing.
         """
         final = self.folder / f"step_{state.step}"
         aside = self.folder / f"writing_{final.name}"
@@ -177,7 +170,6 @@ def _reason(error: Exception) -> str:
 
 
 def _checksums(folder: Path) -> dict[str, list[int]]:
-    """Relative path -> size in bytes and CRC-32."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): [path.stat().st_size, _crc(path)] for path in files}
 
@@ -224,11 +216,7 @@ def _sync(path: Path) -> None:
 
 
 class Loader(Protocol):
-    """What deals out rows: a position that can be saved."""
-
-    def state(self) -> dict[str, Any]:
-        """The position after the rows handed out."""
-        ...
+    def state(self) -> dict[str, Any]: ...
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue at a saved position."""
@@ -246,20 +234,22 @@ class Model(Protocol):
         """Restore what ``save`` wrote after ``weight_version`` steps."""
 
 
-class Saves:
-    """Checkpoints by steps and by time; one per step, however many reasons coincide."""
+def watched_metric(config: RunConfig, name: str | None = None) -> tuple[str, int]:
+    """``name``, or the metric of the best checkpoint, and the sign with which larger is better."""
+    usual = "validation/reward" if config.samples else "validation/loss"
+    name = name or config.checkpoint.metric or usual
+    return name, -1 if name.endswith("loss") else 1
 
+
+class Saves:
     def __init__(self, config: RunConfig, run_dir: Path, began: float) -> None:
         """``began``: start of the first interval, by the monotonic clock."""
         self.checkpoints = Checkpoints(run_dir, config.checkpoint)
         self._config = config.checkpoint
-        usual = "validation/reward" if config.samples else "validation/loss"
-        self._metric = config.checkpoint.metric or usual
-        self._sign = "-" if self._metric.endswith("loss") else ""
+        self._metric, self._sign = watched_metric(config)
         self._saved_at = began
 
     def is_due(self, step: int) -> bool:
-        """Whether the configuration wants ``step`` saved, by its number or the time."""
         every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
         too_long = every_s > 0 and time.monotonic() - self._saved_at >= every_s
         return too_long or (every_steps > 0 and step % every_steps == 0)
@@ -278,15 +268,15 @@ class Saves:
         if metric is None and unlogged is None and self._config.metric is not None:
             measured = ", ".join(sorted(numbers))
             logger.warning("checkpoint.metric=%s is not measured, only %s.", self._metric, measured)
-        if metric is not None and self._sign:
-            metric = -metric
+        if metric is not None:
+            metric *= self._sign
         state = DriverState(
             step=step,
             loader=loader.state(),
             metric=metric,
             totals=totals,
             weight_versions={name: model.weight_version for name, model in models.items()},
-            metric_name=f"{self._sign}{self._metric}",
+            metric_name=f"{'-' if self._sign < 0 else ''}{self._metric}",
             unlogged=unlogged,
         )
 

@@ -38,7 +38,6 @@ _HANDLED = (signal.SIGINT, signal.SIGHUP, *SIGNALS)
 
 
 def end_on_error(action: Callable[[], T]) -> T:
-    """Carry out ``action``; failures with an explanation end the process without a traceback."""
     with handlers_restored():
         for number in (signal.SIGTERM, signal.SIGHUP):
             handler = signal.getsignal(number)
@@ -74,16 +73,14 @@ def note_error(error: BaseException, resume: str) -> None:
 
     ``resume``: the command that continues the run.
     """
-    if (told := told_to_end(error)) is not None:
-        sentence = str(told) or "Interrupted."
-    else:
-        sentence = _sentence(error)
-    unknown = None if sentence else error
-    logger.error(
+    told = told_to_end(error)
+    sentence = _sentence(error) if told is None else str(told) or "Interrupted."
+    logger.log(
+        logging.ERROR if told is None else logging.INFO,
         "The run ended here: %s\nTo go on after its latest checkpoint: %s",
         sentence or repr(error),
         resume,
-        exc_info=unknown,
+        exc_info=None if sentence else error,
         extra={"file_only": True},
     )
 
@@ -108,8 +105,8 @@ def end_early(told: BaseException) -> NoReturn:
 def handlers_restored() -> Iterator[None]:
     """Restore signal handlers afterwards, since the process may go on, or exit.
 
-    Its exit ignores signals: the next one would end the end of Ray half-way, or change the code.
-    So does all that follows a signal which ended it, except at a prompt.
+    Its exit ignores signals: the next one would end the end of Ray half-way, or change the code. So
+    does all that follows a signal which ended it, except at a prompt.
     """
     before = {number: signal.getsignal(number) for number in _HANDLED}
     ends = False
@@ -143,9 +140,8 @@ class LeftError(BaseException):
 class StopRequest:
     """The handler of SIGUSR1 and SIGTERM: finish the step in progress, save it and end.
 
-    SIGTERM has a limit, ``run.stop_grace_s``, because whoever sends it kills what is left soon
-    after. Where nothing would be lost, as while a run starts, it ends the run at once; a second
-    one always does.
+    SIGTERM has a limit, ``run.stop_grace_s``: whoever sends it kills what is left soon after. While
+    a run starts it ends the run at once; a second one always does.
     """
 
     def __init__(self) -> None:
@@ -188,7 +184,6 @@ class StopRequest:
         self._on_term = self.obey_before_first_step
 
     def obey_before_first_step(self) -> None:
-        """``obey``, of a run that has made no step."""
         self.obey(_NOTHING_LOST)
 
     def within_steps(self) -> None:
@@ -234,7 +229,6 @@ class StopRequest:
 
 
 def listen() -> StopRequest:
-    """The handler that is in place, or a new one; in the main thread only."""
     handler = signal.getsignal(signal.SIGUSR1)
     if isinstance(handler, StopRequest):
         return handler

@@ -30,10 +30,9 @@ _MOST_EQUAL_STARTS = 2
 
 
 def save_config(folder: Path, config: RunConfig, *, continued: bool) -> None:
-    """Write ``config.yaml``; if the run continues, log what has changed.
+    """Write ``config.yaml``, which has no environment variables; if the run continues, log changes.
 
-    Environment variables never enter it, so no secret does. Raises UserError for a change that
-    would make it another run.
+    Raises UserError for a change that would make it another run.
     """
     path = folder / "config.yaml"
     now = config.model_dump(mode="json")
@@ -115,12 +114,10 @@ def note_start(folder: Path, step: int) -> None:
 
 
 def note_end(folder: Path) -> None:
-    """Forget resume attempts: the run has completed its steps."""
     (folder / _STARTS).unlink(missing_ok=True)
 
 
 def who_else_writes(path: Path) -> str | None:
-    """Who besides this user and root can write to a file."""
     status = path.stat()
     private = _is_private_group(status.st_gid)
     return others_who_write(status.st_mode, status.st_uid, os.geteuid(), private)
@@ -138,8 +135,8 @@ def others_who_write(mode: int, owner: int, me: int, private: bool) -> str | Non
 def is_private(group: grp.struct_group, user: pwd.struct_passwd) -> bool:
     """Whether ``user`` is the only member of a group.
 
-    Systems with umask 002 give each user a primary group of the same name. Who else has a group as
-    their primary one cannot be listed on every system, so the name decides.
+    Systems with umask 002 give each user a primary group of the same name; who else has a group as
+    their primary one cannot be listed everywhere, so the name decides.
     """
     own = group.gr_gid == user.pw_gid and group.gr_name == user.pw_name
     return own and set(group.gr_mem) <= {user.pw_name}

@@ -25,6 +25,7 @@ from nemo_like.observe.console import (
 )
 from nemo_like.observe.metrics import Metrics, Spans, values
 from nemo_like.observe.sinks import Details, Sinks
+from nemo_like.run.callbacks import Callbacks
 from nemo_like.run.checkpoint import Loader, Model, Saves
 from nemo_like.run.ending import SIGNALS, LeftError, StopRequest, listen, note_error
 from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
@@ -37,11 +38,7 @@ _SUMMARIZED = ("accuracy", "reward", "loss")
 
 
 class Validator(Protocol):
-    """What measures a policy between steps."""
-
-    def validate(self, step: int) -> Metrics:
-        """Metrics named ``validation/...`` of the current weights."""
-        ...
+    def validate(self, step: int) -> Metrics: ...
 
 
 class Run:
@@ -55,6 +52,7 @@ class Run:
         """``began``: when its command was typed, by ``time.time``. None: now."""
         self.config = config
         self._name = name
+        self.callbacks = Callbacks(config.run.callbacks)
         self.dir = make_run_dir(config, name)
         with ExitStack() as stack:
             stack.enter_context(claim(self.dir))
@@ -114,13 +112,11 @@ class Run:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time a phase and show its name while it runs."""
         with self.spans.span(name), self._progress.phase(name):
             yield
 
     @property
     def log_dir(self) -> str:
-        """Where each worker has a file of its own."""
         return str(self.dir / "logs")
 
     def start_phase(self, name: str) -> AbstractContextManager[None]:
@@ -157,8 +153,7 @@ class Run:
         validates; else before the first step, each ``validate_every``, and after the last.
 
         After a signal to stop, the step in progress is the last one: it is saved, and StoppedError
-        raised; before the first one at once. A validation that it was due for is made, and its
-        record logged, when the run continues.
+        raised. A validation that it was due for is made when the run continues.
         """
         self._stop.obey_before_first_step()
         self._max_steps = self._progress.max_steps = max_steps
@@ -170,10 +165,15 @@ class Run:
         self._finish_resumed_step(validator)
         self._stop.within_steps()
         for step in range(self.first_step + 1, max_steps + 1):
+            if why := self.callbacks.stop:
+                logger.info("Ending after step %d of %d; %s", step - 1, max_steps, why)
+                self._max_steps = step - 1
+                return
             with self.spans.span("step"):
                 yield step
             unlogged = self._measure(step, validator, validate_every)
-            if self._stop.came or step == max_steps or self.saves.is_due(step):
+            ends = self._stop.came or self.callbacks.stop or step == max_steps
+            if ends or self.saves.is_due(step):
                 numbers = {} if unlogged is not None else self._step_values
                 with self.span("checkpoint"):
                     self.saves.save(step, models, loader, numbers, self._totals_now(), unlogged)
@@ -228,6 +228,7 @@ class Run:
         logger.info("Summary: %s", json.dumps(summary))
         if "final" in summary:
             logger.info("The model is in %s. Next: %s", summary["final"], summary["next"])
+        self.callbacks.tell("on_end", summary)
 
     def _measure(
         self, step: int, validator: Validator | None, validate_every: int
@@ -247,7 +248,6 @@ class Run:
         return None
 
     def _finish_resumed_step(self, validator: Validator | None) -> None:
-        """Make up for a validation that a stop postponed, and log its step."""
         if self._resumed is not None and self._resumed.unlogged is not None:
             found = validator.validate(self.first_step) if validator is not None else {}
             measured = values(found | self.spans.pop())
@@ -271,8 +271,13 @@ class Run:
             numbers[f"alarm/{alarm.name}"] = 1.0
             logger.warning("Alarm at step %d: %s.", step, alarm.text)
         self._step_values = numbers
-        self._sinks.log(step, numbers, Details(histograms=self._histograms, samples=self._samples))
+        details = Details(histograms=self._histograms, samples=self._samples)
         self._histograms, self._samples = {}, ()
+        self._sinks.log(step, numbers, details)
+        if step:
+            self.callbacks.tell("on_step", step, dict(numbers))
+        if any(name.startswith("validation/") for name in numbers):
+            self.callbacks.tell("on_validation", step, dict(numbers))
 
     def _tell_start_up(self, step: int, spans: dict[str, float]) -> None:
         """Where the time from the command to the end of its first step went."""

@@ -26,9 +26,9 @@ from nemo_like.errors import UserError
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.layout import parallel_sizes
-from nemo_like.planning.model_fit import check_model_fits
 from nemo_like.planning.model_shape import Role, number, read_settings
 from nemo_like.planning.offload import Others
+from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.remote_model import RemoteModel
 

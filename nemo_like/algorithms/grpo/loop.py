@@ -5,10 +5,10 @@ less a baseline; the policy-gradient loss moves the policy. ``configs/recipes`` 
 GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE and REINFORCE++ (``losses/advantages.py`` and
 ``losses/policy_gradient.py`` name the equations). By default a batch takes one optimizer step,
 which is on-policy: its own forward pass gives the policy's logprobs, and no extra pass is made.
-Left out here: token-level rewards.
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ from nemo_like.algorithms.policy_gradient import PolicyGradient, batch_metrics, 
 from nemo_like.algorithms.sampling import Sampling, start_sampling
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
-from nemo_like.config.losses import ADVANTAGES
+from nemo_like.config.advantages import ADVANTAGES
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.advantages import (
+    by_task,
     group_advantages,
     has_signal,
+    of_steps,
     overlong_penalty,
+    still_to_come,
     whiten,
     zero_variance_share,
 )
@@ -64,6 +67,8 @@ def train(config: GRPOConfig, live: Sampling) -> None:
         metrics |= steps.logprobs(batch, metrics)
         metrics |= choose_rows(batch, config)
         add_advantages(batch, config)
+        if config.advantage.credit == "step":
+            live.policy.derive(batch, of_steps)
         metrics |= batch_metrics(batch)
         metrics |= steps.train(step, batch)
         live.log(metrics)
@@ -107,7 +112,7 @@ def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
 
 
 def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
-    """Add row column ``advantages``, from rewards, penalties and KL.
+    """Add row column ``advantages``, from rewards, penalties and KL, or ``step_advantages``.
 
     A trajectory counts once in its group, and all of its rows have its advantage.
     """
@@ -127,18 +132,31 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
         )
     if config.kl_in_reward:
         rewards = rewards - config.loss.kl_coef * total(rows[keys.REFERENCE_KL])
-    make = group_advantages
+    made: Callable[..., Tensor] = group_advantages
     if advantage.function is not None:
-        make = ADVANTAGES.load("advantage.function", advantage.function)
+        made = ADVANTAGES.load("advantage.function", advantage.function)
     groups, valid = rows[keys.GROUP_IDS][first], counted(batch, config)[first]
+    tasks = rows[keys.TASKS][first] if advantage.per_task else torch.zeros_like(groups)
+
+    def make(rewards: Tensor, valid: Tensor, of: Tensor | slice = slice(None)) -> Tensor:
+        return by_task(lambda *part: made(*part, advantage), tasks[of], rewards, groups[of], valid)
+
+    if advantage.credit == "step":
+        steps = rows[keys.STEP_REWARDS][first]
+        given = ~steps.isnan() & valid[:, None]
+        made_of, of = torch.zeros(steps.shape), given.nonzero(as_tuple=True)[0]
+        made_of[given] = make(steps[given], torch.ones(len(of), dtype=torch.bool), of)
+        rows[keys.STEP_ADVANTAGES] = still_to_come(made_of)[trajectory]
+        return
     if not advantage.each_reward:
-        rows[keys.ADVANTAGES] = make(rewards, groups, valid, advantage)[trajectory]
+        rows[keys.ADVANTAGES] = make(rewards, valid)[trajectory]
         return
     joined = torch.zeros_like(rewards, dtype=torch.float32)
     for name, part in config.environment.rewards.items():
-        of_part = rows[f"{keys.PART}{name}"][first]
-        joined += part.get("weight", 1) * make(of_part, groups, valid, advantage)
-    rows[keys.ADVANTAGES] = whiten(joined, valid)[trajectory]
+        of_part = rows[f"{keys.REWARD_OF}{name}"][first]
+        # Of a function in TRL's signature a row may have none.
+        joined += part.get("weight", 1) * make(of_part, valid & ~of_part.isnan())
+    rows[keys.ADVANTAGES] = by_task(whiten, tasks, joined, valid)[trajectory]
 
 
 def group_metrics(batch: RemoteBatch, config: GRPOConfig) -> Metrics:

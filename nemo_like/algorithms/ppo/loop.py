@@ -27,13 +27,17 @@ from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.losses.advantages import Moments
-from nemo_like.losses.value import ValueLoss, explained_variance
+from nemo_like.losses.value import (
+    TokenAdvantages,
+    ValueLoss,
+    WhitenedAdvantages,
+    explained_variance,
+)
 from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import Metric, Metrics, mean_of_steps, merge, values
-from nemo_like.planning.model_fit import check_model_fits
+from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.policy.token_advantages import TokenAdvantages, WhitenedAdvantages
 
 
 def run(config: PPOConfig, session: Session) -> None:

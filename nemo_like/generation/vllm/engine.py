@@ -42,8 +42,7 @@ from nemo_like.generation.vllm.environment import (
 )
 from nemo_like.generation.vllm.processes import engine_processes
 from nemo_like.generation.vllm.settings import ADAPTER_ID, engine_args
-from nemo_like.refit.adapters import check_buckets, check_refit
-from nemo_like.refit.buckets import Bucket
+from nemo_like.refit.buckets import Bucket, check_buckets, check_refit
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from vllm.lora.lora_weights import LoRALayerWeights
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.generation.vllm.settings import ADAPTER_ID
-from nemo_like.refit.adapters import A, B
+from nemo_like.models.adapter_places import A, B
 
 
 @contextmanager

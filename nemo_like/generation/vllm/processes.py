@@ -13,10 +13,14 @@ import signal
 from types import FrameType
 
 import psutil
-import vllm.v1.engine.core
-import vllm.v1.engine.utils
-import vllm.v1.executor.multiproc_executor
-import vllm.v1.executor.uniproc_executor
+
+from nemo_like.imports import without_collector
+
+with without_collector():
+    import vllm.v1.engine.core
+    import vllm.v1.engine.utils
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.executor.uniproc_executor
 
 _END = signal.SIGUSR2
 """What SIGTERM is to others: that may come from whoever ends all processes of a run."""

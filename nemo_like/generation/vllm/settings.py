@@ -15,7 +15,6 @@ from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.planning.model_shape import read_settings
 from nemo_like.planning.offload import WORKSPACE_BYTES
-from nemo_like.refit.adapters import expected_adapters
 
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of buffers that vLLM has for adapters that it computes with."""
@@ -110,6 +109,8 @@ def engine_args(
 def _adapter_args(config: EngineConfig) -> dict[str, Any]:
     if config.lora is None:
         return {}
+    from nemo_like.models.adapter_places import expected_adapters
+
     expected = expected_adapters(config.model_path, getattr(torch, config.dtype), config.lora)
     layers = {name.rsplit(".", 3)[-3] for name in expected}
     return {

@@ -13,10 +13,7 @@ from vllm.v1.worker.gpu.sample import sampler
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.generation.vllm.loading import load_model
-from nemo_like.generation.vllm.lora import replace_adapters, without_adapters
-from nemo_like.refit.adapters import is_adapter
-from nemo_like.refit.broadcast import BroadcastReceiver
-from nemo_like.refit.ipc import IpcReceiver
+from nemo_like.refit.buckets import is_adapter
 
 _LOGPROBS = "compute_topk_scores"
 """The function of vLLM's GPU sampler that computes logprobs."""
@@ -36,9 +33,7 @@ class RefitExtension:
         """Connect this rank to its sender; ``pickled``: link, buckets, timeout and adapters."""
         # vLLM's own serialiser would not bring dataclasses over.
         link, buckets, timeout_s, self.refit_lora = pickle.loads(pickled)
-        self.refit_receiver: IpcReceiver | BroadcastReceiver = link.receiver(
-            self.rank, buckets, self.device, timeout_s
-        )
+        self.refit_receiver = link.receiver(self.rank, buckets, self.device, timeout_s)
         use_cheap_logprobs()
 
     def load_refit(self, version: int, adapters_only: bool) -> None:
@@ -49,6 +44,8 @@ class RefitExtension:
             self._load_model(tensors)
             _exhaust(tensors)
             return
+        from nemo_like.generation.vllm.lora import replace_adapters, without_adapters
+
         adapters: dict[str, Tensor] = {}
         if not adapters_only:
             with without_adapters(self.model_runner.get_model()):

@@ -1,9 +1,7 @@
 """Checks and measurements that a person switches on under ``policy.debug``.
 
-Checks are collective over the default process group: all ranks call them at the same point, and all
-of them raise when any of them finds something, so that none is left waiting for the others.
-
-Legend: ``R`` ranks of a group, ``n`` tensors.
+Checks are collective over the default process group, and all ranks raise when any finds something,
+so that none is left waiting. Legend: ``R`` ranks of a group, ``n`` tensors.
 """
 
 import bisect
@@ -47,9 +45,9 @@ def check_equal_over(
 ) -> None:
     """Raise RunError, on all ranks, unless ranks that should hold equal local tensors do.
 
-    A DTensor must be equal, bit for bit, along the mesh dimensions where it is replicated. All
-    tensors must be equal over each of ``groups`` (name of the axis, its ranks) as well. ``rank`` is
-    this rank of the default group, ``what`` the tensors' kind in the message (``parameters``).
+    A DTensor must be equal, bit for bit, along the mesh dimensions where it is replicated, and all
+    tensors over each of ``groups`` (name of the axis, its ranks). ``what``: the tensors' kind in
+    the message (``parameters``).
     """
     axes = _replicated_axes(named_tensors, groups)
     # Every axis, whatever was found before: its other ranks wait for this one.
@@ -90,11 +88,9 @@ def check_data(
 
 
 def fingerprint_rows(batch: TensorBatch) -> list[int]:
-    """One number of 63 bits for each row: a hash of its identity and of its token ids.
+    """A hash of 63 bits of each row's identity (``group_ids``, ``seeds`` if there) and token ids.
 
-    Identity is the columns ``group_ids`` and ``seeds``, as far as the batch has them. Without
-    them rows of equal text have equal fingerprints, and a data set that repeats a row looks like
-    one row on two ranks.
+    Without those columns, a data set that repeats a row looks like one row on two ranks.
     """
     # Text does not identify a row: two completions of one prompt may well be equal.
     known = [batch.rows[key].tolist() for key in (keys.GROUP_IDS, keys.SEEDS) if key in batch.rows]
@@ -127,11 +123,10 @@ def memory_metrics(phase: str, device: torch.device) -> Metrics:
 
 
 class CollectiveTimer:
-    """Counts and times the collectives of the blocks it is entered for.
+    """Counts and times the collectives of the blocks it is entered for, by torch's profiler.
 
-    A count is of calls. Seconds are, on a GPU, those of NCCL's kernels; with gloo, from the call to
-    its completion. Both contain the wait for slower ranks, and overlapping ones add up. Each block
-    runs under torch's profiler, which records all operators: it costs memory, and time at the end.
+    Seconds are, on a GPU, those of NCCL's kernels; with gloo, from the call to its completion. Both
+    contain the wait for slower ranks, and overlapping ones add up.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,8 +168,6 @@ class CollectiveTimer:
 
 @dataclass
 class _Axis:
-    """Ranks that should agree, and the local tensors on which."""
-
     name: str
     group: dist.ProcessGroup
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -244,7 +237,7 @@ def _bit_hash(tensor: Tensor) -> int:
     """A hash of the tensor's bits: equal for equal bits, on any device.
 
     Elements, as integers, are multiplied by weights of their positions and added modulo 2^64. The
-    weights are odd, so no change of one element is lost; they are mixed, so hardly any other is.
+    weights are odd: no change of one element is lost; and mixed: hardly any other is.
     """
     integers = tensor.contiguous().reshape(-1)
     integers = integers.view(_INTEGER_OF_SIZE.get(tensor.element_size(), torch.int32))

@@ -1,11 +1,19 @@
 """What ``policy.debug`` switches on, at the points of a step where it belongs."""
 
+import faulthandler
+import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
+import torch._C._distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +27,6 @@ from nemo_like.policy.debug.checks import (
     fingerprint_rows,
     memory_metrics,
 )
-from nemo_like.policy.debug.hang_report import HangReport
 from nemo_like.policy.parallel.mesh import PolicyMesh
 
 logger = logging.getLogger(__name__)
@@ -43,7 +50,6 @@ class Diagnostics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Watch and measure one phase of a step."""
         with ExitStack() as stack:
             if self._hangs is not None:
                 stack.enter_context(self._hangs.watch(name))
@@ -56,7 +62,6 @@ class Diagnostics:
             self._measured.append(memory)
 
     def pop(self) -> Metrics:
-        """Measurements since the last call."""
         measured, self._measured = self._measured, []
         if self._timer is not None:
             measured.append(self._timer.pop())
@@ -86,3 +91,131 @@ class Diagnostics:
 def _split_over_tp(tensor: Tensor) -> bool:
     names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
     return names is not None and "tp" in names
+
+
+# PyTorch's flight recorders: one of NCCL's collectives (CUDA builds only), one of gloo's.
+_FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+
+@dataclass(eq=False)
+class _Phase:
+    name: str
+    since_s: float
+    """On the monotonic clock."""
+    began: str
+    reported: bool = False
+
+
+class HangReport:
+    """Appends a report to ``path`` for each phase that lasts longer than ``limit_s`` seconds.
+
+    It says who (``describe()``), which phase, since when, what every thread does, what memory is
+    left and which collectives are pending. The run itself goes on.
+    """
+
+    def __init__(self, path: Path, limit_s: float, describe: Callable[[], str]) -> None:
+        self._path = path
+        self._limit_s = limit_s
+        self._describe = describe
+        self._open: list[_Phase] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watch(self, phase: str) -> Iterator[None]:
+        """Watch the block; blocks may nest, and each has its own limit and report."""
+        entered = _Phase(phase, time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S %z"))
+        with self._changed:
+            self._open.append(entered)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hang-report", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._open.remove(entered)
+
+    def _run(self) -> None:
+        while True:
+            phase = self._wait_for_late_phase()
+            # Outside the lock: a phase that ends meanwhile must not wait for the file system.
+            try:
+                self._write(phase)
+            except OSError as error:
+                logger.warning("Cannot write a hang report to %s: %s", self._path, error)
+
+    def _wait_for_late_phase(self) -> _Phase:
+        with self._changed:
+            while True:
+                waiting = [phase for phase in self._open if not phase.reported]
+                # Phases are opened in order, so the first one is the next to be late.
+                left_s = (
+                    self._limit_s - (time.monotonic() - waiting[0].since_s) if waiting else None
+                )
+                if left_s is not None and left_s <= 0:
+                    waiting[0].reported = True
+                    return waiting[0]
+                self._changed.wait(left_s)
+
+    def _write(self, phase: _Phase) -> None:
+        lasted_s = time.monotonic() - phase.since_s
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(
+                f"{self._describe()}\nphase {phase.name!r} began {phase.began} and has lasted "
+                f"{lasted_s:.1f} s (limit {self._limit_s:g} s)\n\nThreads\n"
+            )
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write(f"\nHost memory\n{_host_memory()}\n")
+            # From here on locks of PyTorch are taken, which a thread that hangs may hold.
+            for section in (_pending_collectives, _gpu_memory):
+                file.flush()
+                file.write(section())
+            file.write("\n")
+        logger.warning(
+            "Phase %r has lasted %.0f s, longer than policy.debug.hang_report_s=%g; where this "
+            "process stands is in %s.",
+            phase.name,
+            lasted_s,
+            self._limit_s,
+            self._path,
+        )
+
+
+def _host_memory() -> str:
+    machine = psutil.virtual_memory()
+    resident = psutil.Process().memory_info().rss
+    return (
+        f"this process {resident / 2**30:.2f} GiB; machine {machine.used / 2**30:.1f} of "
+        f"{machine.total / 2**30:.1f} GiB used, {machine.available / 2**30:.1f} GiB available"
+    )
+
+
+def _gpu_memory() -> str:
+    if not torch.cuda.is_initialized():
+        return ""
+    used = filter(torch.cuda.memory_reserved, range(torch.cuda.device_count()))
+    summaries = [torch.cuda.memory_summary(i, abbreviated=True) for i in used]
+    return "\nGPU memory\n" + "\n".join(summaries) + "\n"
+
+
+def _pending_collectives() -> str:
+    """What the flight recorders know: pending calls, and the state of each process group."""
+    lines: list[str] = []
+    for dump in filter(None, (getattr(c10d, name, None) for name in _FLIGHT_RECORDERS)):
+        trace: dict[str, Any] = json.loads(dump())
+        lines += [f"group {group}: {state}" for group, state in trace.get("pg_status", {}).items()]
+        lines += [_pending(entry) for entry in trace.get("entries", []) if not entry["retired"]]
+    return "\nPending collectives (flight recorder)\n" + "\n".join(lines or ["none"]) + "\n"
+
+
+def _pending(entry: dict[str, Any]) -> str:
+    age_s = time.time() - entry["time_created_ns"] / 1e9
+    return (
+        f"{entry['profiling_name']} of group {entry['process_group']}: number "
+        f"{entry['collective_seq_id']}, {entry['state']}, called {age_s:.1f} s ago, "
+        f"sizes {entry['input_sizes']} -> {entry['output_sizes']}"
+    )

@@ -2,11 +2,18 @@
 
 A *section* is one flat array: first moments, say, of all matrices of a parameter group, one
 parameter after the other. A bucket is the same stretch of each section of its group and format.
+AdamW itself computes in float32; formats are only how moments wait between steps. Legend: ``R``
+rows and ``C`` columns of a parameter's shard, ``B`` blocks of a row.
+
+Rounding to the nearest would stop the second moment: with beta2 = 0.999 it moves by less than half
+a bfloat16 step. It is rounded at random instead, which keeps the mean exact; the noise depends on
+the step and the place in a shard alone, so runs repeat, and copies on other ranks stay equal.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,10 +22,108 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn import Parameter
 
 from nemo_like.config.optimizer import Moments
-from nemo_like.policy.moments.formats import FORMATS, Float32, Stored
+from nemo_like.planning.parameters import BLOCK
 from nemo_like.policy.parallel.full_tensors import local_part
 
 _ALIGNED = 512
+
+
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+_SCALES = {FIRST: "exp_avg_scale", SECOND: "exp_avg_sq_scale"}
+_LARGEST = {FIRST: 127, SECOND: 255}
+_LOW_BITS = 0xFFFF
+_NO_ZERO = 1e-30
+
+Stored = dict[str, Tensor]
+
+
+class Float32:
+    dtypes: ClassVar = {FIRST: torch.float32, SECOND: torch.float32}
+
+    def width(self, name: str, columns: int) -> int:
+        """Numbers of a stored row of section ``name``."""
+        return columns
+
+    def unpack(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        """Both moments in float32 [R, C]."""
+        return stored[FIRST], stored[SECOND]
+
+    def pack(self, first: Tensor, second: Tensor, stored: Stored, noise: torch.Generator) -> None:
+        """The reverse; in place already."""
+
+
+class BFloat16(Float32):
+    """The upper half of a float32 number."""
+
+    dtypes: ClassVar = {FIRST: torch.bfloat16, SECOND: torch.bfloat16}
+
+    def unpack(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        return stored[FIRST].float(), stored[SECOND].float()
+
+    def pack(self, first: Tensor, second: Tensor, stored: Stored, noise: torch.Generator) -> None:
+        """See ``Float32``; ``second`` is overwritten."""
+        stored[FIRST].copy_(first)
+        bits = second.view(torch.int32)
+        bits += torch.randint(
+            _LOW_BITS + 1, bits.shape, dtype=torch.int32, device=bits.device, generator=noise
+        )
+        bits &= ~_LOW_BITS
+        stored[SECOND].copy_(second)
+
+
+class Int8(Float32):
+    """Whole numbers with a scale for each block of a row; of the second moment its root.
+
+    A root is never stored as 0 unless it is: dividing by it would make a step of any size.
+    """
+
+    dtypes: ClassVar = {
+        FIRST: torch.int8,
+        SECOND: torch.uint8,
+        _SCALES[FIRST]: torch.float32,
+        _SCALES[SECOND]: torch.float32,
+    }
+
+    def width(self, name: str, columns: int) -> int:
+        return columns if name in _SCALES else math.ceil(columns / BLOCK)
+
+    def unpack(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        columns = stored[FIRST].shape[1]
+        first, second = (
+            stored[name].float().mul_(_spread(stored[_SCALES[name]], columns)) for name in _SCALES
+        )
+        return first, second.square_()
+
+    def pack(self, first: Tensor, second: Tensor, stored: Stored, noise: torch.Generator) -> None:
+        """See ``Float32``; both moments are overwritten."""
+        for name, values in ((FIRST, first), (SECOND, second.sqrt_())):
+            scale = _block_maxima(values).div_(_LARGEST[name]).clamp_(min=_NO_ZERO)
+            stored[_SCALES[name]].copy_(scale)
+            is_zero = values == 0 if name == SECOND else None
+            values.div_(_spread(scale, values.shape[1]))
+            values += torch.rand(values.shape, device=values.device, generator=noise)
+            values.floor_().clamp_(-_LARGEST[name], _LARGEST[name])
+            if is_zero is not None:
+                values.clamp_(min=1).masked_fill_(is_zero, 0)
+            stored[name].copy_(values)
+
+
+FORMATS = {"float32": Float32(), "bfloat16": BFloat16(), "int8": Int8()}
+
+
+def _spread(scales: Tensor, columns: int) -> Tensor:
+    """[R, B] -> [R, C]."""
+    return scales.repeat_interleave(BLOCK, dim=1)[:, :columns]
+
+
+def _block_maxima(values: Tensor) -> Tensor:
+    """Of absolute values: [R, C] -> [R, B]."""
+    rows, columns = values.shape
+    whole = columns // BLOCK * BLOCK
+    parts = [values[:, :whole].reshape(rows, -1, BLOCK).abs().amax(-1)] if whole else []
+    if whole < columns:
+        parts.append(values[:, whole:].abs().amax(1, keepdim=True))
+    return torch.cat(parts, 1)
 
 
 @dataclass(frozen=True)
@@ -58,8 +163,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces that follow each other."""
-
     group: dict[str, Any]
     """Of the optimizer's: learning rate, weight decay."""
     pieces: Sequence[Piece]
@@ -67,7 +170,6 @@ class Bucket:
 
     @property
     def kept(self) -> Stored:
-        """The bucket's part of each section."""
         return {
             name: flat[self._place(name, 0).start : self._place(name, -1).stop]
             for name, flat in self.sections.items()
@@ -109,7 +211,6 @@ class MomentLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of all sections."""
         return sum(
             _aligned(length * layout.dtypes[name].itemsize)
             for _, layout, _, lengths in self._parts

@@ -1,5 +1,11 @@
-"""Collectives with a gradient, each with the one backward that its use here needs."""
+"""Collectives with a gradient, each with the one backward that its use here needs.
 
+Under context parallelism each rank holds N / cp of the tokens. Around attention, ranks trade: all
+heads of some tokens for some heads of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), so that any
+kernel, and any packing, is exact.
+"""
+
+import math
 from typing import Any
 
 import torch
@@ -90,3 +96,27 @@ def gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim=1)
+
+
+def heads_for_tokens(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[N / cp, H, D] -> [N, H / cp, D]; key-value heads are repeated until they divide."""
+    size = dist.get_world_size(group)
+    repeat = size // math.gcd(k.shape[1], size)
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    traded = []
+    for x in (q, k, v):
+        n, heads, dim = x.shape
+        by_rank = x.view(n, size, heads // size, dim).transpose(0, 1).contiguous()
+        traded.append(all_to_all(by_rank, group).view(size * n, heads // size, dim))
+    return traded[0], traded[1], traded[2]
+
+
+def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[N, H / cp, D] -> [N / cp, H, D]."""
+    size = dist.get_world_size(group)
+    n, heads, dim = x.shape
+    by_rank = all_to_all(x.contiguous().view(size, n // size, heads, dim), group)
+    return by_rank.transpose(0, 1).reshape(n // size, size * heads, dim)

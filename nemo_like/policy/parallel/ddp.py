@@ -13,9 +13,9 @@ from nemo_like.policy.parallel.mesh import PolicyMesh
 
 
 def wrap_ddp(model: nn.Module, mesh: PolicyMesh) -> DistributedDataParallel | None:
-    """``model`` under DDP; None for local SGD and for a single rank, where nothing is synchronised.
+    """None for local SGD and for a single rank, where nothing is synchronised.
 
-    DDP divides by the number of ranks; the engine multiplies losses by it (exact for powers of 2).
+    DDP divides by the number of ranks; the trainer multiplies losses by it (exact for powers of 2).
     """
     config = mesh.parallel.ddp
     group = mesh.group("replicate")

@@ -18,7 +18,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One parameter or buffer as every rank is to see it, in ``dtype``; collective."""
     return next(full_tensors([(tensor, dtype)], device))
 
 
@@ -27,8 +26,8 @@ def full_tensors(
 ) -> Iterator[Tensor]:
     """Parameters and buffers as every rank is to see them, each in its dtype.
 
-    Collective: all ranks must draw from it at the same pace. Shards are rounded first, so that less
-    is gathered, and on ``device``, because those of CPU offload are where NCCL does not reach them.
+    Collective: all ranks must draw at the same pace. Shards are rounded first, and put on
+    ``device``: NCCL does not reach those of CPU offload.
     """
     for batch in _batches(tensors):
         tensor, dtype = batch[0]

@@ -46,12 +46,11 @@ class PolicyMesh:
 
     @property
     def tp(self) -> DeviceMesh | None:
-        """Tensor-parallel neighbours; None without them."""
         return self._parameters["tp"] if self.sizes.tp > 1 else None
 
     @property
     def sequence_multiple(self) -> int:
-        """What the number of positions of a forward pass must divide by."""
+        """What the positions of a forward pass must divide by."""
         return self.sizes.cp * (self.sizes.tp if self.parallel.sequence_parallel else 1)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -62,7 +61,6 @@ class PolicyMesh:
         return mesh.get_group()
 
     def coordinate(self, axis: str) -> int:
-        """This rank's position along ``axis``."""
         return self._mesh_of(axis)[axis].get_local_rank()
 
     def _mesh_of(self, axis: str) -> DeviceMesh:

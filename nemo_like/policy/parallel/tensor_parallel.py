@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from nemo_like.errors import UserError
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.parallel.collectives import gather_positions, split_positions
-from nemo_like.policy.parallel.stages import AbsentLayer, layers_of
+from nemo_like.policy.parallel.pipeline import AbsentLayer, layers_of
 
 _COLUMNS, _ROWS, _PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 # Embedding and head: split by _split_vocabulary, whatever the plan says of them.
@@ -27,11 +27,10 @@ _VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
 def apply_tensor_parallel(
     model: LogprobModel, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> set[str]:
-    """Split ``model`` over ``mesh`` in place.
+    """Split ``model`` over ``mesh`` in place; UserError for a plan with styles that are not here.
 
     Returns the Hugging Face names of full parameters that see only a share of the heads or
-    positions, and whose gradients therefore must be summed over ``mesh``. Raises UserError for a
-    plan with styles that this file does not have.
+    positions: their gradients must be summed over ``mesh``.
     """
     causal_lm = model.causal_lm
     plan = _plan(causal_lm)

@@ -1,5 +1,7 @@
 """How a model is spread over data-parallel ranks, recomputed, and compiled."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch._inductor
 from torch import nn
@@ -19,13 +21,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.policy.model import LogprobModel
-from nemo_like.policy.parallel.mesh import PolicyMesh
-from nemo_like.policy.parallel.stages import AbsentLayer
+
+if TYPE_CHECKING:
+    from nemo_like.policy.model import LogprobModel
+    from nemo_like.policy.parallel.mesh import PolicyMesh
 
 
 def _varlen_operator() -> object | None:
-    """The operator behind torch.nn.attention.varlen, where torch has it."""
     packet = getattr(torch.ops.torch_attn, "_varlen_attn", None)
     return getattr(packet, "default", None)
 
@@ -46,11 +48,11 @@ _KEPT = frozenset(
 )
 
 
-def wrap_layers(model: LogprobModel, config: PolicyConfig) -> None:
+def wrap_layers(model: "LogprobModel", config: PolicyConfig) -> None:
     """Recompute, offload and compile each layer, as configured; before ``shard_model``."""
     for layers in _layer_lists(model):
         for i, layer in enumerate(layers):
-            if isinstance(layer, AbsentLayer):
+            if not _is_here(layer):
                 continue
             if config.activation_checkpointing == "full":
                 layers[i] = checkpoint_wrapper(layer)
@@ -65,7 +67,7 @@ def wrap_layers(model: LogprobModel, config: PolicyConfig) -> None:
 
 
 def shard_model(
-    model: LogprobModel, mesh: PolicyMesh, config: PolicyConfig, dtype: torch.dtype
+    model: "LogprobModel", mesh: "PolicyMesh", config: PolicyConfig, dtype: torch.dtype
 ) -> None:
     """Shard ``model`` in place (FSDP2) by layers; compute in ``dtype``, reduce in float32."""
     _check_divides(model, mesh)
@@ -79,7 +81,7 @@ def shard_model(
     reshard = mesh.parallel.reshard_after_forward
     for layers in _layer_lists(model):
         for layer in layers:
-            if not isinstance(layer, AbsentLayer):
+            if _is_here(layer):
                 fully_shard(
                     layer,
                     mesh=mesh.fsdp,
@@ -102,7 +104,7 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _check_divides(model: LogprobModel, mesh: PolicyMesh) -> None:
+def _check_divides(model: "LogprobModel", mesh: "PolicyMesh") -> None:
     """Rows of tensor-parallel matrices are split twice; torch has that for even splits only."""
     size = mesh.sizes.shard * mesh.sizes.cp
     for name, parameter in model.named_parameters():
@@ -115,8 +117,7 @@ def _check_divides(model: LogprobModel, mesh: PolicyMesh) -> None:
 
 
 def _compile_options() -> dict[str, bool]:
-    """Leaves out a fusion that fails when sizes change (torch 2.11: 'shape … is invalid for input
-    of size 0' in the backward pass of norms)."""
+    """Leaves out a fusion that fails in norms when sizes change (torch 2.11)."""
     fusion = "triton.mix_order_reduction"
     return {fusion: False} if fusion in torch._inductor.list_options() else {}
 
@@ -126,6 +127,11 @@ def _selective_contexts() -> object:
         return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def _is_here(layer: nn.Module) -> bool:
+    """What stands for a layer of another pipeline stage has no parameters."""
+    return any(True for _ in layer.parameters())
 
 
 def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:

@@ -1,8 +1,8 @@
 """A checkpoint's files: torch's distributed checkpoint without its pickles.
 
-torch keeps the list of tensors in a pickle (``.metadata``), and every number that is no tensor in
-another. Whoever can write to the folder could so run code in whoever reads it. Here both are JSON.
-Tensors stay in torch's format, which is read with ``weights_only=True``.
+torch pickles the list of tensors (``.metadata``) and every number that is no tensor: whoever can
+write to the folder could run code in whoever reads it. Here both are JSON. Tensors stay in torch's
+format, which is read with ``weights_only=True``.
 """
 
 import io
@@ -50,7 +50,6 @@ Sections = dict[str, Any]
 
 
 def write_sections(folder: Path, sections: Sections) -> None:
-    """Write what each rank has of ``sections``; collective."""
     planner = _PlainSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp_save.save(_flat(sections), storage_writer=_PlainWriter(folder), planner=planner)
 
@@ -81,8 +80,6 @@ def _flat(sections: Sections) -> dict[str, Any]:
 
 
 class _PlainSavePlanner(DefaultSavePlanner):
-    """Plain values as JSON."""
-
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type is Kind.BYTE_IO:
             return io.BytesIO(json.dumps(object).encode())
@@ -90,8 +87,6 @@ class _PlainSavePlanner(DefaultSavePlanner):
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
-    """Plain values from JSON."""
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         if isinstance(self.state_dict[name], Tensor):
@@ -105,8 +100,6 @@ def _as_tuples(value: Any) -> Any:
 
 
 class _PlainWriter(FileSystemWriter):
-    """Lists the tensors in ``index.json``."""
-
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {one.index: one.storage_data for of_rank in results for one in of_rank}
         index = {
@@ -138,8 +131,6 @@ def _place(info: _StorageInfo) -> dict[str, Any]:
 
 
 class _PlainReader(FileSystemReader):
-    """Knows what ``_PlainWriter`` wrote."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder

@@ -1,6 +1,7 @@
 """The safetensors files of a model's folder, and reading from them what a rank has of a model."""
 
 import pickle
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from nemo_like.config.model_files import CONFIG
 from nemo_like.distributed.waiting import is_disconnection
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.naming import Naming, Translation
@@ -22,6 +24,13 @@ from nemo_like.policy.parallel.full_tensors import local_part
 
 _UNREADABLE = "The weights of the model {} cannot be loaded"
 _ROWS_AT_ONCE = 4096
+
+
+def readable_as_usual(folder: Path) -> None:
+    """Give an export the modes of the umask: safetensors' files are their owner's alone."""
+    mode = stat.S_IMODE((folder / CONFIG).stat().st_mode)  # written by this process
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)
 
 
 @contextmanager
@@ -49,10 +58,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def stored_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it; UserError if two do, or one is damaged.
-
-    What reads them takes all files of the folder, whatever an index says.
-    """
+    """Tensor name -> the safetensors file that holds it; UserError if two do, or one is damaged."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with told_as(UserError, f"{path} cannot be read"), safe_open(path, framework="pt") as file:
@@ -75,8 +81,8 @@ def read_tensors(
 ) -> None:
     """Fill ``wanted``, by names in memory, each from its source; collective.
 
-    A rank reads its own slices; of stacked experts, those that it has. What is converted in
-    another way is read in full, one tensor at a time.
+    A rank reads its own slices; of stacked experts, those that it has. What is converted in another
+    way is read in full, one tensor at a time.
     """
     renamed = {name: one for name, one in sources.items() if one.converter is None}
     with told_as(UserError, _UNREADABLE.format(path)):
@@ -134,9 +140,9 @@ def _is_rows(tensor: DTensor) -> bool:
 
 
 def refuse_two_values(path: str, stored: Mapping[str, Path], head: str, embedding: str) -> None:
-    """Raise UserError where a head that config.json ties differs from its embedding.
+    """UserError where a head that config.json ties differs from its embedding, by names on disk.
 
-    Both by their names on disk. transformers would leave it untied, engines would drop it.
+    transformers would leave it untied, engines would drop it.
     """
     if head not in stored or embedding not in stored:
         return

@@ -22,19 +22,15 @@ from transformers.initialization import no_init_weights
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
-from nemo_like.models.build import model_settings, new_model
+from nemo_like.models.build import architecture, model_settings, new_model
 from nemo_like.models.naming import is_adapter, plain_name
-from nemo_like.planning.layout import num_stages
-from nemo_like.policy.attention import PACKED
-from nemo_like.policy.lora import add_adapters, initialize_adapters
+from nemo_like.planning.layout import num_stages, stages_of_rank
+from nemo_like.policy.inputs import PACKED
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
 from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.parallel.mesh import PolicyMesh
-from nemo_like.policy.parallel.stages import keep_stage, stages_of_rank
-from nemo_like.policy.parallel.tensor_parallel import apply_tensor_parallel
 from nemo_like.policy.parallel.wrap import shard_model, wrap_layers
 from nemo_like.policy.state.files import read_tensors, refuse_two_values, stored_files, told_as
-from nemo_like.refit.manifest import architecture
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +49,15 @@ def load_stages(
 ) -> tuple[list[LogprobModel], set[str]]:
     """This rank's stages, sharded and loaded, float32 master weights; collective.
 
-    Second: names of parameters whose gradients must be summed over tensor-parallel ranks.
+    Second: names of parameters whose gradients tensor-parallel ranks must sum.
     """
     dtype = getattr(torch, config.dtype)
     stages, partial = [], set()
     for stage in stages_of_rank(mesh.parallel, mesh.coordinate("pp")):
         causal_lm = _empty_model(path, config, output)
         if mesh.sizes.pp > 1:
+            from nemo_like.policy.parallel.pipeline import keep_stage
+
             keep_stage(causal_lm, mesh.parallel, stage)
         kind = ValueModel if output != "logprobs" else LogprobModel
         model = kind(
@@ -73,6 +71,8 @@ def load_stages(
             is_last=stage == num_stages(mesh.parallel) - 1,
         )
         if mesh.tp is not None:
+            from nemo_like.policy.parallel.tensor_parallel import apply_tensor_parallel
+
             partial |= apply_tensor_parallel(
                 model, mesh.tp, sequence_parallel=mesh.parallel.sequence_parallel
             )
@@ -82,7 +82,10 @@ def load_stages(
         home = torch.device("cpu") if config.offload == "all" else device
         _materialize(model, home, device)
         _load_weights(model, path, output)
-        initialize_adapters(model)
+        if config.lora.rank:
+            from nemo_like.policy.lora import initialize_adapters
+
+            initialize_adapters(model)
         stages.append(model)
     return stages, partial
 
@@ -94,6 +97,8 @@ def _empty_model(path: str, config: PolicyConfig, output: Output) -> PreTrainedM
         with no_init_weights():  # drawing none for the meta device takes a millisecond a tensor
             model = new_model(path, output, dtype=torch.float32, attn_implementation=attention)
         if config.lora.rank:
+            from nemo_like.policy.lora import add_adapters
+
             add_adapters(model, config.lora)
     model.tie_weights()
     return model
@@ -179,7 +184,7 @@ def _load_full(model: LogprobModel, path: str, wanted: Collection[str]) -> None:
 def unused_tensors(path: str, output: Output) -> list[str]:
     """Names in the folder's files that its architecture has no use for, without the harmless ones.
 
-    None where files lack what it needs, since there it is not known what they are.
+    Empty where files lack what it needs.
     """
     described = architecture(path, torch.float32, output)
     stored = stored_files(Path(path)).keys()

@@ -3,12 +3,13 @@
 import json
 import shutil
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -24,24 +25,28 @@ from nemo_like.config.model_files import CONFIG, read_object
 from nemo_like.data.tokenizer import padding_id
 from nemo_like.distributed.waiting import writing_folder
 from nemo_like.errors import RunError, UserError
-from nemo_like.models.build import model_class
-from nemo_like.policy.lora import write_adapter
-from nemo_like.policy.loss_scale import LossScale
+from nemo_like.models.build import Architecture, architecture, model_class
+from nemo_like.models.naming import is_adapter, plain_name
+from nemo_like.policy.gradients import LossScale
 from nemo_like.policy.model import LogprobModel
+from nemo_like.policy.parallel.full_tensors import full_tensor, full_tensors
 from nemo_like.policy.state.checkpoint_files import read_sections, write_sections
-from nemo_like.policy.state.files import told_as
-from nemo_like.policy.state.leaving import adapter_tensors, leaving_tensors
+from nemo_like.policy.state.files import readable_as_usual, told_as
 from nemo_like.policy.state.loading import tied_names
-from nemo_like.policy.trainer import Trainer
-from nemo_like.refit.adapters import travels_apart
-from nemo_like.refit.manifest import architecture
+from nemo_like.refit.buckets import travels_apart
+
+if TYPE_CHECKING:
+    from nemo_like.policy.lora import Adapter
+    from nemo_like.policy.trainer import Trainer
 
 _OTHER = "{} does not fit this run's model, adapters or optimizer"
+_StageState = tuple[LogprobModel, list[Optimizer], dict[str, Any], dict[str, Any]]
+"""A stage, its optimizers, and the state of both under the names of the wrapped model."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
 
 
 def refit_tensors(
-    trainer: Trainer, dtype: torch.dtype, *, adapters_only: bool
+    trainer: "Trainer", dtype: torch.dtype, *, adapters_only: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """What a refit carries, in the order of ``plan_refit``; collective."""
     if not travels_apart(trainer.config.lora):
@@ -54,7 +59,7 @@ def refit_tensors(
 
 
 def model_tensors(
-    trainer: Trainer, dtype: torch.dtype, *, merged: bool = True
+    trainer: "Trainer", dtype: torch.dtype, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the architecture once, by its name on disk, full, in ``dtype``; collective.
 
@@ -67,7 +72,7 @@ def model_tensors(
     )
 
 
-def state_bytes(trainer: Trainer) -> int:
+def state_bytes(trainer: "Trainer") -> int:
     """About what a checkpoint of the stages on this rank has, whoever else holds parts of them."""
     total = 0
     for stage, optimizers in zip(trainer.stages, trainer.optimizers, strict=True):
@@ -80,14 +85,13 @@ def state_bytes(trainer: Trainer) -> int:
     return total
 
 
-def save_checkpoint(folder: Path, trainer: Trainer) -> None:
-    """Each rank writes its own shards of model and optimizer; collective."""
+def save_checkpoint(folder: Path, trainer: "Trainer") -> None:
     trainer.synchronize()
     with told_as(RunError, str(folder)):
         write_sections(folder, _joined(trainer, _stage_states(trainer)))
 
 
-def load_checkpoint(folder: Path, trainer: Trainer) -> None:
+def load_checkpoint(folder: Path, trainer: "Trainer") -> None:
     """Restore in place, from any number of ranks in any layout, hyperparameters included.
 
     Raises UserError for a checkpoint of another model, optimizer or adapter.
@@ -96,12 +100,16 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> None:
     loaded = _joined(trainer, states)
     with told_as(UserError, _OTHER.format(folder)):
         read_sections(folder, loaded)
-    for state in states:
+    for stage, optimizers, model, optimizer in states:
+        weights, moments = (
+            {name: loaded[section][_stored_name(stage, name)] for name in part}
+            for section, part in (("model", model), ("optimizer", optimizer))
+        )
         set_state_dict(
-            state.stage,
-            state.optimizers,
-            model_state_dict={k: loaded["model"][state.stored(k)] for k in state.model},
-            optim_state_dict={k: loaded["optimizer"][state.stored(k)] for k in state.optimizer},
+            stage,
+            optimizers,
+            model_state_dict=weights,
+            optim_state_dict=moments,
             options=_options(trainer),
         )
     trainer.num_steps = loaded["num_steps"]
@@ -122,7 +130,7 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> None:
         scheduler._last_lr = lrs
 
 
-def load_weights(folder: Path, trainer: Trainer) -> None:
+def load_weights(folder: Path, trainer: "Trainer") -> None:
     """The model of a checkpoint without its optimizer, whatever that was; see above."""
     parts = [
         (stage, get_model_state_dict(stage, options=_options(trainer))) for stage in trainer.stages
@@ -135,7 +143,7 @@ def load_weights(folder: Path, trainer: Trainer) -> None:
         set_model_state_dict(stage, weights, options=_options(trainer))
 
 
-def export_folder(trainer: Trainer, target: Path, write: bool) -> None:
+def export_folder(trainer: "Trainer", target: Path, write: bool) -> None:
     """Write a Hugging Face folder: new weights, and all else as in the model's own; collective.
 
     Tokenizer, chat template and generation settings are copied as they are.
@@ -155,7 +163,7 @@ def export_folder(trainer: Trainer, target: Path, write: bool) -> None:
 
 
 def _write_folder(
-    trainer: Trainer, state: dict[str, Tensor], adapters: dict[str, Tensor], target: Path
+    trainer: "Trainer", state: dict[str, Tensor], adapters: dict[str, Tensor], target: Path
 ) -> None:
     """Aside first, so that what stands at ``target`` is complete."""
     source = Path(trainer.setup.model_path)
@@ -165,9 +173,11 @@ def _write_folder(
     # may be the export of a run with adapters, which are in its weights.
     ignored = shutil.ignore_patterns(*_WEIGHT_FILES, "adapter")
     shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
-    aside.chmod(aside.stat().st_mode | stat.S_IRWXU)
+    aside.chmod(stat.S_IRWXU)
     if adapters:
         plain = architecture(str(source), torch.float32, trainer.setup.output).model
+        from nemo_like.policy.lora import write_adapter
+
         write_adapter(aside / "adapter", adapters, trainer.config.lora, trainer.config.model, plain)
     dtype = next(t.dtype for t in state.values() if t.is_floating_point())
     config = read_object(aside / CONFIG)
@@ -180,21 +190,9 @@ def _write_folder(
         config["pad_token_id"] = padding_id(source, config.get("pad_token_id"))
     (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     save_torch_state_dict(state, aside, metadata={"format": "pt"})
+    readable_as_usual(aside)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
-
-
-@dataclass(frozen=True)
-class _StageState:
-    """State of one stage and its optimizers, under the names of the wrapped model."""
-
-    stage: LogprobModel
-    optimizers: list[Optimizer]
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-
-    def stored(self, name: str) -> str:
-        return _stored_name(self.stage, name)
 
 
 def _stored_name(stage: LogprobModel, name: str) -> str:
@@ -204,7 +202,7 @@ def _stored_name(stage: LogprobModel, name: str) -> str:
     return name
 
 
-def _options(trainer: Trainer) -> StateDictOptions:
+def _options(trainer: "Trainer") -> StateDictOptions:
     """Optimizer state by parameter name, whatever its groups; with adapters, these alone."""
     adapts = trainer.config.lora.rank > 0
     return StateDictOptions(
@@ -212,24 +210,112 @@ def _options(trainer: Trainer) -> StateDictOptions:
     )
 
 
-def _stage_states(trainer: Trainer) -> list[_StageState]:
+def _stage_states(trainer: "Trainer") -> list[_StageState]:
+    options = _options(trainer)
     return [
-        _StageState(
-            stage, optimizers, *get_state_dict(stage, optimizers, options=_options(trainer))
-        )
+        (stage, optimizers, *get_state_dict(stage, optimizers, options=options))
         for stage, optimizers in zip(trainer.stages, trainer.optimizers, strict=True)
     ]
 
 
-def _joined(trainer: Trainer, states: list[_StageState]) -> dict[str, Any]:
+def _joined(trainer: "Trainer", states: list[_StageState]) -> dict[str, Any]:
     """What a checkpoint holds, by names that do not depend on the layout."""
-    joined: dict[str, Any] = {
-        "model": {s.stored(name): value for s in states for name, value in s.model.items()},
-        "optimizer": {s.stored(name): value for s in states for name, value in s.optimizer.items()},
-        "schedule_step": trainer.schedulers[0].last_epoch,
-        "num_steps": trainer.num_steps,
-    }
+    joined: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for stage, _, model, optimizer in states:
+        joined["model"] |= {_stored_name(stage, name): one for name, one in model.items()}
+        joined["optimizer"] |= {_stored_name(stage, name): one for name, one in optimizer.items()}
     # Saved in every precision, so that a run can go on in float16.
     scale = trainer.loss_scale or LossScale(trainer.config.loss_scale)
-    joined["loss_scale"] = scale.state_dict()
-    return joined
+    return joined | {
+        "schedule_step": trainer.schedulers[0].last_epoch,
+        "num_steps": trainer.num_steps,
+        "loss_scale": scale.state_dict(),
+    }
+
+
+def leaving_tensors(
+    stages: Sequence[LogprobModel],
+    architecture: Architecture,
+    device: torch.device,
+    *,
+    merged: bool = True,
+    pp: dist.ProcessGroup | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of ``architecture`` once, by its name on disk, full, in its dtype.
+
+    ``merged``: adapters are added to their matrices, in float32. Collective: all ranks must draw at
+    the same pace. With a pipeline, each tensor is sent from the stage that has it.
+    """
+    state, adapters = _parts(stages, merged=merged)
+    naming, translations = architecture.naming, architecture.translations
+    names = [name for each in translations for name in each.names]
+    full = _full(state, adapters, names, architecture, device, pp)
+    for each in translations:
+        if each.converter is None:
+            yield each.targets[0], next(full)
+        else:
+            own = {name: next(full) for name in each.names}
+            yield from naming.convert(each, own.pop).items()
+
+
+def adapter_tensors(
+    stages: Sequence[LogprobModel], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of an adapter by the name that it travels by, full; collective."""
+    adapters = {
+        plain_name(name): tensor
+        for stage in stages
+        for name, tensor in stage.state_dict().items()
+        if is_adapter(name)
+    }
+    parts = ((tensor.detach(), dtype) for tensor in adapters.values())
+    yield from zip(adapters, full_tensors(parts, device), strict=True)
+
+
+def _parts(
+    stages: Sequence[LogprobModel], *, merged: bool
+) -> "tuple[dict[str, Tensor], dict[str, Adapter]]":
+    """What this rank has of each tensor, and the adapters to merge, by names in memory."""
+    state: dict[str, Tensor] = {}
+    adapters: dict[str, Adapter] = {}
+    for stage in stages:
+        ties = tied_names(stage) if stage.is_first else {}
+        tensors = {plain_name(n): tensor.detach() for n, tensor in stage.state_dict().items()}
+        state |= {name: tensor for name, tensor in tensors.items() if name not in ties}
+        if merged and any(map(is_adapter, tensors)):
+            from nemo_like.policy.lora import adapters_of
+
+            adapters |= adapters_of(stage, tensors)
+    return state, adapters
+
+
+def _full(
+    state: dict[str, Tensor],
+    adapters: "dict[str, Adapter]",
+    names: Sequence[str],
+    architecture: Architecture,
+    device: torch.device,
+    pp: dist.ProcessGroup | None,
+) -> Iterator[Tensor]:
+    stored = {name: architecture.tensors[name].dtype for name in names}
+    owners: dict[str, int] = {}  # tensor name -> the first pipeline rank that has it
+    if pp is not None:
+        everyone: list[Any] = [None] * dist.get_world_size(pp)
+        dist.all_gather_object(everyone, list(state), group=pp)
+        owners = {n: rank for rank in reversed(range(len(everyone))) for n in everyone[rank]}
+    gather = partial(full_tensor, dtype=torch.float32, device=device)
+    plain = full_tensors(
+        ((state[name], stored[name]) for name in names if name in state and name not in adapters),
+        device,
+    )
+    for name in names:
+        if name in adapters:
+            tensor = adapters[name].merged(gather(state[name]), gather).to(stored[name])
+        elif name in state:
+            tensor = next(plain)
+        else:
+            tensor = torch.empty_like(architecture.tensors[name], device=device)
+        if pp is not None:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, dist.get_global_rank(pp, owners[name]), group=pp)
+        yield tensor

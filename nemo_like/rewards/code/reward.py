@@ -24,7 +24,7 @@ from nemo_like.rewards.code.cases import Asserted, Case, Printed, Returned, case
 from nemo_like.rewards.code.compare import same_output, same_value
 from nemo_like.rewards.code.extract import program_of
 from nemo_like.rewards.function import RewardFunction
-from nemo_like.rewards.process import BatchReward, one_by_one, serve
+from nemo_like.rewards.process import serve
 from nemo_like.rewards.sandbox.program import (
     Limits,
     ProgramResult,
@@ -119,7 +119,7 @@ def _integer(digits: str) -> Any:
 reward = CodeReward()
 
 
-def load(spec: str) -> BatchReward:
+def load(spec: str) -> RewardFunction:
     """The reward with the options of ``spec``, once it is known how programs run here."""
     options = json.loads(spec)
     row_s = options["timeout_s"] - MARGIN_S
@@ -129,7 +129,7 @@ def load(spec: str) -> BatchReward:
     except SandboxError as error:
         raise UserError(f"environment.reward={CODE}: {error}") from error
     scorer = CodeReward(options["credit"], limits, row_s)
-    return one_by_one(RewardFunction(CODE, scorer, None, frozenset({"tests"})))
+    return RewardFunction(CODE, scorer, None, frozenset({"tests"}))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from enum import Enum, auto
 from itertools import chain
 
 from nemo_like.data.thinking import after_thinking
-from nemo_like.rewards.math.choices import letters_of, with_answer
-from nemo_like.rewards.math.sentence import AFTERTHOUGHT, chosen
 from nemo_like.rewards.math.statements import (
+    AFTERTHOUGHT,
     HEADING,
+    chosen,
     is_answer,
     is_meant,
     is_only_choice,
@@ -24,7 +24,7 @@ from nemo_like.rewards.math.statements import (
     statements,
     states_choice,
 )
-from nemo_like.rewards.math.text import tidy
+from nemo_like.rewards.math.text import letters_of, tidy, with_answer
 from nemo_like.rewards.math.units import VALUE_WORD, is_words
 
 LONG_SPACE = re.compile(r"\s{8,}|(?:\n[ \t#*_]*){8,}(?=\n)")
@@ -90,8 +90,6 @@ def extract(response: str, gold: str = "") -> str | None:
 
 
 class Kind(Enum):
-    """What a right answer looks like."""
-
     choice = auto()
     choices = auto()
     quantity = auto()

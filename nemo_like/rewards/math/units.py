@@ -89,7 +89,6 @@ def plain_words(text: str) -> str:
 
 
 def _is_product(word: str) -> bool:
-    """Whether a word in an expression is some variables side by side."""
     return len(word) <= 3 and word.islower() and word not in KNOWN_UNITS
 
 
@@ -123,7 +122,6 @@ def _factor(text: str, letters: dict[str, str]) -> str | None:
 
 
 def _singular(text: str) -> str:
-    """Name of the unit that the first word of the text is."""
     word: str = re.findall("[a-z]+", text.lower())[0].removesuffix("s")
     return UNITS.get(word, word)
 

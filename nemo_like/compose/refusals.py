@@ -1,0 +1,120 @@
+"""One sentence, key, value, rule and remedy, from exceptions of Hydra, OmegaConf and pydantic."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from nemo_like.compose.names import unknown_key
+from nemo_like.config.run import RunConfig
+from nemo_like.config.section import Instead, Section, choices, interval, keys_of
+from nemo_like.errors import UserError
+
+
+def explain(error: Exception, schema: type[RunConfig]) -> UserError:
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    lines = [line.strip() for line in str(cause).strip().splitlines()]
+    if len(lines) > 1 and "raised while composing config" in lines[0]:
+        lines = lines[1:]
+    key = getattr(cause, "full_key", None) or _full_key(lines)
+    text = lines[0].rstrip(".")
+    if key and "not in" in text:
+        return unknown_key(key, schema)
+    if group := re.match(r"In '.*': Could not find '(\w+)/(.*)'", text):
+        first = next(i for i, line in enumerate(lines) if line.startswith("Available options")) + 1
+        last = next(i for i, line in enumerate(lines) if line.startswith("Config search path"))
+        options = ", ".join(lines[first:last])
+        other = f", or policy.model={group[2]} for a folder or a hub name"
+        return UserError(
+            f"{group[1]}={group[2]} is not a choice; use one of {options}"
+            f"{other if group[1] == 'model' else ''}."
+        )
+    if "Ambiguous value" in text:
+        return UserError(f"{text}: a list of values needs --multirun (one run each), or brackets.")
+    if "Cannot merge DictConfig with ListConfig" in text:
+        return UserError(f"{key} must be a dictionary, {key}={{name: value}}, not a list.")
+    if "HydraConfig was not set" in text:
+        return UserError(f"{key}: ${{hydra:...}} is not known here; use keys, as in ${{run.seed}}.")
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip('"')
+    return UserError(f"{key}: {text}." if key and key not in text else f"{text}.")
+
+
+def _full_key(lines: Sequence[str]) -> str | None:
+    for line in lines:
+        if line.startswith("full_key: "):
+            return line.removeprefix("full_key: ")
+    return None
+
+
+_RANGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "greater_than": lambda c: f"must be above {c['gt']:g}",
+    "greater_than_equal": lambda c: f"must be at least {c['ge']:g}",
+    "less_than": lambda c: f"must be below {c['lt']:g}",
+    "less_than_equal": lambda c: f"must be at most {c['le']:g}",
+    "finite_number": lambda _: "must be a finite number",
+}
+
+
+_NUMBERS = ("int_type", "float_type")
+
+
+_KINDS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "dict_type": "must be a dictionary, {key}={{name: value}}",
+}
+
+
+def first_refusal(error: ValidationError, schema: type[Section]) -> UserError:
+    """The first key that does not exist, before values that may follow from it."""
+    found = error.errors(include_url=False)
+    unknown = [one for one in found if one["type"] == "extra_forbidden"]
+    one = (unknown or found)[0]
+    names = [str(part) for part in one["loc"]]
+    key = ".".join(name for name in names if not name.isdigit())
+    return UserError(_sentence(one, key, schema))
+
+
+def _sentence(error: Any, key: str, schema: type[Section]) -> str:
+    kind, value = error["type"], error["input"]
+    field = dict(keys_of(schema)).get(key)
+    if kind == "extra_forbidden":
+        return str(unknown_key(key, schema))
+    if value is None:
+        return f"{key}=null: this key needs a value; leave it out for its default."
+    if kind == "model_type":
+        return f"{key} is a section, not a value; set one of the keys in it."
+    if kind == "list_type":
+        return f"{key} must be a list; put brackets around it: {key}=[...]."
+    if kind == "string_type":
+        if isinstance(value, dict | list):
+            return f"{key} must be text, not a list or dictionary."
+        return f"{key}={value} would be read as {value}; put text in quotes: '{key}=\"{value}\"'."
+    if field is not None and (words := choices(field.annotation)):
+        return f"{key}={_shown(value)} must be one of {', '.join(words)}."
+    if rule := _RANGES.get(kind):
+        both = interval(field) if field is not None and kind != "finite_number" else ""
+        said = f"must be in {both}" if both else rule(error.get("ctx", {}))
+        remedies = [one.text for one in field.metadata if isinstance(one, Instead)] if field else []
+        return f"{key}={_shown(value)} {'; '.join([said, *remedies])}."
+    if rule := _KINDS.get(kind):
+        if isinstance(value, str) and kind in _NUMBERS and _is_number(value):
+            rule += ", and this is text: leave out the quotes"
+        return f"{key}={_shown(value)} {rule.format(key=key)}."
+    return f"{key}={_shown(value)}: {error['msg']}."
+
+
+def _shown(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

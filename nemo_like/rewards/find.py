@@ -1,0 +1,124 @@
+"""Reward functions by name: found and checked, alone or several as one."""
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_like.batch import keys
+from nemo_like.config.environment import REWARDS, EnvironmentConfig
+from nemo_like.config.judge import JUDGE
+from nemo_like.errors import UserError
+from nemo_like.rewards.function import BATCHED, RewardFunction, to_result
+
+_KEY = "environment.reward"
+_OWN = frozenset({"prompt", "completion"})
+_OF_TRL = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"})
+
+
+def resolve_reward(spec: str, judge: Mapping[str, Any] | None = None) -> RewardFunction:
+    """The function that ``spec`` names; UserError if it cannot be called with a row by name.
+
+    ``judge``: what the judge is made of, if it is named.
+    """
+    if spec == JUDGE:
+        found = REWARDS.load(_KEY, spec)(judge or {})
+        return RewardFunction(spec, found, None, found.required_fields, is_async=True, queues=True)
+    function = REWARDS.load(_KEY, spec)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{_KEY}={spec} has no readable signature.") from error
+    parameters = signature.parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    needed = {p for p in parameters if p.default is p.empty}
+    is_batched = bool(named & BATCHED)
+    own, other = (BATCHED, _OWN) if is_batched else (_OWN, BATCHED)
+    complete = takes_all or named >= own
+    if named & other or not complete or any(p.kind is p.POSITIONAL_ONLY for p in needed):
+        raise UserError(
+            f"{_KEY}={spec} takes {signature}; write def reward(prompt, completion, **fields) for "
+            "one completion, or def reward(prompts, completions, **columns) for lists of them, as "
+            "in TRL."
+        )
+    required = {p.name for p in needed} & named - own - {"messages"}
+    if is_batched and (absent := sorted(required & _OF_TRL)):
+        raise UserError(
+            f"{_KEY}={spec} needs {', '.join(absent)}, which only TRL's trainer has; give it a "
+            "default."
+        )
+    return RewardFunction(
+        spec,
+        function,
+        accepted_fields=None if takes_all else frozenset(named - own),
+        required_fields=frozenset(required),
+        is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
+        is_batched=is_batched,
+    )
+
+
+def combined(
+    parts: Mapping[str, Mapping[str, Any]], judge: Mapping[str, Any] | None = None
+) -> RewardFunction:
+    """One function of several, by name; see ``environment.rewards``."""
+    functions = {name: resolve_reward(part["function"], judge) for name, part in parts.items()}
+
+    def total(found: Mapping[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = {"reward": 0.0}
+        for name, value in found.items():
+            if value is None and functions[name].is_batched:  # TRL: it does not apply to this row
+                continue
+            one = to_result(value)
+            if one.reward is None:
+                raise UserError(f"{name}: {one.error}")
+            result["reward"] += parts[name].get("weight", 1) * one.reward
+            result |= {f"{name}/{metric}": number for metric, number in one.metrics.items()}
+            result[f"{keys.REWARD_OF}{name}"] = one.reward
+            if one.answer is not None:
+                result.setdefault("answer", one.answer)
+        return result if len(result) > 1 else {"reward": None, "error": "no reward applies"}
+
+    def plain(prompt: str, completion: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return total({name: one(prompt, completion, fields) for name, one in functions.items()})
+
+    async def awaiting(prompt: str, completion: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, one in functions.items():
+            value = one(prompt, completion, fields)
+            found[name] = await value if inspect.isawaitable(value) else value
+        return total(found)
+
+    is_async = any(one.is_async for one in functions.values())
+    return RewardFunction(
+        ", ".join(one.spec for one in functions.values()),
+        awaiting if is_async else plain,
+        accepted_fields=None,
+        required_fields=frozenset().union(*(one.required_fields for one in functions.values())),
+        is_async=is_async,
+        by_name=False,
+        queues=any(one.queues for one in functions.values()),
+    )
+
+
+def reward_spec(environment: EnvironmentConfig, num_processes: int = 1) -> str:
+    """What names an environment's reward or rewards, for ``load_reward``.
+
+    ``num_processes``: of the run, which share ``environment.judge.max_requests``.
+    """
+    if not environment.rewards and not environment.judges:
+        return environment.reward
+    judge = environment.judge.model_dump() | {"timeout_s": environment.timeout_s}
+    judge["max_requests"] = max(1, judge["max_requests"] // num_processes)
+    parts = environment.rewards
+    return json.dumps({"reward": environment.reward, "rewards": parts, "judge": judge})
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """What ``reward_spec`` names; UserError says why it cannot be used."""
+    if not spec.startswith("{"):
+        return resolve_reward(spec)
+    settings = json.loads(spec)
+    if settings["rewards"]:
+        return combined(settings["rewards"], settings["judge"])
+    return resolve_reward(settings["reward"], settings["judge"])

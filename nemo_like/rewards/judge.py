@@ -1,0 +1,143 @@
+"""The reward ``judge``: a model at a server that speaks the OpenAI protocol gives the verdict.
+
+A row without a verdict (the server is down, refuses, or says something else) has no reward: it is
+masked and counted, never taken for a bad answer.
+"""
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from nemo_like.doors import error_text
+from nemo_like.errors import UserError
+
+_TEMPLATE = """\
+Judge an assistant's answer.
+
+Question:
+{{ prompt }}
+
+Answer:
+{{ completion }}
+
+How good is the answer, from {{ lowest }} to {{ highest }}? Say why in a few sentences. End with one
+line: "Score: " and the number."""
+_GIVEN = {"prompt", "completion", "messages", "lowest", "highest"}
+_FIRST_WAIT_S = 0.5
+_MOST_CHARS = 200
+
+
+class Judge:
+    """Asks the judge of ``environment.judge``."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """``settings``: the section, ``timeout_s`` of a row, and ``max_requests`` of this process.
+
+        Raises UserError for a template that is none.
+        """
+        self._settings = settings
+        self._name = f"the judge {settings['model']} at {settings['url']}"
+        source = settings["template"] or _TEMPLATE
+        try:
+            if "{{" not in source:
+                source = Path(source).expanduser().read_text(encoding="utf-8")
+            jinja = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+            self._template = jinja.from_string(source)
+            named = meta.find_undeclared_variables(jinja.parse(source))
+        except (OSError, TemplateError) as error:
+            raise UserError(f"environment.judge.template: {error}.") from error
+        self.required_fields = frozenset(named - _GIVEN)
+        self._slots = asyncio.Semaphore(settings["max_requests"])
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __call__(self, prompt: str, completion: str, **fields: Any) -> dict[str, float]:
+        """The reward of one completion, with the requests and seconds that it took."""
+        limits = {name: f"{self._settings[name]:g}" for name in ("lowest", "highest")}
+        try:
+            text = self._template.render(limits | fields, prompt=prompt, completion=completion)
+        except TemplateError as error:
+            raise UserError(f"environment.judge.template: {error}.") from error
+        async with self._slots:
+            begin = time.monotonic()
+            answer, requests = await self._ask(text)
+            seconds = time.monotonic() - begin
+        return {
+            "reward": self._reward(answer),
+            "judge_requests": requests,
+            "judge_seconds": seconds,
+        }
+
+    async def _ask(self, text: str) -> tuple[str, int]:
+        """The judge's words, and how often it was asked."""
+        deadline = time.monotonic() + self._settings["timeout_s"]
+        tries = self._settings["tries"]
+        number, problem = 0, "none was made"
+        for number in range(1, tries + 1):
+            wait_s = _FIRST_WAIT_S * 2 ** (number - 1)
+            try:
+                status, body, asked_wait_s = await self._post(text)
+                if status == 200:
+                    return _content(body), number
+                problem = f"{status} {str(body)[:_MOST_CHARS]}"
+                if status < 500 and status != 429:
+                    break
+                wait_s = max(wait_s, asked_wait_s)
+            except (aiohttp.ClientError, OSError) as error:  # TimeoutError too
+                problem = error_text(error)
+            if number == tries or time.monotonic() + wait_s > deadline:
+                break
+            await asyncio.sleep(wait_s)
+        raise UserError(f"{self._name} gave no verdict in {number} tries: {problem}")
+
+    async def _post(self, text: str) -> tuple[int, Any, float]:
+        """Status, body, and the seconds to wait that the server asks for."""
+        settings = self._settings
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), trust_env=True
+            )
+        key = settings["key_variable"]
+        async with self._session.post(
+            f"{settings['url'].rstrip('/')}/chat/completions",
+            json={"model": settings["model"], "messages": [{"role": "user", "content": text}]}
+            | settings["parameters"],
+            headers={"Authorization": f"Bearer {os.environ[key]}"} if key else {},
+            timeout=aiohttp.ClientTimeout(total=settings["timeout_s"] / settings["tries"]),
+        ) as response:
+            try:
+                asked_wait_s = float(response.headers.get("Retry-After", 0))
+            except ValueError:  # a date
+                asked_wait_s = 0.0
+            is_json = response.content_type == "application/json"
+            body = await (response.json() if is_json else response.text(errors="replace"))
+            return response.status, body, asked_wait_s
+
+    def _reward(self, answer: str) -> float:
+        settings = self._settings
+        found = [match[1] for match in re.finditer(settings["pattern"], answer)]
+        verdicts, low, high = (settings[name] for name in ("verdicts", "lowest", "highest"))
+        if found and found[-1] in verdicts:
+            return verdicts[found[-1]]
+        try:
+            number = float(found[-1]) if found and not verdicts else float("nan")
+        except (TypeError, ValueError):  # a group that matched nothing, or words
+            number = float("nan")
+        if not low <= number <= high:
+            raise UserError(f"{self._name} gave no verdict: {answer[-_MOST_CHARS:]!r}")
+        return (number - low) / (high - low)
+
+
+def _content(body: Any) -> str:
+    """The text of an answer; empty if it has none."""
+    try:
+        return body["choices"][0]["message"]["content"] or ""
+    except (LookupError, TypeError):
+        return ""

@@ -1,0 +1,77 @@
+"""Why rewards failed: every reason, counted at each step in a file of the run's folder."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from nemo_like.batch import keys
+from nemo_like.config.environment import EnvironmentConfig
+from nemo_like.errors import RunError
+from nemo_like.observe.sinks import JsonlFile
+from nemo_like.rollout.trajectory import first_rows
+from nemo_like.rollout.worker import RolloutResult
+
+logger = logging.getLogger(__name__)
+
+FILE = "reward_failures.jsonl"
+_MOST_NAMED = 5
+
+
+class RewardFailures:
+    """Says each reason once in the log and counts it in ``reward_failures.jsonl``."""
+
+    def __init__(self, environment: EnvironmentConfig, run_dir: Path, resumed_step: int) -> None:
+        """Counts of steps after ``resumed_step`` are dropped; -1 for a new run."""
+        self._reward = environment.reward
+        self._most = environment.max_failed_share
+        self._path = run_dir / FILE
+        self._file: JsonlFile | None = None
+        self._known = set[str]()
+        if self._path.exists():
+            self._file = JsonlFile(self._path)
+            self._file.truncate_after(resumed_step)
+            for line in self._path.read_text().splitlines():
+                self._known |= json.loads(line)["reasons"].keys()
+
+    def check(
+        self, step: int, phase: str, rows: Mapping[str, Tensor], results: Sequence[RolloutResult]
+    ) -> None:
+        """Count those of one round of rollouts; RunError if no completion has a
+        reward, or more than ``environment.max_failed_share`` have none.
+        """
+        scored = rows[keys.SAMPLE_MASK][first_rows(rows)[0]]
+        failed = int((~scored).sum())
+        if not failed:
+            return
+        reasons = dict(sum((Counter(one.errors) for one in results), Counter()).most_common())
+        record = {"step": step, "phase": phase, "failed": failed, "of": len(scored)}
+        self._file = self._file or JsonlFile(self._path)
+        self._file.append(record | {"reasons": reasons})
+        when = f"step {step}" if phase == "train" else f"validation at step {step}"
+        if failed == len(scored):
+            raise RunError(
+                f"environment.reward={self._reward} failed on all {failed} completions of {when}; "
+                f"first: {next(iter(reasons))}"
+            )
+        if failed > self._most * len(scored):
+            why, count = next(iter(reasons.items()))
+            raise RunError(
+                f"environment.reward failed on {failed} of {len(scored)} completions of {when}, "
+                f"more than environment.max_failed_share={self._most:g} allows; most often "
+                f"({count}): {why}"
+            )
+        new = [f"{count} x {why}" for why, count in reasons.items() if why not in self._known]
+        self._known |= reasons.keys()
+        if len(new) > _MOST_NAMED:
+            new[_MOST_NAMED:] = [f"{len(new) - _MOST_NAMED} more in {FILE}"]
+        logger.warning(
+            "environment.reward failed on %d of %d completions of %s, which are masked; %s",
+            failed,
+            len(scored),
+            when,
+            "; ".join(new) or f"for reasons that were seen before, counted in {FILE}",
+        )

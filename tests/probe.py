@@ -1,0 +1,52 @@
+"""Workers of tests of placement and failures; apart, since their processes import this file."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import ray
+
+from nemo_like.distributed.worker import Worker
+from nemo_like.errors import RunError, WorkerDiedError
+
+
+class Probe(Worker):
+    """A worker that reports, fails or dies on demand."""
+
+    def place(self) -> tuple[int, str]:
+        return self.context.rank, ray.get_runtime_context().get_node_id()
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def echo(self, value: object) -> object:
+        return value
+
+    def fail(self, message: str) -> None:
+        if self.context.rank == 1:
+            raise RunError(message)
+        time.sleep(60)
+
+    def bug(self) -> None:
+        raise KeyError("a bug")
+
+    def die(self) -> None:
+        if self.context.rank == 1:
+            sys.stderr.write("about to break\n")
+            os._exit(9)
+        time.sleep(60)
+
+    def lose_its_engine(self) -> None:
+        raise WorkerDiedError("the process of its engine died.")
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+
+class Ending(Worker):
+    """As a generation worker, with an engine that takes a while to end."""
+
+    def shutdown_engine(self) -> None:
+        time.sleep(3.0)  # longer than a wait goes on without a look at idle workers
+        Path(self.context.log_dir, "ended").touch()
