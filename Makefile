@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DOCS ?= .venv-docs
 export OMP_NUM_THREADS ?= 1
-# Two workers, each with a Ray of its own: much of a test is waiting. A file stays with one of them.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Workers, each with a Ray of its own: much of a test is waiting. A file stays with one of them.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast lint format install docs wheel
 

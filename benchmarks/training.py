@@ -7,6 +7,9 @@ One optimizer step is ``--rows`` sequences of ``--length`` tokens a GPU, packed,
 master weights, AdamW. Weights are random. Several configurations may be given, each a
 comma-separated list of policy keys (``--config micro_batch_tokens=16384,compile=true``).
 
+With ``--prompt P --siblings S`` the first P tokens of each S rows are the same and do not train:
+compare ``--config batching=packed`` with ``--config batching=shared``, whose loss must be equal.
+
 MFU = tokens/s/GPU x (6 x parameters + 6 x layers x width x length) / 989e12; recomputation is not
 counted.
 """
@@ -32,6 +35,7 @@ from workloads import SHAPES, count_parameters
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
+from nemo_like.batch.prompts import prompt_columns
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
@@ -40,6 +44,7 @@ from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.planning.step_time import PEAK_FLOPS
 from nemo_like.policy import scoring
+from nemo_like.policy.remote_model import prompts_of
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup
 
@@ -54,6 +59,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="sequences a step and GPU")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--vary", action="store_true", help="lengths from a quarter to the whole")
+    parser.add_argument("--prompt", type=int, default=1, help="tokens that do not train")
+    parser.add_argument("--siblings", type=int, default=1, help="rows with one prompt")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--out", type=Path, default=Path("training.jsonl"))
@@ -105,7 +112,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str, port: int) -> Non
     )
     for text in args.config or ["micro_batch_tokens=16384"]:
         record = {"shape": args.shape, "gpus": args.gpus, "rows": args.rows, "length": args.length}
-        record["vary"] = args.vary
+        record |= {"vary": args.vary, "prompt": args.prompt, "siblings": args.siblings}
         record |= {"config": text, "torch": torch.__version__}
         try:
             record |= measure(args, folder, device, text)
@@ -138,12 +145,15 @@ def measure(
     # Rows belong to a data-parallel rank: with model parallelism several GPUs share them.
     rows = args.rows * args.gpus // sizes.dp
     lengths = draw_lengths(args, rows)
-    plan = plan_micro_batches(lengths, num_ranks=1, max_tokens=policy.micro_batch_tokens)
-    batches = [
-        make_batch([lengths[row] for row in bin_], vocab, i, device)
-        for i, bin_ in enumerate(plan.bins[0])
-    ]
-    total = float(sizes.dp * (sum(lengths) - rows))
+    batch = make_batch(lengths, args, vocab)
+    plan = plan_micro_batches(
+        lengths,
+        num_ranks=1,
+        max_tokens=policy.micro_batch_tokens,
+        prompts=prompts_of(batch) if policy.batching == "shared" else None,
+    )
+    batches = [batch.select(one).to(device) for one in plan.bins[0]]
+    total = float(sizes.dp * (sum(lengths) - rows * args.prompt))
     denominators = Denominators(tokens=total, sequences=float(rows * sizes.dp))
     loss = ClippedPGLoss(LossConfig())
     reset_peak(device)
@@ -194,22 +204,23 @@ def draw_lengths(args: argparse.Namespace, rows: int) -> list[int]:
     return [least + (args.length - least) * i // max(rows - 1, 1) for i in range(rows)]
 
 
-def make_batch(lengths: list[int], vocab: int, seed: int, device: torch.device) -> TensorBatch:
-    generator = torch.Generator().manual_seed(seed + 1000 * dist.get_rank())
-    mask = torch.ones(sum(lengths), dtype=torch.bool)
+def make_batch(lengths: list[int], args: argparse.Namespace, vocab: int) -> TensorBatch:
+    """Random rows; siblings have their prompt from the first of them."""
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank())
+    rows = [torch.randint(0, vocab, (length,), generator=generator) for length in lengths]
+    for i, row in enumerate(rows):
+        row[: args.prompt] = rows[i - i % args.siblings][: args.prompt]
+    masks = [torch.arange(length) >= args.prompt for length in lengths]
     batch = TensorBatch(
         lengths=torch.tensor(lengths),
-        tokens={
-            keys.INPUT_IDS: torch.randint(0, vocab, (sum(lengths),), generator=generator),
-            keys.LOSS_MASK: mask,
-        },
+        tokens={keys.INPUT_IDS: torch.cat(rows), keys.LOSS_MASK: torch.cat(masks)},
         rows={
             keys.ADVANTAGES: torch.randn(len(lengths), generator=generator),
             keys.SAMPLE_MASK: torch.ones(len(lengths), dtype=torch.bool),
         },
     )
-    mask[batch.starts] = False
-    return batch.to(device)
+    batch.rows |= prompt_columns(batch)
+    return batch
 
 
 def parse(text: str) -> PolicyConfig:

@@ -49,10 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LONGEST_FIRST = (
-    "command_line", "multi_node", "slurm", "every_key", "grpo", "engines", "distillation",
-    "exports", "text_algorithms", "ppo", "api", "ray_jobs", "ends", "ports", "policy",
-    "evaluation", "lora", "invariance", "cluster", "wheel", "reward_processes", "doors",
-    "adapter_refits", "recipes", "vllm_scheduler", "remote_code", "training_engine",
+    "command_line", "slurm", "multi_node", "every_key", "ray_jobs", "invariance", "cluster", "api",
+    "grpo", "engines", "exports", "ports", "distillation", "reward_processes", "episodes",
+    "code_reward", "text_algorithms", "ppo", "ends", "policy", "evaluation", "lora", "wheel",
+    "doors", "adapter_refits", "recipes", "vllm_scheduler", "remote_code", "training_engine",
+    "reward_model_environment", "grpo_options", "exports_in_engines", "agreement_with_trl",
+    "agreement_with_trl_pairs", "weights",
 )  # fmt: skip
 """Files that begin, so that two workers end at the same time."""
 

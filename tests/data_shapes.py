@@ -19,7 +19,7 @@ class Shape:
     expected: list[Turns]
     """The whole conversation of each row; of pairs the chosen one."""
     columns: dict[str, Any] = field(default_factory=dict)
-    answers: tuple[str, ...] = ()
+    answers: tuple[Any, ...] = ()
     """``answer`` of each row, for a reward."""
 
 
@@ -260,3 +260,49 @@ SHAPES = [
     ),
     Shape("KTO", "sft", KTO, [said("Hi", "Hello!"), said("1?", "One.")]),
 ]
+
+ARGILLA = [
+    {
+        "source": "x",
+        "instruction": "Name a color.",
+        "chosen": asked("Name a color.", "Blue."),
+        "chosen-rating": 4.0,
+        "rejected": asked("Name a color.", "Dog."),
+        "rejected-rating": 1.0,
+    }
+]
+SCORED = [
+    {name: row[name] for name in ("chosen", "rejected", "score_chosen", "score_rejected")}
+    for row in ULTRAFEEDBACK
+]
+AIME = [{"id": 60, "problem": "x?", "solution": "..", "answer": 204, "url": "u", "year": 2024}]
+NULLS = {"name": None, "tool_calls": None, "tool_call_id": None}
+PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "Hello"}]},
+]
+HI = said("Hi", "Hello")
+FORMS = [
+    Shape("Argilla", "dpo", ARGILLA, [said("Name a color.", "Blue.")]),
+    Shape("scored", "dpo", SCORED, [said("Name a color.", one) for one in ("Blue.", "Red.")]),
+    Shape("AIME", "grpo", AIME, [[("user", "x?")]], {"prompt": "problem"}, (204,)),
+    Shape("null", "sft", [{"prompt": "Hi", "completion": "Hello", "extra": None}], [HI]),
+    Shape(
+        "messages null", "sft", [{"prompt": "Hi", "completion": "Hello", "messages": None}], [HI]
+    ),
+    Shape("parts", "sft", [{"messages": PARTS}], [HI]),
+    Shape(
+        "nulls",
+        "sft",
+        [{"messages": [m | NULLS for m in asked("Hi", "Hello")], "tools": None}],
+        [HI],
+    ),
+    Shape(
+        "developer",
+        "sft",
+        [{"messages": [{"role": "developer", "content": "Be brief"}, *asked("Hi", "Hello")]}],
+        [[("developer", "Be brief"), *HI]],
+    ),
+]
+"""Other ways to write the same, which no data set has a name for here."""
+MMLU = [{"question": "Which?", "choices": ["a", "b"], "answer": 1, "subject": "s"}]

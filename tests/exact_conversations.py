@@ -43,7 +43,7 @@ async def converse(engine, chat, records, sampling, limits, **environment):
             text = chat.decode(completion.token_ids)
             result = await pool.score(row.prompt, text, fields)
             return single_turn(task, completion, text, result)
-        recorder = Recorder(task, engine, chat, sampling, limits)
+        recorder = Recorder(task, engine.generate, chat, sampling, limits)
         with endpoint.serving(recorder) as address:
             fields |= {ENDPOINT: list(address)}
             result = await pool.score(row.prompt, "", fields)

@@ -108,3 +108,4 @@ def _run(request: dict[str, Any], streams: list[int]) -> None:
 
 if __name__ == "__main__":
     _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    os._exit(0)  # taking apart all that was imported would take a second

@@ -83,6 +83,7 @@ LEAVES = {
     "rollout/endpoint.py": "the endpoint at which environments reach the model",
     "rollout/recorder.py": "trajectories of several turns",
     "rollout/tool_calls.py": "calls of tools in completions",
+    "rollout/turn.py": "turns of a trajectory",
     "viewer/": "show, dashboard",
     "run/early_stopping.py": "early stopping",
     "run/push_to_hub.py": "upload to the hub",

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,7 +127,8 @@ def shown(value: Any) -> Any:
         case dict():
             return {name: shown(one) for name, one in value.items()}
         case list() | tuple():
-            return [shown(one) for one in value]
+            plain = all(type(one) in (int, float) for one in value)
+            return list(value) if plain else [shown(one) for one in value]
     if hasattr(value, "needs"):  # a loss
         return shown(numbers_of(value)[0])
     if is_dataclass(value):
@@ -138,6 +140,11 @@ class Ranks:
     """Every rank of a model or of generation: its methods are those of their workers."""
 
     weight_version = 0
+
+    @cached_property
+    def nothing(self) -> Any:
+        """What tokens are; nobody looks at them."""
+        return ray.put(None)
 
     def start(self, setup: Any, *where: Any) -> Started:
         return Started(num_trained=1, placement=Placement(offload="none"))
@@ -154,7 +161,7 @@ class Ranks:
         num_tokens = (3 + (prompts + index) % 6).clamp(max=request.sampling.max_new_tokens)
         samples = map(_sample, tasks, rewards.tolist())
         return RolloutResult(
-            tokens=ray.put(None),
+            tokens=self.nothing,
             lengths=num_tokens + torch.tensor([len(task.row.prompt_ids) for task in tasks]),
             rows={
                 keys.REWARDS: rewards,
@@ -186,16 +193,16 @@ class Ranks:
     def logprobs(self, shard: Any, with_policy: bool, kl: Any) -> Any:
         found = torch.arange(len(shard.batch), dtype=torch.float64)
         rows = {keys.MEAN_MISMATCHES: found * 1e-6} if with_policy else {}
-        return ray.put(None), {}, rows | ({keys.REFERENCE_KL: found} if kl else {})
+        return self.nothing, {}, rows | ({keys.REFERENCE_KL: found} if kl else {})
 
     def score(self, *how: Any) -> Any:
-        return ray.put(None)
+        return self.nothing
 
     def top_logprobs(self, *how: Any) -> Any:
-        return ray.put(None)
+        return self.nothing
 
     def derive(self, batch: RemoteBatch, make: Any) -> Any:
-        return ray.put(None), derived(make)[1] or Moments()
+        return self.nothing, derived(make)[1] or Moments()
 
     def train(self, shard: Any, loss: Any, *how: Any) -> Metrics:
         metrics = numbers_of(loss)[1]
@@ -247,21 +254,28 @@ class CalledHere(WorkerGroup[Any]):
         self.contexts = worker_contexts(role, self.bundles, log_dir)
         self.actors = [None] * size
         self.asked: list[Any] = []
+        self._answers: dict[Any, Any] = {}
+        """By reference; those of answers that were read serve again."""
+        self._free: list[Any] = []
 
     def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> Pending[Any]:
         name, refs = method.__name__, {}
         for rank, (args, kwargs) in work.items():
             self.asked.append((name, rank, shown(args), kwargs))
-            answer = getattr(self.ranks, name)(*args, **kwargs)
-            refs[ray.put([answer])] = rank  # Ray takes no reference by itself
+            ref = self._free.pop() if self._free else ray.put(None)
+            self._answers[ref] = getattr(self.ranks, name)(*args, **kwargs)
+            refs[ref] = rank
         return Pending(group=self, refs=refs, phase=name)
 
     def submit_missing(self, paths: list[str]) -> Pending[list[str]]:
         self.asked.append(("missing", paths))
-        return Pending(group=self, refs={ray.put([[]]): 0}, phase="start-up")
+        ref = ray.put(None)
+        self._answers[ref] = []
+        return Pending(group=self, refs={ref: 0}, phase="start-up")
 
     def result(self, ref: Any, rank: int, when: str) -> Any:
-        return ray.get(ref)[0]
+        self._free.append(ref)
+        return self._answers.pop(ref)
 
     def watch(self, method: Any) -> None:
         pass

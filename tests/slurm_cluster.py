@@ -213,4 +213,4 @@ def wait_until(
         if time.monotonic() > end:
             text = what if isinstance(what, str) else what()
             raise TimeoutError(f"not within {timeout_s:g} s: {text}")
-        time.sleep(0.25)
+        time.sleep(0.5)

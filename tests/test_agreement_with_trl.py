@@ -15,7 +15,8 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss, importance_weights
 from nemo_like.losses.protocol import Denominators, apply_loss
-from nemo_like.policy.inputs import PACKED, InputLayout, model_inputs
+from nemo_like.policy.attention import PACKED
+from nemo_like.policy.inputs import InputLayout, model_inputs
 from nemo_like.policy.model import ForwardRequest, HeadSettings, LogprobModel
 
 trl = pytest.importorskip("trl", reason="the peer that is compared with is not installed")

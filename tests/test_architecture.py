@@ -45,7 +45,7 @@ DOORS = {
     ("generation/vllm/worker.py", "generation/vllm/lora.py"),
     ("models/resolve.py", "models/smollm2.py"),
     ("planning/offload.py", "planning/memory.py"),
-    ("policy/inputs.py", "policy/parallel/collectives.py"),
+    ("policy/attention.py", "policy/parallel/collectives.py"),
     ("policy/model.py", "policy/distributions.py"),
     ("policy/model.py", "policy/parallel/collectives.py"),
     ("policy/optim.py", "policy/full_matrix.py"),

@@ -3,6 +3,7 @@
 import ast
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,15 @@ from hypothesis import strategies as st
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
+from nemo_like.batch.prompts import prompt_columns, shared_layout
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.planning.model_shape import attention_tokens
+from nemo_like.policy.attention import packed_attention, row_index
+from nemo_like.policy.inputs import InputLayout, InputShape
 from nemo_like.policy.remote_model import RemoteModel
 
 
@@ -252,3 +256,78 @@ def test_no_column_of_the_table_is_written_over_by_another():
     ]
     values = [getattr(keys, name) for name in names]
     assert len(set(names)) == len(set(values)) == len(names)
+
+
+def rows_with_prompts(*rows: tuple[list[int], list[int]]) -> TensorBatch:
+    """Each row: ids that do not train, then ids that do."""
+    batch = TensorBatch(
+        lengths=torch.tensor([len(prompt) + len(rest) for prompt, rest in rows]),
+        tokens={
+            keys.INPUT_IDS: torch.tensor([i for prompt, rest in rows for i in prompt + rest]),
+            keys.LOSS_MASK: torch.tensor(
+                [i >= len(prompt) for prompt, rest in rows for i in range(len(prompt + rest))]
+            ),
+        },
+    )
+    batch.rows |= prompt_columns(batch)
+    return batch
+
+
+def test_a_prompt_that_neighbours_share_has_positions_once():
+    batch = rows_with_prompts(([7, 8], [1]), ([7, 8], [2, 3]), ([7, 9], [4]), ([7, 8], [5]))
+    assert batch.rows[keys.PROMPT_TOKENS].tolist() == [2, 2, 2, 2]
+    layout = shared_layout(batch)
+    assert batch.tokens[keys.INPUT_IDS][layout.kept].tolist() == [7, 8, 1, 2, 3, 7, 9, 4, 7, 8, 5]
+    assert layout.lengths.tolist() == [3, 2, 3, 3]
+    # The second row's prompt is the first one's, at positions 0 and 1.
+    assert layout.place.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9, 10]
+    shape = InputLayout(batching="shared", multiple=4).shape_of(batch)
+    assert shape == InputShape(rows=1, positions=12)
+    assert InputLayout(batching="packed").shape_of(batch).positions == 13
+
+
+def test_rows_of_one_prompt_share_a_bin_as_far_as_it_holds_them():
+    lengths, prompts = [14] * 4 + [12] * 4, [(1, 10)] * 4 + [(2, 10)] * 4
+    plan = plan_micro_batches(lengths, num_ranks=1, max_tokens=22, prompts=prompts)
+    # 10 + 3 * 4 = 22 tokens, then one row alone; 10 + 4 * 2 = 18.
+    assert sorted(plan.bins[0]) == [(0, 1, 2), (3,), (4, 5, 6, 7)]
+    plan = plan_micro_batches([90, 90], num_ranks=2, max_tokens=200, prompts=[(1, 10)] * 2)
+    assert sorted(plan.rows(0) + plan.rows(1)) == [0, 1]
+    assert len(plan.rows(0)) == 1, "sparing 10 tokens is not worth an idle rank"
+
+
+@settings(deadline=None, max_examples=300)
+@given(plans(), st.data())
+def test_a_plan_with_prompts_keeps_each_bound(case, data):
+    arguments, _ = case
+    lengths, unit = arguments["lengths"], arguments["rows_per_unit"]
+    which = data.draw(st.lists(st.integers(1, 3), min_size=len(lengths), max_size=len(lengths)))
+    tokens = {one: data.draw(st.integers(0, 9)) for one in (1, 2, 3)}
+    prompts = [(one, min(tokens[one], min(lengths) - 1)) for one in which]
+    plan = plan_micro_batches(**(arguments | {"padded": False, "prompts": prompts}))
+    rows = [row for rank in range(arguments["num_ranks"]) for row in plan.rows(rank)]
+    assert sorted(rows) == list(range(len(lengths)))
+    for one in (one for bins in plan.bins for one in bins):
+        spared = sum(prompts[b][1] for a, b in pairwise(one) if prompts[a] == prompts[b])
+        assert sum(lengths[row] for row in one) - spared <= arguments["max_tokens"]
+        assert arguments["max_rows"] is None or len(one) <= arguments["max_rows"]
+        firsts = one[::unit]
+        assert list(one) == [first + i for first in firsts for i in range(unit)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernel_for_unequal_rows_sees_prompts_in_common():
+    """Flash attention's last query sees the last key of its row; a mask says the same."""
+    batch = rows_with_prompts(([1] * 40, [2] * 30), ([1] * 40, [3] * 9), ([4] * 5, [5] * 70))
+    layout = shared_layout(batch)
+    index = row_index(layout.lengths, batch.lengths, layout.place)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, int(layout.kept.sum()), 64, generator=generator)
+        for heads in (4, 2, 2)
+    )
+    expected, _ = packed_attention(torch.nn.Identity(), q, k, v, None, **index)
+    on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in index.items()}
+    inputs = (x.cuda().bfloat16() for x in (q, k, v))
+    actual, _ = packed_attention(torch.nn.Identity(), *inputs, None, **on_gpu)
+    torch.testing.assert_close(actual.float().cpu(), expected, atol=2e-2, rtol=2e-2)

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # scripts, which are no package
 
+import conversations
 import grpo
 import grpo_verl
 import offload
@@ -263,3 +264,11 @@ def test_verl_is_asked_for_the_workload_as_it_is(tmp_path):
 def test_moments_are_timed_on_the_parameters_of_the_shape():
     shapes = offload.parameter_shapes(28)
     assert sum(math.prod(shape) for shape in shapes) == 7_615_616_512
+
+
+def test_conversations_that_fail_or_hang_cost_their_own_rows_and_hold_up_none():
+    found = conversations.measure(300, at_once=60, processes=2, longest_s=0.3)
+    assert (found["bad"], found["lost"]) == (3, 3)
+    assert (found["lost_though_good"], found["bad_though_kept"]) == (0, 0)
+    assert found["ideal_s"] <= found["seconds"] < found["ideal_s"] + 15
+    assert conversations.ideal_s([2, 1, 1, 1], 2) == 3

@@ -94,6 +94,8 @@ def folder(tmp_path, monkeypatch):
     for run in ("first", "mine"):
         (tmp_path / "runs" / run).mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / run / "config.yaml").write_text(_config_of_a_run())
+    wrote = '{"step": 1, "prompt": "1 + 1 =", "completion": "2", "messages": [], "reward": 1.0}\n'
+    (tmp_path / "runs/first/trajectories.jsonl").write_text(wrote)
     (tmp_path / "agent.py").write_text("print(1)")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -124,6 +126,8 @@ def _type(words, block):
             main(["slurm", "render", *rest])
         case ["nemo-like", "slurm", "status" | "logs" | "cancel", *_]:
             assert block.title, words
+        case ["nemo-like", "show" | "dashboard" | "report" as command, *_]:
+            assert f'"{command}"' in (ROOT / "tests" / "test_viewer.py").read_text()
         case ["nemo-like", command, *rest] if command in COMMANDS or command[:2] == "--":
             if block.title and command in ("plan", "data", "try-reward"):
                 _load(command, rest)

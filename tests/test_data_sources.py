@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from nemo_like.data.loader import MixtureLoader
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from tests.chat_templates import MARKED, QWEN, TURNS, build_chat, tokenizer_of
-from tests.data_shapes import DAPO, DOLLY, GSM8K, KTO, SHAPES, TULU
+from tests.data_shapes import DAPO, DOLLY, FORMS, GSM8K, KTO, MMLU, SHAPES, TULU, Shape
 from tests.key_loops import looped
 from tests.key_steps import alone
 from tests.small_runs import prompts_of, records
@@ -140,7 +141,7 @@ def ids_and_mask(turns, *, only_last):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.name}-{shape.run}")
+@pytest.mark.parametrize("shape", [*SHAPES, *FORMS], ids=lambda shape: f"{shape.name}-{shape.run}")
 def test_rows_of_a_known_shape_have_the_ids_and_mask_of_their_conversation(
     tmp_path, chat, shape, way
 ):
@@ -183,6 +184,30 @@ def test_a_shape_that_is_not_read_as_it_is_names_the_key_to_set(tmp_path, chat, 
     with pytest.raises(UserError) as refused:
         prompts_in(source) if run == "grpo" else read[run](chat, source)
     assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize("run", ["sft", "dpo", "grpo"])
+def test_every_shape_is_read_as_it_is_or_answered_in_one_sentence_with_what_to_do(
+    tmp_path, chat, run
+):
+    read = {"sft": sft_rows, "dpo": dpo_rows, "grpo": lambda _, source: prompts_in(source)}[run]
+    num_read = 0
+    for shape in [*SHAPES, *FORMS, Shape("MMLU", "", MMLU, [])]:
+        try:
+            assert read(chat, as_jsonl(tmp_path, shape.rows)), shape.name
+            num_read += 1
+        except UserError as refused:
+            text = str(refused)
+            assert "\n" not in text
+            assert re.search(r"set data\.columns|run_(sft|dpo|rm|grpo)\.py|write |put ", text), text
+    assert num_read >= {"sft": 12, "dpo": 5, "grpo": 1}[run]
+
+
+def test_a_text_that_is_rendered_already_ends_once(tmp_path, chat):
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    [(ids, mask)] = sft_rows(chat, as_jsonl(tmp_path, [{"text": text}]))
+    assert chat.decode(ids, skip_special_tokens=False) == text.removesuffix("\n")
+    assert mask.count(True) == len(ids) - 1
 
 
 def test_a_reward_that_lacks_its_answer_names_the_columns_inside_objects(tmp_path):

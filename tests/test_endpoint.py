@@ -1,8 +1,11 @@
 """The OpenAI protocol of a rollout worker, by its own client: what trains is what was sampled."""
 
 import asyncio
+import json
+import random
 from contextlib import asynccontextmanager
 
+import aiohttp
 import openai
 import pytest
 
@@ -100,6 +103,173 @@ def test_tokens_that_train_are_those_that_were_sampled(tmp_path):
     first, rest = sampled_of(recorder, engine)  # tools are part of what is continued
     assert first == engine.sampled[0]
     assert rest == [token for one in engine.sampled[1:] for token in one]
+
+
+def random_ids(chat, draw):
+    """Any tokens, special ones too, that end anywhere: in a character, or in a tool call."""
+    ends = chat.eos_token_ids
+    known = sorted(set(chat.token_ids().values()) - set(ends))
+    call = (
+        '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d\\ude42 \\u0000"}}\n</tool_call>'
+    )
+    pieces = [
+        chat.cuts.ids(text) for text in (call, call[:-20], "🙂é\u2028\u0000", "\r\n\r\n", "{")
+    ]
+    ids = [
+        token
+        for _ in range(draw.randint(1, 4))
+        for token in draw.choice([*pieces, draw.choices(known, k=3)])
+    ]
+    return ids[: draw.randint(1, len(ids))] + draw.choice([[], list(ends[:1])])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_tokens_train_as_they_were_sampled(tmp_path, seed):
+    """Through the client's own types, whole and streamed, with tools and without."""
+    draw = random.Random(seed)
+    chat = build_chat(tmp_path, WITH_TOOLS.replace("{{ m.content }}", CALLING))
+    engine = Remembering(chat, *(random_ids(chat, draw) for _ in range(12)))
+    recorder = recorder_of(chat, engine, turns=20)
+    messages = [user("Hi")]
+    how = {"model": "m", "tools": TOOLS} if seed % 2 else {"model": "m"}
+
+    async def call(client, _):
+        if draw.random() < 0.3:
+            text, calls = "", []
+            async for event in await client.chat.completions.create(
+                messages=messages, stream=True, **how
+            ):
+                for choice in event.choices:
+                    text += choice.delta.content or ""
+                    calls += choice.delta.tool_calls or []
+            said = {"role": "assistant", "content": text}
+            if calls:
+                said["tool_calls"] = [one.model_dump(exclude={"index"}) for one in calls]
+        else:
+            found = await client.chat.completions.create(messages=messages, **how)
+            said = found.choices[0].message.model_dump(exclude_none=True)
+        messages.append(said)
+        messages.extend(
+            {"role": "tool", "tool_call_id": one["id"], "content": "é"}
+            for one in said.get("tool_calls", ())
+        )
+        messages.append(user("more"))
+
+    ask(recorder, *[call] * 12)
+    assert sampled_of(recorder, engine) == [[token for one in engine.sampled for token in one]]
+    for request, (prompt, ids) in zip(engine.requests[1:], contexts(engine), strict=False):
+        assert request.prompt_ids[: len(prompt) + len(ids)] == [*prompt, *ids]
+
+
+def contexts(engine):
+    return [(one.prompt_ids, ids) for one, ids in zip(engine.requests, engine.sampled, strict=True)]
+
+
+async def posted(url, key, body, **how):
+    """The status of a plain request, and its answer."""
+    async with (
+        aiohttp.ClientSession(**how) as session,
+        session.post(
+            f"{url}/chat/completions", data=body, headers={"Authorization": f"Bearer {key}"}
+        ) as response,
+    ):
+        return response.status, await response.json()
+
+
+def test_an_answer_that_its_client_did_not_wait_for_does_not_train(tmp_path):
+    """The client tries again, as ``openai``'s does by itself."""
+    chat = build_chat(tmp_path, QWEN)
+    long = chat.cuts.ids("\n\n") * 2**21  # 8 MB, which no buffer of a socket holds
+    engine = Remembering(chat, "slow", "b", long, seconds={"slow": 0.3})
+    recorder = recorder_of(chat, engine, tokens=2**22)
+
+    async def main():
+        async with serving(recorder) as client:
+            url, key = str(client.base_url).rstrip("/"), client.api_key
+            body = json.dumps({"messages": [user("Hi")]})
+            with pytest.raises(TimeoutError):
+                await posted(url, key, body, timeout=aiohttp.ClientTimeout(total=0.1))
+            await asyncio.sleep(0.4)
+            status, _ = await posted(url, key, body)
+            assert status == 200
+            await half_a_stream(url, key)
+            while recorder.counts["aborted_calls"] < 2:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert sampled_of(recorder, engine) == [engine.sampled[1]]
+    assert recorder.counts["aborted_calls"] == 2
+
+
+async def half_a_stream(url, key):
+    """Hang up while the answer comes."""
+    host, _, port = url.removeprefix("http://").removesuffix("/v1").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"messages": [user("Go")], "stream": True}).encode()
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n"
+        b"Authorization: Bearer %s\r\n\r\n%s" % (len(body), key.encode(), body)
+    )
+    assert b"200 OK" in await reader.readline()
+    writer.transport.abort()
+
+
+def test_a_flood_of_calls_ends_with_the_turns_and_holds_up_no_other_trajectory(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    flooded = recorder_of(chat, Remembering(chat, *["a"] * 8), turns=8)
+    engine = Remembering(chat, "b")
+    other = recorder_of(chat, engine)
+
+    async def main():
+        endpoint = Endpoint("policy")
+        await endpoint.start()
+        with endpoint.serving(flooded) as (url, key), endpoint.serving(other) as (_, mine):
+            bodies = [json.dumps({"messages": [user(f"{i}")]}) for i in range(300)]
+            bodies += [json.dumps({"messages": [user("x")], "n": 100})] * 20 + ["{" * 10**5] * 20
+            flood = [asyncio.create_task(posted(url, key, body)) for body in bodies]
+            found = await posted(url, mine, json.dumps({"messages": [user("Hi")]}))
+            statuses = [status for status, _ in await asyncio.gather(*flood)]
+        await endpoint.close()
+        return found, statuses
+
+    (status, _), statuses = asyncio.run(main())
+    assert status == 200
+    assert set(statuses) == {200, 400}
+    assert statuses.count(200) == 8
+    trajectory, rows = rows_of(flooded)
+    assert (trajectory.end, len(rows)) == ("turns", 8)
+    assert sampled_of(other, engine) == engine.sampled
+
+
+BAD = [
+    b"\xff", b"[]", b"[" * 10**5, b'{"messages": 1}', b'{"messages": [1]}', b'{"messages": [[]]}',
+    {"tools": "add"}, {"tools": [1]}, {"tools": [{"type": "function"}]},
+    {"tools": [{"function": {"name": 1}}]}, {"stop": 5}, {"stop": [1]}, {"stop": [""]},
+    {"n": "2"}, {"n": 10**9}, {"max_tokens": 0}, {"max_tokens": "9"}, {"max_completion_tokens": -1},
+    {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+    {"messages": [{"role": "assistant", "content": None, "tool_calls": 3}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"messages": [{"role": 1, "content": "a"}]},
+]  # fmt: skip
+
+
+def test_what_cannot_be_read_is_refused_in_one_sentence_and_takes_no_turn(tmp_path):
+    chat = build_chat(tmp_path, WITH_TOOLS.replace("{{ m.content }}", CALLING))
+    recorder = recorder_of(chat, Scripted(chat, "a"), turns=1)
+
+    async def main():
+        async with serving(recorder) as client:
+            url, key = str(client.base_url).rstrip("/"), client.api_key
+            for bad in BAD:
+                whole = {"messages": [user("Hi")], "tools": TOOLS}
+                body = bad if isinstance(bad, bytes) else json.dumps(whole | bad)
+                status, answer = await posted(url, key, body)
+                assert (status, set(answer)) == (400, {"error"}), bad
+                assert "\n" not in answer["error"]["message"]
+            found = await posted(url, key, json.dumps(whole))
+            assert found[0] == 200
+
+    asyncio.run(main())
 
 
 def test_n_completions_of_one_call_are_rows_with_a_trunk(tmp_path):

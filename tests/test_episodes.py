@@ -7,6 +7,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nemo_like.config.environment import EnvironmentConfig
@@ -22,7 +23,7 @@ from nemo_like.rollout.endpoint import Endpoint
 from nemo_like.rollout.recorder import Limits, Recorder
 from nemo_like.rollout.trajectory import RolloutTask
 from tests.chat_templates import build_chat
-from tests.small_runs import ROOT, run
+from tests.small_runs import ROOT, run, small_config
 from tests.test_trajectories import CALLING, WITH_TOOLS
 
 OURS = '''
@@ -78,7 +79,7 @@ class ByPrompt:
         answer = script[text.count("assistant\n") - 1]
         self.open += 1
         self.most_open = max(self.most_open, self.open)
-        await asyncio.sleep(0)
+        await asyncio.sleep(1.0 if answer == "slow" else 0)
         self.open -= 1
         ids = [*self.chat.cuts.ids(answer), self.chat.eos_token_ids[-1]]
         return Completion(
@@ -102,7 +103,7 @@ def ours(tmp_path):
     return path
 
 
-def conversations(chat, scripts, turns=8, tokens=10_000, **environment):
+def conversations(chat, scripts, turns=8, tokens=10_000, linger_s=0.0, **environment):
     """Trajectories of scripts, ``answer|answer``, all at once."""
     config = EnvironmentConfig(**{"timeout_s": 1.0, "trajectory_timeout_s": 20.0} | environment)
     pool = start_pool(config.replace(max_turns=turns))
@@ -133,6 +134,7 @@ def conversations(chat, scripts, turns=8, tokens=10_000, **environment):
                 *(one(endpoint, engine, i, script) for i, script in enumerate(scripts))
             )
         finally:
+            await asyncio.sleep(linger_s)
             await endpoint.close()
 
     try:
@@ -154,6 +156,12 @@ def test_step_rewards_add_up_and_failures_cost_their_own_trajectory(chat, ours):
     assert [one.step_rewards for one in found[:2]] == [[1.5], [0.25, 0.25, 2.5]]
     assert [one.end for one in found] == ["final", "final", "failed", "failed", "failed", "final"]
     assert [one.counts["turns"] for one in found] == [1, 3, 1, 1, 1, 1]
+
+
+def test_steps_that_never_return_take_no_threads_from_others(chat, ours):
+    scripts = ["hang"] * 6 + ["done1"] * 4
+    found = conversations(chat, scripts, name=f"{ours}:Acts", rows_at_once=3, timeout_s=0.5)
+    assert [one.result.reward for one in found] == [None] * 6 + [1.0] * 4
 
 
 def test_an_environment_that_ends_its_process_costs_what_the_process_holds(chat, ours):
@@ -224,6 +232,131 @@ def test_a_program_is_a_harness_by_two_variables(chat, tmp_path):
     assert [one.result.reward for one in found] == [0.5, None, 2.0]
     assert found[0].result.metrics == {"length": 3}
     assert "exit code 1: no luck" in str(found[1].result.error)
+
+
+ROGUES = """
+import asyncio, json, os, signal, sys, threading, time, urllib.request
+row = json.load(sys.stdin)
+key = os.environ["OPENAI_API_KEY"]
+def ask(text, key=key):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": text}]}).encode(),
+        {"Authorization": "Bearer " + key},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+kind = ask(row["prompt"])
+if kind == "dies": os.kill(os.getpid(), signal.SIGKILL)
+if kind == "dies amid a call":
+    threading.Thread(target=ask, args=("SCRIPT slow END",), daemon=True).start()
+    time.sleep(0.2)
+    os._exit(7)
+if kind == "hangs": time.sleep(100)
+if kind == "leaves" and os.fork() == 0:  # and holds its standard output
+    time.sleep(0.5)
+    ask("SCRIPT late END")
+    os._exit(0)
+if kind == "strange":
+    try: ask("SCRIPT x END", key[:-1] + ("0" if key[-1] != "0" else "1"))
+    except urllib.error.HTTPError as error: assert error.code == 401
+if kind == "floods":
+    for i in range(100):
+        try: ask(f"SCRIPT {i} END")
+        except urllib.error.HTTPError as error: assert error.code == 400
+print(1.0)
+"""
+
+
+def test_a_harness_that_misbehaves_costs_its_own_trajectory(chat, tmp_path):
+    """Processes of two pools at once; each has what it sampled itself and nothing else."""
+    path = tmp_path / "rogues.py"
+    path.write_text(ROGUES)
+    kinds = ["dies", "dies amid a call", "hangs", "leaves", "strange", "floods", "good", "fine"]
+    found = conversations(
+        chat, kinds, name="program", options={"command": [sys.executable, str(path)]},
+        trajectory_timeout_s=9.0, num_processes=2,
+    )  # fmt: skip
+    rewards = [one.result.reward for one in found]
+    assert rewards == [None, None, None, 1.0, 1.0, 1.0, 1.0, 1.0]
+    errors = [one.result.error or "" for one in found[:3]]
+    assert "exit code -9" in errors[0]
+    assert "exit code 7" in errors[1]
+    assert "took longer than 9 s" in errors[2]
+    said = [[chat.decode(c.token_ids) for c in one.completions] for one in found]
+    assert said[:5] == [[kind] for kind in kinds[:5]]
+    assert said[5] == ["floods", *map(str, range(7))]
+    assert (found[5].end, found[5].counts["turns"]) == ("turns", 8)
+    assert said[6:] == [["good"], ["fine"]]
+    for one in found:
+        trained = [
+            list(segment.token_ids)
+            for row in one.rows
+            for segment in row
+            if segment.logprobs is not None
+        ]
+        assert sorted(trained) == sorted(c.token_ids for c in one.completions)
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(path) in (p.info["cmdline"] or [])]
+    assert not left
+
+
+KEYS = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+key = os.environ["OPENAI_API_KEY"]
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": row["messages"]}).encode(),
+    {"Authorization": "Bearer " + key},
+)
+urllib.request.urlopen(request)
+seen = json.dumps([row, dict(os.environ)])
+own = float(key.startswith("trajectory-"))
+print(json.dumps({"reward": own, "seen": float("sk-mine" in seen)}))
+"""
+
+
+def test_a_harness_never_gets_the_key_of_a_provider(chat, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+    (tmp_path / "keys.py").write_text(KEYS)
+    options = {"command": [sys.executable, str(tmp_path / "keys.py")]}
+    [found] = conversations(chat, ["x"], name="program", options=options)
+    assert found.result.reward == 1.0
+    assert found.result.metrics == {"seen": 0.0}
+
+
+@pytest.mark.parametrize("key", ["max_turns", "max_tokens"])
+def test_a_limit_of_nothing_is_refused_and_not_taken_for_none(key):
+    with pytest.raises(UserError, match=f"environment.{key}=0"):
+        small_config("never-made", "environment.name=guess", f"environment.{key}=0")
+
+
+LATE = """
+import asyncio, openai
+async def run(row, base_url, api_key):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    async def ask():
+        found = await client.chat.completions.create(model="m", messages=row["messages"])
+        return found.choices[0].message.content
+    async def late():
+        await asyncio.sleep(0.3)
+        try:
+            await ask()
+        except openai.AuthenticationError:
+            open(row["prompt"].split()[1], "w").write("refused")
+    asyncio.get_running_loop().late = asyncio.create_task(late())
+    return float(await ask() != "")
+"""
+
+
+def test_a_call_after_the_end_is_refused(chat, tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    told = tmp_path / "told"
+    scripts = [str(told), "0.9"]  # the second one lets the first one's task run on
+
+    found = conversations(chat, scripts, name=f"{tmp_path}/late.py:run", linger_s=1.5)
+    assert [one.result.reward for one in found] == [1.0, 1.0]
+    assert [one.counts["turns"] for one in found] == [1, 1]
+    assert told.read_text() == "refused"
 
 
 def call(expression):

@@ -7,6 +7,7 @@ fails.
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 from omegaconf import OmegaConf
@@ -71,11 +72,15 @@ def schema_of(algorithm):
     return registry.find(algorithm).config
 
 
+@cache
+def defaults_of(schema):
+    return OmegaConf.create(schema().model_dump())
+
+
 def config_of(algorithm, overrides, files):
     schema = schema_of(algorithm)
     values = [one.format(s=schema.section, **files) for one in overrides]
-    defaults = OmegaConf.create(schema().model_dump())
-    return load(OmegaConf.merge(defaults, OmegaConf.from_dotlist(values)), schema)
+    return load(OmegaConf.merge(defaults_of(schema), OmegaConf.from_dotlist(values)), schema)
 
 
 def keys_in(algorithm):

@@ -278,7 +278,7 @@ def test_the_custom_reward_example_learns(tmp_path):
     ("body", "reason"),
     [
         ("return 1 / (len(completion) % 2)", "ZeroDivisionError"),
-        ("time.sleep(len(completion) % 2 * 9)\n    return 1.0", "took longer than 1 s"),
+        ("time.sleep(len(completion) % 2 * 9)\n    return 1.0", "took longer than"),
         (
             "os.write(int(sys.argv[1]), b'x' * (len(completion) % 2 * 9))\n    return 1.0",
             "something else to its socket",

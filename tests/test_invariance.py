@@ -17,8 +17,9 @@ from tests.three_steps import Outcome, merged
 TOLERANCE = 1e-5
 TARGET = "tests.three_steps:three_steps"
 LOSSES = ("policy_gradient", "sft", "preference")
-ROWS = (0, 1, 2, 4)
-"""Of a padded micro-batch; 0: packed."""
+SHARED = -1
+ROWS = (0, 1, 2, 4, SHARED)
+"""Of a padded micro-batch; 0: packed; ``SHARED``: packed with prompts in common."""
 RECOMPUTED = ("none", "full", "selective")
 MODELS = tuple(itertools.product(("llama", "qwen2", "qwen3"), (False, True)))
 """Architecture, tied embeddings."""
@@ -34,12 +35,17 @@ class Case:
 
     def __str__(self):
         architecture, tied = self.model
-        rows = f"padded{self.rows}" if self.rows else "packed"
+        rows = {0: "packed", SHARED: "shared"}.get(self.rows, f"padded{self.rows}")
         words = (self.layout, self.loss_kind, rows, self.recomputed, architecture, "tied" * tied)
         return "-".join(filter(None, words))
 
     def is_possible(self):
-        """Padded rows are not split over a context, and a pair of preferences has two rows."""
+        """Padded rows are not split over a context, and a pair of preferences has two rows.
+
+        Stages of a pipeline exchange tensors of one shape.
+        """
+        if self.rows == SHARED:
+            return "pp" not in self.layout
         return not self.rows or (
             "cp" not in self.layout and (self.loss_kind, self.rows) != ("preference", 1)
         )
@@ -62,12 +68,12 @@ def covering_cases():
             case = Case(
                 name,
                 LOSSES[k % 3],
-                ROWS[(i // 2 + k) % 4],
+                ROWS[(i // 2 + k) % 5],
                 RECOMPUTED[(i + k) % 3],
                 MODELS[(i - k) % 6],
             )
             if not case.is_possible():
-                case = replace(case, rows=0 if "cp" in name else 2)
+                case = replace(case, rows=0 if "cp" in name or case.rows == SHARED else 2)
             yield case
 
 
@@ -99,7 +105,9 @@ def baseline(pool, four_layers):
 def check(case, pool, baseline, four_layers):
     ranks, parallel = LAYOUTS[case.layout]
     config = {"parallel": parallel, "micro_batch_tokens": 64}
-    if case.rows:
+    if case.rows == SHARED:
+        config |= {"batching": "shared"}
+    elif case.rows:
         config |= {"batching": "padded", "micro_batch_size": case.rows}
     if case.recomputed != "none":
         config |= {"activation_checkpointing": case.recomputed, "logprob_chunk_tokens": 5}

@@ -181,7 +181,10 @@ def test_a_template_has_the_row_and_only_the_named_key_is_sent(server, monkeypat
     monkeypatch.setenv("JUDGE_KEY", "secret-b")
     path = tmp_path / "template.j2"
     path.write_text("{{ answer }} or {{ completion }}?{% for m in messages %}{{ m }}{% endfor %}")
-    config = environment(url, template=str(path), parameters={"temperature": 0})
+    monkeypatch.chdir(tmp_path)
+    config = environment(url, template=path.name, parameters={"temperature": 0})
+    config = for_other_folders(config)
+    monkeypatch.chdir("/")
     [found] = judged(config, "Score: 1", answer="42")
     assert found.reward == 0.1
     assert found_by.bodies[0] == {
@@ -195,7 +198,7 @@ def test_a_template_has_the_row_and_only_the_named_key_is_sent(server, monkeypat
     assert "the row lacks answer, which judge needs" in str(lacks.error)
     with pytest.raises(UserError, match="ABSENT_KEY is not set where the engines run"):
         judged(environment(url, key_variable="ABSENT_KEY"))
-    assert "secret" not in json.dumps(for_other_folders(config).model_dump())
+    assert "secret" not in json.dumps(config.model_dump())
 
 
 def test_a_judge_scores_among_others_by_weight(server, tmp_path):

@@ -12,7 +12,7 @@ from tests.network_nodes import QUICK_HEALTH_CHECKS, Network, listening, why_imp
 from tests.not_here import cannot_test
 from tests.small_runs import SMALL, last_of, numbers, records, run
 
-START_S = 120.0
+START_S = 240.0
 WORKERS = ("ray::PolicyWorker", "ray::GenerationWorker", "nemo_like.rewards.process")
 
 
@@ -85,7 +85,7 @@ from tests.probe import Probe
 
 leave = connect()
 plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=1), 1)
-with VirtualCluster(plan, 60.0) as cluster:
+with VirtualCluster(plan, 200.0) as cluster:
     bundles = [[bundle] for bundle in cluster.bundles]
     group = WorkerGroup(lambda: Probe, "probe", bundles, timeout_s=300, log_dir=sys.argv[1])
     assert group.call(Probe.place) == [(i, b.node_id) for i, b in enumerate(cluster.bundles)]
@@ -93,15 +93,15 @@ with VirtualCluster(plan, 60.0) as cluster:
     print("interface", *group.call(Probe.variable, "GLOO_SOCKET_IFNAME"))
     print("listen on", *(context.listens_on for context in group.contexts))
     group.shutdown()
-with VirtualCluster(plan, 60.0, "lan0") as cluster:
+with VirtualCluster(plan, 200.0, "lan0") as cluster:
     print("chosen", *(one.environment["NCCL_SOCKET_IFNAME"] for one in cluster.bundles))
     print("there", *(one.listens_on for one in cluster.bundles))
 try:
-    VirtualCluster(plan, 60.0, "eth9")
+    VirtualCluster(plan, 200.0, "eth9")
 except UserError as error:
     print(error)
 plan = plan_resources(ClusterConfig(num_nodes=1, cpu_workers_per_node=1), 1)
-with VirtualCluster(plan, 60.0) as cluster:
+with VirtualCluster(plan, 200.0) as cluster:
     alone = cluster.bundles[0]
     print("alone", alone.environment["GLOO_SOCKET_IFNAME"], alone.listens_on)
 leave()

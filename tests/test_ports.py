@@ -74,7 +74,7 @@ def test_all_processes_of_a_run_on_one_machine_listen_on_loopback_only(engine, t
         while process.poll() is None and time.monotonic() < end:
             for address, names in listeners(driver).items():
                 found.setdefault(address, set()).update(names)
-            time.sleep(0.2)
+            time.sleep(0.5)
     finally:
         process.kill()
     output, _ = process.communicate()

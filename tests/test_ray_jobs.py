@@ -75,7 +75,7 @@ def wait_for(what: str, condition, timeout_s: float = STARTED_S):
                 return found
         except OSError:
             pass
-        time.sleep(0.2)
+        time.sleep(0.5)
     pytest.fail(f"{what}: not within {timeout_s} s")
 
 

@@ -218,7 +218,8 @@ def test_a_completion_without_a_reward_is_masked_and_one_that_was_cut_off_is_mar
 
 def test_the_mean_reward_is_over_those_that_have_one_beside_the_count_of_others():
     rows = [trajectory([7] * n, [3], one) for n, one in enumerate((1.0, 1.0, 0.0, None), 1)]
-    found = values(batch_metrics("rollout", collate_rows(rows), []))
+    results = [SimpleNamespace(rank=0, seconds=1.0, metrics={})]
+    found = values(batch_metrics("rollout", collate_rows(rows), results))
     assert found["rollout/reward"] == pytest.approx(0.666667, abs=1e-6)
     assert found["rollout/num_failed"] == 1
 

@@ -1,6 +1,7 @@
 """A run's folder continues the run that it is of, and no other."""
 
 import os
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.algorithms.session import next_command
 from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.compose.load import compose_config
 from nemo_like.config.lora import LoraConfig
@@ -21,6 +23,7 @@ from nemo_like.run.run import Run
 from tests.small_runs import run_config, small_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+ROWS = CONFIGS.parent / "examples/custom_reward/rows.jsonl"
 
 
 def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
@@ -109,6 +112,27 @@ def test_the_log_says_what_ended_a_run_and_how_to_go_on(tmp_path, capsys, error,
     assert ("Traceback" in log) == isinstance(error, KeyError)
     assert (" ERROR " in log) == isinstance(error, Exception)  # not where one asked for the end
     assert "ended here" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        (
+            "grpo",
+            [f"data.train={ROWS}", f"data.validation={ROWS}", "environment.reward=math"],
+            ["eval", "policy.model=a/final", "data.validation=", "environment.reward=math"],
+        ),
+        ("sft", ["cluster.gpus_per_node=4"], ["eval", "policy.model=a/final", "cluster.gpus_per_"]),
+        ("rm", [], ["grpo", "environment.reward=reward_model", "environment.reward_model=a/final"]),
+    ],
+)
+def test_the_next_command_is_one_that_can_be_typed(name, overrides, words):
+    config = compose_config(CONFIGS, name, overrides)
+    program, command, *typed = shlex.split(next_command(config, "a/final"))
+    assert program == "nemo-like"
+    for word, begin in zip([command, *typed], words, strict=True):
+        assert word.startswith(begin)
+    compose_config(CONFIGS, command, typed)
 
 
 def test_a_run_that_was_refused_for_its_rows_does_not_hold_its_folder(tmp_path, local_ray):

@@ -17,7 +17,7 @@ from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.find import combined, reward_spec
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.trajectory import RolloutTask, collate_rows, single_turn
-from tests.small_runs import run, small_config
+from tests.small_runs import small_config
 
 FUNCTIONS = """
 def right(completion, answer, **_):
@@ -162,22 +162,3 @@ def test_a_baseline_counts_a_trajectory_once_and_all_of_its_rows_have_its_advant
 def test_a_part_that_cannot_be_used_is_named(value, message):
     with pytest.raises(UserError, match=message):
         check(small_config("never", f"environment.rewards={value}"))
-
-
-def test_a_run_learns_from_two_rewards_and_logs_each(tmp_path, functions):
-    parts = {
-        "gym": {"function": "reasoning_gym", "weight": 1},
-        "brief": {"function": f"{functions}:brief", "weight": 0.1},
-    }
-    steps = run(
-        tmp_path / "run",
-        typed(parts),
-        "advantage.each_reward=true",
-        "grpo.max_steps=2",
-        "validation.every_steps=0",
-    )
-    one = steps[1]
-    total = one["rollout/reward_gym"] + 0.1 * one["rollout/reward_brief"]
-    assert one["rollout/reward"] == pytest.approx(total)
-    assert -1 < one["rollout/reward_brief"] < 0
-    assert one["train/grad_norm"] > 0

@@ -14,7 +14,7 @@ from nemo_like.losses.advantages import of_steps
 from nemo_like.losses.value import TokenAdvantages
 from nemo_like.rewards.frames import Frames, read_result, result_frame
 from nemo_like.rewards.function import to_result
-from nemo_like.rollout.trajectory import collate_rows, collate_tokens
+from nemo_like.rollout.trajectory import collate_rows, collate_tokens, single_turn
 from tests.chat_templates import QWEN, STRIPS_THINK, build_chat
 from tests.small_runs import small_config
 from tests.test_trajectories import Scripted, recorder_of, talk, user
@@ -145,6 +145,13 @@ def test_credit_by_step_with_one_reward_each_is_that_of_trajectories(chat):
 def test_credit_by_step_is_refused_where_it_has_no_meaning(keys_, message):
     with pytest.raises(UserError, match=message):
         check(small_config("never", *SEVERAL, *keys_))
+
+
+def test_a_single_turn_has_no_steps(chat):
+    found = trajectory_of(chat, lambda ids: 1.0, ("one",))
+    result = to_result({"steps": {"a": 1.0}, "reward": 1.0})
+    [completion] = found.completions
+    assert single_turn(found.task, completion, "one", result).result.reward is None
 
 
 def test_an_answer_of_nothing_earns_with_the_one_before_it(chat):

@@ -91,26 +91,32 @@ def test_advantages_of_a_step_are_those_of_each_task_by_choice():
 
 FORMS = """
 def forms(prompts, completions, **columns):
-    return [{"reward": 1.0 + len(c), "chat": isinstance(p, list) and isinstance(c, list)}
-            for p, c in zip(prompts, completions)]
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    chat = [isinstance(p, list) and isinstance(c, list) for p, c in zip(prompts, completions)]
+    return [{"reward": sum(map(ord, t)) / 100, "chat": one} for t, one in zip(texts, chat)]
+
+def brief(prompt, completion):
+    return -float(len(completion))
 """
 
 
 def test_a_run_of_several_tasks_logs_and_trains_each(tmp_path):
-    """A function of TRL, a game of several turns, and a judge, in one batch."""
+    """Two rewards, one of them a function of TRL, a game of several turns, and a judge."""
     (tmp_path / "forms.py").write_text(FORMS)
     say = "SAY wait 0, then Score: 5 END"
     rows = [{"prompt": f"{n}"} for n in range(2)]
     rows += [{"prompt": [{"role": "user", "content": f"chat {n}"}]} for n in range(2)]
     rows += [{"prompt": f"game {n}", "environment": "game"} for n in range(2)]
     rows += [{"prompt": f"{say} {n}", "environment": "judged"} for n in range(2)]
+    ours = f"forms: {{function: '{tmp_path}/forms.py:forms'}}"
+    ours += f", brief: {{function: '{tmp_path}/forms.py:brief', weight: 0.1}}"
     with serving() as (server, url):
         judge = f"{{url: '{url}', model: a, template: '{{{{ prompt }}}}'}}"
         game = "{name: guess, options: {high: 3}, max_turns: 2}"
         steps = run(
             tmp_path / "run",
             f"data.train={rows_file(tmp_path, *rows)}",
-            f"environment.reward={tmp_path}/forms.py:forms",
+            f"environment.rewards={{{ours}}}",
             f"environment.tasks={{game: {game}, judged: {{reward: judge, judge: {judge}}}}}",
             "advantage.scale=batch",
             "advantage.per_task=true",
@@ -124,7 +130,8 @@ def test_a_run_of_several_tasks_logs_and_trains_each(tmp_path):
         )
         assert len(server.bodies) == 4
     one = steps[1]
-    assert one["rollout/chat"] == 0.5
+    assert one["rollout/forms/chat"] == 0.5
+    assert one["rollout/reward_forms"] > 0 > one["rollout/reward_brief"]
     assert one["rollout/judged/reward"] == 0.5
     assert 0 <= one["rollout/game/reward"] <= 1
     assert one["rollout/trajectory/turns"] >= 1

@@ -297,6 +297,50 @@ def test_turns_and_tokens_have_limits_and_the_end_says_which_it_was(tmp_path):
     assert rows_of(recorder)[0].end == "length"
 
 
+def test_a_prompt_without_room_trains_nothing_and_says_so(tmp_path):
+    """Such as one that tools make too long."""
+    chat = build_chat(tmp_path, WITH_TOOLS.replace("{{ m.content }}", CALLING))
+    recorder = recorder_of(chat, Scripted(chat), tokens=len(chat.render([user("Hi")], TOOLS)))
+    with pytest.raises(EndedError, match="leave no room"):
+        asyncio.run(recorder.complete([user("Hi")], TOOLS))
+    trajectory, [(_, mask)] = rows_of(recorder)
+    assert trajectory.result.reward is None
+    assert "tokens leave no room in" in str(trajectory.result.error)
+    assert not any(mask)
+
+
+def test_a_cut_inside_a_conversation_is_no_truncation_and_lengths_are_of_sampled_tokens(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    recorder = recorder_of(chat, Scripted(chat, "abc…", "de", [], "f"))
+    asyncio.run(talk(recorder, "Hi", "more", "and", "last"))
+    trajectory, rows = rows_of(recorder)
+    assert (trajectory.end, trajectory.truncated) == ("final", False)
+    columns = collate_rows([trajectory])
+    assert columns[keys.NUM_LOSS_TOKENS].sum() == trajectory.num_sampled == 3 + 3 + 2
+    assert sum(sum(mask) for _, mask in rows) == 8
+
+
+def test_rows_do_not_depend_on_the_order_in_which_calls_of_sub_agents_come(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+
+    def found(order):
+        engine = Scripted(chat)
+        recorder = recorder_of(chat, engine)
+        says = {"parent": [user("Hi")], "child": [user("sub")]}
+
+        async def calls():
+            for who in order:
+                engine.answers.append(f"{who} {len(says[who])}")
+                turn = await recorder.complete(says[who])
+                says[who] += [turn.reply.message, user("go on")]
+
+        asyncio.run(calls())
+        return sorted(rows_of(recorder)[1])
+
+    both = ["parent", "child"]
+    assert found(both * 2) == found(both[::-1] * 2) == found(sorted(both * 2))
+
+
 def test_what_comes_after_the_end_does_not_train(tmp_path):
     chat = build_chat(tmp_path, QWEN)
     engine = Scripted(chat, "a", "late", seconds={"late": 0.05})

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from nemo_like.api import _reward_spec
 from nemo_like.config.data import PromptsConfig
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.datasets import load_rows
@@ -43,6 +44,7 @@ def number(prompts, completions): return 1.0
 def both(prompt, completions): return 1.0
 def of_trainer(completions, trainer_state, **kwargs): return [0.0]
 def half(completions, answer): return [0.0]
+def with_column(prompt, completion, prompts=()): return float(len(prompts))
 '''
 
 
@@ -72,6 +74,7 @@ def test_a_function_of_trl_is_called_with_lists_and_its_columns(functions):
     found = scored(f"{functions}:accuracy", *rows)
     assert [one.reward for one in found] == [1.0, 0.0, 1.0]
     assert resolve_reward(f"{functions}:accuracy").required_fields == {"answer"}
+    assert resolve_reward(f"{functions}:with_column")("p", "c", {"prompts": [1, 2]}) == 2.0
 
 
 def test_what_waits_goes_in_one_call_of_at_most_so_many(functions):
@@ -149,3 +152,30 @@ def test_rows_know_whether_their_prompt_was_a_text_or_messages(tmp_path):
     path.write_text(f'{{"prompt": "a"}}\n{{"prompt": {messages}}}\n{{"messages": {messages}}}\n')
     data = PromptsConfig(train=str(path))
     assert [row.is_chat for row in load_rows(data.train_parts, data, 0, 0)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("think_format_reward", ["<think>a</think>b", "b"]),
+        ("accuracy_reward", [r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}", "nothing"]),
+    ],
+)
+def test_trls_own_functions_give_here_what_they_give_there(name, texts):
+    theirs = getattr(pytest.importorskip("trl.rewards"), name)
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    solution = r"$\frac{1}{2}$"
+    expected = theirs(completions=completions, solution=[solution] * len(texts))
+    fields = {IS_CHAT: True, "messages": [{"role": "user", "content": "q"}], "solution": solution}
+    found = scored(f"trl.rewards.{name}", *(("q", text, fields) for text in texts))
+    assert [one.reward for one in found] == expected
+    assert len(set(expected)) > 1
+
+
+def test_a_function_of_a_script_is_taken_too(tmp_path):
+    def sized(completions, **columns):
+        return [float(len(one)) for one in completions]
+
+    function = resolve_reward(str(_reward_spec(tmp_path, sized)))
+    assert function.is_batched
+    assert function("p", "abc", {}) == 3.0

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
+from nemo_like.batch.prompts import prompt_columns
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import DPOLossConfig, LossConfig
 from nemo_like.config.optimizer import OptimizerConfig
@@ -19,14 +20,16 @@ from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.policy import scoring
+from nemo_like.policy.remote_model import prompts_of
 from nemo_like.policy.state.state import model_tensors
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup
 
 TEMPERATURE = 0.7
-# Unequal on purpose: any mean of means shows. Two rows make a preference pair.
+# Unequal on purpose: any mean of means shows. Two rows make a preference pair. Neighbours with
+# equally long prompts have the same one.
 LENGTHS = [9, 30, 4, 17, 23, 6, 12, 15]
-PROMPTS = [3, 10, 2, 5, 20, 3, 11, 5]
+PROMPTS = [3, 3, 3, 3, 5, 5, 11, 11]
 TRAINS = [True, True, True, False, True, True, True, True]
 ADVANTAGES = [1.0, -0.5, 2.0, 0.3, -1.0, 0.7, 1.5, -0.8]
 NUM_STEPS = 3
@@ -49,11 +52,16 @@ def make_rows(preference: bool) -> TensorBatch:
     mask = torch.cat(
         [torch.arange(length) >= prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
     )
+    ids = torch.randint(3, VOCAB, (n,), generator=generator)
+    starts = (torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)).tolist()
+    for i in range(1, len(PROMPTS)):
+        if PROMPTS[i] == PROMPTS[i - 1]:
+            ids[starts[i] :][: PROMPTS[i]] = ids[starts[i - 1] :][: PROMPTS[i]]
     trains = [True] * len(LENGTHS) if preference else TRAINS
-    return TensorBatch(
+    batch = TensorBatch(
         lengths=torch.tensor(LENGTHS),
         tokens={
-            keys.INPUT_IDS: torch.randint(3, VOCAB, (n,), generator=generator),
+            keys.INPUT_IDS: ids,
             keys.LOSS_MASK: mask,
             keys.GENERATION_LOGPROBS: -5.5 + 0.5 * torch.randn(n, generator=generator),
         },
@@ -63,6 +71,8 @@ def make_rows(preference: bool) -> TensorBatch:
             keys.NUM_LOSS_TOKENS: torch.tensor(LENGTHS) - torch.tensor(PROMPTS),
         },
     )
+    batch.rows |= prompt_columns(batch)
+    return batch
 
 
 def make_loss(kind: str) -> Any:
@@ -98,6 +108,7 @@ def three_steps(
             max_rows=policy.micro_batch_size,
             padded=policy.batching == "padded",
             rows_per_unit=2 if loss_kind == "preference" else 1,
+            prompts=prompts_of(batch) if policy.batching == "shared" else None,
             **bins_for_pipeline(trainer.mesh.parallel),
         )
         bins = plan.bins[trainer.mesh.coordinate("dp")]

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from nemo_like.imports import without_collector
+
 
 class WarmProcess:
     """``start("module:function", *args)`` runs the function in a fork of it, as a process of its
@@ -55,8 +57,9 @@ class WarmProcess:
 
 def warm_up(modules: Iterable[str]) -> None:
     """What this process does before it is forked."""
-    for module in modules:
-        importlib.import_module(module)
+    with without_collector():
+        for module in modules:
+            importlib.import_module(module)
     gc.freeze()  # or every fork's first collection would copy all that it shares
 
 

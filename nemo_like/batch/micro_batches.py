@@ -8,6 +8,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nemo_like.errors import UserError
 
@@ -41,6 +42,7 @@ def plan_micro_batches(
     attention_tokens: int = USUAL_ATTENTION_TOKENS,
     min_bins: int = 1,
     bins_multiple: int = 1,
+    prompts: Sequence[tuple[int, int]] | None = None,
 ) -> MicroBatchPlan:
     """Deal rows to ranks by equal cost, then pack each rank's rows into few bins.
 
@@ -50,6 +52,10 @@ def plan_micro_batches(
     order. Ranks have at least ``min_bins`` bins, a multiple of ``bins_multiple`` (pipelines need
     both): bins are split for it, and empty once no bin has two units.
 
+    ``prompts``: each row's prompt (a number) and its tokens. A row leaves its prompt out if the row
+    before it in the bin has the same one, so neighbours of one prompt share a bin as far as it
+    holds them; unless the busiest rank would have more to do, or ``max_rows`` bounds bins.
+
     Raises UserError if rows that must stay together exceed a bound alone.
 
     >>> plan_micro_batches([5, 1, 4, 2], num_ranks=2, max_tokens=6).bins
@@ -58,31 +64,77 @@ def plan_micro_batches(
     (((2, 3), (0,), (1,)),)
     """
     assert len(lengths) % rows_per_unit == 0, f"{len(lengths)} rows, {rows_per_unit} to a unit"
-    units = [lengths[i : i + rows_per_unit] for i in range(0, len(lengths), rows_per_unit)]
-    sizes = [max(unit) * rows_per_unit if padded else sum(unit) for unit in units]
-    _check_bounds(units, sizes, max_tokens, max_rows, rows_per_unit)
-    # length + length^2 / attention_tokens, times attention_tokens to stay exact.
-    costs = [sum(length * (attention_tokens + length) for length in unit) for unit in units]
-    max_units = len(units) if max_rows is None else max_rows // rows_per_unit
-    pack = _pack_padded if padded else _first_fit
-    packed = [
-        pack(sorted(of_rank, key=lambda unit: (-sizes[unit], unit)), sizes, max_tokens, max_units)
-        for of_rank in _deal(range(len(units)), costs, num_ranks)
-    ]
-    most = max(min_bins, *(len(bins) for bins in packed))
-    num_bins = math.ceil(most / bins_multiple) * bins_multiple
-    return MicroBatchPlan(
-        bins=tuple(
-            tuple(_rows(one, rows_per_unit) for one in _split(bins, costs, num_bins))
-            for bins in packed
+    assert prompts is None or not padded
+    rows = _Rows(lengths, prompts, attention_tokens, padded)
+    units = [tuple(range(i, i + rows_per_unit)) for i in range(0, len(lengths), rows_per_unit)]
+    _check_bounds(units, list(map(rows.size, units)), max_tokens, max_rows, rows_per_unit)
+    ways = [units] if prompts is None or max_rows else [rows.joined(units, max_tokens), units]
+
+    def pack(units: Sequence[tuple[int, ...]]) -> tuple[int, MicroBatchPlan]:
+        sizes, costs = list(map(rows.size, units)), list(map(rows.cost, units))
+        max_units = len(units) if max_rows is None else max_rows // rows_per_unit
+        hands = _deal(range(len(units)), costs, num_ranks)
+        fit = _pack_padded if padded else _first_fit
+        packed = [
+            fit(sorted(hand, key=lambda unit: (-sizes[unit], unit)), sizes, max_tokens, max_units)
+            for hand in hands
+        ]
+        most = max(min_bins, *map(len, packed))
+        num_bins = math.ceil(most / bins_multiple) * bins_multiple
+        split = [_split(bins, costs, num_bins) for bins in packed]
+        plan = MicroBatchPlan(
+            bins=tuple(
+                tuple(tuple(row for unit in one for row in units[unit]) for one in bins)
+                for bins in split
+            )
         )
-    )
+        return max(sum(costs[unit] for unit in hand) for hand in hands), plan
+
+    return min(map(pack, ways), key=lambda way: way[0])[1]
 
 
-def _rows(units: Sequence[int], rows_per_unit: int) -> tuple[int, ...]:
-    return tuple(
-        row for unit in units for row in range(unit * rows_per_unit, (unit + 1) * rows_per_unit)
-    )
+@dataclass(frozen=True)
+class _Rows:
+    """What units of rows take."""
+
+    lengths: Sequence[int]
+    prompts: Sequence[tuple[int, int]] | None
+    attention_tokens: int
+    padded: bool
+
+    def size(self, unit: Sequence[int]) -> int:
+        """Tokens of a pass over ``unit``."""
+        lengths = [self.lengths[row] for row in unit]
+        return max(lengths) * len(unit) if self.padded else sum(lengths) - sum(self._spared(unit))
+
+    def cost(self, unit: Sequence[int]) -> int:
+        """Length + length^2 / attention_tokens, times attention_tokens to stay exact."""
+        at = self.attention_tokens
+        return sum((n := self.lengths[row]) * (at + n) for row in unit) - sum(
+            n * (at + n) for n in self._spared(unit)
+        )
+
+    def _spared(self, unit: Sequence[int]) -> list[int]:
+        prompts = self.prompts
+        if prompts is None:
+            return []
+        pairs = pairwise(unit)
+        return [prompts[b][1] for a, b in pairs if prompts[a] == prompts[b]]
+
+    def joined(self, units: Iterable[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
+        """Neighbouring units of one prompt as one, up to ``max_tokens``."""
+        assert self.prompts is not None
+        found: list[tuple[int, ...]] = []
+        for unit in units:
+            if (
+                found
+                and self.prompts[found[-1][-1]] == self.prompts[unit[0]]
+                and self.size(found[-1] + unit) <= max_tokens
+            ):
+                found[-1] += unit
+            else:
+                found.append(unit)
+        return found
 
 
 def _check_bounds(

@@ -139,8 +139,8 @@ class EnvironmentConfig(Section):
     completion, as in training it. A completion that was cut off is scored as if it ended there."""
 
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Most of a step's trajectories whose reward may fail, as a share: above it the run stops. At 1
-    it stops where all fail."""
+    """Share of the trajectories of a step or a validation whose reward may fail; above it the run
+    stops. At 1 it stops where all fail."""
     judge: Annotated[
         JudgeConfig,
         OnlyIf(lambda here, _: here.judges, f"environment.reward is not {JUDGE}"),

@@ -11,7 +11,7 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
 from nemo_like.config.section import Count, OnlyIf, Positive, Section
 
-Batching = Literal["packed", "padded"]
+Batching = Literal["packed", "shared", "padded"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Offload = Literal["auto", "none", "optimizer", "all"]
 PipelineSchedule = Literal["gpipe", "one_f_one_b", "interleaved"]
@@ -233,7 +233,8 @@ class PolicyConfig(Section):
     max_grad_norm: Positive | None = 1.0
     """Gradients are clipped to this global norm. None: measured, not clipped."""
     batching: Batching = "packed"
-    """``packed``: rows end to end without padding; ``padded``: one row per line."""
+    """``packed``: rows end to end without padding; ``shared``: the same, and a prompt that
+    neighbouring rows have in common is computed once; ``padded``: one row per line."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] = 8192
     """Most tokens of one forward and backward pass, padding included."""
     micro_batch_size: Count | None = None
@@ -276,6 +277,12 @@ class PolicyConfig(Section):
             yield (
                 f"{here}.parallel.context_parallel_size={size} does not go with "
                 f"{here}.batching=padded, whose attention is transformers' own; set "
+                f"{here}.batching=packed."
+            )
+        if (size := self.parallel.pipeline_parallel_size) > 1 and self.batching == "shared":
+            yield (
+                f"{here}.parallel.pipeline_parallel_size={size} does not go with "
+                f"{here}.batching=shared, as stages exchange tensors of one shape; set "
                 f"{here}.batching=packed."
             )
         if run.max_updates is not None and run.max_updates > 0:

@@ -148,8 +148,9 @@ class ChatTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text without the template: one BOS if the tokenizer has it put one,
-        and one end token."""
-        ids: list[int] = self._tokenizer(text)["input_ids"]
+        and one end token, which a text that is rendered already has."""
+        is_ended = self.ends is not None and self.ends.search(text)
+        ids: list[int] = self._tokenizer(self.up_to_end(text) if is_ended else text)["input_ids"]
         if self.cuts.begins_twice(ids):
             del ids[0]
         end = self._tokenizer.eos_token_id
@@ -180,9 +181,8 @@ class ChatTokenizer:
 
     def decode_whole(self, token_ids: Sequence[int]) -> str:
         """Text of a completion with its special tokens, but the one that ends it."""
-        ids = list(token_ids)
-        ids = ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        ended = token_ids and token_ids[-1] in self.eos_token_ids
+        return self.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=False)
 
     @functools.cached_property
     def _markers_hold(self) -> bool:

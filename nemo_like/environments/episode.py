@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import json
 import sys
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from nemo_like.rewards.protocol import IS_CHAT
 
 KEY = "environment.name"
 _NO_ROOM = ("context_length_exceeded", "trajectory_ended")
+_STACK_BYTES = 2 << 20
 _LONGEST_WAIT = aiohttp.ClientTimeout(total=None)  # the trajectory has a limit of its own
 
 
@@ -37,7 +39,7 @@ class Episodes:
     """Runs a conversation for each row."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        """``spec``: ``name``, ``options``, ``reward`` and ``timeout_s``.
+        """``spec``: ``name``, ``options``, ``reward``, ``timeout_s``, and how many ``at_once``.
 
         Raises UserError if one of them cannot be used.
         """
@@ -56,7 +58,12 @@ class Episodes:
             if spec["reward"] is not None:
                 self._reward = load_reward(spec["reward"])
         self._session: aiohttp.ClientSession | None = None
-        self._threads = ThreadPoolExecutor(256)
+        threading.stack_size(_STACK_BYTES)  # there may be a thread for each conversation
+        self._replace_threads()
+
+    def _replace_threads(self) -> None:
+        self._threads = ThreadPoolExecutor(self._spec["at_once"])
+        self._num_late = 0
 
     def _new(self) -> Any:
         try:
@@ -130,14 +137,18 @@ class Episodes:
         """Of the user's: on the loop if it is ``async``, else in a thread; within its limit."""
         limit_s = self._spec["timeout_s"]
         inner = getattr(method, "function", method)
+        is_async = inspect.iscoroutinefunction(inner)
         try:
             async with asyncio.timeout(limit_s):
-                if inspect.iscoroutinefunction(inner):
+                if is_async:
                     return await method(*arguments)
                 loop = asyncio.get_running_loop()
                 found = await loop.run_in_executor(self._threads, method, *arguments)
                 return await found if inspect.isawaitable(found) else found
         except TimeoutError as error:
+            self._num_late += not is_async
+            if 2 * self._num_late > self._spec["at_once"]:  # such a thread may never be free again
+                self._replace_threads()
             name = getattr(inner, "__name__", "it")
             raise TimeoutError(f"{name}() took longer than {limit_s:g} s") from error
 

@@ -130,7 +130,7 @@ def _batch(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
     bound = f"policy.micro_batch_tokens={policy.micro_batch_tokens}"
     if policy.micro_batch_size is not None:
         bound += f", policy.micro_batch_size={policy.micro_batch_size}"
-    layout = "padded" if policy.batching == "padded" else "packed"
+    layout = policy.batching
     tokens = f"{longest_row(config)} tokens; shorter ones share micro-batches"
     if isinstance(config, SamplingRunConfig):
         tokens = f"{longest_row(config)} new tokens; prompts add to it"

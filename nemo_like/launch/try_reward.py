@@ -20,7 +20,7 @@ from nemo_like.rewards.pool import RewardPool
 from nemo_like.rewards.protocol import RewardResult
 
 _USAGE = "nemo-like try-reward REWARD DATA [key=value ...] [--rows N] [--completion TEXT]"
-_COLUMNS = ("completion", "answer", "solution")
+_COLUMNS = ("reference", "answer", "solution")
 """Where a row may have a text to score; the first one that it has."""
 
 

@@ -126,10 +126,8 @@ class TokenAdvantages:
             earned = batch.rows[keys.REWARDS].double().nan_to_num(0.0)[:, None]
             turn = torch.zeros_like(at)
         to_come = still_to_come(earned)[row, turn]
-        same_row = row[1:] == row[:-1]
-        rewards[at] += (
-            to_come - torch.cat([to_come[1:] * same_row, to_come.new_zeros(1)])[: len(at)]
-        )
+        rewards[at] += to_come
+        rewards[at[:-1]] -= to_come[1:] * (row[1:] == row[:-1])  # what the next token has of it
         return rewards
 
 

@@ -1,27 +1,21 @@
-"""From flat rows to what a model's forward takes, packed or padded, and attention over packed rows.
-
-Packed, each row sees itself only, and no mask is ever built. The attention is registered with
-transformers as ``PACKED``. It alone works on padded rows, which costs B * T^2 instead of N^2 and
-keeps causal kernels; on a GPU a variable-length flash kernel takes over where rows are too unequal.
+"""From flat rows to what a model's forward takes, packed or padded.
 
 Legend: ``B`` rows, ``N`` their tokens end to end, ``T`` the longest row.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from torch import Tensor
 
 from nemo_like.batch import keys
+from nemo_like.batch.prompts import num_skipped, shared_layout
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Batching
+from nemo_like.policy.attention import row_index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +39,11 @@ class InputLayout:
     """Ranks that share the tokens of a packed pass, in equal contiguous parts."""
 
     def shape_of(self, batch: TensorBatch) -> InputShape:
-        if self.batching == "packed":
-            return InputShape(rows=1, positions=_round_up(batch.num_tokens, self.multiple))
+        if self.batching != "padded":
+            tokens = batch.num_tokens
+            if self.batching == "shared":
+                tokens -= int(num_skipped(batch).sum())
+            return InputShape(rows=1, positions=_round_up(tokens, self.multiple))
         longest = int(batch.lengths.max())
         return InputShape(rows=len(batch), positions=_round_up(longest, self.multiple))
 
@@ -86,8 +83,8 @@ def model_inputs(
     targets = batch.tokens[keys.LOSS_MASK].nonzero(as_tuple=True)[0]
     num_outputs = len(ids) if shape is None else shape.size
     shape = shape or layout.shape_of(batch)
-    if layout.batching == "packed":
-        return _packed(batch, targets, shape, num_outputs, layout.context_group)
+    if layout.batching != "padded":
+        return _packed(batch, targets - 1, targets, shape, num_outputs, layout)
     return _padded(batch, targets, shape, num_outputs)
 
 
@@ -107,49 +104,58 @@ def made_up_rows(
 def _at_every_token(batch: TensorBatch, layout: InputLayout) -> ModelInputs:
     every = torch.arange(batch.num_tokens, device=batch.lengths.device)
     shape = layout.shape_of(batch)
-    if layout.batching == "packed":
-        inputs = _packed(batch, every[:0], shape, len(every), None)
-        return replace(inputs, predictors=every, targets=every)
+    if layout.batching != "padded":
+        return _packed(batch, every, every, shape, len(every), layout)
     inputs = _padded(batch, every[:0], shape, len(every))
     return replace(inputs, predictors=_flat_index(batch, shape), targets=every)
 
 
 def _packed(
     batch: TensorBatch,
+    predictors: Tensor,
     targets: Tensor,
     shape: InputShape,
     num_outputs: int,
-    group: dist.ProcessGroup | None,
+    layout: InputLayout,
 ) -> ModelInputs:
-    """All rows in one line; positions restart with each row."""
-    ids = batch.tokens[keys.INPUT_IDS]
-    lengths = batch.lengths
-    if (extra := shape.positions - len(ids)) > 0:  # filled up with rows of their own, none longer
-        longest = int(lengths.max())
-        whole_rows, rest = divmod(extra, longest)
-        filler = [longest] * whole_rows + [rest] * (rest > 0)
-        lengths = torch.cat([lengths, lengths.new_tensor(filler)])
-    whole = TensorBatch(lengths=lengths)
-    row_of_token = whole.row_of_token
-    within = torch.arange(shape.positions, device=ids.device) - whole.starts[row_of_token]
-    input_ids = torch.cat([ids, ids.new_zeros(extra)])
+    """All rows in one line; positions restart with each row, and so does attention.
+
+    ``predictors`` and ``targets`` are tokens of the batch.
+    """
+    ids, key_lengths, tokens = batch.tokens[keys.INPUT_IDS], batch.lengths, batch.num_tokens
+    within = torch.arange(tokens, device=ids.device) - batch.starts[batch.row_of_token]
+    here, lengths, place = ids, key_lengths, None
+    if layout.batching == "shared":
+        shared = shared_layout(batch)
+        lengths, place = shared.lengths, shared.place
+        predictors = place[predictors]
+        here, within = ids[shared.kept], within[shared.kept]
+    if (extra := shape.positions - len(here)) > 0:  # filled up with rows of their own, none longer
+        longest = int(key_lengths.max())
+        full_rows, rest = divmod(extra, longest)
+        filler = lengths.new_tensor([longest] * full_rows + [rest] * (rest > 0))
+        more = torch.arange(extra, device=ids.device)
+        lengths, key_lengths = torch.cat([lengths, filler]), torch.cat([key_lengths, filler])
+        place = None if place is None else torch.cat([place, more + len(here)])
+        here, within = torch.cat([here, ids.new_zeros(extra)]), torch.cat([within, more % longest])
     first, last = 0, shape.positions
-    if group is not None:
+    if (group := layout.context_group) is not None:
         share = shape.positions // dist.get_world_size(group)
         first = share * dist.get_rank(group)
         last = first + share
-    mine = targets[(targets > first) & (targets <= last)]
+        mine = (predictors >= first) & (predictors < last)
+        targets, predictors = targets[mine], predictors[mine]
     return ModelInputs(
         forward={
-            "input_ids": input_ids[None, first:last],
+            "input_ids": here[None, first:last],
             "position_ids": within[None, first:last],
             "use_cache": False,
             "context_group": group,
-            **row_index(lengths, within, row_of_token),
+            **row_index(lengths, None if place is None else key_lengths, place),
         },
-        predictors=mine - 1 - first,
-        target_ids=ids[mine],
-        targets=mine,
+        predictors=predictors - first,
+        target_ids=ids[targets],
+        targets=targets,
         num_outputs=num_outputs,
         context_group=group,
     )
@@ -191,112 +197,3 @@ def _flat_index(batch: TensorBatch, shape: InputShape) -> Tensor:
 
 def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-PACKED = "nemo_like_packed"
-
-# Terms of attention that some architectures add and this one lacks: left out, they would go unseen.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-# The dense kernel is the faster one: on an H100 with rows of 4096 tokens, a training step of a 1.5B
-# model took 1.43 s with it and 1.53 s with the variable-length one. It is worth this much padding.
-_MOST_PADDING = 1.25
-_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def row_index(lengths: Tensor, within: Tensor, row_of_token: Tensor) -> dict[str, Any]:
-    """Keyword arguments for a packed forward, in the names that transformers' kernels share.
-
-    ``lengths`` [B]; ``within`` [N] position in the row; ``row_of_token`` [N].
-    """
-    longest = int(lengths.max())
-    ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return {
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "padded_index": row_of_token * longest + within,
-    }
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    padded_index: Tensor,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    context_group: dist.ProcessGroup | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each row.
-
-    ``query`` [1, H, N, D], ``key`` and ``value`` [1, H_kv, N, D] -> [1, N, H, D]; N is this rank's
-    share of the tokens under context parallelism. AssertionError for a window shorter than a row,
-    or terms that it lacks.
-    """
-    assert attention_mask is None
-    assert dropout == 0.0
-    assert sliding_window is None or sliding_window >= max_length_q, (
-        "sliding windows shorter than a sequence need policy.batching=padded"
-    )
-    for name in _UNSUPPORTED:
-        assert others.get(name) is None, f"attention with {name} needs policy.batching=padded"
-    # [N, H, D] from here on.
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if context_group is not None:
-        from nemo_like.policy.parallel.collectives import heads_for_tokens
-
-        q, k, v = heads_for_tokens(q, k, v, context_group)
-    shape = (len(cu_seq_lens_q) - 1, max_length_q)
-    can_vary = q.is_cuda and q.dtype != torch.float32
-    if can_vary and shape[0] * shape[1] > _MOST_PADDING * len(q):
-        out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling)
-    else:
-        out = _in_rows(q, k, v, padded_index, shape, scaling)
-    if context_group is not None:
-        from nemo_like.policy.parallel.collectives import tokens_for_heads
-
-        out = tokens_for_heads(out, context_group)
-    return out[None], None
-
-
-def _in_rows(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, shape: tuple[int, int], scale: float | None
-) -> Tensor:
-    out = scaled_dot_product_attention(
-        _pad(q, index, shape),
-        _pad(k, index, shape),
-        _pad(v, index, shape),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    flat = out.transpose(1, 2).flatten(0, 1)
-    return flat if len(flat) == len(index) else flat[index]
-
-
-def _pad(x: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[N, H, D] -> [B, H, T, D] with zeros behind each row."""
-    padded = x
-    if len(x) < shape[0] * shape[1]:  # else rows are equally long, and lie where they should
-        padded = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, index, x)
-    return padded.view(*shape, *x.shape[1:]).transpose(1, 2)
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None
-) -> Tensor:
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-    if q.shape[1] != k.shape[1] and _HAS_GQA:
-        options["enable_gqa"] = True
-    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, **options)  # pyright: ignore
-
-
-AttentionInterface.register(PACKED, packed_attention)

@@ -279,6 +279,7 @@ class RemoteModel:
             max_rows=self.config.micro_batch_size,
             padded=self.config.batching == "padded",
             attention_tokens=self._attention_tokens,
+            prompts=prompts_of(batch) if self.config.batching == "shared" else None,
             **bins_for_pipeline(self.config.parallel),
         )
 
@@ -295,3 +296,8 @@ class RemoteModel:
 
 def _reading(folder: str) -> Callable[[], str]:
     return lambda: f"it reads {gb(num_bytes(Path(folder)))} of {folder}"
+
+
+def prompts_of(batch: RemoteBatch | TensorBatch) -> list[tuple[int, int]]:
+    columns = batch.rows[keys.PROMPTS], batch.rows[keys.PROMPT_TOKENS]
+    return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -81,7 +81,11 @@ def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
         name: {**part, "function": absolute(part["function"])}
         for name, part in environment.rewards.items()
     }
+    judge, template = environment.judge, environment.judge.template
+    if template is not None and "{{" not in template:
+        judge = judge.replace(template=str(Path(template).expanduser().absolute()))
     return environment.replace(
+        judge=judge,
         name=absolute(environment.name),
         reward=absolute(environment.reward),
         rewards=parts,
@@ -149,11 +153,12 @@ def _functions(
     reward = reward_spec(environment, num_processes)
     if not environment.is_single_turn:
         spec = {name: getattr(environment, name) for name in ("name", "options", "timeout_s")}
+        at_once = environment.rows_at_once or _CONVERSATIONS_OF_A_LOOP
         return pool_of(
-            json.dumps(spec | {"reward": reward}),
+            json.dumps(spec | {"reward": reward, "at_once": at_once}),
             module="nemo_like.environments.episode",
             pass_variables=passed,
-            concurrency=environment.rows_at_once or _CONVERSATIONS_OF_A_LOOP,
+            concurrency=at_once,
         )
     pool = pool_of(reward, pass_variables=passed, concurrency=rows_at_once or _ROWS_OF_A_LOOP)
     if not pool.takes_several and environment.rows_at_once is not None:

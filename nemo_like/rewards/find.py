@@ -33,10 +33,10 @@ def resolve_reward(spec: str, judge: Mapping[str, Any] | None = None) -> RewardF
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     needed = {p for p in parameters if p.default is p.empty}
-    is_batched = bool(named & BATCHED)
-    own, other = (BATCHED, _OWN) if is_batched else (_OWN, BATCHED)
-    complete = takes_all or named >= own
-    if named & other or not complete or any(p.kind is p.POSITIONAL_ONLY for p in needed):
+    is_batched = "completions" in named or ("prompts" in named and not named & _OWN)
+    own = BATCHED if is_batched else _OWN
+    fits = (takes_all or named >= own) and not (is_batched and named & _OWN)
+    if not fits or any(p.kind is p.POSITIONAL_ONLY for p in needed):
         raise UserError(
             f"{_KEY}={spec} takes {signature}; write def reward(prompt, completion, **fields) for "
             "one completion, or def reward(prompts, completions, **columns) for lists of them, as "

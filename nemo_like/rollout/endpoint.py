@@ -115,7 +115,7 @@ class Endpoint:
                 recorder = self._recorder(request)
                 try:
                     asked = json.loads(await request.read())
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise RequestError(400, f"The body is not JSON: {error}", "bad_json") from error
                 if not isinstance(asked, dict):
                     raise RequestError(400, "The body is not a JSON object.", "bad_json")
@@ -152,14 +152,15 @@ class Endpoint:
         if not isinstance(messages, list) or not messages or wrong:
             text = f"'messages' must be a list of messages{wrong}."
             raise RequestError(400, text, "bad_messages")
-        tools = asked.get("tools") or ()
+        tools = asked.get("tools") or []
+        if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+            raise RequestError(400, "'tools' must be a list of named functions.", "bad_tools")
         if asked.get("tool_choice") == "none":
-            tools = ()
+            tools = []
         turns = await self._sample(recorder, asked, messages, tools)
         choices = [_chat_choice(index, turn) for index, turn in enumerate(turns)]
-        if asked.get("stream"):
-            return await self._stream(request, asked, "chat.completion.chunk", turns, choices)
-        return web.json_response(self._body(asked, "chat.completion", turns, choices))
+        kind = "chat.completion.chunk" if asked.get("stream") else "chat.completion"
+        return await self._send(request, recorder, asked, kind, turns, choices)
 
     async def _completions(
         self, request: web.Request, recorder: Recorder, asked: Mapping[str, Any]
@@ -177,9 +178,7 @@ class Endpoint:
             }
             for index, turn in enumerate(turns)
         ]
-        if asked.get("stream"):
-            return await self._stream(request, asked, "text_completion", turns, choices)
-        return web.json_response(self._body(asked, "text_completion", turns, choices))
+        return await self._send(request, recorder, asked, "text_completion", turns, choices)
 
     async def _sample(
         self,
@@ -188,19 +187,46 @@ class Endpoint:
         messages: Sequence[Message] | str,
         tools: Sequence[Any],
     ) -> Sequence[Turn]:
-        most = asked.get("max_completion_tokens") or asked.get("max_tokens")
-        stop, count = asked.get("stop") or (), asked.get("n") or 1
+        most = asked.get("max_completion_tokens", asked.get("max_tokens"))
+        stop, count = asked.get("stop") or [], asked.get("n") or 1
         stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
+            raise RequestError(400, "'stop' must be a text or a list of texts.", "bad_stop")
         if not isinstance(count, int) or not 1 <= count <= _MOST_CHOICES:
             raise RequestError(400, f"'n' must be from 1 to {_MOST_CHOICES}.", "bad_n")
         if most is not None and (not isinstance(most, int) or most < 1):
             raise RequestError(400, "'max_tokens' must be a positive integer.", "bad_max_tokens")
-        return await asyncio.gather(
+        found = await asyncio.gather(
             *(
                 recorder.complete(messages, tools, max_new_tokens=most, stop=stop)
                 for _ in range(count)
-            )
+            ),
+            return_exceptions=True,
         )
+        turns = [one for one in found if isinstance(one, Turn)]
+        if failure := next((one for one in found if isinstance(one, BaseException)), None):
+            recorder.forget(turns)
+            raise failure
+        return turns
+
+    async def _send(
+        self,
+        request: web.Request,
+        recorder: Recorder,
+        asked: Mapping[str, Any],
+        kind: str,
+        turns: Sequence[Turn],
+        choices: Sequence[Mapping[str, Any]],
+    ) -> web.StreamResponse:
+        """Answer, if there is still somebody to answer."""
+        try:
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError
+            if asked.get("stream"):
+                return await self._stream(request, asked, kind, turns, choices)
+        except ConnectionError:
+            recorder.forget(turns)
+        return web.json_response(self._body(asked, kind, turns, choices))
 
     def _body(
         self,
@@ -245,6 +271,11 @@ class Endpoint:
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+
+def _is_tool(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 async def _event(response: web.StreamResponse, content: Mapping[str, Any]) -> None:

@@ -4,18 +4,15 @@ A call that continues an earlier one extends its tokens; any other begins a row 
 conversation is one row, a sub-agent another, and each sampled token trains exactly once.
 """
 
-import contextlib
-import hashlib
-import json
 import secrets
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.data.messages import Message, without_nulls
+from nemo_like.data.messages import Message
 from nemo_like.data.turns import RewrittenHistoryError, tokens_after
 from nemo_like.generation.protocol import (
     Completion,
@@ -24,8 +21,9 @@ from nemo_like.generation.protocol import (
     SamplingParams,
 )
 from nemo_like.rewards.protocol import RewardResult, failed
-from nemo_like.rollout.tool_calls import Reply, Tools, refuse_unread_calls, reply_of
+from nemo_like.rollout.tool_calls import Tools, refuse_unread_calls, reply_of
 from nemo_like.rollout.trajectory import End, RolloutTask, Segment, Trajectory, seed_of
+from nemo_like.rollout.turn import Turn, digest, key_of
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 """Samples one completion."""
@@ -52,57 +50,6 @@ class Limits:
     or fail the trajectory."""
 
 
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """One completion, and what was said since the one before it."""
-
-    parent: "Turn | None"
-    given: Sequence[int]
-    completion: Completion
-    said: Sequence[Message] | str
-    """All messages, or the whole text, the reply included."""
-    reply: Reply
-    prompt_tokens: int
-    number: int
-    """Of the completions that have tokens."""
-    id: str
-    """Under which its caller knows it."""
-
-    def segments(self, seen: "set[Turn]") -> list[Segment]:
-        """From the beginning to this turn; turns in ``seen`` train in another row."""
-        found = []
-        for turn in self.lineage():
-            one = turn.completion
-            logprobs = None if turn in seen else one.logprobs
-            found += [
-                Segment(token_ids=turn.given),
-                Segment(
-                    token_ids=one.token_ids,
-                    logprobs=logprobs,
-                    weight_versions=one.versions,
-                    turn=turn.number,
-                ),
-            ]
-        return found
-
-    def lineage(self) -> "list[Turn]":
-        """This turn and those that it continues, the first one first."""
-        turns, turn = [], self
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.parent
-        return turns[::-1]
-
-    def token_ids(self) -> list[int]:
-        """All tokens up to the end of this turn."""
-        return [
-            token
-            for turn in self.lineage()
-            for part in (turn.given, turn.completion.token_ids)
-            for token in part
-        ]
-
-
 class Recorder:
     """Samples the completions of one trajectory and keeps what they were made of."""
 
@@ -125,10 +72,12 @@ class Recorder:
         """Turns by the messages that they end."""
         self._drawn = Counter[str]()
         """How often each prompt was sampled."""
-        self._number_of: dict[str, int] = {}
+        self._turn_of: dict[str, Turn | None] = {}
         """Turns by the id of their answer; one without tokens counts with the last that has any."""
         self._num_begun = 0
         self._ended: EndedError | None = None
+        """Why no call begins any more; those under way may end."""
+        self._closed: EndedError | None = None
         self._problem: str | None = None
 
     async def complete(
@@ -148,22 +97,22 @@ class Recorder:
             raise self._ended
         if self._num_begun >= self._limits.turns:
             raise self._end("turns", f"it had its {self._limits.turns} turns")
-        self._num_begun += 1
         parent, given = self._prompt(messages, tools)
         refuse_unread_calls(self._chat, tools)
         prompt_ids = [*(parent.token_ids() if parent else ()), *given]
         room = self._limits.tokens - len(prompt_ids)
         if room <= 0:
-            self._num_begun -= 1
             raise self._end(
                 "context", f"{len(prompt_ids)} tokens leave no room in {self._limits.tokens}"
             )
+        self._num_begun += 1
+        number = self._num_begun
         completion = await self._sample(prompt_ids, min(room, max_new_tokens or room), stop)
-        if self._ended is not None:  # meanwhile; what comes late does not train
-            raise self._ended
+        if self._closed is not None:  # meanwhile; what comes late does not train
+            raise self._closed
         ids, chat = completion.token_ids, self._chat
         whole = chat.decode_whole(ids) if tools else None
-        reply = reply_of(chat.decode(ids), whole, self._num_begun, tools)
+        reply = reply_of(chat.decode(ids), whole, number, tools)
         if reply.errors:
             self.counts["unreadable_tool_calls"] += len(reply.errors)
         content = reply.message["content"]
@@ -174,13 +123,13 @@ class Recorder:
             said=messages + content if isinstance(messages, str) else [*messages, reply.message],
             reply=reply,
             prompt_tokens=len(prompt_ids),
-            number=len(self._turns),
+            tools=tools,
             id=f"cmpl-{secrets.token_hex(12)}",
         )
         if completion.token_ids:  # an answer of nothing is no one's parent
             self._turns.append(turn)
-            self._known.setdefault(_key(turn.said, tools), []).append(turn)
-        self._number_of[turn.id] = max(0, len(self._turns) - 1)
+            self._known.setdefault(key_of(turn.said, tools), []).append(turn)
+        self._turn_of[turn.id] = self._turns[-1] if self._turns else None
         return turn
 
     def _prompt(
@@ -192,7 +141,7 @@ class Recorder:
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1].get("role") != "assistant":
                 continue
-            parent = self._parent(_key(messages[:count], tools))
+            parent = self._parent(key_of(messages[:count], tools))
             if parent is None:
                 continue
             try:
@@ -215,7 +164,7 @@ class Recorder:
         longest = max((one for one in begun if text.startswith(one)), key=len, default=None)
         if longest is None:
             return None, self._chat.encode_prompt(text)
-        return self._parent(_key(longest, ())), self._chat.cuts.ids(text[len(longest) :])
+        return self._parent(key_of(longest, ())), self._chat.cuts.ids(text[len(longest) :])
 
     def _parent(self, key: str) -> Turn | None:
         parents = self._known.get(key, [])
@@ -225,7 +174,7 @@ class Recorder:
         return parents[0] if parents else None
 
     async def _sample(self, prompt_ids: list[int], most: int, stop: Sequence[str]) -> Completion:
-        prompt = _digest(array("q", prompt_ids).tobytes())
+        prompt = digest(array("q", prompt_ids).tobytes())
         drawn = self._drawn[prompt]
         self._drawn[prompt] += 1
         first = not self._turns and not drawn
@@ -249,10 +198,17 @@ class Recorder:
         self._ended = EndedError(f"This trajectory is over: {why}.", end)
         return self._ended
 
+    def forget(self, turns: Sequence[Turn]) -> None:
+        """Turns that did not reach their client: the reward is not for them, nor do they train."""
+        for turn in turns:
+            self.counts["aborted_calls"] += 1
+            if turn in self._turns and all(one.parent is not turn for one in self._turns):
+                self._turns.remove(turn)
+                self._known[key_of(turn.said, turn.tools)].remove(turn)
+
     def close(self) -> None:
         """Take no more calls."""
-        if self._ended is None:
-            self._end("final", "its environment has finished")
+        self._closed = self._ended or self._end("final", "its environment has finished")
 
     def trajectory(self, result: RewardResult) -> Trajectory:
         """All that was sampled, with its reward."""
@@ -264,8 +220,9 @@ class Recorder:
             result = replace(failed(self._problem), metrics=result.metrics)
         if not self._turns and result.reward is not None:
             self.counts["without_calls"] += 1
-            result = failed("the model was never called: use the address that is given")
-        if unknown := result.steps.keys() - self._number_of.keys() - {""}:
+            why = "the model was never called: use the address that is given"
+            result = failed(why if end == "final" else str(self._ended))
+        if unknown := result.steps.keys() - self._turn_of.keys() - {""}:
             result = failed(f"a reward is for the answer {min(unknown)}, which was never given")
         last = self._turns[-1] if self._turns else None
         if end == "final" and last and last.completion.finish_reason is FinishReason.length:
@@ -288,48 +245,19 @@ class Recorder:
         rewards: list[float | None] = [None] * len(self._turns)
         for name, value in (result.steps or {"": result.reward}).items():
             if rewards and value is not None:
-                number = self._number_of.get(name, -1)
+                turn = self._turn_of.get(name)
+                number = self._turns.index(turn) if turn in self._turns else -1
                 rewards[number] = (rewards[number] or 0.0) + value
         return rewards
 
     def _rows(self) -> list[list[Segment]]:
         """A row for each turn that no other continues; each turn trains in the first one."""
         continued = {turn.parent for turn in self._turns}
+        number_of = {turn: number for number, turn in enumerate(self._turns)}
         seen: set[Turn] = set()
         rows = []
         for turn in self._turns:
             if turn not in continued:
-                rows.append(turn.segments(seen))
+                rows.append(turn.segments(seen, number_of))
                 seen.update(turn.lineage())
         return rows or [[Segment(token_ids=self.task.row.prompt_ids)]]
-
-
-def _key(messages: Sequence[Message] | str, tools: Tools) -> str:
-    """The same for messages that say the same, whatever a client did with their form."""
-    said = messages if isinstance(messages, str) else [_said(one) for one in messages]
-    return _digest(json.dumps([said, list(tools)], sort_keys=True, default=str).encode())
-
-
-def _digest(content: bytes) -> str:
-    """Stands for a whole conversation, of which there is one a turn."""
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def _said(message: Message) -> list[Any]:
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments)
-        calls.append([function.get("name"), arguments])
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content)
-    rest = {
-        name: value
-        for name, value in without_nulls(message).items()
-        if name in ("name", "tool_call_id", "reasoning_content")
-    }
-    return [message.get("role"), content, calls, rest if message.get("role") != "assistant" else {}]

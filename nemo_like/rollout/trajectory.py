@@ -16,7 +16,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.data.datasets import Row
 from nemo_like.generation.protocol import Completion, FinishReason
-from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rewards.protocol import RewardResult, failed
 
 End = Literal["final", "length", "context", "turns", "failed"]
 """Why a trajectory ended: by itself, or its last completion or context was full, or it had taken
@@ -134,6 +134,8 @@ def single_turn(
             weight_versions=completion.versions,
         ),
     ]
+    if result.steps:
+        result = failed("'steps' has rewards of turns, and there is one; give 'reward' alone")
     truncated = completion.finish_reason is FinishReason.length
     return Trajectory(
         task=task,

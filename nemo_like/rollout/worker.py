@@ -14,6 +14,7 @@ import ray
 from ray import ObjectRef
 from torch import Tensor
 
+from nemo_like.batch.prompts import prompt_columns
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.protocol import ENDPOINT
@@ -84,7 +85,7 @@ class RolloutResult:
     lengths: Tensor
     """int64 [B], tokens of each row."""
     rows: dict[str, Tensor]
-    """Columns of shape [B]; see ``batch.keys``."""
+    """Columns of shape [B, ...]; see ``batch.keys``."""
     metrics: Metrics
     """What environment and engine reported, averaged over the rows that have it."""
     errors: dict[str, int]
@@ -171,7 +172,8 @@ class RolloutWorker(GenerationWorker):
         return RolloutResult(
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
-            rows=collate_rows(trajectories, self._reward_parts, most_turns),
+            rows=collate_rows(trajectories, self._reward_parts, most_turns)
+            | prompt_columns(tokens),
             metrics=merge([self.memory(), *map(_metrics, trajectories)]),
             rank=self.context.rank,
             seconds=time.monotonic() - start,

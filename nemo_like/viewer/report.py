@@ -3,15 +3,17 @@
 import argparse
 import html
 import json
+import math
 import re
 import statistics
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_like.viewer.runs import Record, RunFolder, differences, find_runs, phases
+from nemo_like.viewer.runs import Record, RunFolder, differences, find_runs, mean_phases
 
 _END = 10
 """Steps whose mean stands for the beginning, and for the end."""
@@ -28,6 +30,10 @@ _STYLE = (
     "body{font:14px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left}"
     "svg{width:160px;height:28px}path{fill:none;stroke:#1d4ed8}"
+)
+
+_ITEM = textwrap.TextWrapper(
+    120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
 )
 
 Block = tuple[str, Any]
@@ -51,17 +57,16 @@ def run(arguments: Sequence[str]) -> None:
 
 def report(runs: Sequence[RunFolder]) -> Iterator[Block]:
     """Everything that is said, of one run or of two side by side."""
-    steps = [[one for one in run.records() if "time/step_s" in one] for run in runs]
     yield "title", " and ".join(run.name for run in runs)
     yield "list", [*map(_about, runs)]
     yield "title", "Numbers"
     yield "text", f"Means of the first and last {_END} steps (or validations), least and greatest."
     yield "table", _numbers(runs)
     yield "title", "Where the time went"
-    yield "table", _times(runs, steps)
-    for run, records in zip(runs, steps, strict=True):
+    yield "table", _times(runs)
+    for run in runs:
         yield "title", f"{run.name}: what held it up, and what to change"
-        yield "list", [*_findings(run, records)] or ["Nothing stands out."]
+        yield "list", [*_findings(run)] or ["Nothing stands out."]
     if len(runs) > 1:
         rows = [[key, *map(str, values)] for key, values in differences(runs).items()]
         yield "title", "Different keys"
@@ -69,8 +74,7 @@ def report(runs: Sequence[RunFolder]) -> Iterator[Block]:
 
 
 def _about(run: RunFolder) -> str:
-    records = [one for one in run.records() if "time/step_s" in one]
-    in_steps = sum(sum(phases(one).values()) for one in records)
+    in_steps = len(run.steps()) * mean_phases(run.steps()).total()
     text = f"{run.name}: {run.state()}, model {run.config.get('policy.model')}"
     try:
         whole = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))["wall_s"]
@@ -91,27 +95,19 @@ def _numbers(runs: Sequence[RunFolder]) -> list[list[Any]]:
     return rows
 
 
-def _times(runs: Sequence[RunFolder], steps: Sequence[Sequence[Record]]) -> list[list[str]]:
+def _times(runs: Sequence[RunFolder]) -> list[list[str]]:
     rows = [["phase", *(f"{run.name}, s/step" for run in runs), "share"]]
-    of_runs = [_seconds(records) for records in steps]
+    of_runs = [mean_phases(run.steps()) for run in runs]
     for name, seconds in of_runs[0].most_common():
         others = [f"{one[name]:.3f}" for one in of_runs]
         rows.append([name, *others, f"{seconds / (of_runs[0].total() or 1):.0%}"])
     return rows
 
 
-def _seconds(records: Sequence[Record]) -> "Counter[str]":
-    """Of each phase in a step, on average over all steps."""
-    sums = Counter[str]()
-    for one in records:
-        sums.update(phases(one))  # pyright: ignore[reportArgumentType]
-    return Counter({name: total / len(records) for name, total in sums.items()})  # pyright: ignore
-
-
-def _findings(run: RunFolder, records: Sequence[Record]) -> Iterator[str]:
+def _findings(run: RunFolder) -> Iterator[str]:
     """The bottleneck with its evidence, then changes by key and value, with what they save."""
-    seconds = _seconds(records)
-    if not seconds:
+    records = run.steps()
+    if not (seconds := mean_phases(records)):
         return
     total = seconds.total()
     (phase, most), *_ = seconds.most_common()
@@ -119,13 +115,14 @@ def _findings(run: RunFolder, records: Sequence[Record]) -> Iterator[str]:
         f"Bottleneck: {phase} takes {most:.3g} of {total:.3g} s of a step ({most / total:.0%})"
         f"{_evidence(phase, records)}."
     )
-    yield from _rarer(run, "validation", seconds, _MOST_VALIDATION, len(records))
-    yield from _rarer(run, "checkpoint", seconds, _MOST_CHECKPOINT, len(records))
+    yield from _rarer(run, "validation", seconds, _MOST_VALIDATION)
+    yield from _rarer(run, "checkpoint", seconds, _MOST_CHECKPOINT)
     driver = statistics.fmean(one.get("time/driver_s") or 0.0 for one in records)
-    if driver > _MOST_DRIVER * total:
+    size = next((key for key in run.config if re.fullmatch(r".*\.num_\w+_per_step", key)), "")
+    if driver > _MOST_DRIVER * total and size:
         yield (
-            f"The driver itself takes {driver:.3g} s of a step, in which workers wait; see what "
-            "else its machine does, or take larger steps."
+            f"The driver itself takes {driver:.3g} s of a step, in which workers wait; "
+            f"{size}={2 * run.config[size]} (now {run.config[size]}) makes these half as many."
         )
     for alarm in run.alarms:
         yield f"Alarm at step {alarm.step}: {alarm.text}."
@@ -145,17 +142,14 @@ def _evidence(phase: str, records: Sequence[Record]) -> str:
     return "".join(f"; {name} {value:.4g}" for name, value in found.items())
 
 
-def _rarer(
-    run: RunFolder, phase: str, seconds: "Counter[str]", most: float, num_steps: int
-) -> Iterator[str]:
+def _rarer(run: RunFolder, phase: str, seconds: Counter[str], most: float) -> Iterator[str]:
     """Recommend to do less often what takes more than the share ``most`` of the time."""
     key, total = f"{phase}.every_steps", seconds.total()
     every, each = run.config.get(key) or 0, seconds[phase]
     if not (every and each > most * total):
         return
-    rest = total - each
-    times = max(2, -(-each * (1 - most) // (most * rest)))
-    new = min(int(every * times), num_steps)
+    times = max(2, math.ceil(each * (1 - most) / (most * max(total - each, 1e-9))))
+    new = min(every * times, len(run.steps()))
     saved = each * (1 - every / new)
     if new > every:
         yield (
@@ -174,7 +168,7 @@ def as_markdown(blocks: Sequence[Block]) -> str:
             lines = [f"| {' | '.join(row)} |" for row in rows]
             lines.insert(1, "|---" * len(rows[0]) + "|")
         elif kind == "list":
-            lines = [f"- {_cell(one)}" for one in found]
+            lines = [_ITEM.fill(_cell(one)) for one in found]
         else:
             sign = "" if kind == "text" else "# " if number == 0 else "## "
             lines = [f"{sign}{_cell(found)}"]

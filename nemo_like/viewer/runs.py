@@ -4,7 +4,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +61,10 @@ class RunFolder:
             self.alarms += self._alarms.add(record)
         return self._records
 
+    def steps(self) -> list[Record]:
+        """Records of steps, without that of a validation before them."""
+        return [one for one in self.records() if "time/step_s" in one]
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """Values of ``config.yaml`` by dotted key."""
@@ -106,6 +111,14 @@ def phases(record: Mapping[str, Any]) -> dict[str, float]:
         between = found.get("validation", 0.0) + found.get("checkpoint", 0.0)
         found["other"] = max(0.0, times["step"] + between - sum(found.values()))
     return found
+
+
+def mean_phases(records: Sequence[Record]) -> Counter[str]:
+    """Mean seconds of each phase of some steps."""
+    sums: Any = Counter()
+    for one in records:
+        sums.update(phases(one))
+    return Counter({name: total / len(records) for name, total in sums.items()})
 
 
 def find_runs(paths: Iterable[str]) -> list[RunFolder]:

@@ -4,7 +4,6 @@ import argparse
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_like.observe.console import printable
-from nemo_like.viewer.runs import Record, RunFolder, find_runs, phases
+from nemo_like.viewer.runs import Record, RunFolder, find_runs, mean_phases
 
 _AREAS = ("rollout/", "validation/", "train/", "mismatch/")
 _SHOWN_PHASES = 10
@@ -69,14 +68,10 @@ def _numbers(records: Sequence[Record]) -> Table:
 def _phases(records: Sequence[Record]) -> Table:
     """Mean seconds of each phase over some steps."""
     table = Table("phase", "s/step", "share", box=None, pad_edge=False, header_style="bold")
-    sums = Counter[str]()
-    for one in records:
-        sums.update(phases(one))  # pyright: ignore[reportArgumentType]
-    for name, seconds in sums.most_common():
-        share = seconds / (sums.total() or 1)
-        table.add_row(
-            name, f"{seconds / len(records):.3f}", f"{share:.0%} {'█' * round(30 * share)}"
-        )
+    means = mean_phases(records)
+    for name, seconds in means.most_common():
+        share = seconds / (means.total() or 1)
+        table.add_row(name, f"{seconds:.3f}", f"{share:.0%} {'█' * round(30 * share)}")
     return table
 
 

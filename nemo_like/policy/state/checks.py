@@ -13,13 +13,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from nemo_like.batch import keys
+from nemo_like.batch.prompts import prompt_columns
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Attention, Batching, Output, PolicyConfig
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.build import Architecture, model_class, model_settings, one_line
 from nemo_like.models.naming import is_adapter, plain_name
-from nemo_like.policy.inputs import PACKED, InputLayout, made_up_rows, model_inputs
+from nemo_like.policy.attention import PACKED
+from nemo_like.policy.inputs import InputLayout, made_up_rows, model_inputs
 from nemo_like.policy.model import ForwardRequest, HeadSettings, LogprobModel, ValueModel
 from nemo_like.policy.state.loading import tied_names
 from nemo_like.policy.state.state import leaving_tensors
@@ -40,7 +42,7 @@ class _Layout:
 
     @property
     def implementation(self) -> str:
-        if self.batching == "packed":
+        if self.batching != "padded":
             return PACKED
         if self.attention == "flash_attention_2":  # on a GPU only; its layout is sdpa's
             return "sdpa"
@@ -93,7 +95,7 @@ def _problem(
     window = getattr(text, "sliding_window", None)
     # Packed attention sees full rows; refuse a window now, not when the first long row comes.
     in_use = window is not None and getattr(text, "use_sliding_window", True)
-    packed = layout.batching == "packed"
+    packed = layout.batching != "padded"
     if in_use and packed and window < text.max_position_embeddings:
         return f"it has a sliding window of {window} tokens, which packed rows do not support"
     try:
@@ -128,7 +130,7 @@ def _remedy(
 
 def _keys(layout: _Layout) -> str:
     batching = f"policy.batching={layout.batching}"
-    if layout.batching == "packed":
+    if layout.batching != "padded":
         return batching
     return f"{batching} and policy.attention={layout.attention}"
 
@@ -137,7 +139,11 @@ def _rows(full: PreTrainedConfig) -> TensorBatch:
     generator = torch.Generator().manual_seed(0)
     size = min(full.get_text_config().vocab_size, VOCAB)
     ids = torch.randint(0, size, (12,), generator=generator)
-    return made_up_rows([7, 5], ids=ids)
+    ids[7:9] = ids[:2]  # a prompt in common
+    rows = made_up_rows([7, 5], ids=ids)
+    rows.tokens[keys.LOSS_MASK][[1, 8]] = False
+    rows.rows = prompt_columns(rows)
+    return rows
 
 
 def _load_config(path: str, config: PolicyConfig) -> PreTrainedConfig:
@@ -163,7 +169,7 @@ def _plain_logprobs(twin: PreTrainedModel, rows: TensorBatch) -> torch.Tensor:
     for row in rows.tokens[keys.INPUT_IDS].split(rows.lengths.tolist()):
         logprobs = twin(input_ids=row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
         parts += [torch.zeros(1), logprobs.gather(-1, row[1:, None])[:, 0]]
-    return torch.cat(parts)
+    return torch.cat(parts) * rows.tokens[keys.LOSS_MASK]
 
 
 _NUM_TOKENS = 12

@@ -25,7 +25,7 @@ from nemo_like.errors import UserError
 from nemo_like.models.build import architecture, model_settings, new_model
 from nemo_like.models.naming import is_adapter, plain_name
 from nemo_like.planning.layout import num_stages, stages_of_rank
-from nemo_like.policy.inputs import PACKED
+from nemo_like.policy.attention import PACKED
 from nemo_like.policy.model import HeadSettings, LogprobModel, ValueModel
 from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.parallel.mesh import PolicyMesh
@@ -92,7 +92,7 @@ def load_stages(
 
 def _empty_model(path: str, config: PolicyConfig, output: Output) -> PreTrainedModel:
     """Parameters without memory; buffers (rotary frequencies) are real."""
-    attention = PACKED if config.batching == "packed" else config.attention
+    attention = config.attention if config.batching == "padded" else PACKED
     with init_empty_weights(include_buffers=False):
         with no_init_weights():  # drawing none for the meta device takes a millisecond a tensor
             model = new_model(path, output, dtype=torch.float32, attn_implementation=attention)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import stat
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -61,10 +60,7 @@ def refit_tensors(
 def model_tensors(
     trainer: "Trainer", dtype: torch.dtype, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the architecture once, by its name on disk, full, in ``dtype``; collective.
-
-    A value model has ``score`` in place of an output head.
-    """
+    """``leaving_tensors`` in ``dtype``; a value model has ``score`` in place of an output head."""
     trainer.synchronize()
     described = architecture(trainer.setup.model_path, dtype, trainer.setup.output)
     yield from leaving_tensors(
@@ -92,10 +88,7 @@ def save_checkpoint(folder: Path, trainer: "Trainer") -> None:
 
 
 def load_checkpoint(folder: Path, trainer: "Trainer") -> None:
-    """Restore in place, from any number of ranks in any layout, hyperparameters included.
-
-    Raises UserError for a checkpoint of another model, optimizer or adapter.
-    """
+    """Restore in place, in any layout; UserError if model, optimizer or adapter are others."""
     states = _stage_states(trainer)
     loaded = _joined(trainer, states)
     with told_as(UserError, _OTHER.format(folder)):
@@ -173,7 +166,7 @@ def _write_folder(
     # may be the export of a run with adapters, which are in its weights.
     ignored = shutil.ignore_patterns(*_WEIGHT_FILES, "adapter")
     shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
-    aside.chmod(stat.S_IRWXU)
+    aside.chmod(0o700)
     if adapters:
         plain = architecture(str(source), torch.float32, trainer.setup.output).model
         from nemo_like.policy.lora import write_adapter
