@@ -271,7 +271,6 @@ def test_a_run_with_lag_goes_on_after_a_fault_and_trains_each_group_once(tmp_pat
         "grpo.max_steps=6",
         "checkpoint.every_steps=1",
         "validation.every_steps=0",
-        "data.num_validation_rows=0",
         "cluster.cpu_workers_per_node=2",
         "cluster.num_generation_workers=1",
         "rollout.max_lag=2",
