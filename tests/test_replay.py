@@ -65,7 +65,7 @@ def test_a_folder_without_trajectories_is_refused(tmp_path):
 
 @pytest.mark.usefixtures("local_ray")
 def test_a_replayed_run_has_the_numbers_of_the_recorded_one(tmp_path, straight):
-    options = ["grpo.max_steps=3", "validation.every_steps=2", "mismatch.max_mean_abs=1e-12"]
+    options = ["grpo.max_steps=4", "validation.every_steps=2", "mismatch.max_mean_abs=1e-12"]
     folder = f"generation.engine_kwargs={{folder: {straight}}}"
     found = run(tmp_path, *options, "generation.backend=replay", folder)
     expected = records(straight)
