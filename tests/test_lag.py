@@ -287,8 +287,7 @@ def test_a_run_with_lag_goes_on_after_a_fault_and_trains_each_group_once(tmp_pat
     groups = [group for step in sorted(used) for group in used[step]]
     assert sorted(groups) == list(range(24))
     steps = records(tmp_path)
-    assert max(steps[step]["staleness/max"] for step in steps) <= 2
-    assert steps[3]["staleness/max"] == 2
+    assert 1 <= max(steps[step]["staleness/max"] for step in steps) <= 2
     assert steps[1]["mismatch/max_abs"] < 1e-5
 
 
