@@ -14,7 +14,8 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.observe.metrics import values
 from nemo_like.policy.scoring import evaluate, top_logprobs
-from nemo_like.policy.trainer import Trainer, TrainerSetup
+from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
 from tests.three_steps import (
     LENGTHS,
     TEMPERATURE,

@@ -27,7 +27,8 @@ from nemo_like.policy.state.state import (
     refit_tensors,
     save_checkpoint,
 )
-from nemo_like.policy.trainer import Trainer, TrainerSetup
+from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
 from tests.three_steps import LENGTHS, TEMPERATURE, denominators, make_loss, make_rows
 
 CASES = __name__

@@ -46,6 +46,7 @@ LEAVES = {
     "environments/tools.py": "tools",
     "generation/hf_engine.py": "the engine on transformers",
     "generation/hf_model.py": "its model",
+    "generation/replay.py": "completions of an earlier run",
     "generation/vllm/lora.py": "adapters in vLLM",
     "launch/": "data, try-reward, plan, slurm, ray-config",
     "losses/cross_entropy.py": "SFT's loss",

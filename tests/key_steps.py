@@ -15,7 +15,8 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.losses.protocol import Denominators, Needs, as_metrics, trained_tokens
 from nemo_like.observe.metrics import Metrics, values
-from nemo_like.policy.trainer import Trainer, TrainerSetup
+from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
 from tests.three_steps import LENGTHS, denominators, make_rows
 
 TEMPERATURE = 1.0

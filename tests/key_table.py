@@ -387,6 +387,10 @@ POLICY_GRADIENT = [
 ]
 GRPO = [
     *POLICY_GRADIENT,
+    *proven(
+        "tests/test_overlap.py::test_a_step_in_parts_is_the_plain_step",
+        "rollout.overlap=true",
+    ),
     *CONTEXT_AND_TENSOR,
     *PIPELINE,
     *seen(loop, "grpo.dynamic_sampling=true", "grpo.mask_truncated=true"),
@@ -415,6 +419,7 @@ GRPO = [
 ]
 PPO = [
     *POLICY_GRADIENT,
+    *refused("PPO whitens advantages", "rollout.overlap=true"),
     *SCALAR_HEAD,
     *seen(loop, "ppo.gamma=0.9", "ppo.lam=0.5", "ppo.whiten_advantages=false"),
     *seen(loop, "ppo.num_critic_warmup_steps=1"),

@@ -10,6 +10,7 @@ import pytest
 from nemo_like.algorithms.grpo import loop
 from nemo_like.algorithms.sampling import start_sampling
 from nemo_like.algorithms.session import opened
+from nemo_like.batch import keys
 from nemo_like.errors import RunError, StoppedError, UserError
 from nemo_like.viewer.trajectories import Trajectories
 from tests.small_runs import ROOT, SMALL_ON_A_FILE, numbers, records, run, small_config
@@ -106,14 +107,19 @@ def stop():
     raise StopError
 
 
-def run_until(config, step, act=stop):
-    """Run as ``run_grpo`` does and ``act`` in the middle of ``step``, after its rollout."""
+def run_until(config, step, act=stop, noting=None):
+    """Run as ``run_grpo`` does and ``act`` in the middle of ``step``, after its rollout.
+
+    ``noting``: gets the groups of each step.
+    """
     with opened(config, "grpo") as session:
         live = start_sampling(config, session)
         next_batch = live.rollouts.next_batch
 
         def breaking(current, *keep):
             batch = next_batch(current, *keep)
+            if noting is not None:
+                noting[current] = batch[0].rows[keys.GROUP_IDS].unique().tolist()
             if current == step:
                 act()
             return batch

@@ -5,6 +5,7 @@ Engines are replaced by a clock: a group has finished when its time has come.
 
 import random
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,25 @@ from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.self_check import check_versions, staleness
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.losses import LossConfig
 from nemo_like.data.loader import GroupFeed, MixtureLoader, PromptLoader
 from nemo_like.errors import RunError, UserError
+from nemo_like.generation.protocol import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    continued,
+    joined,
+)
 from nemo_like.losses.mismatch import MismatchSums
+from nemo_like.losses.policy_gradient import ClippedPGLoss
+from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
+from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.sources import RolloutSource
-from tests.small_runs import accept, small_config
+from tests.small_runs import SMALL, accept, records, run, small_config
+from tests.test_grpo import StopError, run_until
 from tests.test_rollout import result_of
 
 CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.seed=3")
@@ -63,7 +77,7 @@ def loader_of(kind):
     )
 
 
-def source_of(replicas, lag, *, order="first_in", kind="rows", saved=None, **loop):
+def source_of(replicas, lag, *, order="first_in", kind="rows", saved=None, rows=(), **loop):
     config = CONFIG.replace(
         rollout=CONFIG.rollout.replace(max_lag=lag, order=order),
         grpo=CONFIG.grpo.replace(**{"max_steps": 1000} | loop),
@@ -76,8 +90,9 @@ def source_of(replicas, lag, *, order="first_in", kind="rows", saved=None, **loo
         generation=replicas,
         sync=SimpleNamespace(is_due=False, give_to_policy=lambda: None),  # pyright: ignore
         feed=feed,  # pyright: ignore
-        validation_rows=(),
+        validation_rows=rows,  # pyright: ignore
         stop_token_ids=(2,),
+        failures=RewardFailures(CONFIG.environment, Path("never-made"), -1),
         span=lambda _: nullcontext(),
         show=lambda *_: None,
     )
@@ -247,3 +262,114 @@ def test_a_token_older_than_the_bound_stops_the_run():
     for allowed in (range(4, 5), range(2, 4)):
         with pytest.raises(RunError, match="a refit was missed"):
             check_versions(batch, allowed)  # pyright: ignore
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("order", ["first_in", "ready"])
+def test_a_run_with_lag_goes_on_after_a_fault_and_trains_each_group_once(tmp_path, order):
+    options = [
+        "grpo.max_steps=6",
+        "checkpoint.every_steps=1",
+        "validation.every_steps=0",
+        "cluster.cpu_workers_per_node=2",
+        "cluster.num_generation_workers=1",
+        "rollout.max_lag=2",
+        f"rollout.order={order}",
+        "run.resume=true",
+    ]
+    small = tuple(one for one in SMALL if "validation" not in one)
+    used = {}
+    for stopped in (2, 4, 7):
+        config = small_config(tmp_path, *options, small=small)
+        with nullcontext() if stopped == 7 else pytest.raises(StopError):
+            run_until(config, stopped, noting=used)
+    assert sorted(used) == [1, 2, 3, 4, 5, 6]
+    groups = [group for step in sorted(used) for group in used[step]]
+    assert sorted(groups) == list(range(24))
+    steps = records(tmp_path)
+    assert 1 <= max(steps[step]["staleness/max"] for step in steps) <= 2
+    assert steps[1]["mismatch/max_abs"] < 1e-5
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_run_that_trains_on_groups_as_they_finish_has_the_numbers_of_the_plain_one(
+    tmp_path, straight
+):
+    options = ["grpo.max_steps=3", "validation.every_steps=2"]
+    expected, found = records(straight), run(tmp_path, *options, "rollout.overlap=true")
+    for step in (1, 2, 3):
+        for name in ("train/loss", "train/grad_norm", "rollout/reward", "train/num_tokens"):
+            assert found[step][name] == pytest.approx(expected[step][name], abs=1e-5), (step, name)
+
+
+def completion(count, reason, version):
+    return Completion(
+        token_ids=list(range(count)),
+        logprobs=[-1.0] * count,
+        finish_reason=reason,
+        weight_version=version,
+    )
+
+
+def test_what_is_left_of_an_interrupted_completion_has_the_rest_of_its_budget():
+    """Of 16 tokens after a prompt of 8: 10, then 6, and never more than 24 in all."""
+    request = GenerationRequest(
+        request_id="r",
+        prompt_ids=list(range(8)),
+        sampling=SamplingParams(max_new_tokens=16),
+        seed=2**63 - 1,
+    )
+    first = completion(10, FinishReason.interrupted, 3)
+    rest = continued(request, first)
+    assert rest.sampling.max_new_tokens == 6
+    assert len(rest.prompt_ids) + rest.sampling.max_new_tokens == 24
+    assert rest.request_id != request.request_id
+    assert 0 <= rest.seed < 2**63
+    assert rest.seed != request.seed
+    nothing = completion(0, FinishReason.interrupted, 4)
+    whole = joined([first, nothing, completion(6, FinishReason.length, 5)])
+    assert (len(whole.token_ids), whole.finish_reason) == (16, FinishReason.length)
+    assert (whole.weight_version, whole.later_versions) == (3, ((10, 5),))
+    assert whole.versions == [3] * 10 + [5] * 6
+
+
+@pytest.mark.parametrize(
+    ("sampled", "now", "importance", "weight"),
+    [
+        (0.3, 0.6, "truncate", 2.0),
+        (0.3, 0.9, "truncate", 2.0),
+        (0.6, 0.3, "truncate", 0.5),
+        (0.3, 0.9, "mask", 0.0),
+        (0.5, 0.5, "truncate", 1.0),
+    ],
+)
+def test_a_token_of_older_weights_counts_by_its_ratio_to_what_sampled_it(
+    sampled, now, importance, weight
+):
+    """Not by that to the policy's own logprobs of now, which is always 1; and a fresh one as is."""
+    batch = rows_of_versions(0)
+    batch.tokens[keys.GENERATION_LOGPROBS] = torch.tensor([0.0, sampled]).log()
+    batch.rows[keys.ADVANTAGES] = torch.ones(1)
+    logprobs = torch.tensor([0.0, now]).log().requires_grad_()
+    loss, _ = ClippedPGLoss(LossConfig(importance=importance))(
+        logprobs, batch, Denominators(tokens=1.0, sequences=1.0)
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[1].item() == pytest.approx(-weight)
+
+
+def test_a_validation_amid_sampling_measures_the_newest_weights():
+    """What is under way goes on; the validation's own completions begin after the refit."""
+    asked = []
+    replicas = Clocked(lambda _: 5.0)
+    source, _ = source_of(replicas, 2, rows=range(3))
+    trained(source, replicas, 1)
+    source.sync.is_due = True
+    source.sync.give_to_generation = lambda: asked.append("refit") or {}
+    replicas.scatter = lambda _, requests: (
+        asked.append(requests[0].phase) or [result_of(one.tasks) for one in requests]
+    )
+    source.validate(1)
+    assert asked == ["refit", "validation"]
+    assert trained(source, replicas, 2) == [4, 5, 6, 7]

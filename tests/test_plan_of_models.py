@@ -12,7 +12,8 @@ from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.planning.memory import predict_memory
 from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_shape
-from nemo_like.policy.trainer import Trainer, TrainerSetup
+from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
 from tests.key_steps import TEMPERATURE, alone, sum_of_squares
 from tests.three_steps import denominators, make_rows
 

@@ -22,7 +22,8 @@ from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.policy import scoring
 from nemo_like.policy.remote_model import prompts_of
 from nemo_like.policy.state.state import model_tensors
-from nemo_like.policy.trainer import Trainer, TrainerSetup
+from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
 
 TEMPERATURE = 0.7
 # Unequal on purpose: any mean of means shows. Two rows make a preference pair. Neighbours with

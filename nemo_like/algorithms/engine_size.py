@@ -34,11 +34,12 @@ def engine_config(
     most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     on_shared_gpus = plan.uses_gpus and plan.colocated
     sleep = generation.sleep and on_shared_gpus and generation.kind.sleeps
-    if sleep and config.max_lag:
+    if sleep and config.overlaps:
+        key = f"max_lag={config.max_lag}" if config.max_lag else "overlap=true"
         raise UserError(
-            f"rollout.max_lag={config.max_lag} has engines sample while the policy trains, and "
-            "here they sleep then, as they share its GPUs; set generation.sleep=false, or give "
-            "them GPUs of their own with cluster.num_generation_workers."
+            f"rollout.{key} has engines sample while the policy trains, and here they sleep then, "
+            "as they share its GPUs; set generation.sleep=false, or give them GPUs of their own "
+            "with cluster.num_generation_workers."
         )
     share = _GPU_SHARE_SEPARATE
     if plan.colocated:

@@ -26,6 +26,8 @@ class PolicyGradient:
     def __init__(self, config: PolicyGradientRunConfig, live: "Sampling") -> None:
         self._config, self._live = config, live
         self._loss = make_loss(config)
+        self._count = 0.0
+        """What the loss of the groups that were added is a mean of."""
         self._watch_rewards = RewardWatch(config.environment.reward)
 
     def logprobs(self, batch: RemoteBatch, measured: Metrics) -> Metrics:
@@ -36,7 +38,7 @@ class PolicyGradient:
         config, live = self._config, self._live
         self._watch_rewards(batch, measured)
         reuse = config.reuses_logprobs
-        if reuse and config.loss.kl_coef == 0:
+        if reuse and (config.loss.kl_coef == 0 or config.rollout.overlap):
             return {}
         kl = config.loss.kl_estimator if config.kl_in_reward else None
         with live.session.run.span("logprobs"):
@@ -45,12 +47,28 @@ class PolicyGradient:
             live.mismatch_check()(metrics)
         return metrics
 
+    def add(self, part: RemoteBatch) -> None:
+        """Begin the optimizer step with some of its groups."""
+        config, policy = self._config, self._live.policy
+        if config.loss.kl_coef:
+            policy.logprobs(part, with_policy=False)
+        counts = policy.add(part, self._loss)
+        by_token = config.loss.normalization == "token"
+        self._count += counts.tokens if by_token else counts.sequences
+
     def train(
         self, step: int, batch: RemoteBatch, parts: Iterable[RemoteBatch] | None = None
     ) -> Metrics:
-        """One optimizer step on each of ``parts``; None: those of ``mini_batches``."""
+        """One optimizer step on each of ``parts``; None: those of ``mini_batches``.
+
+        Where groups were added before, it ends their step.
+        """
         config, live = self._config, self._live
         reuse, check = config.reuses_logprobs, live.mismatch_check()
+        if config.rollout.overlap:
+            count, self._count = self._count, 0.0
+            with live.session.run.span("train"):
+                return live.policy.finish(count, check)
         with live.session.run.span("train"):
             updates = [
                 live.policy.train(one, self._loss, check=check if reuse else None)

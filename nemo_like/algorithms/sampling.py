@@ -62,12 +62,14 @@ class Sampling:
     """Of the step in progress."""
 
     def batches(
-        self, keep: Callable[[RemoteBatch], Tensor] | None = None, max_rounds: int = 1
+        self,
+        keep: Callable[[RemoteBatch], Tensor] | None = None,
+        max_rounds: int = 1,
+        early: Callable[[RemoteBatch], None] | None = None,
     ) -> Iterator[tuple[int, RemoteBatch, Metrics]]:
-        """A batch for each step, sampled with the policy's weights, and what its rollout measured.
+        """A batch for each step and what its rollout measured; arguments as of ``next_batch``.
 
-        ``keep``: bool [B] of rows worth training on; up to ``max_rounds`` times, prompts are
-        sampled again in place of the others. Validates, logs and saves between steps.
+        Validates, logs and saves between steps.
         """
         config, run = self.config, self.session.run
         models = _by_role(self.policy, self.critic)
@@ -75,7 +77,7 @@ class Sampling:
         every = config.validation.every_steps
         for step in run.steps(config.max_steps, models, self.feed, validator, every):
             self.session.meter.pop()  # what a validation before this step came to
-            batch, metrics = self.rollouts.next_batch(step, keep, max_rounds)
+            batch, metrics = self.rollouts.next_batch(step, keep, max_rounds, early)
             self.num_made, self.batch = step - run.first_step, batch
             check_sampled(config, batch, self.policy.weight_version, self.num_made)
             metrics |= staleness(config, batch, self.policy.weight_version)

@@ -52,9 +52,12 @@ VLLM = EngineKind(
     prepare="nemo_like.generation.vllm.environment:start_fork_server",
 )
 HF = EngineKind(engine="nemo_like.generation.hf_engine:HFEngine", most_adapter_rank=2**31)
+REPLAY = EngineKind(
+    engine="nemo_like.generation.replay:ReplayEngine", takes_kwargs=True, most_adapter_rank=2**31
+)
 ENGINES = Door(
     "nemo_like.engines",
-    {name: f"{__name__}:{name.upper()}" for name in ("vllm", "hf")},
+    {name: f"{__name__}:{name.upper()}" for name in ("vllm", "hf", "replay")},
     kind="EngineKind",
 )
 
@@ -79,7 +82,9 @@ class GenerationConfig(Section):
 
     backend: Annotated[str, ENGINES] = "vllm"
     """``vllm``; ``hf``: a plain loop over the transformers model, for odd models and exact tests;
-    or an ``EngineKind`` of your own, ``file.py:NAME`` or ``package.module.NAME``."""
+    ``replay``: what an earlier run sampled for the same rows, seed and sizes, without any engine,
+    from the folder ``engine_kwargs.folder`` (set ``run.self_check=false`` where it was another
+    policy); or an ``EngineKind`` of your own, ``file.py:NAME`` or ``package.module.NAME``."""
     temperature: Annotated[
         Positive, Instead("only validation and evaluation have greedy sampling")
     ] = 1.0
@@ -100,7 +105,8 @@ class GenerationConfig(Section):
     """Free the engine's GPU memory while the policy trains on the same GPU (vllm). False saves
     about 0.1 s per step where memory holds both."""
     engine_kwargs: Annotated[dict[str, Any], _needs("takes_kwargs")] = Field(default_factory=dict)
-    """Passed to vLLM's engine unchanged; arguments that follow from other keys are refused."""
+    """Passed to the engine unchanged (vllm; replay: ``folder``, an absolute path); arguments that
+    follow from other keys are refused."""
 
     @property
     def kind(self) -> EngineKind:

@@ -108,6 +108,11 @@ class SamplingRunConfig(RunConfig):
         return 0
 
     @property
+    def overlaps(self) -> bool:
+        """Whether engines sample while the policy trains."""
+        return False
+
+    @property
     def rollout_order(self) -> str:
         """In which groups train that were sampled ahead."""
         return "first_in"
@@ -177,6 +182,10 @@ class RolloutConfig(Section):
     ready, unless another would then become older than ``max_lag``, for which the step waits. Short
     completions then come earlier, never more often."""
 
+    overlap: bool = False
+    """Train on groups as they finish, while others are still being sampled, in one optimizer step
+    whose gradient is that of the whole batch. Engines must not sleep meanwhile."""
+
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Old tokens need a correction, and engines that are awake."""
         if self.max_lag and run.loss.importance == "none":
@@ -188,6 +197,11 @@ class RolloutConfig(Section):
             yield (
                 f"{here}.max_lag={self.max_lag} has logprobs differ by steps, which "
                 "mismatch.action=mask would take for an engine's mistake; set warn or stop."
+            )
+        if self.overlap and (whole := run.needs_whole_batch):
+            yield (
+                f"{here}.overlap=true trains on a part of the step's groups before the others are "
+                f"known, and {whole}."
             )
 
 
@@ -206,6 +220,26 @@ class PolicyGradientRunConfig(SamplingRunConfig):
     def rollout_order(self) -> str:
         """See ``RolloutConfig.order``."""
         return self.rollout.order
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines sample while the policy trains."""
+        return self.max_lag > 0 or self.rollout.overlap
+
+    @property
+    def needs_whole_batch(self) -> str | None:
+        """What keeps a step from beginning with a part of its groups, and what to set instead."""
+        if self.max_lag:
+            return "rollout.max_lag is above 0, where steps overlap anyway; leave one of them out"
+        if not self.reuses_logprobs:
+            return (
+                "several optimizer steps, loss.kl_in=reward and mismatch.action=mask need logprobs "
+                "of all first; set num_mini_batches=1, num_epochs_per_batch=1, loss.kl_in=loss and "
+                "mismatch.action=warn"
+            )
+        if self.policy.dtype == "float16":
+            return "policy.dtype=float16 has no room for their sum; use bfloat16"
+        return None
 
     @property
     def loop(self) -> UpdatesLoop:

@@ -85,11 +85,12 @@ class Completion:
     """Where weights were replaced meanwhile: the first token of each newer version, and which."""
 
     @property
-    def mean_version(self) -> float:
-        """Mean over the tokens of the version that sampled each."""
+    def versions(self) -> list[int]:
+        """Of each token, the version of the weights that sampled it."""
         starts = [(0, self.weight_version), *self.later_versions, (len(self.token_ids), 0)]
-        total = sum(version * (end - start) for (start, version), (end, _) in pairwise(starts))
-        return total / len(self.token_ids) if self.token_ids else float(self.weight_version)
+        return [
+            version for (start, version), (end, _) in pairwise(starts) for _ in range(start, end)
+        ]
 
 
 def continued(request: GenerationRequest, sampled: Completion) -> GenerationRequest:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -76,6 +76,16 @@ def merge(parts: Sequence[Metrics]) -> Metrics:
         if counted:
             merged[name] = _combine(counted)
     return merged
+
+
+def divided_sums(metrics: Metrics, by: float) -> Metrics:
+    """With sums turned into means, as they would be had each part been divided."""
+    if by == 1:
+        return metrics
+    return {
+        name: replace(one, value=float(one.value) / by) if one.reduce is Reduce.sum else one
+        for name, one in metrics.items()
+    }
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -66,6 +66,13 @@ def gradient_norm(
 
 
 @torch.no_grad()
+def divide_gradients(parameters: Mapping[str, Parameter], by: float) -> None:
+    """Turn a sum into a mean; in place."""
+    for parameter in parameters.values() if by != 1 else ():
+        if parameter.grad is not None:
+            parameter.grad.div_(by)
+
+
 def clip_gradients(
     named_parameters: Mapping[str, Parameter],
     norm: Tensor,

@@ -2,13 +2,12 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from ray import ObjectRef
 from torch import Tensor
 
 from nemo_like.batch import keys
@@ -26,7 +25,8 @@ from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.planning.model_shape import Role, attention_tokens, read_model_shape
 from nemo_like.planning.offload import MemoryNeeds, Others, memory_needs
 from nemo_like.policy.optim import log_placement
-from nemo_like.policy.trainer import TrainerSetup
+from nemo_like.policy.trained_rows import add_columns, counts_of, trained
+from nemo_like.policy.trainer_setup import TrainerSetup
 from nemo_like.policy.worker import PolicyWorker, Shard
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class RemoteModel:
         results = self.group.scatter(
             PolicyWorker.logprobs, self._shards(batch, plan), with_policy, kl, last="pp"
         )
-        _add(batch, plan, [ref for ref, _, _ in results])
+        add_columns(batch, plan, [ref for ref, _, _ in results])
         for name in results[0][2]:
             column = batch.rows[name] = torch.zeros(len(batch), dtype=torch.float64)
             for rank, (_, _, of_rows) in enumerate(results):
@@ -154,7 +154,7 @@ class RemoteModel:
         all."""
         plan = self._plan(batch)
         shards = self._shards(batch, plan)
-        _add(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
+        add_columns(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
 
     def top_logprobs(self, batch: RemoteBatch, k: int, vocabulary: int | None = None) -> None:
         """Add token columns ``teacher_ids`` and ``teacher_logprobs`` of the ``k`` likeliest tokens.
@@ -164,7 +164,7 @@ class RemoteModel:
         """
         plan = self._plan(batch)
         shards, method = self._shards(batch, plan), PolicyWorker.top_logprobs
-        _add(batch, plan, self.group.scatter(method, shards, k, vocabulary, last="pp"))
+        add_columns(batch, plan, self.group.scatter(method, shards, k, vocabulary, last="pp"))
 
     def derive(
         self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
@@ -177,7 +177,7 @@ class RemoteModel:
         plan = self._plan(batch)
         shards = [batch.select(plan.rows(rank)) for rank in range(len(plan.bins))]
         results: list[Any] = self.group.scatter(PolicyWorker.derive, shards, make)
-        _add(batch, plan, [made[0] if made else None for made in results])
+        add_columns(batch, plan, [made[0] if made else None for made in results])
         return [made[1] for made in results if made]
 
     def train(
@@ -188,18 +188,17 @@ class RemoteModel:
         rows_per_unit: int = 1,
         check: Callable[[Metrics], None] | None = None,
     ) -> Metrics:
-        """One optimizer step on all rows that train; the gradient is that of one global mean.
+        """One optimizer step on all rows that train, by the gradient of one global mean.
 
         ``rows_per_unit``: consecutive rows that train together or not at all (2: preference pairs).
         ``check`` runs on every rank before the optimizer step; see ``Trainer.train``. Sampled
         completions without policy logprobs must be those of the current weights or, in runs with
         lag, see them for the first time.
         """
-        batch = _trained(batch, rows_per_unit)
+        batch = trained(batch, rows_per_unit)
         if not len(batch):
-            logger.warning("No row of this step trains; its optimizer step is left out.")
-            return {}
-        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), _counts(batch)
+            return self.finish(0.0)
+        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), counts_of(batch)
         on_policy = self._is_on_policy(batch)
         results = self.group.scatter(
             PolicyWorker.train, shards, loss, counts, on_policy, check, last="pp"
@@ -207,9 +206,26 @@ class RemoteModel:
         self.weight_version += 1
         return merge(results)
 
+    def add(self, batch: RemoteBatch, loss: Loss) -> Denominators:
+        """Gradients of a part of a step's rows, and their counts; see ``finish``."""
+        batch = trained(batch)
+        if len(batch):
+            shards, on_policy = self._shards(batch, self._plan(batch)), self._is_on_policy(batch)
+            self.group.scatter(PolicyWorker.add, shards, loss, on_policy, last="pp")
+        return counts_of(batch)
+
+    def finish(self, divide_by: float, check: Callable[[Metrics], None] | None = None) -> Metrics:
+        """One optimizer step with all that was added; ``divide_by``: what the loss is a mean of."""
+        if not divide_by:
+            logger.warning("No row of this step trains; its optimizer step is left out.")
+            return {}
+        results = self.group.call(PolicyWorker.finish, divide_by, check)
+        self.weight_version += 1
+        return merge([results[rank] for rank in self.group.layout.output_ranks("dp", "pp")])
+
     def evaluate(self, batch: RemoteBatch, loss: Loss, *, rows_per_unit: int = 1) -> Metrics:
-        batch = _trained(batch, rows_per_unit)
-        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), _counts(batch)
+        batch = trained(batch, rows_per_unit)
+        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), counts_of(batch)
         return merge(self.group.scatter(PolicyWorker.evaluate, shards, loss, counts, last="pp"))
 
     def submit_weights(self, *, adapters_only: bool) -> "Pending[float]":
@@ -282,26 +298,6 @@ def _reading(folder: str) -> Callable[[], str]:
     return lambda: f"it reads {gb(num_bytes(Path(folder)))} of {folder}"
 
 
-def _trained(batch: RemoteBatch, rows_per_unit: int) -> RemoteBatch:
-    """The rows that train, in units of which all rows do."""
-    trains = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
-    together = trains.view(-1, rows_per_unit).all(1).repeat_interleave(rows_per_unit)
-    return batch.select(together.nonzero(as_tuple=True)[0])
-
-
-def _counts(batch: RemoteBatch) -> Denominators:
-    tokens = float(batch.rows[keys.NUM_LOSS_TOKENS].sum())
-    return Denominators(tokens=tokens, sequences=float(len(batch)))
-
-
 def prompts_of(batch: RemoteBatch | TensorBatch) -> list[tuple[int, int]]:
     columns = batch.rows[keys.PROMPTS], batch.rows[keys.PROMPT_TOKENS]
     return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _add(batch: RemoteBatch, plan: MicroBatchPlan, refs: Sequence[ObjectRef | None]) -> None:
-    """Add the columns that each data-parallel rank with rows has put into the store for them."""
-    parts = [(ref, rows) for rank, ref in enumerate(refs) if (rows := plan.rows(rank))]
-    found = [ref for ref, _ in parts if ref is not None]
-    assert len(found) == len(parts), "the mesh's output ranks must be the layout's"
-    batch.add_columns(found, [rows for _, rows in parts])

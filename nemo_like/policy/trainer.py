@@ -7,7 +7,6 @@ a pipeline hold parts of one model; full parameters that they share are kept equ
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.models.naming import plain_name
-from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
-from nemo_like.planning.offload import MemoryNeeds
+from nemo_like.observe.metrics import Metric, Metrics, Reduce, divided_sums, merge
 from nemo_like.policy.debug.diagnostics import Diagnostics
 from nemo_like.policy.gradients import (
     LossScale,
     SharedParameters,
     any_bad_loss,
     clip_gradients,
+    divide_gradients,
     explain_non_finite,
     forget_gradients,
     gradient_norm,
@@ -38,32 +36,12 @@ from nemo_like.policy.model import ForwardRequest, LogprobModel, MicroBatches, f
 from nemo_like.policy.optim import make_optimizers, make_schedulers, place_state, step_with
 from nemo_like.policy.parallel.mesh import PolicyMesh
 from nemo_like.policy.state.loading import load_stages, tied_names
+from nemo_like.policy.trainer_setup import TrainerSetup
 
 if TYPE_CHECKING:
     from nemo_like.policy.parallel.pipeline import Pipeline
 
 _REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSetup:
-    config: PolicyConfig
-    model_path: str
-    max_steps: int
-    with_reference: bool = False
-    output: Output = "logprobs"
-    trains: bool = True
-    """False: a frozen model, without gradient and optimizer."""
-    log_dir: str = "."
-    num_threads: int = 1
-    timeout_s: float = 600.0
-    """Of collectives."""
-    refit_timeout_s: float = 600.0
-    """Of each wait for an engine."""
-    memory: MemoryNeeds | None = None
-    """Predicted memory of a rank on a GPU, where the formulas cover the model."""
-    ranks_per_node: int = 1
-    """Most ranks of the model that share a node's memory."""
 
 
 class Trainer:
@@ -117,6 +95,9 @@ class Trainer:
         )
         self.loss_scale = LossScale(config.loss_scale) if config.dtype == "float16" else None
         self.num_steps = 0
+        self._parts: list[Metrics] = []
+        """Of the step in progress, as ``_sums``."""
+        self._sums: MismatchSums | None = None
 
     def train(
         self,
@@ -128,21 +109,47 @@ class Trainer:
         on_policy: bool = False,
         check: Callable[[Metrics], None] | None = None,
     ) -> Metrics:
-        """Forward and backward over this rank's micro-batches, then one step of all ranks together.
+        """``add`` this rank's micro-batches, and ``finish``."""
+        self.diagnostics.check_rows(micro_batches)
+        self.add(micro_batches, loss, denominators, temperature, on_policy=on_policy)
+        return self.finish(check)
 
-        ``on_policy``: these weights sampled the rows; their mismatch, over all ranks, is measured
-        on the way. ``check`` may refuse the metrics by a RunError. The returned ones are this
-        data-parallel rank's share; others return what all ranks know.
+    def add(
+        self,
+        micro_batches: MicroBatches,
+        loss: Loss,
+        denominators: Denominators,
+        temperature: float,
+        *,
+        on_policy: bool = False,
+    ) -> None:
+        """Forward and backward over this rank's micro-batches of a step, or of a part of one.
+
+        ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
+        is that of all ranks.
+        """
+        if on_policy and self._sums is None:
+            self._sums = MismatchSums(self.device)
+        sums = self._sums if on_policy else None
+        with self.diagnostics.phase("backward"):
+            self._parts += self.backward(micro_batches, loss, denominators, temperature, sums)
+
+    def finish(
+        self, check: Callable[[Metrics], None] | None = None, divide_by: float = 1.0
+    ) -> Metrics:
+        """One step of all ranks together, with the sum of what was added, divided.
+
+        ``check`` may refuse the metrics by a RunError. The returned ones are this data-parallel
+        rank's share; others return what all ranks know.
 
         Raises RunError on all ranks before the optimizer step if ``check`` does, or if the gradient
         norm is not finite (in float16: skips the step and counts it; in local SGD: on the rank
         whose norm it is).
         """
-        self.diagnostics.check_rows(micro_batches)
-        parameters = self.parameters
+        parameters, parts, sums = self.parameters, self._parts, self._sums
+        self._parts, self._sums = [], None
         with self.diagnostics.phase("backward"):
-            sums = MismatchSums(self.device) if on_policy else None
-            parts = self.backward(micro_batches, loss, denominators, temperature, sums)
+            divide_gradients(parameters, divide_by)
             self._shared.complete_gradients()
             norm = gradient_norm(
                 parameters,
@@ -152,7 +159,7 @@ class Trainer:
         self._check_copies({n: p.grad for n, p in parameters.items()}, "gradients")
         scale = self.loss_scale.factor if self.loss_scale is not None else 1.0
         true_norm = norm.item() / scale
-        metrics = merge(parts)
+        metrics = divided_sums(merge(parts), divide_by)
         if sums is not None:
             sums.all_reduce()
             metrics |= sums.metrics()

@@ -39,7 +39,8 @@ from nemo_like.policy.state.state import (
     save_checkpoint,
     state_bytes,
 )
-from nemo_like.policy.trainer import Trainer, TrainerSetup
+from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
 from nemo_like.refit.buckets import Bucket, plan_refit, travels_apart
 from nemo_like.refit.ipc import IpcAddress, IpcSender
 
@@ -193,6 +194,15 @@ class PolicyWorker(Worker):
             check=check,
         )
         return metrics | self.memory("train/")
+
+    def add(self, shard: Shard, loss: Loss, on_policy: bool) -> None:
+        """Gradients of a part of a step, whose denominators are not known yet; collective."""
+        whole, rows = Denominators(tokens=1.0, sequences=1.0), shard.micro_batches(self._device)
+        self._trainer.add(rows, loss, whole, shard.temperature, on_policy=on_policy)
+
+    def finish(self, divide_by: float, check: Callable[[Metrics], None] | None) -> Metrics:
+        """One optimizer step over all that was added, see ``Trainer.finish``; collective."""
+        return self._trainer.finish(check, divide_by) | self.memory("train/")
 
     def evaluate(self, shard: Shard, loss: Loss, denominators: Denominators) -> Metrics:
         micro_batches = shard.micro_batches(self._device)

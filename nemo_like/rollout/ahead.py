@@ -14,7 +14,7 @@ Wait = Callable[
 """See ``Generation.results``."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """One group under way."""
 
@@ -75,7 +75,8 @@ class Ahead:
                 one.result = found[0] if found else None
         chosen = self._choice(step, count)
         assert chosen is not None
-        self._open = [one for one in self._open if one not in chosen]
+        taken = set(chosen)
+        self._open = [one for one in self._open if one not in taken]
         return chosen
 
     def _choice(self, step: int, count: int, done: Set[Any] = frozenset()) -> list[Group] | None:
@@ -91,6 +92,7 @@ class Ahead:
             return self._open[:count] if all(finished[:count]) else None
         chosen = [one for one, is_ready in zip(self._open, finished, strict=True) if is_ready]
         chosen = chosen[:count]
-        left = [one for one in self._open if one not in chosen]
+        taken = set(chosen)
+        left = [one for one in self._open if one not in taken]
         late = any(step + 1 + i // self.per_step > one.last_step for i, one in enumerate(left))
         return chosen if len(chosen) == count and not late else None

@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from nemo_like.batch import keys
 from nemo_like.config.sampling import SamplingRunConfig, ValidationConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import GroupFeed
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.waiting import Pending
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.observe.metrics import Metrics
@@ -58,12 +60,17 @@ class RolloutSource:
         """Metrics of the environment that were warned of."""
 
     def next_batch(
-        self, step: int, keep: Callable[[RemoteBatch], Tensor] | None = None, max_rounds: int = 1
+        self,
+        step: int,
+        keep: Callable[[RemoteBatch], Tensor] | None = None,
+        max_rounds: int = 1,
+        early: Callable[[RemoteBatch], None] | None = None,
     ) -> tuple[RemoteBatch, Metrics]:
         """The next groups, scored. Refits first if generation is stale.
 
         ``keep`` gives bool [B], equal within a group: others are left out, and prompts are sampled
-        in their place until there are enough, or ``max_rounds`` times. Raises RunError if rewards
+        in their place until there are enough, or ``max_rounds`` times. ``early`` gets groups as
+        they finish, while others are being sampled. Raises RunError if rewards
         failed for every completion of a round.
         """
         self.refit()
@@ -72,7 +79,7 @@ class RolloutSource:
         missing = num_prompts
         with self._span("rollout"):
             while missing > 0 and len(rounds) < max_rounds:
-                results = self._round(step, missing)
+                results = self._round(step, missing, early)
                 rounds.append(Round(results, keep))
                 self._failures.check(step, "train", rounds[-1].batch.rows, results)
                 missing -= rounds[-1].num_kept
@@ -80,7 +87,9 @@ class RolloutSource:
         refit, self._refit_metrics = self._refit_metrics, {}
         return join(rounds, num_prompts, refit)
 
-    def _round(self, step: int, count: int) -> list[RolloutResult]:
+    def _round(
+        self, step: int, count: int, early: Callable[[RemoteBatch], None] | None
+    ) -> list[RolloutResult]:
         """The next ``count`` groups or, where replicas would have no work, more."""
         group_size, config = self._config.loop.num_generations_per_prompt, self._config.generation
         sampling = SamplingParams(
@@ -97,6 +106,13 @@ class RolloutSource:
             self._feed.use_up(one.group for one in used)
             return results
         drawn = self._feed.draw(max(count, self._generation.group.world_size))
+        if early is not None:
+            calls = [
+                self._submit(step, step, place, group, row, sampling)
+                for place, (group, row) in enumerate(drawn)
+            ]
+            self._feed.use_up(group for group, _ in drawn)
+            return self._as_they_finish(calls, early)
         results = self._rollout("train", step, drawn, group_size, sampling)
         self._feed.use_up(group for group, _ in drawn)
         return results
@@ -104,18 +120,34 @@ class RolloutSource:
     def _admit(self, step: int, count: int, sampling: SamplingParams) -> None:
         """Begin as many groups as the lag allows."""
         assert self._ahead is not None
-        config, replicas = self._config, self._generation.group
         for group, row in self._feed.draw(self._ahead.room(step, count)):
             planned, place = self._ahead.place_of_next(step)
-            replica = group % replicas.world_size
-            record = place // replicas.world_size < config.logging.trajectories_per_step
-            size = config.loop.num_generations_per_prompt
-            tasks = self._tasks(f"train-{step}", group, row, size, record=replica == 0 and record)
-            request = RolloutRequest(
-                step=planned, phase="train", tasks=tuple(tasks), sampling=sampling
-            )
-            call = replicas.submit_rank(replica, RolloutWorker.rollout, request)
-            self._ahead.add(step, group, call)
+            self._ahead.add(step, group, self._submit(step, planned, place, group, row, sampling))
+
+    def _submit(
+        self, step: int, planned: int, place: int, group: int, row: Row, sampling: SamplingParams
+    ) -> Pending[RolloutResult]:
+        """Begin a group that is to train in step ``planned``, at ``place`` of its groups."""
+        config, replicas = self._config, self._generation.group
+        replica = group % replicas.world_size
+        record = place // replicas.world_size < config.logging.trajectories_per_step
+        size = config.loop.num_generations_per_prompt
+        tasks = self._tasks(f"train-{step}", group, row, size, record=replica == 0 and record)
+        request = RolloutRequest(step=planned, phase="train", tasks=tuple(tasks), sampling=sampling)
+        return replicas.submit_rank(replica, RolloutWorker.rollout, request)
+
+    def _as_they_finish(
+        self, calls: list[Pending[RolloutResult]], early: Callable[[RemoteBatch], None]
+    ) -> list[RolloutResult]:
+        results: list[RolloutResult] = []
+        while calls:
+            found = self._generation.results(calls, bool)
+            new = [result for one in found for result in one]
+            calls = [call for call, one in zip(calls, found, strict=True) if not one]
+            early(Round(new, None).batch)
+            results += new
+        warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
+        return sorted(results, key=lambda one: int(one.rows[keys.GROUP_IDS][0]))
 
     def validate(self, step: int) -> Metrics:
         """Score completions of all validation prompts; every one of them counts.

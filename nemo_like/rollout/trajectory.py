@@ -46,8 +46,8 @@ class Segment:
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None = None
     """Of each token, where the policy sampled them and they train; None: they are given."""
-    weight_version: int = -1
-    """Of the weights that sampled them; -1: they are given."""
+    weight_versions: Sequence[int] | None = None
+    """Of the weights that sampled each; None: they are given."""
     turn: int = 0
     """Number of the completion that they are, of those of the trajectory."""
 
@@ -91,7 +91,7 @@ class Trajectory:
     @property
     def mean_version(self) -> float:
         """Mean version of the weights over all sampled tokens."""
-        total = sum(one.mean_version * len(one.token_ids) for one in self.completions)
+        total = sum(sum(one.versions) for one in self.completions)
         return total / self.num_sampled if self.num_sampled else float(self.weight_version)
 
 
@@ -131,7 +131,7 @@ def single_turn(
         Segment(
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
-            weight_version=completion.weight_version,
+            weight_versions=completion.versions,
         ),
     ]
     if result.steps:

@@ -21,9 +21,9 @@ def table_of(
     lengths = tokens.lengths.numpy()
     offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
     segments = [segment for t in trajectories for row in t.rows for segment in row]
-    versions = np.repeat(
-        np.array([one.weight_version for one in segments], dtype=np.int32),
-        [len(one.token_ids) for one in segments],
+    versions = np.array(
+        [v for one in segments for v in one.weight_versions or [-1] * len(one.token_ids)],
+        dtype=np.int32,
     )
 
     def lists(flat: np.ndarray | Tensor, kind: pa.DataType) -> pa.ListArray:

@@ -41,7 +41,7 @@ class Turn:
                 Segment(
                     token_ids=one.token_ids,
                     logprobs=logprobs,
-                    weight_version=one.weight_version,
+                    weight_versions=one.versions,
                     turn=number_of[turn],
                 ),
             ]

@@ -41,6 +41,19 @@ class GRPOConfig(PolicyGradientRunConfig):
     grpo: GRPOSection = GRPOSection()
     advantage: AdvantageConfig = AdvantageConfig()
 
+    @property
+    def needs_whole_batch(self) -> str | None:
+        """Scales of the step, too."""
+        advantage = self.advantage
+        if self.grpo.dynamic_sampling:
+            return "grpo.dynamic_sampling=true chooses among all of them; set it to false"
+        if advantage.scale == "batch" or advantage.each_reward or advantage.function:
+            return (
+                "advantage.scale=batch, advantage.each_reward and an advantage.function of your "
+                "own look at all of them; set advantage.scale=std and leave the others out"
+            )
+        return super().needs_whole_batch
+
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """A baseline needs siblings; a sequence's ratio needs a step to move in."""
         yield from super().rules(here, run)

@@ -54,8 +54,15 @@ def train(config: GRPOConfig, live: Sampling) -> None:
     def keep(batch: RemoteBatch) -> Tensor:
         return signal(batch, config)
 
+    def early(part: RemoteBatch) -> None:
+        choose_rows(part, config)
+        add_advantages(part, config)
+        steps.add(part)
+
     for step, batch, metrics in live.batches(
-        keep if grpo.dynamic_sampling else None, grpo.max_sampling_rounds
+        keep if grpo.dynamic_sampling else None,
+        grpo.max_sampling_rounds,
+        early if config.rollout.overlap else None,
     ):
         metrics |= steps.logprobs(batch, metrics)
         metrics |= choose_rows(batch, config)

@@ -69,6 +69,11 @@ class PPOConfig(PolicyGradientRunConfig):
     value_loss: Annotated[ValueLossConfig, _CRITIC] = ValueLossConfig()
 
     @property
+    def needs_whole_batch(self) -> str:
+        """For its token-level advantages."""
+        return "PPO whitens advantages over all of them; leave it out"
+
+    @property
     def metric_areas(self) -> tuple[str, ...]:
         """The critic's metrics too, where there is one."""
         areas = super().metric_areas

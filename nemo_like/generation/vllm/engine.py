@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -50,6 +51,7 @@ OLDEST_VLLM = (0, 26)
 FIRST_UNKNOWN_VLLM = (0, 34)
 
 LIVENESS_POLL_S = 0.5
+ABORT_EVERY_S = 0.02
 SHUTDOWN_GRACE_S = 8.0
 """An engine ends in 3 to 5 s; killed before, ranks on the CPU leave 8 MB in /dev/shm."""
 
@@ -117,12 +119,14 @@ class VLLMEngine:
 
     async def interrupt(self) -> None:
         """See ``Engine``."""
-        if self._running:
+        self._interrupted = True
+        while self._running:
             assert self._llm is not None
-            self._interrupted = True
+            # More than once: what is still on its way into vLLM cannot be aborted yet.
             await self._llm.abort(list(self._running))
-            await self._idle.wait()
-            self._interrupted = False
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), ABORT_EVERY_S)
+        self._interrupted = False
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Check the manifest, then connect every rank to its sender."""

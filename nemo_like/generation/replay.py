@@ -1,0 +1,98 @@
+"""Completions of an earlier run in place of an engine: to train, debug and profile without one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+
+from nemo_like.errors import RunError, UserError
+from nemo_like.generation.protocol import (
+    Completion,
+    EngineConfig,
+    EngineMemory,
+    FinishReason,
+    GenerationRequest,
+    Link,
+)
+from nemo_like.observe.trajectory_files import files_of
+from nemo_like.refit.buckets import Bucket, check_buckets
+
+_COLUMNS = (
+    *("step", "phase", "group", "index", "turns", "end"),
+    *("input_ids", "loss_mask", "generation_logprobs"),
+)
+Key = tuple[str, int, int, int]
+"""Phase, step of a validation, group, index."""
+
+
+class ReplayEngine:
+    """What a run with the same rows, seed and group sizes sampled; see ``Engine`` for its contract.
+
+    Weights are received and dropped. Rewards are computed afresh.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._recorded: dict[Key, dict[str, Any]] = {}
+        self._receiver: Any = None
+        self._version: int | None = None
+
+    async def start(self) -> None:
+        """Read all trajectories; UserError where there are none."""
+        folder = Path(str(self._config.engine_kwargs.get("folder", "")), "trajectories")
+        for path in files_of(folder):
+            for row in pq.ParquetFile(path).read(_COLUMNS).to_pylist():
+                self._recorded[_key(row["phase"], row["step"], row["group"], row["index"])] = row
+        if not self._recorded:
+            raise UserError(
+                f"generation.backend=replay: {folder} has no trajectories; set "
+                "generation.engine_kwargs.folder to the folder of a run."
+            )
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """The recorded completion; RunError if there is none for this prompt."""
+        phase, step, group, index = request.request_id.split("-")[:4]
+        row = self._recorded.get(_key(phase, int(step), int(group), int(index)))
+        count = len(request.prompt_ids)
+        if row is None or row["turns"] != 1 or row["input_ids"][:count] != request.prompt_ids:
+            raise RunError(
+                f"No completion of one turn is recorded for request {request.request_id} and its "
+                "prompt; data, run.seed, batch and group sizes must be those of the recorded run."
+            )
+        assert self._version is not None
+        return Completion(
+            token_ids=row["input_ids"][count:],
+            logprobs=row["generation_logprobs"][count:],
+            finish_reason=FinishReason.length if row["end"] == "length" else FinishReason.stop,
+            weight_version=self._version,
+        )
+
+    async def interrupt(self) -> None:
+        """Nothing: no completion takes any time."""
+
+    async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
+        """Connect to the sender of weights."""
+        dtype = getattr(torch, self._config.dtype)
+        check_buckets(buckets, self._config.model_path, dtype, self._config.lora)
+        self._receiver = link.receiver(0, buckets, torch.device(self._config.device), timeout_s)
+
+    async def load_weights(self, version: int, *, adapters_only: bool = False) -> None:
+        """Let weights pass."""
+        for _ in self._receiver.tensors(version, adapters_only=adapters_only):
+            pass
+        self._version = version
+
+    async def sleep(self) -> None:
+        """Nothing: there is no memory to free."""
+
+    async def wake(self, memory: EngineMemory) -> None:
+        """Nothing: there is no memory to reclaim."""
+
+    async def shutdown(self) -> None:
+        """Nothing: there is no process."""
+
+
+def _key(phase: str, step: int, group: int, index: int) -> Key:
+    return phase, step if phase == "validation" else 0, group, index

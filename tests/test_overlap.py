@@ -1,0 +1,101 @@
+"""Training on groups as they finish: the step, and what it is refused with."""
+
+import random
+
+import pytest
+import torch
+
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.algorithms.ppo.config import PPOConfig
+from nemo_like.batch import keys
+from nemo_like.config.losses import LossConfig
+from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.errors import UserError
+from nemo_like.losses.policy_gradient import ClippedPGLoss
+from nemo_like.losses.protocol import Denominators
+from nemo_like.models.resolve import resolve_model
+from nemo_like.observe.metrics import values
+from nemo_like.policy.state.state import model_tensors
+from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
+from tests.key_steps import alone
+from tests.small_runs import accept
+from tests.three_steps import denominators, make_rows
+
+CPU = torch.device("cpu")
+ONE = Denominators(tokens=1.0, sequences=1.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    with alone():
+        yield
+
+
+def outcome(loss, order):
+    """Numbers of three steps and the parameters; ``order``: the parts of each, None: at once."""
+    torch.manual_seed(0)
+    config = PolicyConfig(
+        optimizer=OptimizerConfig(lr=3e-4, eps=1e-6), max_grad_norm=0.05, micro_batch_tokens=64
+    )
+    setup = TrainerSetup(config=config, model_path=str(resolve_model("embedded")), max_steps=10)
+    trainer, rows, numbers = Trainer(setup, CPU), make_rows(preference=False), []
+    rows.tokens.pop(keys.POLICY_LOGPROBS, None)
+    whole = denominators(rows)
+    for step in range(3):
+        if order is None:
+            metrics = trainer.train([rows], loss, whole, 1.0, on_policy=True)
+        else:
+            for part in order(step, len(rows)):
+                trainer.add([rows.select(part)], loss, ONE, 1.0, on_policy=True)
+            by_token = loss.config.normalization == "token"
+            metrics = trainer.finish(None, whole.tokens if by_token else whole.sequences)
+        found = values(metrics)
+        numbers.append([found[name] for name in sorted(found)])
+    return torch.tensor(numbers), dict(model_tensors(trainer, torch.float32))
+
+
+def one_by_one(step, count):
+    return [[row] for row in random.Random(step).sample(range(count), count)]
+
+
+def unequal_parts(step, count):
+    return [list(range(3 - step, count)), list(range(3 - step))]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LossConfig(normalization="token", entropy_coef=0.01),
+        LossConfig(normalization="sequence", importance="mask"),
+        LossConfig(normalization="constant", constant_tokens=7),
+    ],
+    ids=["token", "sequence", "constant"],
+)
+def test_a_step_in_parts_is_the_plain_step(loss):
+    """With rollout.overlap: loss, gradient norm, all metrics and parameters, in any order."""
+    expected, parameters = outcome(ClippedPGLoss(loss), None)
+    for order in (one_by_one, unequal_parts):
+        numbers, changed = outcome(ClippedPGLoss(loss), order)
+        torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-5)
+        for name, tensor in parameters.items():
+            assert (tensor - changed[name]).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("schema", "changes", "reason"),
+    [
+        (PPOConfig, {}, "whitens"),
+        (GRPOConfig, {"rollout": {"overlap": True, "max_lag": 1}}, "overlap anyway"),
+        (GRPOConfig, {"grpo": {"num_mini_batches": 2}}, "logprobs of all first"),
+        (GRPOConfig, {"mismatch": {"action": "mask"}}, "logprobs of all first"),
+        (GRPOConfig, {"advantage": {"scale": "batch"}}, "look at all of them"),
+        (GRPOConfig, {"grpo": {"dynamic_sampling": True}}, "chooses among all"),
+        (GRPOConfig, {"policy": {"dtype": "float16"}}, "no room for their sum"),
+    ],
+)
+def test_what_needs_the_whole_batch_is_refused_with_the_reason(schema, changes, reason):
+    with pytest.raises(UserError, match=reason):
+        accept(schema, **({"rollout": {"overlap": True}} | changes))
+    accept(GRPOConfig, rollout={"overlap": True})

@@ -1,0 +1,74 @@
+"""Training from what an earlier run sampled."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_like.errors import RunError, UserError
+from nemo_like.generation.protocol import (
+    EngineConfig,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
+from nemo_like.generation.replay import ReplayEngine
+from nemo_like.observe.trajectory_files import TrajectoryFiles
+from tests.small_runs import records, run
+from tests.test_trajectory_files import keep, one, table
+
+
+def engine_of(folder):
+    config = EngineConfig(
+        model_path="", dtype="float32", seed=0, max_model_len=99, engine_kwargs={"folder": folder}
+    )
+    engine = ReplayEngine(config)
+    engine._receiver = SimpleNamespace(tensors=lambda version, adapters_only: ())
+
+    async def started():
+        await engine.start()
+        await engine.load_weights(5)
+
+    asyncio.run(started())
+    return engine
+
+
+def asked(engine, request_id, prompt=(7, 8)):
+    request = GenerationRequest(
+        request_id=request_id,
+        prompt_ids=list(prompt),
+        sampling=SamplingParams(max_new_tokens=16),
+        seed=0,
+    )
+    return asyncio.run(engine.generate(request))
+
+
+def test_each_request_gets_its_recorded_tokens_whatever_the_step_in_which_it_comes(tmp_path):
+    files = TrajectoryFiles(tmp_path / "trajectories", 0, 1 << 20)
+    keep(files, table(1, one(group=3, index=1, ids=(4, 5))), table(2, one(group=4, ids=(9,))))
+    keep(files, table(2, one(group=3, index=1, ids=(6,)), phase="validation"))
+    engine = engine_of(str(tmp_path))
+    found = asked(engine, "train-8-3-1")
+    assert (found.token_ids, found.logprobs) == ([4, 5], [-0.5, -0.5])
+    assert (found.finish_reason, found.weight_version) == (FinishReason.stop, 5)
+    assert asked(engine, "train-1-4-0").token_ids == [9]
+    assert asked(engine, "validation-2-3-1").token_ids == [6]
+    for request_id, prompt in (("train-1-5-0", (7, 8)), ("train-1-4-0", (7, 9))):
+        with pytest.raises(RunError, match="No completion of one turn is recorded"):
+            asked(engine, request_id, prompt)
+
+
+def test_a_folder_without_trajectories_is_refused(tmp_path):
+    with pytest.raises(UserError, match="has no trajectories; set generation"):
+        engine_of(str(tmp_path))
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_replayed_run_has_the_numbers_of_the_recorded_one(tmp_path, straight):
+    options = ["grpo.max_steps=4", "validation.every_steps=2", "mismatch.max_mean_abs=1e-12"]
+    folder = f"generation.engine_kwargs={{folder: {straight}}}"
+    found = run(tmp_path, *options, "generation.backend=replay", folder)
+    expected = records(straight)
+    for step in (1, 2, 3):
+        for name in ("train/loss", "train/grad_norm", "rollout/reward", "mismatch/mean_abs"):
+            assert found[step][name] == expected[step][name], (step, name)
