@@ -223,11 +223,6 @@ CONTEXT_AND_TENSOR = [
 ]
 PIPELINE = [
     *seen(placed, "policy.parallel.pipeline_parallel_size=2", beside=_RANKS),
-    *refused(
-        "tensors of one shape",
-        "policy.batching=shared",
-        beside=f"{_RANKS} policy.parallel.pipeline_parallel_size=2",
-    ),
     *seen(
         placed,
         "policy.parallel.pipeline_schedule=interleaved",

@@ -138,7 +138,7 @@ def test_wrong_input_is_an_exception_and_leaves_no_folder(arguments, message, tm
 
 
 def test_a_reward_with_the_wrong_arguments_ends_the_run_before_ray_starts(tmp_path):
-    with pytest.raises(nl.UserError, match=r"takes \(text\), but is called with prompt=…"):
+    with pytest.raises(nl.UserError, match=r"takes \(text\); write def reward"):
         nl.grpo(train=ROWS, reward=lambda text: 1.0, overrides={"run.dir": tmp_path / "run"})
     assert not [one for one in sys.path if "inputs" in one]
 
