@@ -303,7 +303,11 @@ def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, wh
             "or change cluster sizes",
         ),
         (["context_parallel_size=2", "policy.batching=padded"], "=2 does not go", "=packed."),
-        (["pipeline_parallel_size=2", "policy.batching=shared"], "tensors of one shape", "=packed."),
+        (
+            ["pipeline_parallel_size=2", "policy.batching=shared"],
+            "tensors of one shape",
+            "=packed.",
+        ),
         (
             ["tensor_parallel_size=2", "policy.optimizer.moments=int8"],
             "policy.optimizer.moments=int8 has a scale for 256 numbers",
