@@ -541,12 +541,14 @@ def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_w
             version: model(rows).logits[:, len(PROMPT) - 1 : -1].float().log_softmax(-1)
             for version, model in models.items()
         }
+    # In 16 bits the largest of 1,440 differences is larger than that of a few.
+    most = case.tolerance * (1 if case.config.dtype == "float32" else 2)
     for row, completion in enumerate(found):
         starts = [(0, completion.weight_version), *completion.later_versions, (60, None)]
         for (begin, version), (end, _) in itertools.pairwise(starts):
             right = expected[version][row, range(begin, end), sampled[row, begin:end]]
             got = torch.tensor(completion.logprobs[begin:end])
-            assert (got - right).abs().max() < case.tolerance
+            assert (got - right).abs().max() < most
 
 
 def test_the_event_loop_turns_while_the_engine_samples(case):
