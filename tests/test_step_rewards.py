@@ -137,8 +137,8 @@ def test_credit_by_step_with_one_reward_each_is_that_of_trajectories(chat):
     ("keys_", "message"),
     [
         (("advantage.baseline=leave_one_out",), "leaves out one of them; set advantage.baseline"),
-        (("loss.kl_coef=0.1", "loss.kl_in=reward"), "reads rewards of steps alone"),
-        (("advantage.overlong_buffer_tokens=5",), "has no penalty for length"),
+        (("loss.kl_coef=0.1", "loss.kl_in=reward"), "uses step rewards only"),
+        (("advantage.overlong_buffer_tokens=5",), "does not support a length penalty"),
         (("environment.name=single_turn",), "a trajectory of one completion is one step"),
     ],
 )
