@@ -108,7 +108,7 @@ def render() -> str:
 
 
 _TYPO = 0.75
-"""Least likeness of a word and the one that was meant."""
+"""Least similarity between a word and its correction."""
 
 
 _LETTERS = 2
@@ -124,7 +124,7 @@ _MOST = 3
 
 
 _WEAK = {"num", "max", "new", "per", "step", "steps", "size", "every"}
-"""Words of names that change nothing in which one is meant."""
+"""Words in names that do not change the meaning."""
 
 
 def hint_for(key: str, schema: type[Section]) -> str | None:
@@ -170,7 +170,7 @@ def _nearest(key: str, keys: Sequence[str]) -> list[str]:
 
 
 def _likeness(typed: str, name: str, *, bare: bool) -> float:
-    """How near a name is: 1 if it is the same, 0 if it has another word, or ``bare`` a word more.
+    """Similarity: 1 if equal, 0 if a word differs, or if ``bare`` a word is added.
 
     >>> _likeness("max_tokens", "max_new_tokens", bare=False) > 0
     True
