@@ -139,7 +139,7 @@ _TOUCHED_AT_ONCE = 64 << 20
 _MOST_THREADS = 16
 
 Work = Callable[[Bucket, Stored], None]
-"""What is done with a bucket, given its moments on the device."""
+"""The update of a bucket, given its moments on the device."""
 
 
 class HostMemory:

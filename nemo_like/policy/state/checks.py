@@ -35,7 +35,7 @@ _LOGPROB_TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class _Layout:
-    """Two keys of the policy; ``attention`` is of no effect where rows are packed."""
+    """Batching and attention of the policy; ``attention`` has no effect with packed rows."""
 
     batching: Batching
     attention: Attention
@@ -54,7 +54,7 @@ _LAYOUTS = (
     _Layout("padded", "sdpa"),
     _Layout("padded", "eager"),
 )
-"""What may be configured, the fastest first."""
+"""Layouts that can be configured, fastest first."""
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
 def _problem(
     full: PreTrainedConfig, layout: _Layout, rows: TensorBatch, expected: torch.Tensor
 ) -> str:
-    """What is wrong with a layout; nothing if it gives the ``expected`` logprobs."""
+    """Why a layout is wrong; empty if it gives the ``expected`` logprobs."""
     text = full.get_text_config()
     window = getattr(text, "sliding_window", None)
     # Packed attention sees full rows; refuse a window now, not when the first long row comes.
@@ -239,7 +239,7 @@ def _export_problem(path: str, config: PolicyConfig, output: Output) -> str:
 
 
 def _without_place(model: LogprobModel, described: Architecture) -> str:
-    """A parameter that trains and does not leave; "" if there is none."""
+    """A trained parameter that is missing from the export; "" if none is."""
     tensors = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     adapters = {}
     if any(map(is_adapter, tensors)):

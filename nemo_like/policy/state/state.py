@@ -268,7 +268,7 @@ def adapter_tensors(
 def _parts(
     stages: Sequence[LogprobModel], *, merged: bool
 ) -> "tuple[dict[str, Tensor], dict[str, Adapter]]":
-    """What this rank has of each tensor, and the adapters to merge, by names in memory."""
+    """This rank's part of each tensor, and the adapters to merge, by names in memory."""
     state: dict[str, Tensor] = {}
     adapters: dict[str, Adapter] = {}
     for stage in stages:
