@@ -153,7 +153,7 @@ def hint_for(key: str, schema: type[Section]) -> str | None:
 
 
 def _nearest(key: str, keys: Sequence[str]) -> list[str]:
-    """At most three keys whose words are those of ``key`` but for typos."""
+    """At most three keys with the words of ``key`` apart from typos."""
     *sections, leaf = [part for part in re.split(r"[^a-z0-9_-]+", key) if part] or [key]
     found: dict[str, float] = {}
     for other in keys:
@@ -201,7 +201,7 @@ def _is_typo(one: str, other: str) -> bool:
 
 
 def unknown_key(key: str, schema: type[Section]) -> UserError:
-    """Refuse a key that ``schema`` lacks, with the one that was meant if that can be told."""
+    """Refuse a key that ``schema`` lacks, and suggest the key that was meant."""
     section = key.partition(".")[0]
     help_ = "--help lists the sections, and --help SECTION its keys."
     if section in schema.model_fields:

@@ -72,7 +72,7 @@ def key_of(messages: Sequence[Message] | str, tools: "Tools") -> str:
 
 
 def digest(content: bytes) -> str:
-    """Stands for a whole conversation, of which there is one a turn."""
+    """A hash of a whole conversation; each turn has one."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

@@ -244,7 +244,7 @@ class RolloutWorker(GenerationWorker):
                         "completion": t.text,
                         "messages": t.messages or t.task.row.messages,
                         "reward": t.result.reward,
-                        "error": t.result.error,  # why there is no reward
+                        "error": t.result.error,  # why the reward is missing
                         "metrics": t.result.metrics,
                         "finish_reason": "length" if t.truncated else "stop",
                         "end": t.end,

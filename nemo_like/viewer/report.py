@@ -16,7 +16,7 @@ from typing import Any
 from nemo_like.viewer.runs import Record, RunFolder, differences, find_runs, mean_phases
 
 _END = 10
-"""Steps whose mean stands for the beginning, and for the end."""
+"""Steps averaged at the beginning, and at the end, of a run."""
 _SHOWN = (
     *("rollout/reward", "rollout/reward_std", "validation/reward", "validation/accuracy"),
     *("validation/loss", "train/loss", "policy/entropy", "mismatch/mean_abs", "train/grad_norm"),

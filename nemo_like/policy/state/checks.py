@@ -61,7 +61,7 @@ _LAYOUTS = (
 def check_architecture(path: str, config: PolicyConfig) -> None:
     """Compare two short rows in the configured layout with each row alone in transformers' own.
 
-    Refuses (UserError) what would silently be wrong: attention with terms of its own, recurrent
+    Refuses (UserError) what would silently be wrong: attention with extra terms, recurrent
     layers that run from one packed row into the next, logits changed in a way that the head does
     not know. It then tries the other layouts, and names one that is right. Layers are as wide as
     the real ones, and of every kind that the model has.
@@ -181,8 +181,8 @@ _EXPORT_TOLERANCE = 1e-3
 def check_export(path: str, config: PolicyConfig, output: Output) -> None:
     """Train a twin for one step, load its files' tensors with transformers alone, and compare.
 
-    Raises UserError if logprobs (or values) differ, or if a parameter that trains has no place in
-    what is exported. Names, shapes and merging do not depend on the number of layers or experts.
+    Raises UserError if logprobs (or values) differ, or if a trained parameter is missing from the
+    export. Names, shapes and merging do not depend on the number of layers or experts.
     """
     remedy = (
         "set policy.lora.rank=0, or name other layers in policy.lora.targets"
@@ -217,7 +217,7 @@ def _export_problem(path: str, config: PolicyConfig, output: Output) -> str:
         initialize_adapters(twin)
     model = (ValueModel if values else LogprobModel)(twin, HeadSettings(chunk_tokens=5))
     if missing := _without_place(model, described):
-        return f"{missing} trains and has no place in the files"
+        return f"{missing} trains but is missing from the files"
     ids = torch.arange(_NUM_TOKENS) * 7 % twin.config.get_text_config().vocab_size
     _train_one_step(model, ids, values)
     with torch.no_grad():
