@@ -1,8 +1,8 @@
 """Plot learning curves: ``python examples/plot_runs.py OUT.png FOLDER ... [--metric NAME]``.
 
-A folder is a run's, of any script and also while it runs, or has runs somewhere below it, such as
-that of a sweep. Thin lines are training, thick lines with dots validation; without ``--metric``
-these are rewards or accuracies where a run samples, and losses elsewhere.
+A folder is that of a run (any algorithm, finished or not) or contains runs, like that of a sweep.
+Thin lines show training, thick lines with dots validation. Without ``--metric`` they are rewards or
+accuracies for runs that sample, and losses for others.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--metric", help="a name in metrics.jsonl, in place of those")
+    parser.add_argument("--metric", help="a metric in metrics.jsonl to plot instead")
     arguments = parser.parse_args()
     runs = {file.parent: None for one in arguments.folders for file in one.rglob("metrics.jsonl")}
     if not runs:
@@ -51,7 +51,7 @@ def _first(names: Sequence[str], records: Sequence[dict[str, float]]) -> str | N
 
 
 def _label(folder: Path) -> str:
-    """What the summary says of a finished run; the folder's name of others and within sweeps."""
+    """Label from a finished run's summary, or else the folder's name."""
     summary = folder / "summary.json"
     if not summary.is_file() or "=" in folder.name:
         return folder.name
@@ -62,7 +62,7 @@ def _label(folder: Path) -> str:
 def _draw(
     axes: Axes, records: Sequence[dict[str, float]], names: Sequence[str], label: str, color: str
 ) -> set[str]:
-    """One run's lines, of which the last has the label; the names that the run has."""
+    """Draw one run, with the label on its last line; returns the metrics it has."""
     drawn = [name for name in names if any(name in one for one in records)]
     for name in drawn:
         having = [one for one in records if name in one]

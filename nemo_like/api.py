@@ -32,7 +32,7 @@ from nemo_like.run.folder import make_run_dir
 Rows = str | Path | Iterable[Mapping[str, Any]] | None
 """A ``.jsonl`` file, a list of dictionaries, or one split of a Hugging Face dataset."""
 Reward = str | Callable[..., Any] | None
-"""A function as ``environment.reward`` may name, or a value of that key."""
+"""A reward function, or a value of ``environment.reward``."""
 Model = str | Path | None
 Keys = Mapping[str, Any] | None
 """Dotted keys (docs/config.md) and their values."""

@@ -1,6 +1,6 @@
 """Imported first by a command: Ctrl-C ends it without a traceback even while it still imports.
 
-Nor does Python's collector run until then; see ``imports``.
+Python's garbage collector is off until then; see ``imports``.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Imports without Python's collector, which goes through all that is imported again and again."""
+"""Imports without garbage collection, which would scan all imported objects again and again."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Import large libraries in it: torch and transformers take a fifth less time.
+    """Block for imports of large libraries: torch and transformers take a fifth less time.
 
     >>> with without_collector():
     ...     gc.isenabled()

@@ -365,7 +365,7 @@ def test_a_trajectory_that_is_over_answers_no_call_and_another_key_reaches_none(
             model="m", messages=[user("Hi")]
         )
 
-    with pytest.raises(openai.AuthenticationError, match="belongs to no trajectory"):
+    with pytest.raises(openai.AuthenticationError, match="does not belong to a running trajectory"):
         ask(recorder, stranger)
 
     async def models(client, _):

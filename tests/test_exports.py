@@ -294,7 +294,7 @@ class GainModel(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("keeps", "message"),
     [
-        (False, "cannot be exported as it would be trained: gain trains and has no place in the"),
+        (False, "cannot be exported as it would be trained: gain trains but is missing from the"),
         (
             True,
             r"after one step its outputs differ by \d.* from those of its files in transformers",

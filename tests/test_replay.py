@@ -54,7 +54,7 @@ def test_each_request_gets_its_recorded_tokens_whatever_the_step_in_which_it_com
     assert asked(engine, "train-1-4-0").token_ids == [9]
     assert asked(engine, "validation-2-3-1").token_ids == [6]
     for request_id, prompt in (("train-1-5-0", (7, 8)), ("train-1-4-0", (7, 9))):
-        with pytest.raises(RunError, match="No completion of one turn is recorded"):
+        with pytest.raises(RunError, match="No single-turn completion is recorded"):
             asked(engine, request_id, prompt)
 
 

@@ -82,7 +82,7 @@ def test_one_number_is_the_last_steps_and_a_final_one_is_added_to_it(chat):
 def test_a_reward_for_an_answer_that_was_never_given_is_refused_by_its_id(chat):
     found = trajectory_of(chat, lambda ids: {"steps": {ids[0]: 1.0, "cmpl-x": 1.0}})
     assert found.result.reward is None
-    assert "a reward is for the answer cmpl-x, which was never given" in str(found.result.error)
+    assert "a reward names the answer cmpl-x, which was never given" in str(found.result.error)
     assert batch_of(found).rows[keys.SAMPLE_MASK].tolist() == [False]
     with pytest.raises(UserError, match="without 'reward'"):
         trajectory_of(chat, lambda ids: {"steps": {}})
@@ -137,8 +137,8 @@ def test_credit_by_step_with_one_reward_each_is_that_of_trajectories(chat):
     ("keys_", "message"),
     [
         (("advantage.baseline=leave_one_out",), "leaves out one of them; set advantage.baseline"),
-        (("loss.kl_coef=0.1", "loss.kl_in=reward"), "reads rewards of steps alone"),
-        (("advantage.overlong_buffer_tokens=5",), "has no penalty for length"),
+        (("loss.kl_coef=0.1", "loss.kl_in=reward"), "uses step rewards only"),
+        (("advantage.overlong_buffer_tokens=5",), "does not support a length penalty"),
         (("environment.name=single_turn",), "a trajectory of one completion is one step"),
     ],
 )

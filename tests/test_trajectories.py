@@ -523,7 +523,7 @@ def test_a_form_of_calls_that_is_not_read_is_refused(tmp_path, call):
     calls = f"{{% for c in m.tool_calls %}}<|call|>{call}{{% endfor %}}" if call else ""
     chat = build_chat(tmp_path, WITH_TOOLS.replace("{{ m.content }}", "{{ m.content }}" + calls))
     recorder = recorder_of(chat, Scripted(chat, "x"))
-    reason = "in a form that is not read here" if call else "leaves out the tool calls"
+    reason = "in an unsupported format" if call else "leaves out the tool calls"
     with pytest.raises(UserError, match=reason):
         asyncio.run(recorder.complete([user("Hi")], TOOLS))
 

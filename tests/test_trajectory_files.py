@@ -144,7 +144,7 @@ def test_a_file_that_a_failing_machine_left_torn_does_not_prevent_the_resume(tmp
     torn.write_bytes(torn.read_bytes()[:100])
     TrajectoryFiles(tmp_path, 0, 1e9).truncate_after(5)
     assert steps_in(tmp_path) == [1]
-    assert f"{torn} is dropped, as it cannot be read" in caplog.text
+    assert f"{torn} cannot be read and is dropped" in caplog.text
 
 
 def test_a_limit_drops_the_oldest_trajectories_first(tmp_path):

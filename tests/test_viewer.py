@@ -303,12 +303,12 @@ def test_a_report_names_the_bottleneck_and_what_a_change_saves(tmp_path, capsys)
     main(["report", str(first), str(second), f"--out={tmp_path}"])
     assert capsys.readouterr().out == f"{tmp_path}/report.html\n{tmp_path}/report.md\n"
     text = " ".join((tmp_path / "report.md").read_text().split())
-    assert "finished, model embedded, 300 s, of which 200 s in steps, the rest to start" in text
+    assert "finished, model embedded, 300 s in total, 200 s of it in steps" in text
     assert "Bottleneck: validation takes 3 of 5 s of a step (60%)." in text
     saving = "validation.every\\_steps=14 (now 1) saves about 2.8 s of 5 s a step, 56%."
     assert f"validation takes 60% of the time; {saving}" in text
     assert "Bottleneck: rollout takes 1.5 of 2.3 s of a step (65%)." in text
-    assert "grpo.num\\_prompts\\_per\\_step=32 (now 16) makes these half as many" in text
+    assert "grpo.num\\_prompts\\_per\\_step=32 (now 16) halves that per sample" in text
     assert "| validation.every\\_steps | 1 | 9 |" in text
     assert "| rollout/reward | b | 0.1375 | 0.8875 | 0.025 | 1 |" in text
     page = (tmp_path / "report.html").read_text()

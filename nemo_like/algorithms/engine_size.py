@@ -37,8 +37,8 @@ def engine_config(
     if sleep and config.overlaps:
         key = f"max_lag={config.max_lag}" if config.max_lag else "overlap=true"
         raise UserError(
-            f"rollout.{key} has engines sample while the policy trains, and here they sleep then, "
-            "as they share its GPUs; set generation.sleep=false, or give them GPUs of their own "
+            f"rollout.{key} lets engines sample while the policy trains, but here they sleep then, "
+            "since they share its GPUs; set generation.sleep=false, or give them their own GPUs "
             "with cluster.num_generation_workers."
         )
     share = _GPU_SHARE_SEPARATE

@@ -27,7 +27,7 @@ class PolicyGradient:
         self._config, self._live = config, live
         self._loss = make_loss(config)
         self._count = 0.0
-        """What the loss of the groups that were added is a mean of."""
+        """Denominators of the groups added so far."""
         self._watch_rewards = RewardWatch(config.environment.reward)
 
     def logprobs(self, batch: RemoteBatch, measured: Metrics) -> Metrics:
@@ -48,7 +48,7 @@ class PolicyGradient:
         return metrics
 
     def add(self, part: RemoteBatch) -> None:
-        """Begin the optimizer step with some of its groups."""
+        """Compute gradients of some of the step's groups early."""
         config, policy = self._config, self._live.policy
         if config.loss.kl_coef:
             policy.logprobs(part, with_policy=False)
@@ -61,7 +61,7 @@ class PolicyGradient:
     ) -> Metrics:
         """One optimizer step on each of ``parts``; None: those of ``mini_batches``.
 
-        Where groups were added before, it ends their step.
+        If groups were added before, it completes their step.
         """
         config, live = self._config, self._live
         reuse, check = config.reuses_logprobs, live.mismatch_check()

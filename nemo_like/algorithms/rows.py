@@ -35,7 +35,7 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
 
 
 def _check_environments(rows: Sequence[Row], environment: EnvironmentConfig, key: str) -> None:
-    """Refuse rows of an environment that there is not."""
+    """Refuse rows that name an unknown environment."""
     known = environment.each
     for row in rows:
         if row.environment not in known:

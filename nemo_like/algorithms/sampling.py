@@ -59,7 +59,7 @@ class Sampling:
     num_made: int = 0
     """Steps that this execution has begun."""
     batch: RemoteBatch | None = None
-    """Of the step in progress."""
+    """The batch of the step in progress."""
 
     def batches(
         self,
@@ -97,7 +97,7 @@ class Sampling:
 
 
 def histograms(batch: RemoteBatch) -> dict[str, list[float]]:
-    """Values of a batch's rows, where they are numbers."""
+    """Finite values of a batch's rows, for histograms."""
     columns = {
         "rollout/rewards": keys.REWARDS,
         "rollout/row_tokens": keys.NUM_LOSS_TOKENS,
@@ -172,7 +172,7 @@ def start_sampling(
 def rollout_setup(
     config: SamplingRunConfig, session: Session, plan: ResourcePlan, engine: EngineConfig
 ) -> RolloutSetup:
-    """What a generation worker starts with: of environments those that rows answer to."""
+    """The setup of a generation worker, with only the environments that rows use."""
     run, rows = session.run, [row for rows in session.rows.values() for row in rows]
     used = {row.environment for row in rows}
     environments = {

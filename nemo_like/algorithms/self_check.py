@@ -40,8 +40,10 @@ def check_sampled(
 
 
 def check_versions(batch: RemoteBatch, allowed: range) -> None:
-    """Raise RunError if any token was sampled with weights of other versions; the last is the
-    policy's."""
+    """Raise RunError if a token was sampled with weights outside ``allowed`` versions.
+
+    The last of these is the policy's.
+    """
     sampled = batch.rows[keys.NUM_LOSS_TOKENS] > 0
     versions = set(batch.rows[keys.WEIGHT_VERSIONS][sampled].tolist())
     if not versions <= set(allowed):
@@ -52,9 +54,9 @@ def check_versions(batch: RemoteBatch, allowed: range) -> None:
 
 
 def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int) -> Metrics:
-    """How many versions older than the policy the weights that sampled a batch were.
+    """Metrics of how many versions the sampling weights lag behind the policy.
 
-    Rows of the newest weights are marked: engine and policy can be compared on these alone.
+    Marks rows of the newest weights: only on these can engine and policy be compared.
     """
     if not config.max_lag:
         return {}

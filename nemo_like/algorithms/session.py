@@ -100,7 +100,7 @@ class Session:
 
 
 def next_command(config: RunConfig, final: str) -> str:
-    """What to type to use the model in ``final``: measure it, or train on its scores."""
+    """A command that uses the model in ``final``: evaluate it, or train on its scores."""
     words = ["nemo-like", "eval", f"policy.model={final}"]
     if config.scalar_heads:
         words = ["nemo-like", "grpo", "environment.reward=reward_model"]

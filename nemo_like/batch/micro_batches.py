@@ -52,9 +52,9 @@ def plan_micro_batches(
     order. Ranks have at least ``min_bins`` bins, a multiple of ``bins_multiple`` (pipelines need
     both): bins are split for it, and empty once no bin has two units.
 
-    ``prompts``: each row's prompt (a number) and its tokens. A row leaves its prompt out if the row
-    before it in the bin has the same one, so neighbours of one prompt share a bin as far as it
-    holds them; unless the busiest rank would have more to do, or ``max_rows`` bounds bins.
+    ``prompts``: each row's prompt (a number) and its tokens. A row omits its prompt if the row
+    before it in the bin has the same one, so neighbours with one prompt share a bin as far as they
+    fit, unless that gives the busiest rank more work, or ``max_rows`` bounds bins.
 
     Raises UserError if rows that must stay together exceed a bound alone.
 
@@ -95,7 +95,7 @@ def plan_micro_batches(
 
 @dataclass(frozen=True)
 class _Rows:
-    """What units of rows take."""
+    """Size and cost of units of rows."""
 
     lengths: Sequence[int]
     prompts: Sequence[tuple[int, int]] | None
@@ -122,7 +122,7 @@ class _Rows:
         return [prompts[b][1] for a, b in pairs if prompts[a] == prompts[b]]
 
     def joined(self, units: Iterable[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
-        """Neighbouring units of one prompt as one, up to ``max_tokens``."""
+        """Merge neighbouring units with one prompt, up to ``max_tokens``."""
         assert self.prompts is not None
         found: list[tuple[int, ...]] = []
         for unit in units:

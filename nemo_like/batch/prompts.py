@@ -1,4 +1,4 @@
-"""What rows have in common at their beginning, so that a forward pass can compute it once.
+"""Prompts that neighbouring rows share, so that a forward pass computes each once.
 
 Legend: ``B`` rows, ``N`` tokens of all rows together.
 """
@@ -33,18 +33,18 @@ def _digest(ids: Tensor) -> int:
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """Rows end to end, where a row whose prompt is that of the row before leaves it out."""
+    """Rows end to end; a row omits its prompt if the row before has the same one."""
 
     kept: Tensor
-    """bool [N]: tokens that have a position of their own."""
+    """bool [N]: tokens that are not omitted."""
     lengths: Tensor
     """int64 [B]: kept tokens of each row."""
     place: Tensor
-    """int64 [N]: the position of each token; that of an earlier row's where it is left out."""
+    """int64 [N]: the position of each token; for omitted ones, that of the earlier row's token."""
 
 
 def shared_layout(batch: TensorBatch) -> SharedLayout:
-    """Of rows in their order; all tokens are kept where ``batch`` has no columns of prompts."""
+    """The layout of rows in order; without prompt columns all tokens are kept."""
     row_of_token, starts = batch.row_of_token, batch.starts
     tokens = torch.arange(batch.num_tokens, device=batch.lengths.device)
     skipped = num_skipped(batch)
@@ -59,7 +59,7 @@ def shared_layout(batch: TensorBatch) -> SharedLayout:
 
 
 def num_skipped(batch: TensorBatch) -> Tensor:
-    """int64 [B]: tokens of each row's prompt that the row before it has, too."""
+    """int64 [B]: tokens that each row omits, since the row before has the same prompt."""
     skipped = torch.zeros_like(batch.lengths)
     if keys.PROMPTS in batch.rows:
         which = batch.rows[keys.PROMPTS]

@@ -108,7 +108,7 @@ def render() -> str:
 
 
 _TYPO = 0.75
-"""Least likeness of a word and the one that was meant."""
+"""Least similarity between a word and its correction."""
 
 
 _LETTERS = 2
@@ -124,7 +124,7 @@ _MOST = 3
 
 
 _WEAK = {"num", "max", "new", "per", "step", "steps", "size", "every"}
-"""Words of names that change nothing in which one is meant."""
+"""Words in names that do not change the meaning."""
 
 
 def hint_for(key: str, schema: type[Section]) -> str | None:
@@ -153,7 +153,7 @@ def hint_for(key: str, schema: type[Section]) -> str | None:
 
 
 def _nearest(key: str, keys: Sequence[str]) -> list[str]:
-    """At most three keys whose words are those of ``key`` but for typos."""
+    """At most three keys with the words of ``key`` apart from typos."""
     *sections, leaf = [part for part in re.split(r"[^a-z0-9_-]+", key) if part] or [key]
     found: dict[str, float] = {}
     for other in keys:
@@ -170,7 +170,7 @@ def _nearest(key: str, keys: Sequence[str]) -> list[str]:
 
 
 def _likeness(typed: str, name: str, *, bare: bool) -> float:
-    """How near a name is: 1 if it is the same, 0 if it has another word, or ``bare`` a word more.
+    """Similarity: 1 if equal, 0 if a word differs, or if ``bare`` a word is added.
 
     >>> _likeness("max_tokens", "max_new_tokens", bare=False) > 0
     True
@@ -201,7 +201,7 @@ def _is_typo(one: str, other: str) -> bool:
 
 
 def unknown_key(key: str, schema: type[Section]) -> UserError:
-    """Refuse a key that ``schema`` lacks, with the one that was meant if that can be told."""
+    """Refuse a key that ``schema`` lacks, and suggest the key that was meant."""
     section = key.partition(".")[0]
     help_ = "--help lists the sections, and --help SECTION its keys."
     if section in schema.model_fields:

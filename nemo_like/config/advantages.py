@@ -1,4 +1,4 @@
-"""Section ``advantage``: from rewards to advantages; each key names the papers that it is from."""
+"""Section ``advantage``: from rewards to advantages; each key cites its paper."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -15,16 +15,16 @@ class AdvantageConfig(Section):
     """From rewards to advantages."""
 
     function: Annotated[str | None, ADVANTAGES] = None
-    """A function of your own, ``file.py:function`` or ``package.module.function``, with the
-    arguments of ``group_advantages`` in ``nemo_like/losses/advantages.py``. None: that one."""
+    """Your own function, ``file.py:function`` or ``package.module.function``, with the arguments
+    of ``group_advantages`` in ``nemo_like/losses/advantages.py``. None: that function."""
     baseline: Literal["leave_one_out", "mean", "none"] = "leave_one_out"
     """``leave_one_out``: mean reward of the prompt's other completions (RLOO, arXiv:2402.14740
-    Eq. 7); ``mean``: of all of them (GRPO, arXiv:2402.03300 section 4.1.2; REINFORCE++-baseline);
-    ``none``: the reward itself (REINFORCE, REINFORCE++)."""
+    Eq. 7); ``mean``: mean of all of them (GRPO, arXiv:2402.03300 section 4.1.2;
+    REINFORCE++-baseline); ``none``: no baseline (REINFORCE, REINFORCE++)."""
     scale: Literal["std", "batch", "none"] = "std"
     """``std``: divide by the unbiased standard deviation of the baseline's rewards (GRPO), unless
-    it is 0 or of one reward. (With ``leave_one_out`` it is that of the others: where these nearly
-    agree, as scores of a reward model may, a reward far from them has a large advantage.)
+    it is 0 or there is only one reward. With ``leave_one_out`` these are the other completions: if
+    their rewards nearly agree, as those of a reward model may, an outlier has a large advantage.
     ``batch``: subtract the mean of all advantages of the step and divide by their unbiased standard
     deviation (REINFORCE++, arXiv:2501.03262); ``none``: neither (RLOO; Dr. GRPO,
     arXiv:2503.20783)."""
@@ -43,16 +43,17 @@ class AdvantageConfig(Section):
         ),
     ] = False
     """Whether completions that do not train (``grpo.mask_truncated``, ``mismatch.action=mask``)
-    count in the mean and deviation of their group and step. True: as with the overlong filter of
-    DAPO (arXiv:2503.14476 section 3.4), which takes them out of the loss alone. Completions whose
-    reward failed never count."""
+    count in the mean and deviation of their group and step. True: only the loss leaves them out,
+    like the overlong filter of DAPO (arXiv:2503.14476 section 3.4). Completions with a failed
+    reward never count."""
     each_reward: Annotated[
         bool,
         OnlyIf(lambda _, run: run.environment.rewards, "environment.rewards is empty"),
     ] = False
-    """Make advantages of each of ``environment.rewards`` by itself, add them up by weight, subtract
-    the mean of the step's and divide by their deviation (GDPO, arXiv:2601.05242). False: of their
-    weighted sum. A reward that varies little then counts as much as one that varies a lot."""
+    """True: compute advantages for each of ``environment.rewards`` separately, add them by weight,
+    subtract their mean over the step and divide by their deviation (GDPO, arXiv:2601.05242). A
+    reward that varies little then counts as much as one that varies a lot. False: compute
+    advantages from the weighted sum of the rewards."""
     credit: Annotated[
         Literal["trajectory", "step"],
         OnlyIf(
@@ -60,23 +61,22 @@ class AdvantageConfig(Section):
             "a trajectory of one completion is one step",
         ),
     ] = "trajectory"
-    """``trajectory``: all tokens have the advantage of their trajectory's reward; ``step``: rewards
-    of steps are centred and scaled by all those of the group, and a token has the sum of those of
-    its own completion and of later ones (process supervision, arXiv:2402.03300 section 4.1.3)."""
+    """``trajectory``: every token gets the advantage of its trajectory's reward. ``step``: step
+    rewards are centred and scaled over the group, and each token gets the sum for its own and later
+    completions (process supervision, arXiv:2402.03300 section 4.1.3)."""
     per_task: Annotated[
         bool,
         OnlyIf(
             lambda here, _: here.scale == "batch" or here.each_reward or here.function,
-            "all completions of a group are of one task, and nothing is taken over a step; set "
+            "a group has one task, and no statistic is taken over the step; set "
             "advantage.scale=batch",
         ),
     ] = False
-    """Take what is taken over a step (``scale=batch``, ``each_reward``, and all that ``function``
-    gets) over the rows of each task by themselves: of one environment of ``environment.tasks``, or
-    one part of a mixture."""
+    """Compute statistics of the step (``scale=batch``, ``each_reward``), and call ``function``,
+    separately for each task: an environment of ``environment.tasks``, or a part of a mixture."""
     overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
-    """Completions within this many tokens of ``generation.max_new_tokens`` lose reward, in
-    proportion to how far they are into the buffer (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""
+    """Completions that end within this many tokens of ``generation.max_new_tokens`` lose reward in
+    proportion to their tokens in the buffer (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""
     overlong_penalty: Annotated[
         Positive,
         OnlyIf(
@@ -87,27 +87,27 @@ class AdvantageConfig(Section):
     """Reward lost at ``generation.max_new_tokens`` (DAPO: 1)."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """The buffer is part of a completion; what is subtracted from a reward needs one."""
+        """Refuse combinations of penalties and credit that have no meaning."""
         if self.each_reward and run.environment.tasks:
             yield f"{here}.each_reward=true reads environment.rewards; set environment.tasks={{}}."
         if self.credit == "step" and self.baseline == "leave_one_out":
             yield (
-                f"{here}.credit=step has several rewards of one trajectory, and "
+                f"{here}.credit=step uses several rewards per trajectory, and "
                 f"{here}.baseline=leave_one_out leaves out one of them; set {here}.baseline=mean."
             )
         if self.credit == "step" and (self.each_reward or run.kl_in_reward):
             yield (
-                f"{here}.credit=step reads rewards of steps alone; set {here}.each_reward=false, "
+                f"{here}.credit=step uses step rewards only; set {here}.each_reward=false, "
                 "and loss.kl_in=loss if there is a KL."
             )
         if self.credit == "step" and self.overlong_buffer_tokens:
             yield (
-                f"{here}.credit=step has no penalty for length; set "
+                f"{here}.credit=step does not support a length penalty; set "
                 f"{here}.overlong_buffer_tokens=0."
             )
         if self.each_reward and (self.overlong_buffer_tokens or run.kl_in_reward):
             yield (
-                f"{here}.each_reward=true has no one reward to subtract from; set "
+                f"{here}.each_reward=true has no single reward to subtract from; set "
                 "advantage.overlong_buffer_tokens=0, and loss.kl_in=loss if there is a KL."
             )
         buffer, most = self.overlong_buffer_tokens, run.generation.max_new_tokens

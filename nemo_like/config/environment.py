@@ -92,19 +92,19 @@ class EnvironmentConfig(Section):
     reward: Annotated[str, REWARDS, _NO_PARTS] = REASONING_GYM
     """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``code`` (runs the program in
     the completion against the field ``tests``), ``reward_model`` (the score of
-    ``environment.reward_model``), ``judge`` (of ``environment.judge``), ``file.py:function`` or
-    ``package.module.function``; ``def reward(prompt, completion, **fields) -> float | dict``, where
-    fields are the row's, and ``messages``, all of the prompt; or ``def reward(prompts, completions,
-    **columns) -> list``, as TRL has it: with texts, or lists of messages where a row's prompt is
-    one."""
+    ``environment.reward_model``), ``judge`` (see ``environment.judge``), ``file.py:function`` or
+    ``package.module.function``. Signature: ``def reward(prompt, completion, **fields) -> float |
+    dict``, where fields are the row's, and ``messages``, all messages of the prompt; or TRL's
+    ``def reward(prompts, completions, **columns) -> list``, which gets texts, or lists of messages
+    if a row's prompt is one."""
     rewards: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Several rewards in place of one: ``{name: {function: ..., weight: 1}}``, where a function is
     what ``environment.reward`` may be, but for a reward model. The reward is their weighted sum,
     and each is logged as ``rollout/reward_NAME``. If one fails, so does the row."""
     timeout_s: Positive = 10.0
     """Seconds that one completion may take to score, or one step of an environment; after them its
-    row is masked and counted. The first completion that a reward process scores has six times as
-    long, but at most 60 s more, since the function may import."""
+    row is masked and counted. The first completion that a reward process scores may take six times
+    as long, but at most 60 s more, since the function may import."""
     num_processes: Count = 1
     """Reward processes of each generation worker."""
     rows_at_once: Annotated[
@@ -113,11 +113,12 @@ class EnvironmentConfig(Section):
             lambda here, _: here.reward not in (REASONING_GYM, "math", CODE),
             "this environment.reward scores one completion after the other",
         ),
-        OnlyIf(lambda here, _: not here.judges, "environment.judge.max_requests limits them"),
+        OnlyIf(lambda here, _: not here.judges, "environment.judge.max_requests sets the limit"),
     ] = None
     """Completions that each reward process scores at once: of a reward function that is an ``async
-    def``, on one event loop that lives as long as the process; of one that takes lists, in one
-    call, of those that wait; None: 32. Of a reward model in one forward pass, None: 8."""
+    def``, on one event loop that lives as long as the process; for a function that takes lists,
+    the waiting completions passed in one call; None: 32. For a reward model, those in one forward
+    pass; None: 8."""
     process_memory_gib: Positive | None = None
     """GiB of data that each reward process may hold; a process that keeps half of them is
     replaced. None: half of the node's memory, shared by all of the run's on that node."""
@@ -139,16 +140,17 @@ class EnvironmentConfig(Section):
     completion, as in training it. A completion that was cut off is scored as if it ended there."""
 
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the trajectories of a step or a validation whose reward may fail; above it the run
-    stops. At 1 it stops where all fail."""
+    """Share of a step's or a validation's trajectories whose reward may fail; above it the run
+    stops. At 1 it stops only if all fail."""
     judge: Annotated[
         JudgeConfig,
         OnlyIf(lambda here, _: here.judges, f"environment.reward is not {JUDGE}"),
     ] = JudgeConfig()
     tasks: dict[str, "EnvironmentConfig"] = Field(default_factory=dict)
-    """Environments of rows that name one in their column ``environment``, ``{NAME: {name: ...,
-    reward: ...}}``: keys of this section, with their own defaults. Rows without that column have
-    the run's. A file of a mixture can name one for all of its rows (docs/agents.md)."""
+    """Environments that rows can name in their column ``environment``, ``{NAME: {name: ...,
+    reward: ...}}``. Each takes the keys of this section, with the usual defaults. Rows without that
+    column use the run's environment. A file of a mixture can name one for all its rows
+    (docs/agents.md)."""
     code_credit: Annotated[Literal["strict", "partial"], _CODE] = "strict"
     """Reward of a program: 1 if all tests pass and 0 otherwise, or the share that passes."""
     code_seconds: Annotated[Positive, _CODE] = 5.0
@@ -159,12 +161,12 @@ class EnvironmentConfig(Section):
 
     @property
     def each(self) -> dict[str, "EnvironmentConfig"]:
-        """The run's own, by an empty name, and those of ``tasks``."""
+        """The run's own environment, under the empty name, and those of ``tasks``."""
         return {"": self, **self.tasks}
 
     @property
     def is_single_turn(self) -> bool:
-        """Whether one completion is all."""
+        """Whether a trajectory is one completion."""
         return self.name == SINGLE_TURN
 
     @property

@@ -82,9 +82,9 @@ class GenerationConfig(Section):
 
     backend: Annotated[str, ENGINES] = "vllm"
     """``vllm``; ``hf``: a plain loop over the transformers model, for odd models and exact tests;
-    ``replay``: what an earlier run sampled for the same rows, seed and sizes, without any engine,
-    from the folder ``engine_kwargs.folder`` (set ``run.self_check=false`` where it was another
-    policy); or an ``EngineKind`` of your own, ``file.py:NAME`` or ``package.module.NAME``."""
+    ``replay``: the completions that an earlier run, with the same rows, seed and sizes, left in the
+    folder ``engine_kwargs.folder`` (set ``run.self_check=false`` if its policy differed); or your
+    own ``EngineKind``, ``file.py:NAME`` or ``package.module.NAME``."""
     temperature: Annotated[
         Positive, Instead("only validation and evaluation have greedy sampling")
     ] = 1.0

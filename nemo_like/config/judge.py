@@ -1,4 +1,4 @@
-"""Section ``environment.judge``: a model that scores completions, at a server."""
+"""Section ``environment.judge``: a model on a server that scores completions."""
 
 import re
 from collections.abc import Iterator
@@ -13,38 +13,37 @@ JUDGE = "judge"
 
 
 class JudgeConfig(Section):
-    """A model at a server that speaks the OpenAI protocol, in place of a reward function."""
+    """A model on an OpenAI-compatible server that scores completions."""
 
     url: str | None = None
-    """Its address up to the version, ``http://localhost:8000/v1``."""
+    """Base URL of the server, including the version: ``http://localhost:8000/v1``."""
     model: str | None = None
-    """The model's name there."""
+    """The model's name on that server."""
     key_variable: str | None = None
-    """Name of the environment variable that has the key, such as ``JUDGE_API_KEY``. None: no key is
-    sent, whatever other keys the environment has."""
+    """Environment variable with the API key, such as ``JUDGE_API_KEY``. None: no key is sent, even
+    if the environment has one."""
     template: str | None = None
-    """What it is asked: a Jinja template, or a file with one, of ``prompt``, ``completion``,
-    ``messages`` (of the prompt) and the row's fields. None: for a score from ``lowest`` to
+    """The judge's prompt: a Jinja template, or a file with one, with ``prompt``, ``completion``,
+    ``messages`` (of the prompt) and the row's fields. None: ask for a score from ``lowest`` to
     ``highest``."""
     pattern: str = r"[Ss]core\W+?(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the verdict; the last match counts."""
     verdicts: dict[str, float] = Field(default_factory=dict)
-    """Rewards of verdicts that are words, ``{yes: 1, no: 0}``. Empty: verdicts are numbers."""
+    """The reward for each verdict in words, ``{yes: 1, no: 0}``. Empty: verdicts are numbers."""
     lowest: float = 0.0
-    """Number whose reward is 0."""
+    """Score that gives reward 0."""
     highest: float = 10.0
-    """Number whose reward is 1; others are in between. A number outside is no verdict."""
+    """Score that gives reward 1; scores in between are scaled. Others are not a verdict."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Further parameters of its requests, such as ``{temperature: 0, max_tokens: 500}``."""
+    """Extra request parameters, such as ``{temperature: 0, max_tokens: 500}``."""
     tries: Count = 3
-    """Requests for one completion, at most, after answers of 429 or 5xx and broken connections.
-    Each may take its share of ``environment.timeout_s``; waits that the server asks for are kept.
-    """
+    """Most attempts for one completion; HTTP 429, 5xx and broken connections are retried. Each
+    attempt may take its share of ``environment.timeout_s``; ``Retry-After`` is respected."""
     max_requests: Count = 32
-    """Requests of the whole run that are under way at once; reward processes share them evenly."""
+    """Most requests of the whole run in flight at once, shared evenly by the reward processes."""
 
     def faults(self, here: str) -> Iterator[str]:
-        """What a judge that is used cannot be."""
+        """Errors in a section that the run uses."""
         if self.url is None or self.model is None:
             missing = "model" if self.url else "url"
             yield f"{here}.{missing} is not set; a judge needs url and model."

@@ -233,8 +233,8 @@ class PolicyConfig(Section):
     max_grad_norm: Positive | None = 1.0
     """Gradients are clipped to this global norm. None: measured, not clipped."""
     batching: Batching = "packed"
-    """``packed``: rows end to end without padding; ``shared``: the same, and a prompt that
-    neighbouring rows have in common is computed once; ``padded``: one row per line."""
+    """``packed``: rows end to end without padding; ``shared``: also compute a prompt that
+    neighbouring rows have in common only once; ``padded``: one row per line."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] = 8192
     """Most tokens of one forward and backward pass, padding included."""
     micro_batch_size: Count | None = None

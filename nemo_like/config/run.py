@@ -47,10 +47,11 @@ class RunSection(Section):
     abandoned, and the latest checkpoint stands. Ending takes up to 8 s more: the default fits the
     30 s after which Kubernetes kills. SIGUSR1 has no such limit."""
     callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """What is called at the start, after steps and validations, and at the end, and may end a run:
-    ``{name: {callback: ..., key: value}}``, where a callback is ``early_stopping`` (``patience``,
-    ``metric``, ``min_delta``), ``push_to_hub`` (``repo``, ``private``), ``file.py:Class`` or
-    ``package.module.Class`` (``nemo_like/run/callbacks.py``), and the rest its arguments."""
+    """Objects that the run calls at its start, after steps and validations, and at its end; they
+    may stop it. ``{name: {callback: ..., key: value}}``, where a callback is ``early_stopping``
+    (``patience``, ``metric``, ``min_delta``), ``push_to_hub`` (``repo``, ``private``),
+    ``file.py:Class`` or ``package.module.Class`` (``nemo_like/run/callbacks.py``), and the other
+    keys are its arguments."""
     self_check: bool = True
     """On the first steps, stop unless engine and policy agree, ratios are 1 and seeds differ."""
 
@@ -153,15 +154,15 @@ class LoggingConfig(Section):
     ] = "nemo-like"
     """Project name in Weights & Biases."""
     sinks: Annotated[list[str], SINKS] = Field(default_factory=list)
-    """Where numbers go besides: ``mlflow``, ``trackio``, ``prometheus`` (on 127.0.0.1:9464, or any
-    free port if that is taken), or ``file.py:NAME`` or ``package.module.NAME`` of what is called
-    with the run's folder, its configuration and the step that it continues after (None: a new run),
-    and returns a ``MetricSink`` (``nemo_like/observe/sinks.py``)."""
+    """Further sinks for metrics: ``mlflow``, ``trackio``, ``prometheus`` (on 127.0.0.1:9464, or any
+    free port if that is taken), or your own ``file.py:NAME`` or ``package.module.NAME``, which is
+    called with the run's folder, its configuration and the last step before a resume (None: a new
+    run), and returns a ``MetricSink`` (``nemo_like/observe/sinks.py``)."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
     """Trajectories of the first generation replica written to ``trajectories.jsonl`` each step."""
     trajectories_gib: Annotated[float, Field(ge=0)] = 4.0
-    """Most GiB of ``trajectories/``, which has all trajectories with their tokens as Parquet files;
-    the oldest are dropped beyond it. 0: none are kept."""
+    """Size limit in GiB of ``trajectories/``, which keeps all trajectories with their tokens as
+    Parquet files; beyond it the oldest are dropped. 0: keep none."""
 
 
 class RunConfig(Section):

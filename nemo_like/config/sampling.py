@@ -114,7 +114,7 @@ class SamplingRunConfig(RunConfig):
 
     @property
     def rollout_order(self) -> str:
-        """In which groups train that were sampled ahead."""
+        """Order in which groups sampled ahead train."""
         return "first_in"
 
     @property
@@ -170,24 +170,24 @@ class RolloutConfig(Section):
     """How far sampling runs ahead of training."""
 
     max_lag: Annotated[int, Field(ge=0)] = 0
-    """Most steps by which a token that trains may be older than the policy. 0: each step samples
-    with the newest weights, and waits. From 1 on engines sample while the policy trains: weights
-    are replaced with completions under way, which go on with the new ones, and
-    ``loss.importance`` corrects for the rest. Engines must not sleep meanwhile."""
+    """Most steps by which the weights that sampled a token may be older than the policy that trains
+    on it. 0: each step samples with the newest weights and waits. From 1 on, engines sample while
+    the policy trains: completions in progress continue with new weights as they arrive, and
+    ``loss.importance`` corrects for the difference. Engines must not sleep."""
     order: Annotated[
         Literal["first_in", "ready"],
         OnlyIf(lambda here, _: here.max_lag > 0, "with rollout.max_lag=0 a step waits for all"),
     ] = "first_in"
-    """Which groups train next. ``first_in``: those that began first; ``ready``: those that are
-    ready, unless another would then become older than ``max_lag``, for which the step waits. Short
-    completions then come earlier, never more often."""
+    """Which groups train next. ``first_in``: those that began first; ``ready``: those that finished
+    first, unless another group would then exceed ``max_lag``: the step waits for that one. Short
+    completions train earlier, but not more often."""
 
     overlap: bool = False
-    """Train on groups as they finish, while others are still being sampled, in one optimizer step
-    whose gradient is that of the whole batch. Engines must not sleep meanwhile."""
+    """Train on groups as they finish, while others are still being sampled. There is still one
+    optimizer step, with the gradient of the whole batch. Engines must not sleep."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Old tokens need a correction, and engines that are awake."""
+        """Refuse what does not work with old tokens or with part of a batch."""
         if self.max_lag and run.loss.importance == "none":
             yield (
                 f"{here}.max_lag={self.max_lag} trains on tokens of older weights, which "
@@ -195,13 +195,13 @@ class RolloutConfig(Section):
             )
         if self.max_lag and run.mismatch.action == "mask":
             yield (
-                f"{here}.max_lag={self.max_lag} has logprobs differ by steps, which "
-                "mismatch.action=mask would take for an engine's mistake; set warn or stop."
+                f"{here}.max_lag={self.max_lag} makes logprobs differ by steps of training, which "
+                "mismatch.action=mask would take for an engine's error; set warn or stop."
             )
         if self.overlap and (whole := run.needs_whole_batch):
             yield (
-                f"{here}.overlap=true trains on a part of the step's groups before the others are "
-                f"known, and {whole}."
+                f"{here}.overlap=true trains on some of a step's groups before the others are "
+                f"finished, and {whole}."
             )
 
 
@@ -228,9 +228,9 @@ class PolicyGradientRunConfig(SamplingRunConfig):
 
     @property
     def needs_whole_batch(self) -> str | None:
-        """What keeps a step from beginning with a part of its groups, and what to set instead."""
+        """Why a step cannot begin before all its groups are finished, and what to set instead."""
         if self.max_lag:
-            return "rollout.max_lag is above 0, where steps overlap anyway; leave one of them out"
+            return "rollout.max_lag is above 0, so steps overlap anyway; leave one of them out"
         if not self.reuses_logprobs:
             return (
                 "several optimizer steps, loss.kl_in=reward and mismatch.action=mask need logprobs "

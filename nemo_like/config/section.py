@@ -235,7 +235,7 @@ def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _named(value: Any) -> list[tuple[str, Section]]:
-    """The sections of a key whose entries are sections, by name."""
+    """Named sections in the value of a dictionary key; none for other values."""
     if not isinstance(value, dict):
         return []
     return [(name, one) for name, one in value.items() if isinstance(one, Section)]

@@ -43,7 +43,7 @@ class Part:
     name: str = ""
     """Of an entry of a mixture."""
     environment: str | None = None
-    """What its rows have in their column ``environment``, unless they have one."""
+    """Value of the column ``environment`` for rows that lack it."""
 
     @property
     def generates(self) -> bool:

@@ -51,11 +51,11 @@ class Row:
     fields: dict[str, Any]
     """Every other entry of the row."""
     is_chat: bool = False
-    """Whether its prompt was given as messages, not as a text."""
+    """Whether its prompt was a list of messages, not a text."""
     part: str = ""
     """Name of its part of a mixture."""
     environment: str = ""
-    """Name of the entry of ``environment.tasks`` that it answers to; empty: the run's own."""
+    """Name of its entry in ``environment.tasks``; empty: the run's own environment."""
     prompt_ids: tuple[int, ...] = ()
     """The rendered messages, from ``check_lengths`` on: no step waits for a tokenizer."""
 
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def task(self) -> str:
-        """What its metrics and statistics are told apart by; empty: nothing."""
+        """Name that groups its metrics and statistics; empty: none."""
         return self.environment or self.part
 
 

@@ -34,17 +34,17 @@ class RowLoader(Protocol[T_co]):
 
 
 class GroupFeed(Generic[T]):
-    """Rows with numbers, which may be in use for a while: what is saved is what was used up.
+    """Numbered rows that stay in use for some time; the saved state covers only used-up rows.
 
-    A run that goes on from there draws all others again, with the same numbers.
+    A resumed run draws all others again, with the same numbers.
     """
 
     def __init__(self, loader: "PromptLoader[T] | MixtureLoader[T]") -> None:
         self.loader = loader
         self._draws: deque[tuple[int, int, dict[str, Any]]] = deque()
-        """First number and size of each draw with rows in use, and the position before it."""
+        """First number and size of each draw with rows still in use, and the position before it."""
         self._used = set[int]()
-        """Numbers of those draws that have served."""
+        """Numbers of used-up rows in these draws."""
         self._again: deque[tuple[int, T]] = deque()
 
     def draw(self, count: int) -> list[tuple[int, T]]:
@@ -58,7 +58,7 @@ class GroupFeed(Generic[T]):
         return list(enumerate(self.loader.next_rows(count), start=first))
 
     def use_up(self, numbers: Iterable[int]) -> None:
-        """Note that rows have served."""
+        """Mark rows as used up."""
         self._used.update(numbers)
         while self._draws and self._used.issuperset(whole := range(*self._span())):
             self._draws.popleft()
@@ -69,9 +69,9 @@ class GroupFeed(Generic[T]):
         return first, first + count
 
     def state(self) -> dict[str, Any]:
-        """The position of the oldest draw with rows in use, and which of it and later ones are not.
+        """The position of the oldest draw still in use, and the rows since then that are used up.
 
-        Draws are repeated with their sizes, which a mixture's rows depend on.
+        It includes the sizes of draws, since a mixture's rows depend on them.
         """
         if not self._draws:
             return self.loader.state()

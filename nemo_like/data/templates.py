@@ -145,9 +145,9 @@ def _as_text(arguments: Any) -> Any:
 
 
 def refuse_losses(messages: Sequence[Message], text: str, render: Render, begin: int = 0) -> None:
-    """Refuse a message whose text, or whose tool calls, are not in the whole rendered text.
+    """Refuse a message if its text or tool calls are missing from the whole rendered text.
 
-    Those before ``begin`` are known to be.
+    Messages before ``begin`` were checked earlier.
     """
     bare = without_space(text)
     for index, message in enumerate(messages[begin:], begin):
@@ -238,5 +238,5 @@ def _has_calls(messages: Sequence[Message], index: int, text: str, render: Rende
 
 
 def without_space(text: object) -> str:
-    """What is left of a text without white space, which templates and JSON may have or not."""
+    """The text without white space, which templates and JSON may add or drop."""
     return "".join(str(text).split())

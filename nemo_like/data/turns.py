@@ -39,7 +39,7 @@ def tokens_after(
         return ids
     if mark:
         return ids[len(chat.cuts.ids(mark)) :]
-    # A turn may end with the mark of the one that follows.
+    # Some templates end a turn with the mark that begins the next.
     return ids[1:] if ids[:1] == list(turn_ids[-1:]) else ids
 
 
@@ -48,9 +48,9 @@ def _beginning(
 ) -> str:
     """The part of ``text`` that is ``before``, up to the end token of its last turn.
 
-    Some templates write an empty block of thinking in a last answer, and not once others follow.
-    That is no other history if the answer stands there as it was ``said``. Others leave out the
-    thinking of any answer.
+    Some templates write an empty thinking block in the last answer only. History counts as
+    unchanged if the answer still appears as it was ``said``. Others drop the thinking of every
+    answer.
     """
     so_far = chat.up_to_end(chat.text(before, to_answer=False, tools=tools))
     if text.startswith(so_far) and without_space(before[-1]["content"]) in without_space(so_far):

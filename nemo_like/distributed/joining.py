@@ -1,4 +1,4 @@
-"""Joining a Ray cluster that runs already."""
+"""Join a running Ray cluster."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _HOST_AND_PORT = re.compile(r"[^\s/]+:[0-9]{1,5}")
 
 
 def join(address: str) -> Callable[[], None]:
-    """Join it, and say how to leave. UserError or RunError as ``connection.connect``."""
+    """Join it; returns how to leave. UserError or RunError as ``connection.connect``."""
     if address.startswith("ray://"):
         raise UserError(
             f"RAY_ADDRESS={address} is a Ray Client address, which cannot pass object references "

@@ -71,7 +71,7 @@ class Worker:
         return os.getpid()
 
     def memory(self, area: str = "") -> Metrics:
-        """GiB that this process holds, and the most that torch has held on its GPU."""
+        """GiB of memory of this process, and the peak that torch allocated on its GPU."""
         held = {"memory_gib": psutil.Process().memory_info().rss}
         if self.context.gpu_ids and "torch" in sys.modules:
             held["gpu_memory_gib"] = sys.modules["torch"].cuda.max_memory_allocated()

@@ -58,7 +58,7 @@ class Episodes:
             if spec["reward"] is not None:
                 self._reward = load_reward(spec["reward"])
         self._session: aiohttp.ClientSession | None = None
-        threading.stack_size(_STACK_BYTES)  # there may be a thread for each conversation
+        threading.stack_size(_STACK_BYTES)  # there may be one thread per conversation
         self._replace_threads()
 
     def _replace_threads(self) -> None:
@@ -134,7 +134,7 @@ class Episodes:
         return {**metrics, **(found if isinstance(found, Mapping) else {"reward": found})}
 
     async def _call(self, method: Any, *arguments: Any) -> Any:
-        """Of the user's: on the loop if it is ``async``, else in a thread; within its limit."""
+        """Call the user's method: on the loop if ``async``, else in a thread; with a time limit."""
         limit_s = self._spec["timeout_s"]
         inner = getattr(method, "function", method)
         is_async = inspect.iscoroutinefunction(inner)
@@ -147,7 +147,7 @@ class Episodes:
                 return await found if inspect.isawaitable(found) else found
         except TimeoutError as error:
             self._num_late += not is_async
-            if 2 * self._num_late > self._spec["at_once"]:  # such a thread may never be free again
+            if 2 * self._num_late > self._spec["at_once"]:  # they may never end
                 self._replace_threads()
             name = getattr(inner, "__name__", "it")
             raise TimeoutError(f"{name}() took longer than {limit_s:g} s") from error
@@ -155,7 +155,7 @@ class Episodes:
     async def _ask(
         self, base_url: str, api_key: str, messages: list[Any], tools: Any
     ) -> tuple[str, dict[str, Any]]:
-        """The answer's id, and its choice."""
+        """The id of the response, and its choice."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=_LONGEST_WAIT

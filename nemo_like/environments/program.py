@@ -13,7 +13,7 @@ from nemo_like.errors import UserError
 
 _MOST_ERROR_CHARS = 300
 _MOST_BYTES = 1 << 20
-"""Of what a program prints: the end."""
+"""Bytes kept from the end of a program's output."""
 
 
 async def run(
@@ -22,7 +22,7 @@ async def run(
     """Start ``command`` with ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, the row as JSON on its
     standard input; the last line that it prints is the reward, a number or a JSON object."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        # Files, since what a program leaves running would hold pipes open.
+        # Files, since processes that the program leaves behind would hold pipes open.
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,

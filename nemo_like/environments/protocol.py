@@ -28,7 +28,7 @@ class Action:
     """Without special tokens and tool calls."""
     tool_calls: Sequence[ToolCall] = ()
     errors: Sequence[str] = ()
-    """Of tool calls that could not be read."""
+    """Error messages for tool calls that could not be parsed."""
     truncated: bool = False
     """It was cut off, and no further turn follows."""
 
@@ -40,7 +40,7 @@ class Observation:
     messages: Sequence[Message] | None = None
     """In place of the row's own. None: those."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Schemas of functions that the policy may call, as the OpenAI protocol has them."""
+    """Schemas, in OpenAI format, of functions that the policy may call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class StepResult:
     messages: Sequence[Message] = ()
     """What the policy reads before its next turn; needed unless ``done``."""
     reward: float | None = None
-    """What the turn earned; a trajectory's reward is their sum. If no step has one,
+    """Reward of the turn; a trajectory's reward is the sum. If no step has one,
     ``environment.reward`` scores the last turn."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Functions that the policy calls until it answers; ``environment.reward`` scores the answer.
 
-A turn without a call is the answer. A call that cannot be read or carried out is told to the
-policy, and counted.
+A turn without a call is the answer. If a call cannot be parsed or fails, the policy gets an error
+message, and the call is counted.
 """
 
 import ast

@@ -36,7 +36,7 @@ class Generation(Generic[W]):
         )
 
     def submit_load(self, version: int, *, adapters_only: bool) -> Pending[float]:
-        """Begin to receive weights; the seconds that it takes in each replica."""
+        """Start receiving weights; the result is each replica's time in seconds."""
         self.weight_version = None
         return self.group.submit(GenerationWorker.load_weights, version, adapters_only)
 

@@ -94,7 +94,7 @@ class HFEngine:
                 self._idle.set()
 
     async def interrupt(self) -> None:
-        """The batch in progress ends after its token; those that wait return nothing."""
+        """Stop the running batch after its current token; waiting requests return no tokens."""
         self._interrupted.set()
         await self._idle.wait()
         self._interrupted.clear()
@@ -260,7 +260,7 @@ class _Row:
             self.finish_reason = FinishReason.length
 
     def completion(self, version: int) -> Completion:
-        """Return the finished, or interrupted, row."""
+        """The finished or interrupted completion."""
         return Completion(
             token_ids=self.token_ids,
             logprobs=self.logprobs,

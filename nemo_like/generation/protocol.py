@@ -1,4 +1,4 @@
-"""What every sampling engine offers: requests in, completions out, weights in by version."""
+"""The interface of sampling engines: requests in, completions out, weights in by version."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nemo_like.refit.ipc import IpcLink
 
 Link: TypeAlias = "IpcLink | BroadcastLink"
-"""How a replica reaches what sends it weights."""
+"""How a replica connects to the sender of its weights."""
 
 
 class EngineMemory(StrEnum):
@@ -33,7 +33,7 @@ class FinishReason(StrEnum):
     length = "length"
     """``max_new_tokens`` or the end of the context; such a completion is *truncated*."""
     interrupted = "interrupted"
-    """``Engine.interrupt``; what is left is sampled with other weights."""
+    """``Engine.interrupt``; the rest is sampled with other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,11 @@ class Completion:
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed, because a sibling's were."""
     later_versions: tuple[tuple[int, int], ...] = ()
-    """Where weights were replaced meanwhile: the first token of each newer version, and which."""
+    """Weight changes on the way: first token of each newer version, and that version."""
 
     @property
     def versions(self) -> list[int]:
-        """Of each token, the version of the weights that sampled it."""
+        """Version of the weights that sampled each token."""
         starts = [(0, self.weight_version), *self.later_versions, (len(self.token_ids), 0)]
         return [
             version for (start, version), (end, _) in pairwise(starts) for _ in range(start, end)
@@ -94,7 +94,7 @@ class Completion:
 
 
 def continued(request: GenerationRequest, sampled: Completion) -> GenerationRequest:
-    """What is left to sample of a request that was interrupted."""
+    """The request for the rest of an interrupted completion."""
     count = len(sampled.token_ids)
     most = request.sampling.max_new_tokens - count
     return replace(
@@ -102,13 +102,13 @@ def continued(request: GenerationRequest, sampled: Completion) -> GenerationRequ
         request_id=f"{request.request_id}+{count}",
         prompt_ids=request.prompt_ids + sampled.token_ids,
         sampling=replace(request.sampling, max_new_tokens=most),
-        # Tokens of another position are drawn with other numbers.
+        # Later positions must not draw the same random numbers again.
         seed=(request.seed + count * 0x9E3779B97F4A7C15) % 2**63,
     )
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """One completion of parts that continue each other."""
+    """Join parts that continue each other into one completion."""
     if len(parts) == 1:
         return parts[0]
     parts = [one for one in parts[:-1] if one.token_ids] + [parts[-1]]
@@ -151,7 +151,7 @@ class EngineConfig:
     """Adapters that the engine applies separately from the model. None: they are merged into it, or
     there are none."""
     in_flight: bool = False
-    """Whether ``interrupt`` will be called while completions are being sampled."""
+    """Whether ``interrupt`` may be called while completions are being sampled."""
     sleep: bool = False
     """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]
@@ -174,9 +174,9 @@ class Engine(Protocol):
         ...
 
     async def interrupt(self) -> None:
-        """End all completions that are being sampled; each returns the tokens that it has.
+        """Stop all running completions; each returns the tokens it has so far.
 
-        Returns when none is left. Needs ``EngineConfig.in_flight`` if there are any.
+        Returns when none is left. Needs ``EngineConfig.in_flight`` if any are running.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Completions of an earlier run in place of an engine: to train, debug and profile without one."""
+"""Replay completions of an earlier run, to train, debug and profile without an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +24,13 @@ _COLUMNS = (
     *("input_ids", "loss_mask", "generation_logprobs"),
 )
 Key = tuple[str, int, int, int]
-"""Phase, step of a validation, group, index."""
+"""Phase, step (0 unless validation), group, index."""
 
 
 class ReplayEngine:
-    """What a run with the same rows, seed and group sizes sampled; see ``Engine`` for its contract.
+    """Completions of a run with the same rows, seed and group sizes; implements ``Engine``.
 
-    Weights are received and dropped. Rewards are computed afresh.
+    It receives and drops weights. Rewards are computed again.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -40,7 +40,7 @@ class ReplayEngine:
         self._version: int | None = None
 
     async def start(self) -> None:
-        """Read all trajectories; UserError where there are none."""
+        """Read all trajectories; UserError if there are none."""
         folder = Path(str(self._config.engine_kwargs.get("folder", "")), "trajectories")
         for path in files_of(folder):
             for row in pq.ParquetFile(path).read(_COLUMNS).to_pylist():
@@ -58,7 +58,7 @@ class ReplayEngine:
         count = len(request.prompt_ids)
         if row is None or row["turns"] != 1 or row["input_ids"][:count] != request.prompt_ids:
             raise RunError(
-                f"No completion of one turn is recorded for request {request.request_id} and its "
+                f"No single-turn completion is recorded for request {request.request_id} and its "
                 "prompt; data, run.seed, batch and group sizes must be those of the recorded run."
             )
         assert self._version is not None
@@ -70,7 +70,7 @@ class ReplayEngine:
         )
 
     async def interrupt(self) -> None:
-        """Nothing: no completion takes any time."""
+        """Do nothing: completions take no time."""
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Connect to the sender of weights."""
@@ -79,19 +79,19 @@ class ReplayEngine:
         self._receiver = link.receiver(0, buckets, torch.device(self._config.device), timeout_s)
 
     async def load_weights(self, version: int, *, adapters_only: bool = False) -> None:
-        """Let weights pass."""
+        """Receive weights and drop them."""
         for _ in self._receiver.tensors(version, adapters_only=adapters_only):
             pass
         self._version = version
 
     async def sleep(self) -> None:
-        """Nothing: there is no memory to free."""
+        """Do nothing: there is no memory to free."""
 
     async def wake(self, memory: EngineMemory) -> None:
-        """Nothing: there is no memory to reclaim."""
+        """Do nothing: there is no memory to reclaim."""
 
     async def shutdown(self) -> None:
-        """Nothing: there is no process."""
+        """Do nothing: there is no process."""
 
 
 def _key(phase: str, step: int, group: int, index: int) -> Key:

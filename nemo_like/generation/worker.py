@@ -57,9 +57,9 @@ class GenerationWorker(Worker):
         await self.engine.connect(link, buckets, timeout_s)
 
     async def load_weights(self, version: int, adapters_only: bool) -> float:
-        """Replace weights; see ``Engine.load_weights``. Returns the seconds that it took.
+        """Replace weights, see ``Engine.load_weights``; returns the seconds it took.
 
-        Completions in progress go on with the new weights, whose cache is computed afresh.
+        Completions in progress continue with the new weights; their cache is recomputed.
         """
         start = time.monotonic()
         self._may_sample.clear()

@@ -1,6 +1,6 @@
 """``nemo-like try-reward``: a reward function on a few rows, without Ray, a GPU or a model.
 
-It runs in the processes and with the limits of a run; what it prints is shown.
+It runs in the same processes and under the same limits as a run, and its output is shown.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from nemo_like.rewards.protocol import RewardResult
 
 _USAGE = "nemo-like try-reward REWARD DATA [key=value ...] [--rows N] [--completion TEXT]"
 _COLUMNS = ("reference", "answer", "solution")
-"""Where a row may have a text to score; the first one that it has."""
+"""Columns with a text to score; the first one that the row has is used."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Score rows and print what came out; RunError if every row failed."""
+    """Score rows and print the results; RunError if every row failed."""
     parser = ConfigParser("try-reward", _USAGE, __doc__)
     parser.add_argument("--rows", type=int, default=10, help="rows to score (10)")
     parser.add_argument(

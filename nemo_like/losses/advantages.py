@@ -70,7 +70,7 @@ def group_advantages(
 
 
 def by_task(make: Callable[..., Tensor], tasks: Tensor, *columns: Tensor) -> Tensor:
-    """What ``make`` gives for the rows of each task by themselves: float32 [B].
+    """Apply ``make`` to the rows of each task separately: float32 [B].
 
     >>> x, tasks = torch.tensor([1.0, 3.0, 10.0, 30.0]), torch.tensor([4, 4, 2, 2])
     >>> by_task(lambda part: part - part.mean(), tasks, x).tolist()
@@ -84,7 +84,7 @@ def by_task(make: Callable[..., Tensor], tasks: Tensor, *columns: Tensor) -> Ten
 
 
 def still_to_come(steps: Tensor) -> Tensor:
-    """What each step [..., K] and all later ones add up to.
+    """Sum of each step [..., K] and all later ones.
 
     >>> still_to_come(torch.tensor([[1.0, 0.0, 2.0]])).tolist()
     [[3.0, 2.0, 2.0]]
@@ -93,7 +93,7 @@ def still_to_come(steps: Tensor) -> Tensor:
 
 
 def of_steps(batch: TensorBatch) -> tuple[dict[str, Tensor], None]:
-    """Token column ``advantages``: each trained token has that of its completion."""
+    """Token column ``advantages``: each trained token gets that of its completion."""
     at, row = trained_tokens(batch)
     advantages = torch.zeros(batch.num_tokens)
     of_completion = batch.rows[keys.STEP_ADVANTAGES]
@@ -104,8 +104,8 @@ def of_steps(batch: TensorBatch) -> tuple[dict[str, Tensor], None]:
 def has_signal(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     """Whether the valid rewards of a row's group differ: bool [B], one answer for all its rows.
 
-    Dynamic sampling keeps these groups (DAPO, arXiv:2503.14476 Eq. 11). Take rewards as they were
-    scored: with a penalty for length even a group of wrong answers differs.
+    Dynamic sampling keeps these groups (DAPO, arXiv:2503.14476 Eq. 11). Pass rewards before
+    any length penalty, which would make even a group of wrong answers differ.
 
     >>> groups, valid = torch.tensor([0, 1, 0, 1]), torch.ones(4, dtype=torch.bool)
     >>> has_signal(torch.tensor([1.0, 0, 0, 0]), groups, valid).tolist()
@@ -194,7 +194,7 @@ def gae(
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """``x`` less the mean of what ``mask`` selects, over its unbiased standard deviation.
 
-    What the mask leaves out stays, and so does all of ``x`` where it selects fewer than two; a
+    Unselected numbers stay as they are, and so does all of ``x`` if fewer than two are selected. A
     deviation of zero does not divide.
 
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()

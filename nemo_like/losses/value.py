@@ -1,6 +1,6 @@
-"""PPO's critic and its advantages: the loss, and what ranks compute of rows of their own.
+"""PPO's critic loss, and the advantages that each rank computes for its own rows.
 
-Instances of the advantage classes travel to ranks by ``RemoteModel.derive``, as the driver never
+``RemoteModel.derive`` sends instances of the advantage classes to ranks, since the driver never
 sees tokens. Legend: ``N`` tokens of the rows, ``M`` trained ones among them.
 """
 
@@ -86,10 +86,10 @@ def explained_variance(numbers: Mapping[str, float]) -> float:
 class TokenAdvantages:
     """Columns ``advantages`` and ``returns`` by GAE; the moments of the rank's advantages.
 
-    Without a column of values they are 0. What a completion earned belongs to its last token, and
-    what later ones earned that train in other rows to the last trained token of the row. Each
-    trained token's reward is less by its own KL to the reference, where ``kl_coef`` is above 0
-    (arXiv:2203.02155 Eq. 2).
+    Without a column of values, values are 0. A completion's reward belongs to its last token;
+    rewards of later completions that train in other rows belong to the last trained token of the
+    row. If ``kl_coef`` is above 0, each trained token's own KL to the reference is subtracted from
+    its reward (arXiv:2203.02155 Eq. 2).
     """
 
     gamma: float
@@ -114,7 +114,7 @@ class TokenAdvantages:
         return columns, Moments.of(advantages[at])
 
     def _rewards(self, batch: TensorBatch, at: Tensor, row: Tensor) -> Tensor:
-        """float64 [N]: what each trained token of ``at`` [M], in rows ``row`` [M], earns."""
+        """float64 [N]: reward of each trained token, at ``at`` [M] in rows ``row`` [M]."""
         rewards = torch.zeros(batch.num_tokens, dtype=torch.float64)
         if self.kl_coef > 0:
             log_ratio = batch.tokens[keys.REFERENCE_LOGPROBS] - batch.tokens[keys.POLICY_LOGPROBS]
@@ -127,13 +127,13 @@ class TokenAdvantages:
             turn = torch.zeros_like(at)
         to_come = still_to_come(earned)[row, turn]
         rewards[at] += to_come
-        rewards[at[:-1]] -= to_come[1:] * (row[1:] == row[:-1])  # what the next token has of it
+        rewards[at[:-1]] -= to_come[1:] * (row[1:] == row[:-1])  # minus what the next token keeps
         return rewards
 
 
 @dataclass(frozen=True)
 class WhitenedAdvantages:
-    """Column ``advantages`` once more, by the moments of all ranks' advantages."""
+    """Column ``advantages``, whitened by the moments of all ranks' advantages."""
 
     moments: Moments
 

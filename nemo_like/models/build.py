@@ -113,7 +113,7 @@ class Architecture:
 
 @functools.cache
 def architecture(model_path: str, dtype: torch.dtype, output: Output = "logprobs") -> Architecture:
-    """What leaves a folder's model whose parameters have ``dtype``; read-only, as it is cached."""
+    """The export of a folder's model with parameters in ``dtype``; cached, so read-only."""
     return Architecture.of(empty_model(model_path, dtype, output))
 
 

@@ -76,7 +76,7 @@ def resolve_model(
 
     ``only_config``: of a model of the hub, config.json is all that is downloaded. ``classes``:
     transformers' auto classes that must make it. Raises UserError if there is no such model, if no
-    class makes it, or if it needs code of its own that the run does not trust.
+    class makes it, or if it needs custom code that the run does not trust.
     """
     if name == EMBEDDED:
         return Path(__file__).parent / "embedded"

@@ -1,7 +1,7 @@
-"""Alarms: what spoils a run without ending it, said once each, with the key that helps.
+"""Alarms: problems that spoil a run without ending it, reported once each, with a remedy.
 
-Rules compare the last steps with the first ones, by the names of ``metrics.jsonl``. What a run does
-not measure raises no alarm.
+Rules compare the last steps with the first ones, by the names in ``metrics.jsonl``. A metric that
+the run does not have raises no alarm.
 """
 
 import math
@@ -28,7 +28,7 @@ class Alarm(NamedTuple):
 
 
 class _Steps:
-    """Numbers of some steps; NaN, of which no comparison holds, for what one of them lacks."""
+    """Metrics of some steps; NaN, which fails every comparison, where a step lacks one."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -46,14 +46,14 @@ class _Steps:
 
 
 Rule = Callable[[_Steps, _Steps, Mapping[str, Any]], str | None]
-"""From the first steps, the last ones and the configuration by dotted key to a sentence."""
+"""Takes first steps, last steps and configuration by dotted key; returns a sentence or None."""
 
 
 class Alarms:
-    """Takes the numbers of each step and gives the alarms that are new."""
+    """Checks the metrics of each step and returns new alarms."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """``settings``: the run's configuration by dotted key, for values to recommend."""
+        """``settings``: the run's configuration by dotted key, to compute recommended values."""
         self._settings = settings
         self._known = set[str]()
         self._first: list[Row] = []
@@ -61,7 +61,7 @@ class Alarms:
         self._count = 0
 
     def add(self, row: Row) -> list[Alarm]:
-        """``row``: a record of ``metrics.jsonl``, in order; others than of steps do not count."""
+        """``row``: the next record of ``metrics.jsonl``; records that are not steps are ignored."""
         if "time/step_s" not in row:
             return []
         self._count += 1
@@ -78,12 +78,12 @@ class Alarms:
         return found
 
     def _begin(self, least: int) -> _Steps:
-        """Memory is compared with steps that come after the first ones, which fill caches."""
+        """First steps to compare with; for memory later ones, since the first steps fill caches."""
         return _Steps(self._first[_WINDOW:] if least == _SETTLED else self._first[:_WINDOW])
 
 
 def find_alarms(rows: Iterable[Row], settings: Mapping[str, Any]) -> list[Alarm]:
-    """All alarms of a run, in the order in which they came."""
+    """All alarms of a run, in order."""
     alarms = Alarms(settings)
     return [alarm for row in rows for alarm in alarms.add(row)]
 
@@ -107,8 +107,8 @@ def _groups_without_signal(_: _Steps, last: _Steps, settings: Mapping[str, Any])
         remedy = f"set grpo.num_generations_per_prompt={doubled}"
     return (
         f"in {share:.0%} of groups all rewards are equal (their mean is "
-        f"{last.mean('rollout/reward'):.3g}), so that they train nothing; {remedy}, or choose "
-        "prompts that the model answers rightly now and then"
+        f"{last.mean('rollout/reward'):.3g}), so these groups train nothing; {remedy}, or choose "
+        "prompts that the model sometimes answers correctly"
     )
 
 
@@ -117,7 +117,7 @@ def _equal_rewards(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str 
         return None
     return (
         f"all completions have the same reward, {last.mean('rollout/reward'):.3g}; read some with "
-        "`nemo-like show`, and see whether environment.reward="
+        "`nemo-like show`, and check whether environment.reward="
         f"{settings.get('environment.reward')} finds their answers"
     )
 
@@ -127,7 +127,7 @@ def _entropy_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) 
     if not (now < 0.01 and now < before / 10):
         return None
     return (
-        f"the policy's entropy fell from {before:.3g} to {now:.3g}, so that completions of a "
+        f"the policy's entropy fell from {before:.3g} to {now:.3g}, so completions of a "
         f"prompt are alike; {_smaller_rate(settings)}"
         f"{_if_known(', or set loss.entropy_coef=0.001', settings)}"
     )
@@ -138,9 +138,9 @@ def _length_explosion(first: _Steps, last: _Steps, settings: Mapping[str, Any]) 
     if not (now >= 3 * before > 0 and _reward_gain(first, last) <= 0):
         return None
     most = settings.get("generation.max_new_tokens", 0)
-    buffer = f", or take reward from the longest by advantage.overlong_buffer_tokens={most // 4}"
+    buffer = f", or penalise the longest with advantage.overlong_buffer_tokens={most // 4}"
     return (
-        f"completions grew from {before:.0f} to {now:.0f} tokens, and the reward did not; "
+        f"completions grew from {before:.0f} to {now:.0f} tokens, but the reward did not rise; "
         f"{_smaller_rate(settings)}{_if_known(buffer, settings)}"
     )
 
@@ -150,9 +150,9 @@ def _length_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -
     if not (now <= before / 4 > 0 and _reward_gain(first, last) <= 0):
         return None
     return (
-        f"completions shrank from {before:.0f} to {now:.0f} tokens, and the reward did not grow; "
+        f"completions shrank from {before:.0f} to {now:.0f} tokens, but the reward did not rise; "
         f"{_smaller_rate(settings)}"
-        f"{_if_known(', or hold the policy to its start with loss.kl_coef=0.01', settings)}"
+        f"{_if_known(', or keep the policy near its start with loss.kl_coef=0.01', settings)}"
     )
 
 
@@ -172,8 +172,8 @@ def _mismatch_growth(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -
     if settings.get("policy.lora.rank") and settings.get("policy.lora.refit") == "merged":
         remedy = "set policy.lora.refit=adapters"
     return (
-        f"the logprobs of engine and policy differ by {now:.2g} on average, and by {before:.2g} at "
-        f"first; {remedy}"
+        f"the logprobs of engine and policy differ by {now:.2g} on average, up from "
+        f"{before:.2g} at first; {remedy}"
     )
 
 
@@ -182,8 +182,8 @@ def _memory_growth(first: _Steps, last: _Steps, _: Mapping[str, Any]) -> str | N
         before, now = first.mean(name), last.mean(name)
         if now - before > max(0.5, 0.3 * before):
             return (
-                f"{name} grew from {before:.2f} to {now:.2f}; something keeps what it should not. "
-                "Set checkpoint.every_minutes=10, to lose little when memory runs out, and go on "
+                f"{name} grew from {before:.2f} to {now:.2f}, so something leaks; set "
+                "checkpoint.every_minutes=10 to lose little when memory runs out, then continue "
                 "with run.resume=true"
             )
     return None
@@ -205,7 +205,7 @@ def _slow_steps(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str
         processes = 2 * settings.get("environment.num_processes", 1)
         remedy = f"set environment.num_processes={processes} if rewards are slow, or {remedy}"
     return (
-        f"a step takes {now:.3g} s, and took {before:.3g} s at first; of these, {phase} went from "
+        f"a step takes {now:.3g} s, up from {before:.3g} s at first; of these, {phase} went from "
         f"{first.median(phase):.3g} to {last.median(phase):.3g}; {remedy}"
     )
 
@@ -217,7 +217,7 @@ def _straggler(_: _Steps, last: _Steps, __: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"generation rank {rank:.0f} takes {ratio:.1f} times as long as most others, which wait "
-        "for it; see what else its node does, or leave it out "
+        "for it; check what else runs on its node, or leave that node out "
         "(cluster.slurm.extra=[--exclude=NODE])"
     )
 
@@ -228,7 +228,7 @@ _RULES: dict[Rule, int] = {
     **dict.fromkeys((_mismatch_growth, _slow_steps), 2 * _WINDOW),
     _memory_growth: _SETTLED,
 }
-"""Each with the steps that it needs."""
+"""Number of steps that each rule needs."""
 
 
 def _reward_gain(first: _Steps, last: _Steps) -> float:
@@ -240,6 +240,6 @@ def _smaller_rate(settings: Mapping[str, Any]) -> str:
 
 
 def _if_known(remedy: str, settings: Mapping[str, Any]) -> str:
-    """A remedy, if runs of this algorithm have its key."""
+    """The remedy, or nothing if this algorithm lacks its key."""
     key = re.search(r"[\w.]+(?==)", remedy)
     return remedy if key and key[0] in settings else ""

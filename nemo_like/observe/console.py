@@ -153,7 +153,7 @@ class Progress:
         return "  ".join([*parts, self._eta()]).rstrip()
 
     def _eta(self) -> str:
-        """At the pace of the steps in view."""
+        """Estimated time left, at the pace of recent steps."""
         (first, start), (last, end) = self._times[0], self._times[-1]
         if last <= first or last >= self.max_steps:
             return ""
@@ -198,12 +198,12 @@ def _duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of a model or a log, in which a terminal finds nothing to obey."""
+    """Text without control sequences that a terminal would execute."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def shorten(value: object) -> str:
-    """The beginning and the end of a long text."""
+    """A long text, cut in the middle."""
     text = str(value)
     half = _MOST_SHOWN // 2
     return text if len(text) <= _MOST_SHOWN else f"{text[:half]} [...] {text[-half:]}"

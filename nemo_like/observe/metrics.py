@@ -79,7 +79,7 @@ def merge(parts: Sequence[Metrics]) -> Metrics:
 
 
 def divided_sums(metrics: Metrics, by: float) -> Metrics:
-    """With sums turned into means, as they would be had each part been divided."""
+    """Divide sums, as if each part had been divided before."""
     if by == 1:
         return metrics
     return {

@@ -30,14 +30,14 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What there is of a step besides numbers.
+    """Histograms and samples of a step, besides its metrics.
 
-    A sink that has ``log_details(step, details)`` gets it before the step's numbers.
+    A sink with ``log_details(step, details)`` gets them before the step's metrics.
     """
 
     histograms: Mapping[str, Sequence[float]] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
-    """Completions of its validation: ``prompt``, ``completion``, ``reward``."""
+    """Completions of the validation: ``prompt``, ``completion``, ``reward``."""
 
 
 class TensorBoardSink:
@@ -62,7 +62,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def log_details(self, step: int, details: Details) -> None:
-        """Histograms, and samples as text that is shown as it is."""
+        """Histograms, and samples as verbatim text."""
         import numpy as np
 
         for name, found in details.histograms.items():
@@ -150,7 +150,7 @@ class JsonlFile:
             ) from error
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """What is in the file; after ``truncate_after`` nothing is torn."""
+        """All records of the file; call ``truncate_after`` first, which drops torn lines."""
         with self.path.open(encoding="utf-8") as lines:
             yield from map(json.loads, lines)
 

@@ -1,6 +1,6 @@
-"""Other places for a run's numbers: ``logging.sinks=[mlflow]``, ``[trackio]``, ``[prometheus]``.
+"""Experiment trackers: ``logging.sinks=[mlflow]``, ``[trackio]``, ``[prometheus]``.
 
-Each is made with the run's folder, its configuration and the step that it continues after.
+Each takes the run's folder, its configuration and the last step before a resume.
 """
 
 import importlib
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 _PROMETHEUS_PORT = 9464
 _MOST_CHARS, _MOST_AT_ONCE = 500, 100
-"""Of a parameter that MLflow takes, and parameters of one call."""
+"""MLflow's limits: characters of a parameter, and parameters per call."""
 
 
 class Mlflow:
-    """A run of MLflow, which a resumed run continues.
+    """An MLflow run, which a resumed run continues.
 
-    ``MLFLOW_TRACKING_URI`` says where; without it, in the run's folder:
+    It goes to ``MLFLOW_TRACKING_URI``, or else into the run's folder:
     ``mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db``.
     """
 
@@ -70,7 +70,7 @@ class Mlflow:
 
 
 class Trackio:
-    """A run of trackio on this machine (``TRACKIO_DIR``); ``trackio show`` opens its page."""
+    """A trackio run on this machine (``TRACKIO_DIR``); ``trackio show`` opens its page."""
 
     def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
         self._trackio = _package("trackio")
@@ -102,7 +102,7 @@ class Trackio:
 
 
 class Prometheus:
-    """The latest numbers at ``http://127.0.0.1:9464/metrics``, or another port if it is taken."""
+    """Serves the latest metrics at ``http://127.0.0.1:9464/metrics``, or on a free port."""
 
     def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
         self._label = re.sub(r'["\\\n]', "_", run_dir.name)
@@ -138,7 +138,7 @@ class Prometheus:
                 self.wfile.write(sink._text if self.path == "/metrics" else b"")
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing: requests come every few seconds."""
+                """Log nothing: requests come every few seconds."""
 
         return Handler
 

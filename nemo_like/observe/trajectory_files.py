@@ -1,8 +1,8 @@
-"""All trajectories of a run as Parquet files, one row for each row that trains.
+"""All trajectories of a run as Parquet files, with one row per training row.
 
-A worker writes one file at each call and puts many small ones together now and then, while the
-policy trains. Every file is written aside and renamed: whatever has its name is whole, also after a
-kill.
+Each worker writes one file per call and merges small files from time to time, while the policy
+trains. A file is written under another name and then renamed, so a file under its own name is
+complete, even after a kill.
 """
 
 import logging
@@ -24,21 +24,21 @@ SCHEMA = pa.schema(
         "phase": pa.string(),
         "group": pa.int64(),
         "index": pa.int32(),
-        "row": pa.int32(),  # in its trajectory; what follows is of the trajectory
-        "reward": pa.float64(),  # null where it failed
+        "row": pa.int32(),  # within the trajectory; the next columns describe the trajectory
+        "reward": pa.float64(),  # null if it failed
         "metrics": pa.map_(pa.string(), pa.float64()),
         "error": pa.string(),
         "end": pa.string(),
         "turns": pa.int32(),
         "num_tokens": pa.int32(),  # sampled
         "weight_version": pa.int32(),
-        "prompt": pa.string(),  # the last message; this and the next two are null in later rows
+        "prompt": pa.string(),  # last message; this and the next two only in the first row
         "text": pa.string(),  # the last completion
-        "messages": pa.string(),  # JSON: the prompt's, and in several turns all that follow
-        "input_ids": pa.list_(pa.int32()),  # from here on of the row
+        "messages": pa.string(),  # JSON: the prompt's; with several turns, all of them
+        "input_ids": pa.list_(pa.int32()),  # this and the next columns describe the row
         "loss_mask": pa.list_(pa.bool_()),
         "generation_logprobs": pa.list_(pa.float32()),
-        "weight_versions": pa.list_(pa.int32()),  # -1: given, not sampled
+        "weight_versions": pa.list_(pa.int32()),  # -1: not sampled
     }
 )
 _REPETITIVE = [
@@ -48,19 +48,19 @@ _REPETITIVE = [
 ]
 _WRITING: dict[str, Any] = {
     "compression": "zstd",
-    "use_dictionary": _REPETITIVE,  # elsewhere it costs time and room
+    "use_dictionary": _REPETITIVE,  # for other columns it costs time and space
     "use_byte_stream_split": ["generation_logprobs.list.element"],
 }
 VOCABULARY = "_tokenizer.json"
-"""File of the folder that turns ids into text; readers of Parquet skip names like this."""
+"""File for turning ids into text; Parquet readers skip names with a leading underscore."""
 _PARTS_TOGETHER = 32
 _BYTES_TOGETHER = 64 << 20
 _TOKENS_TOGETHER = 1 << 20
-"""Of a row group."""
+"""Tokens per row group."""
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Files to read, in order: without those that a larger one holds already."""
+    """Files to read, in order, without small files already merged into a larger one."""
     found = sorted(folder.glob("*.parquet"))
     spans = [span_of(path) for path in found]
     held = {
@@ -77,16 +77,16 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def span_of(path: Path) -> tuple[int, int, int]:
-    """Rank of the worker, and first and last of the parts that a file holds."""
+    """Rank of the worker, and first and last part in the file."""
     _, rank, first, last = map(int, path.stem.split("-"))
     return rank, first, last
 
 
 class TrajectoryFiles:
-    """The files of one worker."""
+    """Writes the files of one worker."""
 
     def __init__(self, folder: Path, rank: int, limit_bytes: float) -> None:
-        """``limit_bytes``: of this worker's files; the oldest are dropped beyond it."""
+        """``limit_bytes``: size of this worker's files beyond which the oldest are dropped."""
         self._folder = folder
         self._rank = rank
         self._limit = limit_bytes
@@ -95,19 +95,19 @@ class TrajectoryFiles:
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
         self._sizes: dict[Path, int] = {}
-        """Of this worker's files, the oldest first."""
+        """Sizes of this worker's files, oldest first."""
         self._next_part = 0
 
     def append(self, table: pa.Table) -> None:
-        """Begin to write what one call brought.
+        """Start writing the rows of one call.
 
-        Raises RunError if the file system refused what came before it.
+        Raises RunError if an earlier write failed.
         """
         self.wait()
         self._writing = self._thread.submit(self._append, table)
 
     def wait(self) -> None:
-        """Until all is written; see ``append``."""
+        """Wait until everything is written; raises as ``append``."""
         if self._writing is not None:
             self._writing.result()
 
@@ -121,12 +121,12 @@ class TrajectoryFiles:
             self._drop_oldest()
         except OSError as error:
             raise RunError(
-                f"cannot write {self._folder}: {error}; make room or set "
+                f"cannot write {self._folder}: {error}; free space or set "
                 "logging.trajectories_gib=0, then continue with run.resume=true"
             ) from error
 
     def _take_stock(self) -> None:
-        """Of what an earlier process of the run left."""
+        """Find the files that an earlier process of the run left."""
         for path in files_of(self._folder):
             rank, _, last = span_of(path)
             if rank == self._rank:
@@ -134,7 +134,7 @@ class TrajectoryFiles:
                 self._next_part = last + 1
 
     def truncate_after(self, step: int) -> None:
-        """Drop rows of later steps, which the resumed run writes again; of all workers."""
+        """Drop rows of later steps, of all workers; the resumed run writes them again."""
         for path in self._folder.glob("*.tmp"):
             path.unlink()
         kept = files_of(self._folder)
@@ -143,8 +143,8 @@ class TrajectoryFiles:
         for path in kept:
             try:
                 steps = pq.ParquetFile(path).read(["step"])["step"].to_numpy()
-            except pa.ArrowInvalid as error:  # a machine that lost its power
-                logger.warning("%s is dropped, as it cannot be read: %s", path, error)
+            except pa.ArrowInvalid as error:  # after a power loss
+                logger.warning("%s cannot be read and is dropped: %s", path, error)
                 path.unlink()
                 continue
             if steps.min() > step:
@@ -178,7 +178,7 @@ class TrajectoryFiles:
 
 
 def _replace(path: Path, table: pa.Table) -> None:
-    """Row groups are so large that they are few, and so small that one is read at once."""
+    """Write ``path`` in row groups large enough to be few, small enough to read at once."""
     aside = path.with_name(f"_{path.stem}.tmp")  # readers of the folder skip it
     tokens = sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks) or 1
     with pq.ParquetWriter(aside, SCHEMA, **_WRITING) as writer:

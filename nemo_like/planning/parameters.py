@@ -148,7 +148,7 @@ class Rank:
         return _BOTH_MOMENTS[self.policy.optimizer.moments] * numbers
 
     def update(self) -> float:
-        """What the update itself needs.
+        """Temporary memory of the update.
 
         AdamW works in place, or on one bucket of unpacked moments and what rounding them takes. sgd
         adds decay to a copy of the gradients. Muon and Adafactor gather one matrix at a time: Muon
@@ -195,7 +195,7 @@ class Rank:
         return self.sizes.shard * self.sizes.cp
 
     def gradients(self) -> float:
-        """Float32, of all that train: sharded like parameters, whole until they are reduced.
+        """Float32 gradients of all that train: sharded like parameters, whole until reduced.
 
         DDP has them in its buckets, local SGD beside them.
         """
@@ -209,14 +209,14 @@ class Rank:
         return self.gradients() if self.num_micro_batches > 1 else self.buckets()
 
     def gradients_before_first_layer(self) -> float:
-        """All that exist in the backward pass of the first layer; those of the others are sent."""
+        """Gradients in the backward pass of the first layer; those of the others are sent."""
         if self.num_micro_batches > 1 or self.ddp:
             return self.gradients()
         others = self.trained.total - self.trained.root - self.trained.layer
         return FLOAT32 * max(others, 0.0) / self.shards
 
     def buckets(self) -> float:
-        """What DDP holds all the time; PowerSGD's errors are as large again.
+        """Buckets that DDP always holds; PowerSGD's errors take as much again.
 
         Local SGD and a single copy have no buckets.
         """

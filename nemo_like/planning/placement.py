@@ -31,7 +31,7 @@ def check_placement(config: RunConfig) -> None:
 
 
 def _broken_rules(config: RunConfig, sizes: ParallelSizes, plan: ResourcePlan) -> Iterator[str]:
-    """What is wrong, in order: scalar heads, nodes, what needs several ranks, replicas."""
+    """Errors in order: scalar heads, nodes, keys that need several ranks, replicas."""
     parallel = config.policy.parallel
     for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
         if config.scalar_heads and getattr(parallel, name) > 1:

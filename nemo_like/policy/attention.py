@@ -8,9 +8,9 @@ Under context parallelism each rank holds N / cp of the tokens. Around attention
 heads of some tokens for some heads of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), so that any
 kernel, and any packing, is exact.
 
-Where rows share a prompt (``policy.batching=shared``), its queries, keys and values exist once. The
-keys of each row are gathered, prompt included, while its queries begin after the prompt: causal
-attention whose last query sees the last key.
+If rows share a prompt (``policy.batching=shared``), its queries, keys and values exist once. Each
+row's keys are gathered, including the prompt's, but its queries begin after the prompt: causal
+attention in which the last query sees the last key.
 """
 
 import inspect
@@ -57,7 +57,7 @@ def row_index(
 
 
 def _of_rows(lengths: Tensor) -> tuple[Tensor, int, Tensor]:
-    """Where rows end, the longest one, and where tokens are among rows padded to that."""
+    """Row ends, longest row, and positions of tokens among rows padded to that length."""
     longest = int(lengths.max())
     ends = nn.functional.pad(lengths.cumsum(0), (1, 0))
     row_of_token = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)

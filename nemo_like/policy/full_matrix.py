@@ -1,4 +1,4 @@
-"""Optimizers that look at full matrices: Muon and Adafactor on shards."""
+"""Muon and Adafactor on sharded parameters: they need full matrices."""
 
 from collections.abc import Callable
 from typing import Any

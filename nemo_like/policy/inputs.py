@@ -130,7 +130,7 @@ def _packed(
         lengths, place = shared.lengths, shared.place
         predictors = place[predictors]
         here, within = ids[shared.kept], within[shared.kept]
-    if (extra := shape.positions - len(here)) > 0:  # filled up with rows of their own, none longer
+    if (extra := shape.positions - len(here)) > 0:  # pad with rows no longer than others
         longest = int(key_lengths.max())
         full_rows, rest = divmod(extra, longest)
         filler = lengths.new_tensor([longest] * full_rows + [rest] * (rest > 0))

@@ -43,8 +43,8 @@ def token_logprobs(
     GPU where both have such a dtype and ``head.float32`` is off. Gradients by ``weight`` and
     ``bias`` are summed over chunks in float32.
 
-    All ranks of ``head.group`` call this with the same ``hidden`` and ``token_ids`` and go on in
-    the same way: each gets the whole gradient of ``hidden`` and that of its own slice.
+    All ranks of ``head.group`` call this with the same ``hidden`` and ``token_ids`` and use the
+    result alike: each gets the whole gradient of ``hidden`` and that of its own slice.
     """
     call = HeadCall.of(
         head,

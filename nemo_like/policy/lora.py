@@ -29,7 +29,7 @@ _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Put adapters beside the configured matrices, in place; all else is frozen but ``score``."""
+    """Add adapters to the configured matrices, in place; everything but ``score`` is frozen."""
     inject_adapters(model, config)
     for name, parameter in model.named_parameters():
         if name.startswith("score."):  # a head that begins at 0 can't stay there

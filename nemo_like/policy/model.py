@@ -31,16 +31,16 @@ MicroBatches = Sequence[TensorBatch | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRequest:
-    """One forward pass; opaque to the wrappers (FSDP, pipeline stages) that it travels through."""
+    """One forward pass; opaque to the wrappers (FSDP, pipeline stages) that it passes through."""
 
     inputs: ModelInputs
     temperature: float
     with_entropy: bool = False
     entropy_trains: bool = False
     ids: Tensor | None = None
-    """int64 [M, K]: vocabulary ids whose logprobs are wanted beside the token's own."""
+    """int64 [M, K]: further vocabulary ids to compute logprobs of."""
     top_k: int = 0
-    """Above 0: that many of the most likely tokens are wanted, and nothing else."""
+    """Above 0: return only this many of the most likely tokens."""
     vocabulary: int | None = None
     """Distributions of ``ids`` and ``top_k`` leave out ids from here on, exactly as if their logits
     were -infinity. None: none."""
@@ -56,7 +56,7 @@ def forward_requests(
     loss: Loss | None = None,
     **wanted: Any,
 ) -> list[ForwardRequest]:
-    """One pass for each micro-batch, for what ``loss`` needs and the fields that are ``wanted``."""
+    """One request per micro-batch, for what ``loss`` needs and the ``wanted`` fields."""
     needs = Needs() if loss is None else loss.needs
     requests = [
         ForwardRequest(inputs=one, entropy_trains=needs.entropy, **wanted) for one in inputs
@@ -65,7 +65,7 @@ def forward_requests(
         return requests
 
     def ids(of: ModelInputs, batch: TensorBatch | None) -> Tensor:
-        # Of an empty micro-batch any will do.
+        # For an empty micro-batch any value will do.
         return of.target_ids[:, None] if batch is None else batch.tokens[column][of.targets]
 
     return [

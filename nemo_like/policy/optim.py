@@ -81,7 +81,7 @@ def step_with(optimizer: Optimizer, device: torch.device, *, on_host: bool) -> N
 
 
 def _move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Moments alone; step counts stay where the optimizer put them."""
+    """Moments only; step counts stay where the optimizer put them."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() > 0:
@@ -185,7 +185,7 @@ def groups_of(named: Named, config: OptimizerConfig) -> list[dict[str, Any]]:
 logger = logging.getLogger(__name__)
 
 _SPARED = 0.1
-"""Share of a node's free memory that offloading leaves to all else."""
+"""Share of a node's free memory that offloading leaves free."""
 
 
 def place_state(

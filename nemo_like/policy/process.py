@@ -27,7 +27,7 @@ def policy_group(
 ) -> "WorkerGroup[PolicyWorker]":
     """Ranks without a model as yet, named ``role`` in errors and logs.
 
-    ``on``: bundles of their own, if not the policy's.
+    ``on``: their own bundles, if not the policy's.
     """
     bundles = [[cluster.bundles[i]] for i in on or cluster.plan.policy]
     return WorkerGroup(

@@ -171,8 +171,8 @@ class RemoteModel:
     ) -> list[T]:
         """Add the token columns that ``make`` gives for the rows of each data-parallel rank.
 
-        Returns what else it gives. ``make`` travels: a function of a module, or a dataclass that
-        can be called.
+        Returns the other results of ``make``. It is sent to ranks: a function of a module, or a
+        dataclass that can be called.
         """
         plan = self._plan(batch)
         shards = [batch.select(plan.rows(rank)) for rank in range(len(plan.bins))]
@@ -207,7 +207,7 @@ class RemoteModel:
         return merge(results)
 
     def add(self, batch: RemoteBatch, loss: Loss) -> Denominators:
-        """Gradients of a part of a step's rows, and their counts; see ``finish``."""
+        """Compute gradients of some of a step's rows, and return their counts; see ``finish``."""
         batch = trained(batch)
         if len(batch):
             shards, on_policy = self._shards(batch, self._plan(batch)), self._is_on_policy(batch)
@@ -215,9 +215,9 @@ class RemoteModel:
         return counts_of(batch)
 
     def finish(self, divide_by: float, check: Callable[[Metrics], None] | None = None) -> Metrics:
-        """One optimizer step with all that was added; ``divide_by``: what the loss is a mean of."""
+        """One optimizer step on everything added; ``divide_by``: denominators of the loss."""
         if not divide_by:
-            logger.warning("No row of this step trains; its optimizer step is left out.")
+            logger.warning("No row of this step trains; its optimizer step is skipped.")
             return {}
         results = self.group.call(PolicyWorker.finish, divide_by, check)
         self.weight_version += 1
@@ -229,7 +229,7 @@ class RemoteModel:
         return merge(self.group.scatter(PolicyWorker.evaluate, shards, loss, counts, last="pp"))
 
     def submit_weights(self, *, adapters_only: bool) -> "Pending[float]":
-        """Begin to hand the weights to the engines; each rank says how many seconds it took."""
+        """Start sending weights to the engines; each rank returns the seconds it took."""
         return self.group.submit(PolicyWorker.send_weights, self.weight_version, adapters_only)
 
     def release_memory(self) -> None:

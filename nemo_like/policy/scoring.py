@@ -125,7 +125,7 @@ _ROWS = ((60, 64), (90, 96, 94), (16, 80), (24, 120, 20))
 
 
 def warm_up(trainer: "Trainer") -> None:
-    """Compile beside the start of the engines: a pass without a gradient; collective."""
+    """Compile while engines start, by a pass without gradient; collective."""
     if trainer.mesh.sizes.pp > 1:
         return  # All passes through a pipeline have one shape, which is the step's own.
     rows = [made_up_rows(lengths, trainer.device) for lengths in _ROWS]

@@ -1,4 +1,4 @@
-"""Which rows of a batch train, how many they are, and the columns that ranks add to them."""
+"""Select the rows of a batch that train, count them, and add columns computed by ranks."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,20 @@ from nemo_like.losses.protocol import Denominators
 
 
 def trained(batch: RemoteBatch, rows_per_unit: int = 1) -> RemoteBatch:
-    """The rows that train, in units of which all rows do."""
+    """Rows of the units in which all rows train."""
     trains = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
     together = trains.view(-1, rows_per_unit).all(1).repeat_interleave(rows_per_unit)
     return batch.select(together.nonzero(as_tuple=True)[0])
 
 
 def counts_of(batch: RemoteBatch) -> Denominators:
-    """What means over these rows divide by."""
+    """Denominators of means over these rows."""
     tokens = float(batch.rows[keys.NUM_LOSS_TOKENS].sum())
     return Denominators(tokens=tokens, sequences=float(len(batch)))
 
 
 def add_columns(batch: RemoteBatch, plan: MicroBatchPlan, refs: Sequence[ObjectRef | None]) -> None:
-    """Add the columns that each data-parallel rank with rows has put into the store for them."""
+    """Add the columns that each data-parallel rank with rows has put into the object store."""
     parts = [(ref, rows) for rank, ref in enumerate(refs) if (rows := plan.rows(rank))]
     found = [ref for ref, _ in parts if ref is not None]
     assert len(found) == len(parts), "the mesh's output ranks must be the layout's"

@@ -96,7 +96,7 @@ class Trainer:
         self.loss_scale = LossScale(config.loss_scale) if config.dtype == "float16" else None
         self.num_steps = 0
         self._parts: list[Metrics] = []
-        """Of the step in progress, as ``_sums``."""
+        """Metrics of the step in progress, like ``_sums``."""
         self._sums: MismatchSums | None = None
 
     def train(
@@ -123,7 +123,7 @@ class Trainer:
         *,
         on_policy: bool = False,
     ) -> None:
-        """Forward and backward over this rank's micro-batches of a step, or of a part of one.
+        """Forward and backward over this rank's micro-batches of a step or part of a step.
 
         ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
         is that of all ranks.
@@ -137,7 +137,7 @@ class Trainer:
     def finish(
         self, check: Callable[[Metrics], None] | None = None, divide_by: float = 1.0
     ) -> Metrics:
-        """One step of all ranks together, with the sum of what was added, divided.
+        """One step of all ranks together, on the gradients added, after division.
 
         ``check`` may refuse the metrics by a RunError. The returned ones are this data-parallel
         rank's share; others return what all ranks know.
@@ -296,7 +296,7 @@ class Trainer:
     def requests(
         self, micro_batches: MicroBatches, **wanted: Any
     ) -> tuple[list[ForwardRequest], InputShape | None]:
-        """A pass for each micro-batch, see ``forward_requests``; in a pipeline, their one shape."""
+        """A request per micro-batch, see ``forward_requests``; in a pipeline all have one shape."""
         # Where only other ranks have a micro-batch, a row with one target reaches all parameters.
         batches = [each or made_up_rows([2], self.device) for each in micro_batches]
         shape = None

@@ -1,4 +1,4 @@
-"""What a rank of a model starts with."""
+"""The setup of a rank of a model."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ class TrainerSetup:
     with_reference: bool = False
     output: Output = "logprobs"
     trains: bool = True
-    """False: a frozen model, without gradient and optimizer."""
+    """False: a frozen model without gradients and optimizer."""
     log_dir: str = "."
     num_threads: int = 1
     timeout_s: float = 600.0
-    """Of collectives."""
+    """Time limit of collectives."""
     refit_timeout_s: float = 600.0
-    """Of each wait for an engine."""
+    """Time limit of each wait for an engine."""
     memory: MemoryNeeds | None = None
     """Predicted memory of a rank on a GPU, where the formulas cover the model."""
     ranks_per_node: int = 1

@@ -196,12 +196,12 @@ class PolicyWorker(Worker):
         return metrics | self.memory("train/")
 
     def add(self, shard: Shard, loss: Loss, on_policy: bool) -> None:
-        """Gradients of a part of a step, whose denominators are not known yet; collective."""
+        """Gradients of part of a step, before its denominators are known; collective."""
         whole, rows = Denominators(tokens=1.0, sequences=1.0), shard.micro_batches(self._device)
         self._trainer.add(rows, loss, whole, shard.temperature, on_policy=on_policy)
 
     def finish(self, divide_by: float, check: Callable[[Metrics], None] | None) -> Metrics:
-        """One optimizer step over all that was added, see ``Trainer.finish``; collective."""
+        """One optimizer step over everything added, see ``Trainer.finish``; collective."""
         return self._trainer.finish(check, divide_by) | self.memory("train/")
 
     def evaluate(self, shard: Shard, loss: Loss, denominators: Denominators) -> Metrics:
@@ -237,8 +237,7 @@ class PolicyWorker(Worker):
     def open_sender(
         self, num_receivers: int, transport: Transport, bucket_bytes: int
     ) -> SenderAddress:
-        """Plan the buckets and listen for ``num_receivers`` engine ranks, of which there may be
-        none."""
+        """Plan the buckets and listen for ``num_receivers`` engine ranks, possibly none."""
         trainer, timeout_s = self._trainer, self._refit_timeout_s
         lora = trainer.config.lora if travels_apart(trainer.config.lora) else None
         buckets = plan_refit(trainer.setup.model_path, trainer.dtype, lora, bucket_bytes)
@@ -259,7 +258,7 @@ class PolicyWorker(Worker):
             self._sender.accept()
 
     def send_weights(self, version: int, adapters_only: bool) -> float:
-        """Hand weights to the engines, and say how many seconds it took; collective."""
+        """Send weights to the engines; returns the seconds it took; collective."""
         start = time.monotonic()
         tensors = refit_tensors(self._trainer, self._trainer.dtype, adapters_only=adapters_only)
         if self._sender is not None:

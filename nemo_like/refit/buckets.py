@@ -1,7 +1,7 @@
-"""What a refit holds: flat buckets of tensors, checked against the model's architecture.
+"""The content of a refit: flat buckets of tensors, checked against the model's architecture.
 
-Sender and receiver derive the tensors from the model's configuration alone: a sender that forgets
-one and a receiver that would accept the gap cannot agree by accident.
+Sender and receiver each derive the tensors from the model's configuration, so a tensor that the
+sender forgets is always noticed.
 """
 
 import math
@@ -107,7 +107,7 @@ def check_buckets(
 ) -> None:
     """Raise RunError unless ``buckets`` hold exactly the tensors of model and adapters.
 
-    ``lora``: whose adapters travel apart. None: those of no adapter.
+    ``lora``: adapters that are sent separately. None: there are none.
     """
     expected = expected_tensors(model_path, dtype)
     if lora is not None:
@@ -164,14 +164,14 @@ def check_refit(
 
 
 def travels_apart(lora: LoraConfig) -> bool:
-    """Whether engines get adapters separately, not merged into the model."""
+    """Whether engines get adapters separately instead of merged into the model."""
     return lora.rank > 0 and lora.refit == "adapters"
 
 
 def plan_refit(
     model_path: str, dtype: torch.dtype, lora: LoraConfig | None, bucket_bytes: int
 ) -> list[Bucket]:
-    """All that an engine without weights needs; no bucket has both adapters and other tensors."""
+    """All buckets that a new engine needs; none mixes adapters and other tensors."""
     buckets = plan_buckets(expected_tensors(model_path, dtype), bucket_bytes)
     if lora is not None:
         buckets += plan_buckets(_adapters(model_path, dtype, lora), bucket_bytes)
@@ -185,6 +185,6 @@ def _adapters(model_path: str, dtype: torch.dtype, lora: LoraConfig) -> dict[str
 
 
 def numbered(buckets: Sequence[Bucket], *, adapters_only: bool) -> list[tuple[int, Bucket]]:
-    """The buckets of a refit, with their agreed positions."""
+    """The buckets of a refit, with the positions that sender and receiver share."""
     every = enumerate(buckets)
     return [one for one in every if not adapters_only or is_adapter(one[1].slots[0].name)]

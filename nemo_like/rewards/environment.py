@@ -29,7 +29,7 @@ _GIB = 2**30
 def check_reward_model(
     environment: EnvironmentConfig, rows_of: Mapping[str, Sequence[Row]], chat: ChatTokenizer
 ) -> None:
-    """Refuse, before models load, reward models that cannot score; others are not looked at.
+    """Refuse, before models load, reward models that cannot score; ignore other rewards.
 
     ``rows_of``: by the key that they are from; ``chat`` is the policy's. Raises UserError.
     """
@@ -105,10 +105,10 @@ def start_pool(
 ) -> RewardPool:
     """Reward processes that are ready; UserError says why they are not.
 
-    ``engines_per_node``: engines that have such processes on one node, and share its memory;
-    ``num_engines`` of the run, whose processes share the requests to a judge.
-    ``switches`` of the policy's template; ``num_threads`` of each process that has a reward model;
-    ``log`` gets what they print.
+    ``engines_per_node``: engines on one node, whose reward processes share its memory;
+    ``num_engines``: engines of the run, whose processes share the requests to a judge;
+    ``switches``: of the policy's template; ``num_threads``: of each process with a reward model;
+    ``log``: file for their output.
     """
     gib = environment.process_memory_gib
     num_processes = environment.num_processes
@@ -138,7 +138,7 @@ def start_pool(
 def _functions(
     environment: EnvironmentConfig, num_processes: int, pool_of: Callable[..., RewardPool]
 ) -> RewardPool:
-    """The pool of reward functions, and of environments; ``num_processes`` of the run."""
+    """The pool for functions and environments; ``num_processes``: of the whole run."""
     rows_at_once, passed = environment.rows_at_once, environment.pass_variables
     judge = environment.judge
     if environment.judges:
@@ -165,7 +165,7 @@ def _functions(
         pool.shutdown()
         raise UserError(
             f"environment.rows_at_once={environment.rows_at_once} would have no effect: "
-            f"{environment.reward} scores one completion after the other, as it is no async def; "
+            f"{environment.reward} scores one completion after the other, since it is not async; "
             "leave it out, or set environment.num_processes."
         )
     return pool

@@ -1,4 +1,4 @@
-"""Reward functions by name: found and checked, alone or several as one."""
+"""Find and check reward functions by name, and combine several into one."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ _OF_TRL = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric
 def resolve_reward(spec: str, judge: Mapping[str, Any] | None = None) -> RewardFunction:
     """The function that ``spec`` names; UserError if it cannot be called with a row by name.
 
-    ``judge``: what the judge is made of, if it is named.
+    ``judge``: settings of the judge, in case ``spec`` names it.
     """
     if spec == JUDGE:
         found = REWARDS.load(_KEY, spec)(judge or {})
@@ -61,7 +61,7 @@ def resolve_reward(spec: str, judge: Mapping[str, Any] | None = None) -> RewardF
 def combined(
     parts: Mapping[str, Mapping[str, Any]], judge: Mapping[str, Any] | None = None
 ) -> RewardFunction:
-    """One function of several, by name; see ``environment.rewards``."""
+    """One function that combines several by weight; see ``environment.rewards``."""
     functions = {name: resolve_reward(part["function"], judge) for name, part in parts.items()}
 
     def total(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def combined(
 
 
 def reward_spec(environment: EnvironmentConfig, num_processes: int = 1) -> str:
-    """What names an environment's reward or rewards, for ``load_reward``.
+    """A text from which ``load_reward`` makes an environment's reward.
 
-    ``num_processes``: of the run, which share ``environment.judge.max_requests``.
+    ``num_processes`` of the whole run share ``environment.judge.max_requests``.
     """
     if not environment.rewards and not environment.judges:
         return environment.reward
@@ -115,7 +115,7 @@ def reward_spec(environment: EnvironmentConfig, num_processes: int = 1) -> str:
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """What ``reward_spec`` names; UserError says why it cannot be used."""
+    """The reward that ``reward_spec`` describes; UserError says why it cannot be used."""
     if not spec.startswith("{"):
         return resolve_reward(spec)
     settings = json.loads(spec)

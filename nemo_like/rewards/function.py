@@ -1,6 +1,6 @@
-"""A reward function: called on rows, and what it returned as results.
+"""Call a reward function on rows, and turn what it returns into results.
 
-Whatever happens to a row costs that row, or one of its metrics.
+A failure costs only its row, or one metric of it.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ class RewardFunction:
     is_async: bool = False
     """An ``async def``, or an object with one as its ``__call__``."""
     is_batched: bool = False
-    """It takes lists, ``(prompts, completions, **columns)``, as in TRL."""
+    """Whether it takes lists, ``(prompts, completions, **columns)``, as in TRL."""
     by_name: bool = True
-    """False: it is called with prompt, completion and all fields as one mapping."""
+    """False: call it with prompt, completion and one mapping of all fields."""
     queues: bool = False
-    """It waits for its turn, and limits its own time after that."""
+    """Whether it queues its own work and limits its time after that."""
 
     def __call__(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> Any:
         """Call the function with those fields that it names; its result is not checked here."""
@@ -56,7 +56,7 @@ class RewardFunction:
         return self.function(**(passed | {"prompt": prompt, "completion": completion}))
 
     def of_rows(self, rows: Sequence[RewardRow]) -> Any:
-        """A list of what a batched function returns for each row, or an awaitable of it."""
+        """The list that a batched function returns for these rows, or an awaitable of it."""
         names = dict.fromkeys(name for row in rows for name in row.fields if self._accepts(name))
         columns = {name: [row.fields.get(name) for row in rows] for name in names}
         own = {"prompts": [_prompt(row) for row in rows]}
@@ -83,7 +83,7 @@ def _completion(row: RewardRow) -> Any:
 def _listed(found: Any, count: int) -> list[Any]:
     if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__len__"):
         raise UserError(
-            f"returned a {type(found).__name__}, not a list with a reward for each completion."
+            f"returned a {type(found).__name__}, not a list with one reward per completion."
         )
     if len(found) != count:
         raise UserError(f"returned {len(found)} rewards for {count} completions.")
@@ -115,7 +115,7 @@ def score_row(function: RewardFunction, row: RewardRow, runner: asyncio.Runner) 
 def score_rows(
     function: RewardFunction, rows: Sequence[RewardRow], runner: asyncio.Runner
 ) -> list[RewardResult]:
-    """Score rows in one call of a batched function; where that fails, each in its own."""
+    """Score rows in one call of a batched function; if that fails, each row separately."""
     if function.is_batched and len(rows) > 1:
         with _one_process(), contextlib.suppress(BaseException):
             return [to_result(value) for value in function.of_rows(rows)]
@@ -169,9 +169,8 @@ def to_result(result: Any) -> RewardResult:
     Next to ``reward`` a dict holds numbers, which become metrics, and perhaps ``answer``: what the
     completion answered, or None if it stated none. Metrics that are not finite numbers are
     dropped; the reward still counts. A ``reward`` of None means that the row cannot be scored; then
-    ``error`` may be a text that says why. ``steps`` may hold rewards by the id of the answer that
-    earned them, beside the ``reward`` of the last one or in place of it. Raises UserError for a
-    reward that is not a number.
+    ``error`` may say why. ``steps`` may hold rewards by the id of the answer that earned them, with
+    or without a ``reward`` for the last one. Raises UserError for a reward that is not a number.
     """
     if result is None:
         return failed("returned None")

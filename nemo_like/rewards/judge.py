@@ -1,7 +1,7 @@
-"""The reward ``judge``: a model at a server that speaks the OpenAI protocol gives the verdict.
+"""The reward ``judge``: a model on an OpenAI-compatible server scores completions.
 
-A row without a verdict (the server is down, refuses, or says something else) has no reward: it is
-masked and counted, never taken for a bad answer.
+A row without a verdict (the server is down, refuses, or answers something else) has no reward: it
+is masked and counted, never treated as a bad answer.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ _MOST_CHARS = 200
 
 
 class Judge:
-    """Asks the judge of ``environment.judge``."""
+    """A reward function that asks the judge of ``environment.judge``."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """``settings``: the section, ``timeout_s`` of a row, and ``max_requests`` of this process.
 
-        Raises UserError for a template that is none.
+        Raises UserError for an invalid template.
         """
         self._settings = settings
         self._name = f"the judge {settings['model']} at {settings['url']}"
@@ -59,7 +59,7 @@ class Judge:
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, prompt: str, completion: str, **fields: Any) -> dict[str, float]:
-        """The reward of one completion, with the requests and seconds that it took."""
+        """The reward of one completion, with the number of requests and seconds it took."""
         limits = {name: f"{self._settings[name]:g}" for name in ("lowest", "highest")}
         try:
             text = self._template.render(limits | fields, prompt=prompt, completion=completion)
@@ -76,7 +76,7 @@ class Judge:
         }
 
     async def _ask(self, text: str) -> tuple[str, int]:
-        """The judge's words, and how often it was asked."""
+        """The judge's answer, and the number of requests it took."""
         deadline = time.monotonic() + self._settings["timeout_s"]
         tries = self._settings["tries"]
         number, problem = 0, "none was made"
@@ -98,7 +98,7 @@ class Judge:
         raise UserError(f"{self._name} gave no verdict in {number} tries: {problem}")
 
     async def _post(self, text: str) -> tuple[int, Any, float]:
-        """Status, body, and the seconds to wait that the server asks for."""
+        """Status, body, and the seconds of ``Retry-After``."""
         settings = self._settings
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -128,7 +128,7 @@ class Judge:
             return verdicts[found[-1]]
         try:
             number = float(found[-1]) if found and not verdicts else float("nan")
-        except (TypeError, ValueError):  # a group that matched nothing, or words
+        except (TypeError, ValueError):  # the group matched nothing, or no number
             number = float("nan")
         if not low <= number <= high:
             raise UserError(f"{self._name} gave no verdict: {answer[-_MOST_CHARS:]!r}")
@@ -136,7 +136,7 @@ class Judge:
 
 
 def _content(body: Any) -> str:
-    """The text of an answer; empty if it has none."""
+    """The text of a response; empty if it has none."""
     try:
         return body["choices"][0]["message"]["content"] or ""
     except (LookupError, TypeError):

@@ -34,12 +34,12 @@ MOST_ROWS = 10_000
 """Rows after which a process is replaced, for what leaks and is not measured."""
 MEMORY_SHARE = 0.5
 FIRST_S = 60.0
-"""Most that the first rows of a process may take longer, since they may import."""
+"""Most extra time for the first rows of a process, since they may import."""
 FIRST_SHARE = 5.0
-"""The same in time limits."""
+"""The same, in multiples of the time limit."""
 TRIES = 2
-"""Processes in a row that cannot load the reward, after which all rows that wait fail; and those
-that get more time for their first rows before any has scored one."""
+"""Processes in a row that may fail to load the reward before all waiting rows fail; also the number
+of processes that get extra time before any row has been scored."""
 _SHUT_DOWN = "the reward process was shut down"
 
 
@@ -49,12 +49,12 @@ class RewardPool:
     ``reward`` is resolved in the reward processes only, by ``module``; UserError if it cannot be
     used. A row that takes longer than ``timeout_s`` to score (waiting for a free process does not
     count) or more than ``memory_limit_bytes`` fails. Processes get ``pass_variables`` besides those
-    that ``variables`` lists. What they print goes to ``log`` (None: where this process prints).
+    that ``variables`` lists. Their output goes to ``log`` (None: this process's own output).
 
     A process scores one row after the other, or ``concurrency`` at once by an ``async def``. It is
     replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``
-    (None: it is kept while it works). A free process of a reward that takes several rows in one
-    call gets up to ``concurrency`` rows that wait, which share their time limits, and their fate.
+    (None: it is kept while it works). If the reward takes several rows in one call, a free process
+    gets up to ``concurrency`` waiting rows, which share time limits and succeed or fail together.
     """
 
     def __init__(
@@ -257,9 +257,9 @@ class _Lane:
             return self._processes[-1]
 
     def _first_s(self) -> float:
-        """What the first rows of the next process may take longer.
+        """Extra seconds for the first rows of the next process.
 
-        Rows of a function that always hangs must not all wait so long.
+        If the function always hangs, only the first processes get them.
         """
         self._num_started += 1
         self._has_scored = self._has_scored or any(one.num_scored for one in self._processes)
@@ -269,7 +269,7 @@ class _Lane:
     async def _start(self) -> None:
         process = await RewardProcess.start(self._settings, self._first_s())
         self._processes = [one for one in self._processes if not one.is_gone] + [process]
-        if self._is_ended:  # meanwhile
+        if self._is_ended:  # ended meanwhile
             process.lose(_SHUT_DOWN)
 
 

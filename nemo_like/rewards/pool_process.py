@@ -56,7 +56,7 @@ class ProcessSettings:
     most_rows: int | None
     """After so many it is replaced, and when it has grown. None: it is kept while it works."""
     log: Path | None
-    """Gets what it prints. None: it prints where this process does."""
+    """File for its output. None: this process's own output."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class RewardProcess(asyncio.Protocol):
 
     @classmethod
     async def start(cls, settings: ProcessSettings, first_s: float) -> Self:
-        """A process that loads its reward; ``first_s``: what its first rows may take longer."""
+        """A process that loads its reward; ``first_s``: extra seconds for its first rows."""
         process = cls(settings, first_s)
         await asyncio.get_running_loop().create_connection(lambda: process, sock=process._socket)
         return process
@@ -155,7 +155,7 @@ class RewardProcess(asyncio.Protocol):
         limit_s = self._settings.timeout_s
         grace_s = CONCURRENT_GRACE_S if self.is_concurrent else 0.0
         done, _ = await asyncio.wait({results}, timeout=limit_s * len(rows) + grace_s)
-        if not done and not self.num_scored:  # it may import
+        if not done and not self.num_scored:  # it may still import
             limit_s += self._first_s
             done, _ = await asyncio.wait({results}, timeout=self._first_s)
         if not done:

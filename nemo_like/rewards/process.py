@@ -50,7 +50,7 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
     for stream in (sys.stdout, sys.stderr):
         cast(io.TextIOWrapper, stream).reconfigure(
             line_buffering=True
-        )  # what a function prints is there when it hangs
+        )  # output must be visible even if the function hangs
     _keep_from_children(pool)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends the pool
     leave_sigterm_to_driver()
@@ -118,7 +118,7 @@ class _Server:
         self._function = function
         self._timeout_s = timeout_s
         self._first_s = first_s
-        """More for rows that wait until any is scored."""
+        """Extra seconds for rows until one is scored."""
         self._answers: set[asyncio.Task[None]] = set()
         self._num_open = 0
         """Rows that are still scored."""

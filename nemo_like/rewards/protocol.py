@@ -8,7 +8,7 @@ MOST = 3e38
 """Nearly float32's largest number: what losses compute with."""
 
 IS_CHAT = "__chat__"
-"""Field of a row whose prompt was given as messages, for functions that tell the two apart."""
+"""Field that marks a row with messages as its prompt, for functions that need to know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class RewardResult:
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     answer: str | None = None
-    """What the completion answered, by which equal answers are told; empty if it stated none. None
-    if the environment does not say."""
+    """The completion's answer, to recognise equal answers; empty if it stated none. None if the
+    environment does not say."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Metrics that are left out, and why."""
     steps: dict[str, float] = field(default_factory=dict)
-    """Parts of the reward by the completion that earned them, as the endpoint called it; by an
-    empty name what the last one did. Empty: all is the last one's."""
+    """Parts of the reward by the id of the completion that earned them; the empty id stands for the
+    last one. Empty: the whole reward belongs to the last completion."""
     spent: str | None = None
     """Why the reward process should be replaced, though it still works; the pool reads it."""
 

@@ -1,4 +1,4 @@
-"""Groups that are sampled ahead of training, within the bound on their age."""
+"""Sample groups ahead of training, with a bound on their age."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -16,38 +16,38 @@ Wait = Callable[
 
 @dataclass(eq=False)
 class Group:
-    """One group under way."""
+    """A group that is being sampled, or waits to train."""
 
     group: int
     last_step: int
-    """In which it may train; later its oldest token would be too old."""
+    """The last step it may train in; after that its oldest token would be too old."""
     call: Pending[RolloutResult]
     result: RolloutResult | None = None
 
 
 @dataclass
 class Ahead:
-    """At most (max_lag + 1) x groups per step, in the order in which they began."""
+    """At most (max_lag + 1) x groups per step, in the order they began."""
 
     max_lag: int
     per_step: int
     max_steps: int
     by_readiness: bool
-    """Whether groups train as they become ready, except where one would become too old."""
+    """Whether groups train as they finish, unless another would become too old."""
 
     def __post_init__(self) -> None:
         self._open: list[Group] = []
 
     @classmethod
     def of(cls, config: SamplingRunConfig) -> Self | None:
-        """For a run with lag."""
+        """The bookkeeping of a run with lag; None without lag."""
         if not config.max_lag:
             return None
         per_step, by_readiness = config.loop.num_prompts_per_step, config.rollout_order == "ready"
         return cls(config.max_lag, per_step, config.max_steps, by_readiness)
 
     def room(self, step: int, count: int) -> int:
-        """How many groups may begin in ``step``, which still needs ``count``."""
+        """How many groups may begin now, in ``step``, which still needs ``count``."""
         ahead = min(self.max_lag, self.max_steps - step) * self.per_step
         return max(0, ahead + count - len(self._open))
 
@@ -57,11 +57,11 @@ class Ahead:
         return step + later, place
 
     def add(self, step: int, group: int, call: Pending[RolloutResult]) -> None:
-        """Note a group that begins with the weights of ``step``."""
+        """Add a group that begins with the weights of ``step``."""
         self._open.append(Group(group, step + self.max_lag, call))
 
     def next(self, step: int, count: int, wait: Wait) -> list[Group]:
-        """``wait`` for the ``count`` groups that train in ``step``."""
+        """Wait for the ``count`` groups that train in ``step``, and return them."""
         waiting = [one for one in self._open if one.result is None]
         if not self.by_readiness:
             waiting = [one for one in self._open[:count] if one.result is None]
@@ -80,10 +80,10 @@ class Ahead:
         return chosen
 
     def _choice(self, step: int, count: int, done: Set[Any] = frozenset()) -> list[Group] | None:
-        """Which groups train in ``step``; None: more have to finish first.
+        """The groups that train in ``step``; None if more have to finish first.
 
-        ``done``: references of calls that have finished meanwhile. Each later step takes at least
-        ``per_step`` groups, so the i-th of those that are left trains i // per_step steps later.
+        ``done``: references of calls that have just finished. Each later step takes at least
+        ``per_step`` groups, so the i-th remaining group trains i // per_step steps later.
         """
         finished = [
             one.result is not None or not done.isdisjoint(one.call.refs) for one in self._open

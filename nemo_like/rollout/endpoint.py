@@ -1,9 +1,8 @@
-"""An OpenAI-compatible server in each rollout worker: a key stands for one trajectory.
+"""An OpenAI-compatible server in each rollout worker: each key belongs to one trajectory.
 
-It listens on the loopback address only. Environments and harnesses run in processes of their own
-and reach the model here, so that a program that was written for any such server works as it is.
-Temperature, top-p and seed are the run's, whatever a request asks for: the policy trains on the
-distribution that it samples from.
+It listens on the loopback address only. Environments and harnesses run in separate processes and
+reach the model here, so programs written for any such server work unchanged. Temperature, top-p and
+seed are always the run's: the policy must train on the distribution that it samples from.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ _MOST_CHOICES = 128
 _OVERRIDDEN = {"temperature": 1, "top_p": 1, "top_k": None, "seed": None, "frequency_penalty": 0,
                "presence_penalty": 0, "logit_bias": None, "response_format": None,
                "tool_choice": "auto"}  # fmt: skip
-"""Parameters that have no effect here, and their harmless values."""
+"""Parameters without effect here, and the values that need no warning."""
 
 
 class Address(NamedTuple):
@@ -40,7 +39,7 @@ class Address(NamedTuple):
 
 
 class RequestError(Exception):
-    """A request that is refused, as the OpenAI protocol says it."""
+    """A refused request, in the format of the OpenAI API."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -58,7 +57,7 @@ class Endpoint:
     """The server of one worker."""
 
     def __init__(self, model: str) -> None:
-        """``model``: what it is called in answers."""
+        """``model``: the model name in responses."""
         self._model = model
         self._recorders: dict[str, Recorder] = {}
         self._runner: web.AppRunner | None = None
@@ -66,7 +65,7 @@ class Endpoint:
         self._warned = set[str]()
 
     async def start(self) -> None:
-        """Begin to listen, on a port of the system's choice."""
+        """Start listening, on a port that the system picks."""
         app = web.Application(client_max_size=_MOST_BYTES)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._answering(self._chat))
@@ -85,7 +84,7 @@ class Endpoint:
 
     @contextmanager
     def serving(self, recorder: Recorder) -> Iterator[Address]:
-        """Where calls of a trajectory go; inside, and no longer."""
+        """The address for calls of a trajectory, valid inside the block."""
         key = f"trajectory-{secrets.token_hex(16)}"
         self._recorders[key] = recorder
         try:
@@ -99,7 +98,7 @@ class Endpoint:
         recorder = self._recorders.get(key)
         if recorder is None:
             raise RequestError(
-                401, "This key belongs to no trajectory that is under way.", "invalid_api_key"
+                401, "This key does not belong to a running trajectory.", "invalid_api_key"
             )
         return recorder
 
@@ -139,7 +138,7 @@ class Endpoint:
             if value not in (harmless, None) and name not in self._warned:
                 self._warned.add(name)
                 logger.warning(
-                    "A request asks for %s=%s, which has no effect: the run's own applies.",
+                    "A request asks for %s=%s, which has no effect; the run's own value applies.",
                     name,
                     json.dumps(value)[:80],
                 )
@@ -167,7 +166,7 @@ class Endpoint:
     ) -> web.StreamResponse:
         prompt = asked.get("prompt")
         if not isinstance(prompt, str):
-            raise RequestError(400, "'prompt' must be one text.", "bad_prompt")
+            raise RequestError(400, "'prompt' must be a single string.", "bad_prompt")
         turns = await self._sample(recorder, asked, prompt, ())
         choices = [
             {
@@ -191,7 +190,7 @@ class Endpoint:
         stop, count = asked.get("stop") or [], asked.get("n") or 1
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
-            raise RequestError(400, "'stop' must be a text or a list of texts.", "bad_stop")
+            raise RequestError(400, "'stop' must be a string or a list of strings.", "bad_stop")
         if not isinstance(count, int) or not 1 <= count <= _MOST_CHOICES:
             raise RequestError(400, f"'n' must be from 1 to {_MOST_CHOICES}.", "bad_n")
         if most is not None and (not isinstance(most, int) or most < 1):
@@ -218,7 +217,7 @@ class Endpoint:
         turns: Sequence[Turn],
         choices: Sequence[Mapping[str, Any]],
     ) -> web.StreamResponse:
-        """Answer, if there is still somebody to answer."""
+        """Send the answer, if the client is still connected."""
         try:
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError
@@ -258,7 +257,7 @@ class Endpoint:
         turns: Sequence[Turn],
         choices: Sequence[Mapping[str, Any]],
     ) -> web.StreamResponse:
-        """The whole answer as events: what is sampled is known at its end only."""
+        """The whole answer as events, once sampling has finished."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         body = self._body(asked, kind, turns, [])

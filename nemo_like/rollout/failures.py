@@ -1,4 +1,4 @@
-"""Why rewards failed: every reason, counted at each step in a file of the run's folder."""
+"""Count why rewards failed, at each step, in a file of the run's folder."""
 
 import json
 import logging
@@ -22,10 +22,10 @@ _MOST_NAMED = 5
 
 
 class RewardFailures:
-    """Says each reason once in the log and counts it in ``reward_failures.jsonl``."""
+    """Logs each reason once and counts it in ``reward_failures.jsonl``."""
 
     def __init__(self, environment: EnvironmentConfig, run_dir: Path, resumed_step: int) -> None:
-        """Counts of steps after ``resumed_step`` are dropped; -1 for a new run."""
+        """Drops counts of steps after ``resumed_step``; -1: a new run."""
         self._reward = environment.reward
         self._most = environment.max_failed_share
         self._path = run_dir / FILE
@@ -73,5 +73,5 @@ class RewardFailures:
             failed,
             len(scored),
             when,
-            "; ".join(new) or f"for reasons that were seen before, counted in {FILE}",
+            "; ".join(new) or f"for reasons logged before, counted in {FILE}",
         )

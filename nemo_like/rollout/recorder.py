@@ -1,6 +1,6 @@
 """The model's side of one trajectory: messages in, a sampled message out, every token kept.
 
-A call that continues an earlier one extends its tokens; any other begins a row of its own. So a
+A call that continues an earlier one extends its tokens; any other call begins a new row. So a
 conversation is one row, a sub-agent another, and each sampled token trains exactly once.
 """
 
@@ -30,7 +30,7 @@ Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 
 
 class EndedError(Exception):
-    """A call to a trajectory that takes no more; the message says why."""
+    """A call to a trajectory that has ended; the message says why."""
 
     def __init__(self, message: str, end: End) -> None:
         super().__init__(message)
@@ -39,19 +39,19 @@ class EndedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one trajectory may take."""
+    """Limits of one trajectory."""
 
     tokens: int
-    """Of any row: the context."""
+    """Most tokens of a row: the context."""
     turns: int
-    """Completions."""
+    """Most completions."""
     rewritten: Literal["split", "refuse"] = "split"
-    """Where a template renders earlier turns in another way once others follow: begin another row,
-    or fail the trajectory."""
+    """If a template renders earlier turns differently once others follow: begin a new row, or fail
+    the trajectory."""
 
 
 class Recorder:
-    """Samples the completions of one trajectory and keeps what they were made of."""
+    """Samples the completions of one trajectory and keeps their tokens."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Recorder:
         self._limits = limits
         self._turns: list[Turn] = []
         self._known: dict[str, list[Turn]] = {}
-        """Turns by the messages that they end."""
+        """Turns by the conversation up to and including them."""
         self._drawn = Counter[str]()
         """How often each prompt was sampled."""
         self._turn_of: dict[str, Turn | None] = {}
-        """Turns by the id of their answer; one without tokens counts with the last that has any."""
+        """Turns by the id of their answer; an empty answer maps to the last turn with tokens."""
         self._num_begun = 0
         self._ended: EndedError | None = None
-        """Why no call begins any more; those under way may end."""
+        """Why no new call may begin; calls in progress may finish."""
         self._closed: EndedError | None = None
         self._problem: str | None = None
 
@@ -88,7 +88,7 @@ class Recorder:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Sample the assistant's next message, or what follows a text.
+        """Sample the assistant's next message, or the continuation of a text.
 
         ``max_new_tokens`` and ``stop`` may limit it further than the run does. Raises EndedError if
         the trajectory is over or has no room, UserError for messages that cannot be rendered.
@@ -96,7 +96,7 @@ class Recorder:
         if self._ended is not None:
             raise self._ended
         if self._num_begun >= self._limits.turns:
-            raise self._end("turns", f"it had its {self._limits.turns} turns")
+            raise self._end("turns", f"it has used its {self._limits.turns} turns")
         parent, given = self._prompt(messages, tools)
         refuse_unread_calls(self._chat, tools)
         prompt_ids = [*(parent.token_ids() if parent else ()), *given]
@@ -108,7 +108,7 @@ class Recorder:
         self._num_begun += 1
         number = self._num_begun
         completion = await self._sample(prompt_ids, min(room, max_new_tokens or room), stop)
-        if self._closed is not None:  # meanwhile; what comes late does not train
+        if self._closed is not None:  # closed meanwhile; late completions do not train
             raise self._closed
         ids, chat = completion.token_ids, self._chat
         whole = chat.decode_whole(ids) if tools else None
@@ -126,7 +126,7 @@ class Recorder:
             tools=tools,
             id=f"cmpl-{secrets.token_hex(12)}",
         )
-        if completion.token_ids:  # an answer of nothing is no one's parent
+        if completion.token_ids:  # an empty answer cannot be continued
             self._turns.append(turn)
             self._known.setdefault(key_of(turn.said, tools), []).append(turn)
         self._turn_of[turn.id] = self._turns[-1] if self._turns else None
@@ -170,7 +170,7 @@ class Recorder:
         parents = self._known.get(key, [])
         if len(parents) > 1:
             self.counts["ambiguous_calls"] += 1
-            self._problem = "a call continues two that are alike"
+            self._problem = "a call continues two earlier calls that look alike"
         return parents[0] if parents else None
 
     async def _sample(self, prompt_ids: list[int], most: int, stop: Sequence[str]) -> Completion:
@@ -178,7 +178,7 @@ class Recorder:
         drawn = self._drawn[prompt]
         self._drawn[prompt] += 1
         first = not self._turns and not drawn
-        # By what it continues, not by when it came: calls of sub-agents cross.
+        # By its prompt, not its arrival, since calls of sub-agents interleave.
         seed = self.task.seed if first else seed_of(self.task.seed, prompt, drawn)
         sampling = replace(
             self._sampling,
@@ -199,7 +199,7 @@ class Recorder:
         return self._ended
 
     def forget(self, turns: Sequence[Turn]) -> None:
-        """Turns that did not reach their client: the reward is not for them, nor do they train."""
+        """Drop turns that did not reach their client: they get no reward and do not train."""
         for turn in turns:
             self.counts["aborted_calls"] += 1
             if turn in self._turns and all(one.parent is not turn for one in self._turns):
@@ -211,7 +211,7 @@ class Recorder:
         self._closed = self._ended or self._end("final", "its environment has finished")
 
     def trajectory(self, result: RewardResult) -> Trajectory:
-        """All that was sampled, with its reward."""
+        """Everything sampled, with its reward."""
         end: End = "final"
         if self._ended is not None:
             end = self._ended.end
@@ -220,10 +220,10 @@ class Recorder:
             result = replace(failed(self._problem), metrics=result.metrics)
         if not self._turns and result.reward is not None:
             self.counts["without_calls"] += 1
-            why = "the model was never called: use the address that is given"
+            why = "the model was never called: use the given base URL"
             result = failed(why if end == "final" else str(self._ended))
         if unknown := result.steps.keys() - self._turn_of.keys() - {""}:
-            result = failed(f"a reward is for the answer {min(unknown)}, which was never given")
+            result = failed(f"a reward names the answer {min(unknown)}, which was never given")
         last = self._turns[-1] if self._turns else None
         if end == "final" and last and last.completion.finish_reason is FinishReason.length:
             end = "length"
@@ -251,7 +251,7 @@ class Recorder:
         return rewards
 
     def _rows(self) -> list[list[Segment]]:
-        """A row for each turn that no other continues; each turn trains in the first one."""
+        """A row for each turn without a continuation; each turn trains in its first row."""
         continued = {turn.parent for turn in self._turns}
         number_of = {turn: number for number, turn in enumerate(self._turns)}
         seen: set[Turn] = set()

@@ -27,7 +27,7 @@ class Round:
     def __init__(
         self, results: list[RolloutResult], keep: Callable[[RemoteBatch], Tensor] | None
     ) -> None:
-        """``keep`` is ``RolloutSource.next_batch``'s."""
+        """``keep``: see ``RolloutSource.next_batch``."""
         self.results = results
         self.batch = RemoteBatch.from_chunks(
             [result.tokens for result in results],
@@ -97,7 +97,7 @@ def batch_metrics(
 
 
 def _straggler(results: Sequence[RolloutResult]) -> Metrics:
-    """Which replica took longest, and how many times the median of all."""
+    """The slowest replica, and its time over the median of all."""
     seconds: dict[int, float] = {}
     for result in results:
         seconds[result.rank] = seconds.get(result.rank, 0.0) + result.seconds

@@ -1,4 +1,4 @@
-"""Where finished batches come from: when to refit, what to sample, and with which seeds."""
+"""The source of finished batches: when to refit, what to sample, and with which seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,13 +23,13 @@ from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
 
 _SHOWN = 2
-"""Completions of each validation."""
+"""Completions of each validation to show."""
 
 
 class RolloutSource:
     """Samples groups in the order of their numbers, up to ``rollout.max_lag`` steps ahead.
 
-    With 0 each batch is sampled with the newest weights, and all of it is waited for.
+    With 0, each batch is sampled with the newest weights before it trains.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RolloutSource:
         span: Callable[[str], AbstractContextManager[None]],
         show: Callable[[int, Sequence[Mapping[str, Any]]], None],
     ) -> None:
-        """``show``: what becomes of a validation's first completions; see ``Run.show``."""
+        """``show`` gets a validation's first completions; see ``Run.show``."""
         self._config = config
         self._generation = generation
         self.sync = sync
@@ -57,7 +57,7 @@ class RolloutSource:
         self._span, self._show = span, show
         self._refit_metrics: Metrics = {}
         self._dropped_metrics = set[str]()
-        """Metrics of the environment that were warned of."""
+        """Metrics of the environment with a warning already logged."""
 
     def next_batch(
         self,
@@ -68,10 +68,10 @@ class RolloutSource:
     ) -> tuple[RemoteBatch, Metrics]:
         """The next groups, scored. Refits first if generation is stale.
 
-        ``keep`` gives bool [B], equal within a group: others are left out, and prompts are sampled
-        in their place until there are enough, or ``max_rounds`` times. ``early`` gets groups as
-        they finish, while others are being sampled. Raises RunError if rewards
-        failed for every completion of a round.
+        ``keep`` gives bool [B], equal within a group: other groups are dropped, and more prompts
+        are sampled in their place until there are enough, or ``max_rounds`` times. ``early`` gets
+        groups as they finish, while others are being sampled. Raises RunError if rewards failed
+        for every completion of a round.
         """
         self.refit()
         rounds: list[Round] = []
@@ -90,7 +90,7 @@ class RolloutSource:
     def _round(
         self, step: int, count: int, early: Callable[[RemoteBatch], None] | None
     ) -> list[RolloutResult]:
-        """The next ``count`` groups or, where replicas would have no work, more."""
+        """The next ``count`` groups, or more if replicas would otherwise be idle."""
         group_size, config = self._config.loop.num_generations_per_prompt, self._config.generation
         sampling = SamplingParams(
             temperature=config.temperature,
@@ -118,7 +118,7 @@ class RolloutSource:
         return results
 
     def _admit(self, step: int, count: int, sampling: SamplingParams) -> None:
-        """Begin as many groups as the lag allows."""
+        """Start as many groups as the lag allows."""
         assert self._ahead is not None
         for group, row in self._feed.draw(self._ahead.room(step, count)):
             planned, place = self._ahead.place_of_next(step)
@@ -127,7 +127,7 @@ class RolloutSource:
     def _submit(
         self, step: int, planned: int, place: int, group: int, row: Row, sampling: SamplingParams
     ) -> Pending[RolloutResult]:
-        """Begin a group that is to train in step ``planned``, at ``place`` of its groups."""
+        """Start a group planned for step ``planned``, as number ``place`` of its groups."""
         config, replicas = self._config, self._generation.group
         replica = group % replicas.world_size
         record = place // replicas.world_size < config.logging.trajectories_per_step
@@ -152,7 +152,7 @@ class RolloutSource:
     def validate(self, step: int) -> Metrics:
         """Score completions of all validation prompts; every one of them counts.
 
-        Seeds do not depend on the step, so that validations differ by the weights alone.
+        Seeds do not depend on the step, so validations differ only by the weights.
         """
         self.refit()
         config = self._config.validation
@@ -204,7 +204,7 @@ class RolloutSource:
         return samples, batch_metrics("rollout", columns, results)
 
     def refit(self) -> Metrics:
-        """Bring generation to the policy's weight version; what that took, if it was behind."""
+        """Bring engines to the policy's weight version; metrics of the refit, if there was one."""
         if self.sync.is_due:
             with self._span("refit"):
                 self._refit_metrics = self.sync.give_to_generation()
@@ -231,7 +231,7 @@ class RolloutSource:
         *,
         with_samples: bool = False,
     ) -> list[RolloutResult]:
-        """Deal whole groups to replicas in turn. Rows come back by replica, with their ids."""
+        """Deal whole groups to replicas in turn; rows come back by replica, with their ids."""
         num_recorded = _SHOWN
         if phase == "train":
             num_recorded = self._config.logging.trajectories_per_step
@@ -259,7 +259,10 @@ class RolloutSource:
     def _tasks(
         self, when: str, group: int, row: Row, group_size: int, *, record: bool
     ) -> list[RolloutTask]:
-        """One group. Seeds depend on its number, not on step or replica; ``when``: both phases."""
+        """Tasks of a group; ``when``: phase and step, as in ``train-3``.
+
+        Seeds depend on the number of the group, not on step or replica.
+        """
         phase = when.partition("-")[0]
         return [
             RolloutTask(

@@ -1,7 +1,6 @@
 """Tool calls in the text of a completion, as Hermes, Qwen, GLM, Llama 3 and Mistral write them.
 
-Nothing that looks like a call is dropped in silence: what cannot be read is an error that goes back
-to the model.
+Nothing that looks like a call is dropped silently: if it cannot be parsed, the model gets an error.
 """
 
 import functools
@@ -17,20 +16,20 @@ from nemo_like.data.thinking import CLOSED
 from nemo_like.errors import UserError
 
 Tools = Sequence[Mapping[str, Any]]
-"""Schemas of functions, as the OpenAI protocol has them."""
+"""Function schemas in OpenAI format."""
 
 
 class UnreadableCallError(Exception):
-    """Text that begins like a tool call and is none; the message says what is wrong with it."""
+    """Text that begins like a tool call but is not a valid one; the message says why."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A completion as an assistant's message."""
+    """A completion as an assistant message."""
 
     message: Message
     errors: tuple[str, ...] = field(default=())
-    """Of calls that could not be read."""
+    """Error messages for calls that could not be parsed."""
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -44,11 +43,11 @@ _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", r
 
 
 def reply_of(text: str, whole: str | None, number: int, tools: Tools = ()) -> Reply:
-    """The message that a completion is; ``number`` makes the ids of its calls unique.
+    """Turn a completion into a message; ``number`` makes the ids of its calls unique.
 
-    ``whole`` is ``text`` with its special tokens, in which calls are looked for after the thinking;
-    None: there are no tools, and all is content. ``tools`` say which arguments are text, where a
-    format does not.
+    ``whole`` is ``text`` with its special tokens; calls are searched in it, after the thinking.
+    None: there are no tools, and everything is content. ``tools`` say which arguments are text,
+    for formats that do not.
     """
     if whole is None:
         return Reply({"role": "assistant", "content": text})
@@ -79,7 +78,7 @@ _Read = Callable[[], tuple[str, dict[str, Any]]]
 
 
 def _split(text: str, tools: Tools) -> tuple[str, list[_Read]]:
-    """The text before the calls, and each call to be read."""
+    """The text before the calls, and a parser for each call."""
     if "<tool_call>" in text:
         found = [match[1] for match in _HERMES.finditer(text)]
         calls = [_marked_up(one, tools) or _reader(one) for one in found]
@@ -96,21 +95,21 @@ def _reader(text: str) -> _Read:
 
 
 def refuse_unread_calls(chat: ChatTokenizer, tools: Tools) -> None:
-    """Refuse a template that teaches a form of calls that is not read here.
+    """Refuse a template with an unsupported tool call format.
 
-    Such calls would be taken for answers.
+    Such calls would be treated as answers.
     """
     name = tools[0].get("function", {}).get("name") if tools else None
     if isinstance(name, str) and not _is_read(chat, json.dumps(tools[0])):
         raise UserError(
-            "the model's chat template writes tool calls in a form that is not read here (Hermes, "
-            "Qwen, GLM, Llama 3 and Mistral are); describe the tools and <tool_call> in a message."
+            "the model's chat template writes tool calls in an unsupported format (Hermes, "
+            "Qwen, GLM, Llama 3 and Mistral work); describe the tools and <tool_call> in a message."
         )
 
 
 @functools.lru_cache(maxsize=256)
 def _is_read(chat: ChatTokenizer, tool: str) -> bool:
-    """Whether a call of the tool is found in what the template makes of it."""
+    """Whether a call that the template renders is parsed again."""
     tools = [json.loads(tool)]
     name = tools[0]["function"]["name"]
     function = {"name": name, "arguments": "{}"}
@@ -122,7 +121,7 @@ def _is_read(chat: ChatTokenizer, tool: str) -> bool:
         text = chat.text(messages, to_answer=False, tools=tools)
         before = chat.text([question], to_answer=True, tools=tools)
     except UserError:
-        return True  # each row will say why
+        return True  # each row reports its own error
     chat.check(messages, text, tools)
     begin = len(before) if text.startswith(before) else text.rindex("a question")
     ends = re.compile("|".join(map(re.escape, chat.end_tokens)))
@@ -131,7 +130,7 @@ def _is_read(chat: ChatTokenizer, tool: str) -> bool:
 
 
 def _marked_up(text: str, tools: Tools) -> _Read | None:
-    """A call with marks around each argument, as Qwen3.5 and GLM write it; None: it is JSON."""
+    """A call with tags around each argument, as in Qwen3.5 and GLM; None if it is JSON."""
     schemas = {one["function"]["name"]: one["function"] for one in tools if "function" in one}
     if match := _FUNCTION.match(text):
         name, pairs = match[1].strip(), _PARAMETER
@@ -152,7 +151,7 @@ def _marked_up(text: str, tools: Tools) -> _Read | None:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """An argument that is written without quotes: text where its schema has nothing else.
+    """The value of an unquoted argument: text if its schema allows nothing else.
 
     >>> _typed("hello", {"anyOf": [{"type": "string"}, {"type": "boolean"}]}), _typed("1", None)
     ('hello', 1)

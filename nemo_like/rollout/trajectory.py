@@ -19,18 +19,18 @@ from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.rewards.protocol import RewardResult, failed
 
 End = Literal["final", "length", "context", "turns", "failed"]
-"""Why a trajectory ended: by itself, or its last completion or context was full, or it had taken
-``environment.max_turns``, or its environment or harness failed."""
+"""Why a trajectory ended: by itself, truncated, out of context, after ``environment.max_turns``, or
+by a failure of its environment or harness."""
 ENDS: tuple[End, ...] = ("final", "length", "context", "turns", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTask:
-    """One trajectory to make. It carries its identity: results are joined by id, not by order."""
+    """One trajectory to sample. Results are joined by its id, not by order."""
 
     row: Row
     group: int
-    """Number of the group in the run: of the prompt, among all that were drawn."""
+    """Number of the group in the run, in the order that prompts were drawn."""
     index: int
     """Position in the group."""
     seed: int
@@ -41,37 +41,37 @@ class RolloutTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Tokens of one author."""
+    """Consecutive tokens, either all sampled or all given."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None = None
-    """Of each token, where the policy sampled them and they train; None: they are given."""
+    """Logprob of each token, if the policy sampled them and they train; None: given tokens."""
     weight_versions: Sequence[int] | None = None
-    """Of the weights that sampled each; None: they are given."""
+    """Version of the weights that sampled each token; None: given tokens."""
     turn: int = 0
-    """Number of the completion that they are, of those of the trajectory."""
+    """Number of the completion within the trajectory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What came of a task."""
+    """The result of a task."""
 
     task: RolloutTask
     rows: Sequence[Sequence[Segment]]
-    """Most trajectories are one row. One whose history was rewritten, or that branched, is several,
-    and each sampled token trains in one of them."""
+    """Most trajectories have one row. Rewritten histories and branches make more, and each sampled
+    token trains in one of them."""
     completions: Sequence[Completion]
-    """In the order of the calls."""
+    """In call order."""
     text: str
-    """The last completion without special tokens: what is scored in a single turn."""
+    """The last completion without special tokens; a single turn is scored by it."""
     result: RewardResult
     end: End = "final"
     messages: Sequence[Mapping[str, Any]] = ()
-    """Of the first row, the prompt's included; empty for a single turn."""
+    """Messages of the first row, including the prompt's; empty for a single turn."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What happened in it, by name, such as tool calls that could not be read."""
+    """Counts of events by name, such as tool calls that could not be parsed."""
     step_rewards: Sequence[float | None] = ()
-    """What each completion earned, where its environment says so; the last one's has the rest."""
+    """Reward of each completion, if the environment gives any; the last one includes the rest."""
 
     @property
     def num_sampled(self) -> int:
@@ -80,12 +80,12 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Whether it ended for want of room."""
+        """Whether it ended out of tokens."""
         return self.end in ("length", "context")
 
     @property
     def weight_version(self) -> int:
-        """Of the oldest weights that sampled any of it."""
+        """Version of the oldest weights that sampled any of it."""
         return min((one.weight_version for one in self.completions), default=-1)
 
     @property
@@ -97,7 +97,7 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A trajectory as text, for a driver that asks for it; without its tokens."""
+    """A trajectory as text without tokens, for the driver."""
 
     prompt: int
     """Position of the prompt among all that are sampled."""
@@ -106,7 +106,7 @@ class Sample:
     text: str
     result: RewardResult
     num_tokens: int
-    """Sampled tokens, the stop token included."""
+    """Sampled tokens, including the stop token."""
     truncated: bool
 
 
@@ -125,7 +125,7 @@ def as_sample(trajectory: Trajectory) -> Sample:
 def single_turn(
     task: RolloutTask, completion: Completion, text: str, result: RewardResult
 ) -> Trajectory:
-    """The trajectory of one completion."""
+    """A trajectory of one completion."""
     rows = [
         Segment(token_ids=task.row.prompt_ids),
         Segment(
@@ -135,7 +135,7 @@ def single_turn(
         ),
     ]
     if result.steps:
-        result = failed("'steps' has rewards of turns, and there is one; give 'reward' alone")
+        result = failed("'steps' is for several turns, and there is only one; return 'reward'")
     truncated = completion.finish_reason is FinishReason.length
     return Trajectory(
         task=task,
@@ -158,7 +158,7 @@ def trajectory_seed(run_seed: int, phase: str, group: int, index: int) -> int:
 
 
 def seed_of(*parts: object) -> int:
-    """A seed that fits an int64 column, of what identifies a draw."""
+    """A seed that fits an int64 column, hashed from what identifies a draw."""
     text = "/".join(map(str, parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -167,7 +167,7 @@ def seed_of(*parts: object) -> int:
 def collate_tokens(trajectories: Iterable[Trajectory], most_turns: int = 1) -> TensorBatch:
     """Token columns of all rows; tokens train where a segment has logprobs.
 
-    ``most_turns``: of any trajectory of the run; above 1, tokens have the number of their turn.
+    ``most_turns``: limit of any trajectory; above 1, tokens have the number of their turn.
     """
     ids: list[int] = []
     mask: list[bool] = []
@@ -243,8 +243,7 @@ def collate_rows(
 def first_rows(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Index [N] of the first row of each trajectory, and the trajectory [B] of each row.
 
-    What is true of a trajectory (its reward, whether it was cut) counts once, in however many rows
-    it trains.
+    Properties of a trajectory (reward, truncation) count once, however many rows it trains in.
     """
     pairs = torch.stack([rows[keys.GROUP_IDS], rows[keys.SIBLINGS]], dim=1)
     unique, trajectory = pairs.unique(dim=0, return_inverse=True)

@@ -1,4 +1,4 @@
-"""What is kept of trajectories, as a table; see ``observe/trajectory_files.py``."""
+"""Trajectories as a table to store; see ``observe/trajectory_files.py``."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from nemo_like.rollout.trajectory import Trajectory
 def table_of(
     step: int, phase: str, trajectories: Sequence[Trajectory], tokens: TensorBatch
 ) -> pa.Table:
-    """Rows of the file; ``tokens`` is what ``collate_tokens`` made of the same trajectories."""
+    """Rows of the file; ``tokens``: ``collate_tokens`` of the same trajectories."""
     rows = [(t, number) for t in trajectories for number in range(len(t.rows))]
     lengths = tokens.lengths.numpy()
     offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))

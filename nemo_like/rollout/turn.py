@@ -1,4 +1,4 @@
-"""One completion of a trajectory, and what it continues."""
+"""One completion of a trajectory, linked to the one it continues."""
 
 import contextlib
 import hashlib
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One completion, and what was said since the one before it."""
+    """One completion, and what was said since the previous one."""
 
     parent: "Turn | None"
     given: Sequence[int]
     completion: Completion
     said: Sequence[Message] | str
-    """All messages, or the whole text, the reply included."""
+    """All messages so far, or the whole text, including the reply."""
     reply: "Reply"
     prompt_tokens: int
     tools: "Tools"
     id: str
-    """Under which its caller knows it."""
+    """The id that the caller got with the answer."""
 
     def segments(self, seen: "set[Turn]", number_of: "Mapping[Turn, int]") -> list[Segment]:
-        """From the beginning to this turn; turns in ``seen`` train in another row."""
+        """All segments up to this turn; turns in ``seen`` train in another row."""
         found = []
         for turn in self.lineage():
             one = turn.completion
@@ -48,7 +48,7 @@ class Turn:
         return found
 
     def lineage(self) -> "list[Turn]":
-        """This turn and those that it continues, the first one first."""
+        """This turn and those it continues, oldest first."""
         turns, turn = [], self
         while turn is not None:
             turns.append(turn)
@@ -66,13 +66,13 @@ class Turn:
 
 
 def key_of(messages: Sequence[Message] | str, tools: "Tools") -> str:
-    """The same for messages that say the same, whatever a client did with their form."""
+    """A hash that is equal for messages with equal content, however a client formats them."""
     said = messages if isinstance(messages, str) else [_said(one) for one in messages]
     return digest(json.dumps([said, list(tools)], sort_keys=True, default=str).encode())
 
 
 def digest(content: bytes) -> str:
-    """Stands for a whole conversation, of which there is one a turn."""
+    """A hash of a whole conversation; each turn has one."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

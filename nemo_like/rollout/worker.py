@@ -50,7 +50,7 @@ class RolloutSetup:
     backend: str
     engine: EngineConfig
     environments: Mapping[str, EnvironmentConfig]
-    """By the name that rows have; see ``EnvironmentConfig.each``."""
+    """By the name in the rows; see ``EnvironmentConfig.each``."""
     template_switches: Mapping[str, Any]
     num_reward_threads: int
     """Threads of each reward process that has a reward model."""
@@ -58,11 +58,11 @@ class RolloutSetup:
     """Replicas on one node: their reward processes share its memory."""
     run_dir: str
     resumed_step: int
-    """Trajectories of later steps are dropped; -1 for a new run, also those of its validation."""
+    """Drop stored trajectories of later steps; -1: a new run, drop all."""
     most_tokens: int
-    """Of one row that trains."""
+    """Most tokens of a training row."""
     trajectories_gib: float
-    """Most of all workers' files together; 0: none are kept."""
+    """Size limit of all workers' files together; 0: keep none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +74,12 @@ class RolloutRequest:
     tasks: tuple[RolloutTask, ...]
     sampling: SamplingParams
     with_samples: bool = False
-    """Whether the driver wants to read all completions; of a validation it gets those to record."""
+    """Whether the driver gets the text of all completions, or only of those to record."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutResult:
-    """What the driver learns: a reference to the tokens, and a few numbers a row."""
+    """What the driver gets: a reference to the tokens, and a few numbers per row."""
 
     tokens: ObjectRef
     lengths: Tensor
@@ -87,16 +87,16 @@ class RolloutResult:
     rows: dict[str, Tensor]
     """Columns of shape [B, ...]; see ``batch.keys``."""
     metrics: Metrics
-    """What environment and engine reported, averaged over the rows that have it."""
+    """Metrics of environment and engine, averaged over the rows that have them."""
     errors: dict[str, int]
     """Reward failures by message."""
     dropped_metrics: dict[str, str]
     """Metrics of the environment that are not numbers in some rows, and why."""
     rank: int = 0
     seconds: float = 0.0
-    """That the replica took."""
+    """Seconds that the replica took."""
     samples: tuple[Sample, ...] = ()
-    """The completions as text, if they were asked for."""
+    """The completions as text, if requested."""
 
 
 _MAX_ERROR_CHARS = 300
@@ -108,7 +108,7 @@ class RolloutWorker(GenerationWorker):
     _pools: Mapping[str, RewardPool] = {}
     _endpoint: "Endpoint | None" = None
     _limits: "Mapping[str, Limits]" = MappingProxyType({})
-    """Of environments with several turns."""
+    """Serves environments with several turns."""
     _files: TrajectoryFiles | None = None
 
     async def start(self, setup: RolloutSetup) -> None:
@@ -219,7 +219,7 @@ class RolloutWorker(GenerationWorker):
             self._files.wait()
 
     def _open_files(self, setup: RolloutSetup) -> TrajectoryFiles | None:
-        """Where this worker keeps its trajectories; the first one tidies up for all."""
+        """Files for this worker's trajectories; the first worker truncates old files of all."""
         context, folder = self.context, Path(setup.run_dir, "trajectories")
         limit = setup.trajectories_gib * 2**30 / context.world_size
         if context.rank == 0 and folder.exists():
@@ -244,7 +244,7 @@ class RolloutWorker(GenerationWorker):
                         "completion": t.text,
                         "messages": t.messages or t.task.row.messages,
                         "reward": t.result.reward,
-                        "error": t.result.error,  # why there is no reward
+                        "error": t.result.error,  # why the reward is missing
                         "metrics": t.result.metrics,
                         "finish_reason": "length" if t.truncated else "stop",
                         "end": t.end,

@@ -1,4 +1,4 @@
-"""What a run calls at its start, steps, validations and end: objects of the user's, and of ours."""
+"""Callbacks: objects that a run calls at its start, steps, validations and end."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,22 +11,22 @@ EVENTS = ("on_start", "on_step", "on_validation", "on_end")
 
 
 class Callbacks:
-    """The objects of ``run.callbacks``. Each may have any of the methods, and needs one:
+    """The objects of ``run.callbacks``. Each needs at least one of these methods:
 
-    - ``on_start(folder, config, step)``: before models load; ``step`` is the last one made.
+    - ``on_start(folder, config, step)``: before models load; ``step`` is the last one completed.
     - ``on_step(step, metrics)``, ``on_validation(step, metrics)``: after each; step 0 is the
-      validation before training. A text that is returned ends the run there, and says why.
-    - ``on_end(summary)``: after a run that completed, when ``final/`` is written.
+      validation before training. Returning a string ends the run with that reason.
+    - ``on_end(summary)``: after a completed run, once ``final/`` is written.
     """
 
     def __init__(self, section: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises UserError for a class that cannot be made."""
+        """Create the objects; UserError if one cannot be created."""
         self.stop: str | None = None
-        """Why the run should end after the step that was made last."""
+        """Why the run should end after the latest step."""
         self._made = {f"run.callbacks.{name}": _make(name, one) for name, one in section.items()}
 
     def tell(self, event: str, *arguments: Any) -> None:
-        """Call one of ``EVENTS`` where it exists; RunError if that fails."""
+        """Call a method of ``EVENTS`` on each object that has it; RunError if one fails."""
         for key, one in self._made.items():
             if (method := getattr(one, event, None)) is None:
                 continue
@@ -39,7 +39,7 @@ class Callbacks:
                 raise RunError(what) from error
             if said is not None and not isinstance(said, str):
                 raise RunError(
-                    f"{key}: {event} returned a {type(said).__name__}; return nothing, or a text "
+                    f"{key}: {event} returned a {type(said).__name__}; return nothing, or a string "
                     "that says why the run should end."
                 )
             self.stop = self.stop or (said and f"{key}: {said}")

@@ -235,7 +235,7 @@ class Model(Protocol):
 
 
 def watched_metric(config: RunConfig, name: str | None = None) -> tuple[str, int]:
-    """``name``, or the metric of the best checkpoint, and the sign with which larger is better."""
+    """``name`` or the metric of the best checkpoint, and the sign that makes larger better."""
     usual = "validation/reward" if config.samples else "validation/loss"
     name = name or config.checkpoint.metric or usual
     return name, -1 if name.endswith("loss") else 1

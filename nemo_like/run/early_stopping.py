@@ -1,4 +1,4 @@
-"""A callback that ends a run whose validations have stopped improving."""
+"""A callback that ends a run when validations stop improving."""
 
 import json
 import math
@@ -22,7 +22,7 @@ class EarlyStopping:
         self._best, self._best_step, self._num_since = -math.inf, 0, 0
 
     def on_start(self, folder: Path, config: RunConfig, step: int) -> None:
-        """Take up the validations that a resumed run has made."""
+        """Replay the validations made before a resume."""
         if not config.validates:
             raise UserError("early_stopping needs validations; set validation.every_steps.")
         self._metric, self._sign = watched_metric(config, self._metric)

@@ -69,7 +69,7 @@ def _sentence(error: BaseException) -> str | None:
 
 
 def note_error(error: BaseException, resume: str) -> None:
-    """Keep in ``run.log`` what ends a run; the console gets it from ``end_on_error``.
+    """Log in ``run.log`` why a run ended; ``end_on_error`` tells the console.
 
     ``resume``: the command that continues the run.
     """
@@ -77,7 +77,7 @@ def note_error(error: BaseException, resume: str) -> None:
     sentence = _sentence(error) if told is None else str(told) or "Interrupted."
     logger.log(
         logging.ERROR if told is None else logging.INFO,
-        "The run ended here: %s\nTo go on after its latest checkpoint: %s",
+        "The run ended here: %s\nTo continue from its latest checkpoint: %s",
         sentence or repr(error),
         resume,
         exc_info=None if sentence else error,

@@ -1,4 +1,4 @@
-"""Where a run's numbers go, as its configuration says."""
+"""Create the sinks that a run's configuration names."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from nemo_like.observe.sinks import JsonlFile, MetricSink, TensorBoardSink
 
 
 def open_sinks(folder: Path, config: RunConfig, kept_step: int) -> tuple[list[MetricSink], Alarms]:
-    """All sinks but the console, and alarms that know what earlier executions said.
+    """All sinks but the console, and alarms that were fed the earlier records.
 
-    ``kept_step``: the last one whose record stays; -1: none does.
+    ``kept_step``: the last step whose record is kept; -1: none.
     """
     options = config.logging
     jsonl = JsonlFile(folder / "metrics.jsonl")

@@ -14,7 +14,7 @@ class PushToHub:
         self._repo, self._private = repo, private
 
     def on_start(self, folder: Path, config: RunConfig, step: int) -> None:
-        """Make the repository now: what the hub refuses is known before anything trains."""
+        """Create the repository now, so that a refusal by the hub shows before training."""
         from huggingface_hub import HfApi  # slow to import
 
         if not config.checkpoint.export:
@@ -29,7 +29,7 @@ class PushToHub:
                 folder_path=self._folder,
                 commit_message=f"{summary['steps']} steps of nemo-like",
             )
-        except Exception as error:  # network, quota, rights: the model is there all the same
+        except Exception as error:  # network, quota, rights: the model itself is safe
             raise RunError(
                 f"push_to_hub: {self._folder} is complete, and could not be uploaded ({error}); "
                 f"run hf upload {self._repo} {self._folder}"

@@ -206,7 +206,7 @@ class Run:
         self._step_metrics, self._histograms = metrics, histograms or {}
 
     def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Print completions of a validation, and keep them for its record; see ``Details``."""
+        """Print completions of a validation, and keep them for the sinks; see ``Details``."""
         self._samples = samples
         for sample in samples:
             told = [f"{name}: {printable(shorten(value))}" for name, value in sample.items()]

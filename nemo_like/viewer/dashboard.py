@@ -1,6 +1,6 @@
 """``nemo-like dashboard RUN...``: curves, phases, configurations and rollouts in a browser.
 
-It listens on the loopback address only, and answers nothing without the random token in its path.
+It listens on the loopback address only, and refuses requests without the token in their path.
 Requests name runs by number, never by path.
 """
 
@@ -38,7 +38,7 @@ Query = Mapping[str, str]
 
 
 class Dashboard:
-    """What the page asks for."""
+    """The pages and the JSON API of the dashboard."""
 
     def __init__(self, runs: Sequence[RunFolder]) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -53,7 +53,7 @@ class Dashboard:
         }
 
     def app(self) -> web.Application:
-        """The server, without an address."""
+        """The application, not yet bound to an address."""
         app = web.Application()
         app.router.add_get("/{token}/{rest:.*}", self._handle)
         return app
@@ -73,11 +73,11 @@ class Dashboard:
         return web.json_response(found, headers=_HEADERS)
 
     def answer(self, rest: str, query: Query) -> Any:
-        """What a request gives, as JSON has it."""
+        """The answer to a request, as JSON."""
         with self._lock:
             try:
                 return self._answers[rest](query)
-            except FileNotFoundError:  # the run put files together meanwhile
+            except FileNotFoundError:  # the run merged files meanwhile
                 return self._answers[rest](query)
 
     def _run(self, query: Query) -> RunFolder:
@@ -106,12 +106,12 @@ class Dashboard:
         return {"life": str(run.life), "from": begin, "records": new}
 
     def _trajectories(self, query: Query) -> Any:
-        """A page of the rows that a filter leaves, and what all of them are like."""
+        """A page of the filtered rows, and statistics of all of them."""
         kept = self._run(query).trajectories
         kept.refresh()
         found, complete, prompt = kept.chosen(query), True, ""
         by, text = query.get("sort", "-step"), query.get("text", "")
-        if like := query.get("like"):  # a trajectory that has the prompt to look for
+        if like := query.get("like"):  # find trajectories with the same prompt
             alike = kept.chosen(_exactly(dict(zip(IDENTITY, like.split("/"), strict=True))))
             prompt = kept.read(alike)[0]["prompt"]
         if text or prompt:
@@ -132,7 +132,7 @@ class Dashboard:
         }
 
     def _group(self, query: Query) -> Any:
-        """Trajectories of one prompt at one step, whole; or one of them."""
+        """The trajectories of one prompt at one step in full, or one of them."""
         kept = self._run(query).trajectories
         kept.refresh()
         asked = _exactly({name: query[name] for name in IDENTITY if name in query})
@@ -140,7 +140,7 @@ class Dashboard:
 
 
 def _exactly(values: Query) -> Query:
-    """Limits that leave these values only."""
+    """Limits that select exactly these values."""
     numbers = {name: value for name, value in values.items() if name != "phase"}
     limits = {f"{name}_{end}": one for name, one in numbers.items() for end in ("min", "max")}
     return {"phase": values["phase"], **limits}
@@ -161,7 +161,7 @@ def run(arguments: Sequence[str]) -> None:
         return
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"--port={options.port} cannot be listened on: {error}; choose another or none."
+            f"--port={options.port} cannot be used: {error}; choose another port, or leave it out."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""``nemo-like report RUN [RUN2]``: where a run's time went, what held it up, and what to change."""
+"""``nemo-like report RUN [RUN2]``: where time went, what slowed the run, and what to change."""
 
 import argparse
 import html
@@ -16,7 +16,7 @@ from typing import Any
 from nemo_like.viewer.runs import Record, RunFolder, differences, find_runs, mean_phases
 
 _END = 10
-"""Steps whose mean stands for the beginning, and for the end."""
+"""Steps averaged at the beginning, and at the end, of a run."""
 _SHOWN = (
     *("rollout/reward", "rollout/reward_std", "validation/reward", "validation/accuracy"),
     *("validation/loss", "train/loss", "policy/entropy", "mismatch/mean_abs", "train/grad_norm"),
@@ -44,8 +44,8 @@ def run(arguments: Sequence[str]) -> None:
     """Write ``report.html`` and ``report.md``; raises UserError."""
     parser = argparse.ArgumentParser(prog="nemo-like report", description=__doc__)
     parser.add_argument("run", help="run.dir of a run, where the report is written")
-    parser.add_argument("other", nargs="?", help="run.dir of one to compare it with")
-    parser.add_argument("--out", type=Path, help="folder to write it to instead")
+    parser.add_argument("other", nargs="?", help="run.dir of a run to compare with")
+    parser.add_argument("--out", type=Path, help="folder for the report instead")
     options = parser.parse_args(arguments)
     runs = find_runs([options.run, *([options.other] if options.other else [])])[:2]
     blocks, out = [*report(runs)], options.out or runs[0].path
@@ -56,20 +56,20 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def report(runs: Sequence[RunFolder]) -> Iterator[Block]:
-    """Everything that is said, of one run or of two side by side."""
+    """The blocks of a report on one run, or on two side by side."""
     yield "title", " and ".join(run.name for run in runs)
     yield "list", [*map(_about, runs)]
-    yield "title", "Numbers"
-    yield "text", f"Means of the first and last {_END} steps (or validations), least and greatest."
+    yield "title", "Metrics"
+    yield "text", f"First and last: means over {_END} steps (or validations)."
     yield "table", _numbers(runs)
     yield "title", "Where the time went"
     yield "table", _times(runs)
     for run in runs:
-        yield "title", f"{run.name}: what held it up, and what to change"
+        yield "title", f"{run.name}: what slowed it down, and what to change"
         yield "list", [*_findings(run)] or ["Nothing stands out."]
     if len(runs) > 1:
         rows = [[key, *map(str, values)] for key, values in differences(runs).items()]
-        yield "title", "Different keys"
+        yield "title", "Keys that differ"
         yield "table", [["key", *(run.name for run in runs)], *rows]
 
 
@@ -80,11 +80,11 @@ def _about(run: RunFolder) -> str:
         whole = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))["wall_s"]
     except (OSError, ValueError, KeyError):
         return f"{text}, {in_steps:.0f} s in steps so far"
-    return f"{text}, {whole:.0f} s, of which {in_steps:.0f} s in steps, the rest to start and end"
+    return f"{text}, {whole:.0f} s in total, {in_steps:.0f} s of it in steps"
 
 
 def _numbers(runs: Sequence[RunFolder]) -> list[list[Any]]:
-    rows: list[list[Any]] = [["metric", "run", "first", "last", "least", "greatest", ""]]
+    rows: list[list[Any]] = [["metric", "run", "first", "last", "min", "max", ""]]
     for name in _SHOWN:
         for run in runs:
             values = [one[name] for one in run.records() if one.get(name) is not None]
@@ -105,7 +105,7 @@ def _times(runs: Sequence[RunFolder]) -> list[list[str]]:
 
 
 def _findings(run: RunFolder) -> Iterator[str]:
-    """The bottleneck with its evidence, then changes by key and value, with what they save."""
+    """The bottleneck with its evidence, then recommended settings and what each saves."""
     records = run.steps()
     if not (seconds := mean_phases(records)):
         return
@@ -121,8 +121,8 @@ def _findings(run: RunFolder) -> Iterator[str]:
     size = next((key for key in run.config if re.fullmatch(r".*\.num_\w+_per_step", key)), "")
     if driver > _MOST_DRIVER * total and size:
         yield (
-            f"The driver itself takes {driver:.3g} s of a step, in which workers wait; "
-            f"{size}={2 * run.config[size]} (now {run.config[size]}) makes these half as many."
+            f"Workers wait {driver:.3g} s of a step for the driver; "
+            f"{size}={2 * run.config[size]} (now {run.config[size]}) halves that per sample."
         )
     for alarm in run.alarms:
         yield f"Alarm at step {alarm.step}: {alarm.text}."
@@ -143,7 +143,7 @@ def _evidence(phase: str, records: Sequence[Record]) -> str:
 
 
 def _rarer(run: RunFolder, phase: str, seconds: Counter[str], most: float) -> Iterator[str]:
-    """Recommend to do less often what takes more than the share ``most`` of the time."""
+    """Recommend doing something less often if its share of the time is above ``most``."""
     key, total = f"{phase}.every_steps", seconds.total()
     every, each = run.config.get(key) or 0, seconds[phase]
     if not (every and each > most * total):

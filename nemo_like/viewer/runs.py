@@ -1,4 +1,4 @@
-"""A run's folder as the viewer reads it: numbers, configuration, state. Nothing is ever written."""
+"""Read a run's folder for the viewer: metrics, configuration, state. Never writes."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from nemo_like.viewer.trajectories import Trajectories, finite
 Record = dict[str, Any]
 
 _NOT_PHASES = {
-    *("step", "waiting", "driver", "refit_send", "refit_load"),  # around others, or within
+    *("step", "waiting", "driver", "refit_send", "refit_load"),  # contain others, or lie within one
     *("imports", "ray", "data", "prompts", "workers", "model"),  # before the first step
 }
 _SIZE = re.compile(r"(?!validation)\w+\.num_(\w+_per_step|generations_per_prompt)")
@@ -28,7 +28,7 @@ _LOG_BYTES = 20_000
 
 
 class RunFolder:
-    """One run, under way or finished, here or copied from elsewhere."""
+    """One run, running or finished, original or copied from elsewhere."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -37,13 +37,13 @@ class RunFolder:
         self.life = 0
         """Changes when the run is resumed, which drops records."""
         self.alarms: list[Alarm] = []
-        """Of the records that ``records`` has read."""
+        """Alarms for the records read so far."""
         self._alarms = Alarms({})
         self._records: list[Record] = []
         self._read_until = 0
 
     def records(self) -> list[Record]:
-        """All of ``metrics.jsonl``; only what is new is read."""
+        """All of ``metrics.jsonl``; later calls read only new lines."""
         try:
             with (self.path / "metrics.jsonl").open("rb") as lines:
                 about = os.fstat(lines.fileno())
@@ -62,7 +62,7 @@ class RunFolder:
         return self._records
 
     def steps(self) -> list[Record]:
-        """Records of steps, without that of a validation before them."""
+        """Records of steps, without the validation before training."""
         return [one for one in self.records() if "time/step_s" in one]
 
     @cached_property
@@ -75,11 +75,11 @@ class RunFolder:
         return flat(found) if isinstance(found, dict) else {}
 
     def samples_per_step(self) -> int:
-        """Rows that one step trains on; 1 if the configuration does not say."""
+        """Rows per step; 1 if the configuration does not say."""
         return math.prod(value for key, value in self.config.items() if _SIZE.fullmatch(key))
 
     def state(self) -> str:
-        """Whether it is over, and if not, when it was last heard of."""
+        """Finished or not, and if not, the time of its last sign of life."""
         records = self.records()
         if not records:
             return "no step yet"
@@ -100,7 +100,7 @@ class RunFolder:
 
 
 def phases(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each phase of a step, none of them inside another, and of what is left."""
+    """Seconds of each phase of a step, without nested ones, and the remainder as ``other``."""
     times = {
         name.removeprefix("time/").removesuffix("_s"): value
         for name, value in record.items()
@@ -122,7 +122,7 @@ def mean_phases(records: Sequence[Record]) -> Counter[str]:
 
 
 def find_runs(paths: Iterable[str]) -> list[RunFolder]:
-    """The runs of these folders; one that holds folders of runs stands for all of them."""
+    """The runs in these folders; a folder of runs gives all of them."""
     found: dict[Path, None] = {}
     for text in paths:
         path = Path(text).expanduser().resolve()
@@ -143,7 +143,7 @@ def find_runs(paths: Iterable[str]) -> list[RunFolder]:
 
 
 def differences(runs: Iterable[RunFolder]) -> dict[str, list[Any]]:
-    """Keys whose values are not the same in all runs, with each run's value."""
+    """Keys that differ between runs, with each run's value."""
     configs = [run.config for run in runs]
     names = dict.fromkeys(key for one in configs for key in one if key != "run.dir")
     rows = {name: [one.get(name) for one in configs] for name in names}

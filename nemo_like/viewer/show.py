@@ -1,4 +1,4 @@
-"""``nemo-like show RUN``: a run's state, last numbers, phases and samples in the terminal."""
+"""``nemo-like show RUN``: state, latest metrics, phases and samples in the terminal."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ _BAD = re.compile(r" ERROR | WARNING (?!.*: Alarm at step )")
 def run(arguments: Sequence[str]) -> None:
     """Print one run, or each of several; raises UserError."""
     parser = argparse.ArgumentParser(
-        prog="nemo-like show", description="Print where a run stands and what it wrote."
+        prog="nemo-like show", description="Print a run's progress and samples."
     )
     parser.add_argument("runs", nargs="+", help="run.dir of a run, or a folder of such folders")
     parser.add_argument("--step", type=int, help="show this step (default: the last one)")
@@ -52,7 +52,7 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _numbers(records: Sequence[Record]) -> Table:
-    """Numbers of the last step, and of the last validation."""
+    """Metrics of the last step and the last validation."""
     table = Table("metric", "value", "step", box=None, pad_edge=False, header_style="bold")
     latest = {
         name: (value, one["step"])
@@ -76,7 +76,7 @@ def _phases(records: Sequence[Record]) -> Table:
 
 
 def _samples(console: Console, run: RunFolder, step: int | None, count: int) -> None:
-    """First siblings of groups of the step, or of the last one."""
+    """The first completion of some groups of the step (default: the last one)."""
     kept = run.trajectories
     kept.refresh()
     steps = kept.columns["step"]

@@ -1,4 +1,4 @@
-"""Trajectories of a run, found by a few columns in memory; texts and tokens are read when asked."""
+"""Search a run's trajectories by columns held in memory; read texts and tokens on demand."""
 
 import contextlib
 import json
@@ -22,25 +22,25 @@ _TEXTS = ("prompt", "text", "messages", "error")
 _REPEATED = ["prompt", "messages", "error"]
 _MOST_SEARCH_S = 5.0
 _MOST_READS = 3
-"""Of one request, when a run puts files together meanwhile."""
+"""Tries per request, since the run may merge files meanwhile."""
 
 Stamp = tuple[Path, int, int]
-"""A file, and what changes when it is cut back for a resume."""
+"""A file, with values that change when a resumed run cuts it back."""
 Index = tuple[dict[str, np.ndarray], np.ndarray, list[bool]]
-"""Of a file: columns of each trajectory, the row group of each, and which of these go on."""
+"""Index of a file: columns and row group of each trajectory, and groups that continue."""
 
 
 class Trajectories:
-    """The files of one run's folder, which may grow; for one thread at a time."""
+    """The files in one run's folder, which may grow; use it from one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.columns: dict[str, np.ndarray] = {}
-        """By name, an entry for each trajectory; ``place`` says where it is, in rising order."""
+        """Columns with an entry per trajectory; ``place`` says where it is, in rising order."""
         self.words: dict[str, list[str]] = {name: [] for name in WORDS}
-        """What the numbers of these columns stand for."""
+        """The texts that codes in these columns stand for."""
         self._places: list[tuple[Stamp, int, bool]] = []
-        """File and row group, and whether its last trajectory goes on in the next."""
+        """File and row group, and whether the last trajectory continues in the next group."""
         self._files: dict[Stamp, Index] = {}
         self._open: tuple[Stamp, pq.ParquetFile] | None = None
         self._tokenizer: Any = None
@@ -48,7 +48,7 @@ class Trajectories:
     def refresh(self) -> None:
         """Read the index columns of files that are new."""
         for _ in range(_MOST_READS):
-            with contextlib.suppress(FileNotFoundError):  # put together with others meanwhile
+            with contextlib.suppress(FileNotFoundError):  # merged with others meanwhile
                 stamps = [_stamp(path) for path in files_of(self.folder)]
                 if stamps == [*self._files] and self.columns:
                     return
@@ -68,7 +68,7 @@ class Trajectories:
             known += [one for one in values if one not in known]
             renamed = np.array([known.index(one) for one in values], dtype=np.int16)
             columns[name] = renamed[codes.indices.to_numpy()][first]
-        # Rows of one trajectory may go on in the next row group.
+        # Rows of one trajectory may continue in the next row group.
         begins = np.cumsum([0, *sizes[:-1]])
         goes_on = [*(~first[begins[1:]]).tolist(), False]
         return columns, np.repeat(np.arange(len(sizes)), sizes)[first], goes_on
@@ -107,9 +107,9 @@ class Trajectories:
     def search(
         self, found: np.ndarray, most: int, *, text: str = "", prompt: str = "", last: bool = False
     ) -> tuple[np.ndarray, bool]:
-        """Of rising positions, the first ``most`` that say ``text`` somewhere, or have a prompt.
+        """The first ``most`` of rising positions that contain ``text``, or have a prompt.
 
-        Also whether all were read: a search that takes too long gives what it has. ``last``: begin
+        Also whether all were read: a slow search returns what it has so far. ``last``: begin
         with the last ones.
         """
         hits: list[int] = []
@@ -139,7 +139,7 @@ class Trajectories:
             yield row | {"reward": finite(row["reward"])}
 
     def read(self, positions: np.ndarray) -> list[dict[str, Any]]:
-        """Everything that is kept of some trajectories, with the text of each token."""
+        """All stored columns of some trajectories, with the text of each token."""
         found = []
         for number in dict.fromkeys(self.columns["place"][positions].tolist()):
             tables = [self._table(number)]
@@ -171,7 +171,7 @@ class Trajectories:
         return rest
 
     def _pieces(self, ids: list[int]) -> list[str]:
-        """The text that each token adds; that of a character's last token is the character."""
+        """The text that each token adds; a split character appears at its last token."""
         if self._tokenizer is None:
             if not (self.folder / VOCABULARY).exists():
                 return [f"{one} " for one in ids]
@@ -196,7 +196,7 @@ def _stamp(path: Path) -> Stamp:
 
 
 def _each(column: pa.ChunkedArray, text: str, *, whole: bool = False) -> np.ndarray:
-    """Which rows say a text, or are it; what many rows have is looked at once."""
+    """Which rows contain a text, or equal it; repeated values are checked once."""
     rows = column.combine_chunks()
     coded = isinstance(rows, pa.DictionaryArray)
     texts = rows.dictionary if coded else rows
@@ -212,5 +212,5 @@ def _each(column: pa.ChunkedArray, text: str, *, whole: bool = False) -> np.ndar
 
 
 def finite(value: Any) -> Any:
-    """None for NaN and infinity, which are not JSON that a browser reads."""
+    """None for NaN and infinity, which JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -43,14 +43,14 @@ class GRPOConfig(PolicyGradientRunConfig):
 
     @property
     def needs_whole_batch(self) -> str | None:
-        """Scales of the step, too."""
+        """Adds dynamic sampling and step-wide scales, which need all groups."""
         advantage = self.advantage
         if self.grpo.dynamic_sampling:
             return "grpo.dynamic_sampling=true chooses among all of them; set it to false"
         if advantage.scale == "batch" or advantage.each_reward or advantage.function:
             return (
-                "advantage.scale=batch, advantage.each_reward and an advantage.function of your "
-                "own look at all of them; set advantage.scale=std and leave the others out"
+                "advantage.scale=batch, advantage.each_reward and your own advantage.function "
+                "look at all of them; set advantage.scale=std and leave the others out"
             )
         return super().needs_whole_batch
 

@@ -154,7 +154,7 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     joined = torch.zeros_like(rewards, dtype=torch.float32)
     for name, part in config.environment.rewards.items():
         of_part = rows[f"{keys.REWARD_OF}{name}"][first]
-        # Of a function in TRL's signature a row may have none.
+        # A function with TRL's signature may give none for a row.
         joined += part.get("weight", 1) * make(of_part, valid & ~of_part.isnan())
     rows[keys.ADVANTAGES] = by_task(whiten, tasks, joined, valid)[trajectory]
 

@@ -70,7 +70,7 @@ class PPOConfig(PolicyGradientRunConfig):
 
     @property
     def needs_whole_batch(self) -> str:
-        """For its token-level advantages."""
+        """Adds whitening of advantages, which needs all groups."""
         return "PPO whitens advantages over all of them; leave it out"
 
     @property

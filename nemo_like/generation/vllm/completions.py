@@ -1,4 +1,4 @@
-"""Requests and completions in vLLM's own forms."""
+"""Translate requests and completions to and from vLLM's types."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from nemo_like.generation.protocol import (
 def sampling_params(
     sampling: SamplingParams, seed: int, max_new_tokens: int, *, in_flight: bool
 ) -> vllm.SamplingParams:
-    """What vLLM is to do; ``in_flight``: the tokens of an unfinished request are asked for too."""
+    """Parameters of a request; ``in_flight``: also return tokens before it is finished."""
     return vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -31,17 +31,17 @@ def sampling_params(
         stop_token_ids=list(sampling.stop_token_ids),
         # The ids above are all that ends a completion, whatever the model folder says.
         ignore_eos=True,
-        logprobs=0,  # Of the sampled token alone.
+        logprobs=0,  # Of the sampled token only.
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
-        # Of a request that is aborted, what it has must be here.
+        # An aborted request returns nothing more, so its tokens must arrive as they are sampled.
         output_kind=RequestOutputKind.DELTA if in_flight else RequestOutputKind.FINAL_ONLY,
     )
 
 
 def whole(parts: Sequence[CompletionOutput]) -> CompletionOutput:
-    """What came in parts as one."""
+    """Join the parts of a streamed output."""
     last = parts[-1]
     if len(parts) == 1:
         return last

@@ -69,7 +69,7 @@ class VLLMEngine:
         self._processes: list[psutil.Process] = []
         self._version: int | None = None
         self._running = set[str]()
-        """Requests that are being sampled."""
+        """Ids of running requests."""
         self._interrupted = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -122,7 +122,7 @@ class VLLMEngine:
         self._interrupted = True
         while self._running:
             assert self._llm is not None
-            # More than once: what is still on its way into vLLM cannot be aborted yet.
+            # Repeat: a request still on its way into vLLM cannot be aborted yet.
             await self._llm.abort(list(self._running))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), ABORT_EVERY_S)
@@ -198,7 +198,7 @@ class VLLMEngine:
     async def _sample(
         self, llm: AsyncLLM, request: GenerationRequest, max_new_tokens: int
     ) -> tuple[CompletionOutput, int]:
-        """The completion, and how many tokens of its prompt were cached."""
+        """The completion, and the number of cached prompt tokens."""
         outputs = llm.generate(
             # Rendered form: a raw prompt would pass through vLLM's tokenizer thread for nothing.
             {"type": "token", "prompt_token_ids": request.prompt_ids},

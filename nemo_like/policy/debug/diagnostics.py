@@ -203,7 +203,7 @@ def _gpu_memory() -> str:
 
 
 def _pending_collectives() -> str:
-    """What the flight recorders know: pending calls, and the state of each process group."""
+    """Pending calls and the state of each process group, from the flight recorders."""
     lines: list[str] = []
     for dump in filter(None, (getattr(c10d, name, None) for name in _FLIGHT_RECORDERS)):
         trace: dict[str, Any] = json.loads(dump())

@@ -139,7 +139,7 @@ _TOUCHED_AT_ONCE = 64 << 20
 _MOST_THREADS = 16
 
 Work = Callable[[Bucket, Stored], None]
-"""What is done with a bucket, given its moments on the device."""
+"""The update of a bucket, given its moments on the device."""
 
 
 class HostMemory:
@@ -186,7 +186,7 @@ class HostMemory:
 class Transit:
     """Slots on ``device`` that buckets take in turn.
 
-    On a GPU copies run on two streams, one for each direction, and may go on when ``run`` returns.
+    On a GPU, copies use two streams, one per direction, and may continue after ``run`` returns.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:

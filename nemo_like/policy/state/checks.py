@@ -35,7 +35,7 @@ _LOGPROB_TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class _Layout:
-    """Two keys of the policy; ``attention`` is of no effect where rows are packed."""
+    """Batching and attention of the policy; ``attention`` has no effect with packed rows."""
 
     batching: Batching
     attention: Attention
@@ -54,14 +54,14 @@ _LAYOUTS = (
     _Layout("padded", "sdpa"),
     _Layout("padded", "eager"),
 )
-"""What may be configured, the fastest first."""
+"""Layouts that can be configured, fastest first."""
 
 
 @torch.no_grad()
 def check_architecture(path: str, config: PolicyConfig) -> None:
     """Compare two short rows in the configured layout with each row alone in transformers' own.
 
-    Refuses (UserError) what would silently be wrong: attention with terms of its own, recurrent
+    Refuses (UserError) what would silently be wrong: attention with extra terms, recurrent
     layers that run from one packed row into the next, logits changed in a way that the head does
     not know. It then tries the other layouts, and names one that is right. Layers are as wide as
     the real ones, and of every kind that the model has.
@@ -90,7 +90,7 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
 def _problem(
     full: PreTrainedConfig, layout: _Layout, rows: TensorBatch, expected: torch.Tensor
 ) -> str:
-    """What is wrong with a layout; nothing if it gives the ``expected`` logprobs."""
+    """Why a layout is wrong; empty if it gives the ``expected`` logprobs."""
     text = full.get_text_config()
     window = getattr(text, "sliding_window", None)
     # Packed attention sees full rows; refuse a window now, not when the first long row comes.
@@ -181,8 +181,8 @@ _EXPORT_TOLERANCE = 1e-3
 def check_export(path: str, config: PolicyConfig, output: Output) -> None:
     """Train a twin for one step, load its files' tensors with transformers alone, and compare.
 
-    Raises UserError if logprobs (or values) differ, or if a parameter that trains has no place in
-    what is exported. Names, shapes and merging do not depend on the number of layers or experts.
+    Raises UserError if logprobs (or values) differ, or if a trained parameter is missing from the
+    export. Names, shapes and merging do not depend on the number of layers or experts.
     """
     remedy = (
         "set policy.lora.rank=0, or name other layers in policy.lora.targets"
@@ -217,7 +217,7 @@ def _export_problem(path: str, config: PolicyConfig, output: Output) -> str:
         initialize_adapters(twin)
     model = (ValueModel if values else LogprobModel)(twin, HeadSettings(chunk_tokens=5))
     if missing := _without_place(model, described):
-        return f"{missing} trains and has no place in the files"
+        return f"{missing} trains but is missing from the files"
     ids = torch.arange(_NUM_TOKENS) * 7 % twin.config.get_text_config().vocab_size
     _train_one_step(model, ids, values)
     with torch.no_grad():
@@ -239,7 +239,7 @@ def _export_problem(path: str, config: PolicyConfig, output: Output) -> str:
 
 
 def _without_place(model: LogprobModel, described: Architecture) -> str:
-    """A parameter that trains and does not leave; "" if there is none."""
+    """A trained parameter that is missing from the export; "" if none is."""
     tensors = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     adapters = {}
     if any(map(is_adapter, tensors)):

@@ -217,7 +217,7 @@ def _joined(trainer: "Trainer", states: list[_StageState]) -> dict[str, Any]:
     for stage, _, model, optimizer in states:
         joined["model"] |= {_stored_name(stage, name): one for name, one in model.items()}
         joined["optimizer"] |= {_stored_name(stage, name): one for name, one in optimizer.items()}
-    # Saved in every precision, so that a run can go on in float16.
+    # Saved in every precision, since a run may continue in float16.
     scale = trainer.loss_scale or LossScale(trainer.config.loss_scale)
     return joined | {
         "schedule_step": trainer.schedulers[0].last_epoch,
@@ -268,7 +268,7 @@ def adapter_tensors(
 def _parts(
     stages: Sequence[LogprobModel], *, merged: bool
 ) -> "tuple[dict[str, Tensor], dict[str, Adapter]]":
-    """What this rank has of each tensor, and the adapters to merge, by names in memory."""
+    """This rank's part of each tensor, and the adapters to merge, by names in memory."""
     state: dict[str, Tensor] = {}
     adapters: dict[str, Adapter] = {}
     for stage in stages:

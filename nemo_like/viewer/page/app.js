@@ -1,4 +1,4 @@
-// The page: views by the address after #, and numbers that come while a run goes on.
+// The page: views chosen by the address after #, with metrics that update during a run.
 // Text of models and files enters the page as text nodes only; see `el`.
 "use strict";
 const COLORS = ["#1d4ed8", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"];
@@ -35,7 +35,7 @@ function link(view, query) {
   return `#${view}?${new URLSearchParams(given)}`;
 }
 
-// A form whose fields are the address: each change is a place to link to.
+// A form that keeps its fields in the address, so every state can be linked.
 function form(view, query, ...fields) {
   const apply = () => { location.hash = link(view, Object.fromEntries(new FormData(node))); };
   const node = el("form", { onchange: apply, onsubmit: (event) => { event.preventDefault(); apply(); } }, fields,
@@ -113,7 +113,7 @@ function curves(query) {
 function lanes(query) {
   const run = Number(query.run ?? 0);
   const records = state.records[run].filter((one) => one.step > 0).slice(-MOST_LANES);
-  if (!records.length) return el("p", { class: "note" }, "No step is over yet.");
+  if (!records.length) return el("p", { class: "note" }, "No step is finished yet.");
   const names = [...new Set(records.flatMap((one) => Object.keys(one.phases)))];
   const color = (name) => COLORS[names.indexOf(name) % COLORS.length];
   const most = Math.max(...records.map((one) => Object.values(one.phases).reduce((a, b) => a + b, 0)));
@@ -128,7 +128,7 @@ function lanes(query) {
 function configuration() {
   const rows = Object.entries(state.differences).map(([key, values]) => el("tr", {}, el("td", {}, key),
     values.map((one) => el("td", {}, one === null ? "" : JSON.stringify(one)))));
-  if (!rows.length) return el("p", { class: "note" }, "No key differs.");
+  if (!rows.length) return el("p", { class: "note" }, "No keys differ.");
   return el("table", {}, el("tr", {}, ["key", ...state.runs.map((one) => one.name)].map((one) => el("th", {}, one))), rows);
 }
 

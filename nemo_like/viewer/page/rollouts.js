@@ -28,7 +28,7 @@ function linkTo(run, one, more = {}) {
   return link("group", { run, phase: one.phase, step: one.step, group: one.group, index: one.index, ...more });
 }
 
-// Background of a token, and what the pointer shows of it.
+// Background colour and tooltip of a token.
 function shade(row, i, by, newest) {
   if (by === "none") return "";
   if (row.versions[i] < 0) return "#e5e7eb";
@@ -67,7 +67,7 @@ async function group(query) {
   const { alone, ...asked } = query;
   const which = { run: query.run, phase: query.phase, step: query.step, group: query.group };
   const found = await ask("group", alone ? { ...which, index: query.index } : which);
-  if (!found.length) return el("p", { class: "note" }, "These are not kept (any more): logging.trajectories_gib limits them.");
+  if (!found.length) return el("p", { class: "note" }, "These are not kept, or not any longer: logging.trajectories_gib limits what is kept.");
   found.sort((a, b) => (String(b.index) === query.index) - (String(a.index) === query.index) || a.index - b.index);
   const kept = Object.keys(which).concat("index").map((name) => el("input", { type: "hidden", name, value: query[name] ?? "" }));
   const one = found[0];
