@@ -302,6 +302,23 @@ def test_a_run_that_trains_on_groups_as_they_finish_has_the_numbers_of_the_plain
             assert found[step][name] == pytest.approx(expected[step][name], abs=1e-5), (step, name)
 
 
+@pytest.mark.usefixtures("local_ray")
+def test_groups_that_train_as_they_finish_have_the_credit_of_their_steps(tmp_path):
+    options = [
+        "grpo.max_steps=1",
+        "environment.name=guess",
+        "environment.options={high: 3}",
+        "environment.max_turns=2",
+        "advantage.baseline=mean",
+        "advantage.credit=step",
+    ]
+    plain, early = (
+        run(tmp_path / name, *options, f"rollout.overlap={name}")[1] for name in ("false", "true")
+    )
+    for name in ("train/loss", "train/grad_norm", "train/num_tokens"):
+        assert early[name] == pytest.approx(plain[name], abs=1e-5), name
+
+
 def completion(count, reason, version):
     return Completion(
         token_ids=list(range(count)),
