@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
-from nemo_like.algorithms.self_check import check_versions, staleness
+from nemo_like.algorithms.ppo.config import PPOConfig, PPOSection
+from nemo_like.algorithms.self_check import check_sampled, check_versions, staleness
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
@@ -262,6 +263,18 @@ def test_a_token_older_than_the_bound_stops_the_run():
     for allowed in (range(4, 5), range(2, 4)):
         with pytest.raises(RunError, match="a refit was missed"):
             check_versions(batch, allowed)  # pyright: ignore
+
+
+def test_the_bound_is_in_steps_also_where_the_critic_trains_alone_at_first():
+    """Steps 3 and 4 of 4 train the policy, and the last one on weights of the third."""
+    config = PPOConfig(
+        ppo=PPOSection(max_steps=4, num_critic_warmup_steps=2),
+        rollout=CONFIG.rollout.replace(max_lag=1),
+        run=CONFIG.run.replace(self_check=False),
+    )
+    check_sampled(config, rows_of_versions(1, 0), 1, 4)  # pyright: ignore
+    with pytest.raises(RunError, match="a refit was missed"):
+        check_sampled(config, rows_of_versions(2, 0), 2, 4)  # pyright: ignore
 
 
 @pytest.mark.usefixtures("local_ray")

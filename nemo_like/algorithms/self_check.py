@@ -33,7 +33,7 @@ def check_sampled(
     config: SamplingRunConfig, batch: RemoteBatch, weight_version: int, num_made: int
 ) -> None:
     """Check a batch; the first ones of an execution more thoroughly."""
-    lag = config.max_lag * config.max_updates // config.max_steps
+    lag = config.max_lag * config.loop.num_updates
     check_versions(batch, range(weight_version - lag, weight_version + 1))
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
         check_seeds(batch)

@@ -57,6 +57,11 @@ class SamplingLoop(Section):
     num_generations_per_prompt: Count = 8
     """Completions of each prompt."""
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of one step."""
+        return 1
+
 
 class SamplingRunConfig(RunConfig):
     """Sections of runs that sample completions. An algorithm adds its own."""
