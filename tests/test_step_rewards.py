@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from nemo_like.algorithms.grpo.loop import add_advantages
+from nemo_like.algorithms.self_check import check_seeds
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose.load import check
-from nemo_like.errors import UserError
+from nemo_like.errors import RunError, UserError
 from nemo_like.losses.advantages import of_steps
 from nemo_like.losses.value import TokenAdvantages
 from nemo_like.rewards.frames import Frames, read_result, result_frame
@@ -102,6 +103,21 @@ def test_rewards_of_later_rows_reach_the_tokens_of_earlier_ones(tmp_path):
     assert len(batch) == 2
     advantages = TO_COME(batch)[0][keys.ADVANTAGES]
     assert by_turn(batch, advantages) == {(0, 0): 0.75, (1, 1): 1.0}
+
+
+def test_a_trajectory_of_two_rows_has_one_seed_and_two_of_one_seed_are_refused(tmp_path):
+    chat = build_chat(tmp_path, STRIPS_THINK)
+    first, second = (
+        trajectory_of(chat, lambda ids: 1.0, ("<think>a</think>one", "<think>b</think>two"), n)
+        for n in range(2)
+    )
+    for index, one in enumerate((first, second)):
+        object.__setattr__(one.task, "seed", index)
+    batch = batch_of(first, second)
+    assert len(batch) == 4
+    check_seeds(batch)  # pyright: ignore
+    with pytest.raises(RunError, match="3 completions have only 2 distinct seeds"):
+        check_seeds(batch_of(first, second, first))  # pyright: ignore
 
 
 def test_credit_by_step_is_what_the_paper_says(chat):

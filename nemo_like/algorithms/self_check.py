@@ -74,7 +74,7 @@ def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int
 
 def check_seeds(batch: RemoteBatch) -> None:
     """Raise RunError if two completions share a seed."""
-    seeds = batch.rows[keys.SEEDS]
+    seeds = batch.rows[keys.SEEDS].unique_consecutive()  # rows of a trajectory are neighbours
     num_distinct = len(torch.unique(seeds))
     if num_distinct < len(seeds):
         raise RunError(
