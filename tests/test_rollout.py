@@ -1,6 +1,7 @@
 """What a step asks engines for, and how their answers become rows; no engine and no Ray."""
 
 import hashlib
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import merge, values
 from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
-from nemo_like.rollout.failures import RewardFailures
+from nemo_like.rollout.failures import FILE, RewardFailures
 from nemo_like.rollout.rounds import batch_metrics
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.trajectory import (
@@ -154,6 +155,25 @@ def test_more_failed_rewards_than_are_allowed_stop_a_run(tmp_path):
     environment = CONFIG.environment.replace(max_failed_share=0.4)
     with pytest.raises(RunError, match=r"2 of 4 completions of step 1, more than .*0\.4.*no judge"):
         RewardFailures(environment, tmp_path, -1).check(1, "train", rows, results)
+
+
+def test_a_round_whose_rewards_all_fail_is_a_part_of_its_step(tmp_path):
+    """Four groups, one of which is sampled once more: 2 of 10 completions have no reward."""
+    source, replicas = source_of(num_replicas=1)
+    source._failures = RewardFailures(CONFIG.environment, tmp_path, -1)
+    scatter = replicas.scatter
+
+    def failing(method, requests):
+        results = scatter(method, requests)
+        if len(replicas.rounds) == 2:
+            results[0].rows[keys.SAMPLE_MASK][:] = False
+            results[0].errors["late"] = 2
+        return results
+
+    replicas.scatter = failing
+    source.next_batch(1, lambda batch: batch.rows[keys.GROUP_IDS] > 0, 2)
+    (record,) = map(json.loads, (tmp_path / FILE).read_text().splitlines())
+    assert (record["failed"], record["of"], record["reasons"]) == (2, 10, {"late": 2})
 
 
 def test_of_more_groups_than_a_step_takes_the_first_are_kept():

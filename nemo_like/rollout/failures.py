@@ -40,7 +40,7 @@ class RewardFailures:
     def check(
         self, step: int, phase: str, rows: Mapping[str, Tensor], results: Sequence[RolloutResult]
     ) -> None:
-        """Count those of one round of rollouts; RunError if no completion has a
+        """Count those of a step or a validation; RunError if no completion has a
         reward, or more than ``environment.max_failed_share`` have none.
         """
         scored = rows[keys.SAMPLE_MASK][first_rows(rows)[0]]

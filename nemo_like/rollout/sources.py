@@ -71,7 +71,7 @@ class RolloutSource:
         ``keep`` gives bool [B], equal within a group: others are left out, and prompts are sampled
         in their place until there are enough, or ``max_rounds`` times. ``early`` gets groups as
         they finish, while others are being sampled. Raises RunError if rewards
-        failed for every completion of a round.
+        failed for every completion of the step.
         """
         self.refit()
         rounds: list[Round] = []
@@ -79,10 +79,10 @@ class RolloutSource:
         missing = num_prompts
         with self._span("rollout"):
             while missing > 0 and len(rounds) < max_rounds:
-                results = self._round(step, missing, early)
-                rounds.append(Round(results, keep))
-                self._failures.check(step, "train", rounds[-1].batch.rows, results)
+                rounds.append(Round(self._round(step, missing, early), keep))
                 missing -= rounds[-1].num_kept
+            results = [result for one in rounds for result in one.results]
+            self._failures.check(step, "train", rows_of(results), results)
             self.sync.give_to_policy()
         refit, self._refit_metrics = self._refit_metrics, {}
         return join(rounds, num_prompts, refit)
