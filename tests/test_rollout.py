@@ -196,6 +196,14 @@ def test_rewards_have_their_spread_and_the_slowest_replica_is_named():
     assert "rollout/slowest_rank" not in alone
 
 
+def test_a_replica_that_has_one_group_more_is_not_slower():
+    """With ``rollout.overlap`` or ``max_lag`` each group is a call of its own."""
+    batch, _ = source_of(num_replicas=1)[0].next_batch(1)
+    results = [SimpleNamespace(rank=r, seconds=s, metrics={}) for r, s in ((0, 2), (0, 4), (1, 4))]
+    found = values(batch_metrics("rollout", batch.rows, results))
+    assert (found["rollout/slowest_rank"], found["rollout/slowest_over_median"]) == (1, 4 / 3.5)
+
+
 def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):
     row = Row(index=0, messages=(), fields={}, prompt_ids=tuple(prompt_ids))
     completion = Completion(
