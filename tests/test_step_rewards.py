@@ -156,6 +156,7 @@ def test_credit_by_step_with_one_reward_each_is_that_of_trajectories(chat):
         (("loss.kl_coef=0.1", "loss.kl_in=reward"), "reads rewards of steps alone"),
         (("advantage.overlong_buffer_tokens=5",), "has no penalty for length"),
         (("environment.name=single_turn",), "a trajectory of one completion is one step"),
+        (("environment.max_turns=1",), "step; set environment.name and max_turns"),
     ],
 )
 def test_credit_by_step_is_refused_where_it_has_no_meaning(keys_, message):

@@ -56,8 +56,8 @@ class AdvantageConfig(Section):
     credit: Annotated[
         Literal["trajectory", "step"],
         OnlyIf(
-            lambda _, run: not all(one.is_single_turn for one in run.environment.each.values()),
-            "a trajectory of one completion is one step",
+            lambda _, run: run.environment.most_turns > 1,
+            "a trajectory of one completion is one step; set environment.name and max_turns",
         ),
     ] = "trajectory"
     """``trajectory``: all tokens have the advantage of their trajectory's reward; ``step``: rewards

@@ -168,6 +168,12 @@ class EnvironmentConfig(Section):
         return self.name == SINGLE_TURN
 
     @property
+    def most_turns(self) -> int:
+        """Most completions of any trajectory of the run."""
+        each = self.each.values()
+        return max(1 if one.is_single_turn else one.max_turns for one in each)
+
+    @property
     def judges(self) -> bool:
         """Whether a judge scores, alone or among others."""
         functions = [part.get("function") for part in self.rewards.values()]

@@ -61,6 +61,8 @@ class RolloutSetup:
     """Trajectories of later steps are dropped; -1 for a new run, also those of its validation."""
     most_tokens: int
     """Of one row that trains."""
+    most_turns: int
+    """See ``EnvironmentConfig.most_turns``: columns do not depend on which rows a worker gets."""
     trajectories_gib: float
     """Most of all workers' files together; 0: none are kept."""
 
@@ -129,6 +131,7 @@ class RolloutWorker(GenerationWorker):
         )
         self._pools = dict(zip(environments, pools, strict=True))
         self._reward_parts = [name for one in environments.values() for name in one.rewards]
+        self._most_turns = setup.most_turns
         talking = {name: one for name, one in environments.items() if not one.is_single_turn}
         if talking:
             from nemo_like.rollout import recorder
@@ -160,8 +163,7 @@ class RolloutWorker(GenerationWorker):
         if request.phase == "train":
             self._record(request.step, trajectories)
         read = [t for t in trajectories if request.with_samples or t.task.record]
-        most_turns = max((one.turns for one in self._limits.values()), default=1)
-        tokens = collate_tokens(trajectories, most_turns)
+        tokens = collate_tokens(trajectories, self._most_turns)
         if self._files is not None and trajectories:
             self._files.append(table_of(request.step, request.phase, trajectories, tokens))
         errors = Counter(
@@ -172,7 +174,7 @@ class RolloutWorker(GenerationWorker):
         return RolloutResult(
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
-            rows=collate_rows(trajectories, self._reward_parts, most_turns)
+            rows=collate_rows(trajectories, self._reward_parts, self._most_turns)
             | prompt_columns(tokens),
             metrics=merge([self.memory(), *map(_metrics, trajectories)]),
             rank=self.context.rank,
