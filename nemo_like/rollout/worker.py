@@ -211,12 +211,12 @@ class RolloutWorker(GenerationWorker):
         return single_turn(task, completion, text, result)
 
     async def shutdown_engine(self) -> None:
-        """End the endpoint and the reward processes too."""
-        if self._endpoint is not None:
-            await self._endpoint.close()
+        """End the reward processes and the endpoint too."""
         for pool in self._pools.values():
             pool.shutdown()
         await super().shutdown_engine()
+        if self._endpoint is not None:  # it waits for calls, which an engine that has ended fails
+            await self._endpoint.close()
         if self._files is not None:
             self._files.wait()
 
