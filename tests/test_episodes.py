@@ -393,6 +393,35 @@ def test_tools_are_called_until_there_is_an_answer(chat, tmp_path):
     assert found[3].result.metrics["environment/unreadable_calls"] == 1
 
 
+WAITS = '''
+import time
+
+def wait(seconds: float) -> str:
+    """
+    Wait.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "done"
+
+def reward(prompt, completion, **_):
+    return float(completion)
+'''
+
+
+def test_tools_that_wait_run_at_once_however_few_processors_there_are(chat, tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    script = '<tool_call>{"name": "wait", "arguments": {"seconds": 2}}</tool_call>|4'
+    options = {"tools": [f"{tmp_path}/waits.py:wait"]}
+    reward = f"{tmp_path}/waits.py:reward"
+    found = conversations(
+        chat, [script] * 40, name="tools", options=options, reward=reward, timeout_s=3.5
+    )
+    assert [one.result.reward for one in found] == [4.0] * 40
+
+
 def test_a_tool_that_ends_is_called_once_and_no_turn_follows():
     def submit(value: str) -> str:
         """
