@@ -163,6 +163,13 @@ class EnvironmentConfig(Section):
         return {"": self, **self.tasks}
 
     @property
+    def told(self) -> str:
+        """What scores, in messages."""
+        if self.tasks:
+            return "a reward of environment or environment.tasks"
+        return "environment.rewards" if self.rewards else f"environment.reward={self.reward}"
+
+    @property
     def is_single_turn(self) -> bool:
         """Whether one completion is all."""
         return self.name == SINGLE_TURN

@@ -26,7 +26,7 @@ class RewardFailures:
 
     def __init__(self, environment: EnvironmentConfig, run_dir: Path, resumed_step: int) -> None:
         """Counts of steps after ``resumed_step`` are dropped; -1 for a new run."""
-        self._reward = environment.reward
+        self._reward = environment.told
         self._most = environment.max_failed_share
         self._path = run_dir / FILE
         self._file: JsonlFile | None = None
@@ -54,7 +54,7 @@ class RewardFailures:
         when = f"step {step}" if phase == "train" else f"validation at step {step}"
         if failed == len(scored):
             raise RunError(
-                f"environment.reward={self._reward} failed on all {failed} completions of {when}; "
+                f"{self._reward} failed on all {failed} completions of {when}; "
                 f"first: {next(iter(reasons))}"
             )
         if failed > self._most * len(scored):

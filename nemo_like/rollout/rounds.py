@@ -120,8 +120,8 @@ def warn_of_dropped(reward: str, results: Sequence[RolloutResult], known: set[st
             if name not in known:
                 known.add(name)
                 logger.warning(
-                    "environment.reward=%s: metric %r is left out of rows where it is not a finite "
-                    "number (%s); the reward counts.",
+                    "%s: metric %r is left out of rows where it is not a finite number (%s); the "
+                    "reward counts.",
                     reward,
                     name,
                     why,

@@ -102,7 +102,7 @@ class RolloutSource:
             self._admit(step, count, sampling)
             used = self._ahead.next(step, count, self._generation.results)
             results = [one.result for one in used if one.result is not None]
-            warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
+            warn_of_dropped(self._config.environment.told, results, self._dropped_metrics)
             self._feed.use_up(one.group for one in used)
             return results
         drawn = self._feed.draw(max(count, self._generation.group.world_size))
@@ -146,7 +146,7 @@ class RolloutSource:
             calls = [call for call, one in zip(calls, found, strict=True) if not one]
             early(Round(new, None).batch)
             results += new
-        warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
+        warn_of_dropped(self._config.environment.told, results, self._dropped_metrics)
         return sorted(results, key=lambda one: int(one.rows[keys.GROUP_IDS][0]))
 
     def validate(self, step: int) -> Metrics:
@@ -253,7 +253,7 @@ class RolloutSource:
             for of_replica in tasks
         ]
         results = self._generation.group.scatter(RolloutWorker.rollout, requests)
-        warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
+        warn_of_dropped(self._config.environment.told, results, self._dropped_metrics)
         return [result for result in results if len(result.lengths)]
 
     def _tasks(
