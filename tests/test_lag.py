@@ -210,6 +210,19 @@ def test_a_saved_position_without_groups_under_way_is_that_of_the_loader():
     assert feed.state() == feed.loader.state()
 
 
+def test_groups_of_other_rows_are_not_taken_for_used_ones():
+    before = GroupFeed(PromptLoader(range(100), fingerprint="a", seed=0, shuffle=True))
+    before.use_up(number for number, _ in before.draw(8))
+    before.draw(8)
+    before.use_up([8])
+    feed = GroupFeed(PromptLoader(range(100), fingerprint="b", seed=0, shuffle=True))
+    feed.load_state(before.state())
+    feed.use_up(number for number, _ in feed.draw(8))
+    assert [number for number, _ in feed.draw(8)] == list(range(8, 16))
+    feed.use_up(range(9, 16))
+    assert feed.state()["used"] == list(range(9, 16))
+
+
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
