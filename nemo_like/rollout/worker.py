@@ -176,7 +176,7 @@ class RolloutWorker(GenerationWorker):
             lengths=tokens.lengths,
             rows=collate_rows(trajectories, self._reward_parts, self._most_turns)
             | prompt_columns(tokens),
-            metrics=merge([self.memory(), *map(_metrics, trajectories)]),
+            metrics=merge([*map(_metrics, trajectories)]) | self.memory(),
             rank=self.context.rank,
             seconds=time.monotonic() - start,
             errors=dict(errors),
