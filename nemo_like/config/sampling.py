@@ -244,6 +244,11 @@ class PolicyGradientRunConfig(SamplingRunConfig):
             )
         if self.policy.dtype == "float16":
             return "policy.dtype=float16 has no room for their sum; use bfloat16"
+        if self.policy.parallel.ddp.compression != "none":
+            return (
+                "policy.parallel.ddp.compression would round the sum once more with each of them; "
+                "set it to none"
+            )
         return None
 
     @property
