@@ -330,6 +330,20 @@ def test_a_limit_of_nothing_is_refused_and_not_taken_for_none(key):
         small_config("never-made", "environment.name=guess", f"environment.{key}=0")
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("environment.name=guess",),
+        ("environment.rewards={one: {function: 'json:loads'}, two: {function: math}}",),
+        ("environment.tasks={game: {name: guess, rows_at_once: 8, pass_variables: [HOME]}}",),
+    ],
+)
+def test_several_rewards_and_conversations_have_what_one_function_has(own):
+    named = own[0].startswith("environment.tasks")
+    ours = () if named else ("environment.rows_at_once=8", "environment.pass_variables=[HOME]")
+    small_config("never-made", *own, *ours)
+
+
 LATE = """
 import asyncio, openai
 async def run(row, base_url, api_key):
