@@ -212,13 +212,15 @@ class RolloutWorker(GenerationWorker):
 
     async def shutdown_engine(self) -> None:
         """End the reward processes and the endpoint too."""
+        # Of groups under way nothing is kept: their rewards fail now.
+        files, self._files, self._trajectories = self._files, None, None
         for pool in self._pools.values():
             pool.shutdown()
         await super().shutdown_engine()
         if self._endpoint is not None:  # it waits for calls, which an engine that has ended fails
             await self._endpoint.close()
-        if self._files is not None:
-            self._files.wait()
+        if files is not None:
+            files.wait()
 
     def _open_files(self, setup: RolloutSetup) -> TrajectoryFiles | None:
         """Where this worker keeps its trajectories; the first one tidies up for all."""
