@@ -295,7 +295,13 @@ def test_stop_and_max_tokens_limit_a_call_and_what_the_run_decides_stays(tmp_pat
 
     async def call(client, _):
         return await client.chat.completions.create(
-            model="m", messages=[user("Hi")], max_tokens=3, stop=["\n"], temperature=0.2, seed=5
+            model="m",
+            messages=[user("Hi")],
+            max_tokens=3,
+            max_completion_tokens=None,  # as some clients send it
+            stop=["\n"],
+            temperature=0.2,
+            seed=5,
         )
 
     assert ask(recorder, call, call).choices[0].finish_reason == "stop"

@@ -330,6 +330,20 @@ def test_a_limit_of_nothing_is_refused_and_not_taken_for_none(key):
         small_config("never-made", "environment.name=guess", f"environment.{key}=0")
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("environment.name=guess",),
+        ("environment.rewards={one: {function: 'json:loads'}, two: {function: math}}",),
+        ("environment.tasks={game: {name: guess, rows_at_once: 8, pass_variables: [HOME]}}",),
+    ],
+)
+def test_several_rewards_and_conversations_have_what_one_function_has(own):
+    named = own[0].startswith("environment.tasks")
+    ours = () if named else ("environment.rows_at_once=8", "environment.pass_variables=[HOME]")
+    small_config("never-made", *own, *ours)
+
+
 LATE = """
 import asyncio, openai
 async def run(row, base_url, api_key):
@@ -391,6 +405,35 @@ def test_tools_are_called_until_there_is_an_answer(chat, tmp_path):
     assert found[2].result.metrics["environment/failed_calls"] == 2
     assert found[3].counts["unreadable_tool_calls"] == 1
     assert found[3].result.metrics["environment/unreadable_calls"] == 1
+
+
+WAITS = '''
+import time
+
+def wait(seconds: float) -> str:
+    """
+    Wait.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "done"
+
+def reward(prompt, completion, **_):
+    return float(completion)
+'''
+
+
+def test_tools_that_wait_run_at_once_however_few_processors_there_are(chat, tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    script = '<tool_call>{"name": "wait", "arguments": {"seconds": 2}}</tool_call>|4'
+    options = {"tools": [f"{tmp_path}/waits.py:wait"]}
+    reward = f"{tmp_path}/waits.py:reward"
+    found = conversations(
+        chat, [script] * 40, name="tools", options=options, reward=reward, timeout_s=3.5
+    )
+    assert [one.result.reward for one in found] == [4.0] * 40
 
 
 def test_a_tool_that_ends_is_called_once_and_no_turn_follows():

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
-from nemo_like.algorithms.self_check import check_versions, staleness
+from nemo_like.algorithms.ppo.config import PPOConfig, PPOSection
+from nemo_like.algorithms.self_check import check_sampled, check_versions, staleness
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
@@ -209,6 +210,19 @@ def test_a_saved_position_without_groups_under_way_is_that_of_the_loader():
     assert feed.state() == feed.loader.state()
 
 
+def test_groups_of_other_rows_are_not_taken_for_used_ones():
+    before = GroupFeed(PromptLoader(range(100), fingerprint="a", seed=0, shuffle=True))
+    before.use_up(number for number, _ in before.draw(8))
+    before.draw(8)
+    before.use_up([8])
+    feed = GroupFeed(PromptLoader(range(100), fingerprint="b", seed=0, shuffle=True))
+    feed.load_state(before.state())
+    feed.use_up(number for number, _ in feed.draw(8))
+    assert [number for number, _ in feed.draw(8)] == list(range(8, 16))
+    feed.use_up(range(9, 16))
+    assert feed.state()["used"] == list(range(9, 16))
+
+
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
@@ -264,6 +278,18 @@ def test_a_token_older_than_the_bound_stops_the_run():
             check_versions(batch, allowed)  # pyright: ignore
 
 
+def test_the_bound_is_in_steps_also_where_the_critic_trains_alone_at_first():
+    """Steps 3 and 4 of 4 train the policy, and the last one on weights of the third."""
+    config = PPOConfig(
+        ppo=PPOSection(max_steps=4, num_critic_warmup_steps=2),
+        rollout=CONFIG.rollout.replace(max_lag=1),
+        run=CONFIG.run.replace(self_check=False),
+    )
+    check_sampled(config, rows_of_versions(1, 0), 1, 4)  # pyright: ignore
+    with pytest.raises(RunError, match="a refit was missed"):
+        check_sampled(config, rows_of_versions(2, 0), 2, 4)  # pyright: ignore
+
+
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("order", ["first_in", "ready"])
 def test_a_run_with_lag_goes_on_after_a_fault_and_trains_each_group_once(tmp_path, order):
@@ -300,6 +326,23 @@ def test_a_run_that_trains_on_groups_as_they_finish_has_the_numbers_of_the_plain
     for step in (1, 2, 3):
         for name in ("train/loss", "train/grad_norm", "rollout/reward", "train/num_tokens"):
             assert found[step][name] == pytest.approx(expected[step][name], abs=1e-5), (step, name)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_groups_that_train_as_they_finish_have_the_credit_of_their_steps(tmp_path):
+    options = [
+        "grpo.max_steps=1",
+        "environment.name=guess",
+        "environment.options={high: 3}",
+        "environment.max_turns=2",
+        "advantage.baseline=mean",
+        "advantage.credit=step",
+    ]
+    plain, early = (
+        run(tmp_path / name, *options, f"rollout.overlap={name}")[1] for name in ("false", "true")
+    )
+    for name in ("train/loss", "train/grad_norm", "train/num_tokens"):
+        assert early[name] == pytest.approx(plain[name], abs=1e-5), name
 
 
 def completion(count, reason, version):

@@ -93,6 +93,14 @@ def test_a_step_in_parts_is_the_plain_step(loss):
         (GRPOConfig, {"advantage": {"scale": "batch"}}, "look at all of them"),
         (GRPOConfig, {"grpo": {"dynamic_sampling": True}}, "chooses among all"),
         (GRPOConfig, {"policy": {"dtype": "float16"}}, "no room for their sum"),
+        (
+            GRPOConfig,
+            {
+                "policy": {"parallel": {"data_parallel": "ddp", "ddp": {"compression": "fp16"}}},
+                "cluster": {"cpu_workers_per_node": 2},
+            },
+            "once more with each",
+        ),
     ],
 )
 def test_what_needs_the_whole_batch_is_refused_with_the_reason(schema, changes, reason):

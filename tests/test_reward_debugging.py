@@ -123,6 +123,14 @@ def test_each_reason_is_counted_at_each_step_and_said_once(tmp_path, caplog):
     ]
 
 
+def test_what_failed_is_named_where_there_are_several_rewards_or_tasks(tmp_path):
+    several = EnvironmentConfig(rewards={"one": {"function": "math"}})
+    tasks = EnvironmentConfig(tasks={"game": EnvironmentConfig(name="guess")})
+    for environment, named in ((several, "environment.rewards"), (tasks, "environment.tasks")):
+        with pytest.raises(RunError, match=rf"{named} failed on all 4 completions of step 1"):
+            RewardFailures(environment, tmp_path, -1).check(1, "train", *failing(4, 4, x=4))
+
+
 def test_a_resumed_run_counts_no_step_twice(tmp_path, caplog):
     before = RewardFailures(EnvironmentConfig(reward="my.py:f"), tmp_path, -1)
     for step in (1, 2):

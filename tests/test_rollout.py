@@ -1,6 +1,7 @@
 """What a step asks engines for, and how their answers become rows; no engine and no Ray."""
 
 import hashlib
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.metrics import merge, values
 from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
-from nemo_like.rollout.failures import RewardFailures
+from nemo_like.rollout.failures import FILE, RewardFailures
 from nemo_like.rollout.rounds import batch_metrics
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.trajectory import (
@@ -156,6 +157,25 @@ def test_more_failed_rewards_than_are_allowed_stop_a_run(tmp_path):
         RewardFailures(environment, tmp_path, -1).check(1, "train", rows, results)
 
 
+def test_a_round_whose_rewards_all_fail_is_a_part_of_its_step(tmp_path):
+    """Four groups, one of which is sampled once more: 2 of 10 completions have no reward."""
+    source, replicas = source_of(num_replicas=1)
+    source._failures = RewardFailures(CONFIG.environment, tmp_path, -1)
+    scatter = replicas.scatter
+
+    def failing(method, requests):
+        results = scatter(method, requests)
+        if len(replicas.rounds) == 2:
+            results[0].rows[keys.SAMPLE_MASK][:] = False
+            results[0].errors["late"] = 2
+        return results
+
+    replicas.scatter = failing
+    source.next_batch(1, lambda batch: batch.rows[keys.GROUP_IDS] > 0, 2)
+    (record,) = map(json.loads, (tmp_path / FILE).read_text().splitlines())
+    assert (record["failed"], record["of"], record["reasons"]) == (2, 10, {"late": 2})
+
+
 def test_of_more_groups_than_a_step_takes_the_first_are_kept():
     source, _ = source_of(num_replicas=3)  # three prompts are sampled where one is missing
 
@@ -174,6 +194,14 @@ def test_rewards_have_their_spread_and_the_slowest_replica_is_named():
     assert [found[f"rollout/{name}"] for name in names] == [0.5, 0.5, 0, 1, 8]
     _, alone = source_of(num_replicas=1)[0].next_batch(1)
     assert "rollout/slowest_rank" not in alone
+
+
+def test_a_replica_that_has_one_group_more_is_not_slower():
+    """With ``rollout.overlap`` or ``max_lag`` each group is a call of its own."""
+    batch, _ = source_of(num_replicas=1)[0].next_batch(1)
+    results = [SimpleNamespace(rank=r, seconds=s, metrics={}) for r, s in ((0, 2), (0, 4), (1, 4))]
+    found = values(batch_metrics("rollout", batch.rows, results))
+    assert (found["rollout/slowest_rank"], found["rollout/slowest_over_median"]) == (1, 4 / 3.5)
 
 
 def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from nemo_like.algorithms.grpo.loop import add_advantages
+from nemo_like.algorithms.self_check import check_seeds
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose.load import check
-from nemo_like.errors import UserError
+from nemo_like.errors import RunError, UserError
 from nemo_like.losses.advantages import of_steps
 from nemo_like.losses.value import TokenAdvantages
 from nemo_like.rewards.frames import Frames, read_result, result_frame
@@ -104,6 +105,21 @@ def test_rewards_of_later_rows_reach_the_tokens_of_earlier_ones(tmp_path):
     assert by_turn(batch, advantages) == {(0, 0): 0.75, (1, 1): 1.0}
 
 
+def test_a_trajectory_of_two_rows_has_one_seed_and_two_of_one_seed_are_refused(tmp_path):
+    chat = build_chat(tmp_path, STRIPS_THINK)
+    first, second = (
+        trajectory_of(chat, lambda ids: 1.0, ("<think>a</think>one", "<think>b</think>two"), n)
+        for n in range(2)
+    )
+    for index, one in enumerate((first, second)):
+        object.__setattr__(one.task, "seed", index)
+    batch = batch_of(first, second)
+    assert len(batch) == 4
+    check_seeds(batch)  # pyright: ignore
+    with pytest.raises(RunError, match="3 completions have only 2 distinct seeds"):
+        check_seeds(batch_of(first, second, first))  # pyright: ignore
+
+
 def test_credit_by_step_is_what_the_paper_says(chat):
     """By hand: rewards -.25, 1, 0 of one group; their mean is .25, their deviation .6614."""
     first = trajectory_of(chat, lambda ids: {"steps": {ids[0]: -0.25, ids[1]: 1.0}})
@@ -140,6 +156,7 @@ def test_credit_by_step_with_one_reward_each_is_that_of_trajectories(chat):
         (("loss.kl_coef=0.1", "loss.kl_in=reward"), "uses step rewards only"),
         (("advantage.overlong_buffer_tokens=5",), "does not support a length penalty"),
         (("environment.name=single_turn",), "a trajectory of one completion is one step"),
+        (("environment.max_turns=1",), "step; set environment.name and max_turns"),
     ],
 )
 def test_credit_by_step_is_refused_where_it_has_no_meaning(keys_, message):

@@ -125,6 +125,13 @@ def test_a_kill_before_small_files_are_removed_doubles_nothing(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_resumed_worker_counts_on_where_groups_were_not_done_in_the_order_of_steps(tmp_path):
+    steps = [3] + [1] * 31 + [2] * 32  # two files, of which the later one begins with an older step
+    keep(TrajectoryFiles(tmp_path, 0, 1e9), *(table(s, one(n)) for n, s in enumerate(steps)))
+    keep(TrajectoryFiles(tmp_path, 0, 1e9), table(4, one(64)))
+    assert sorted(opened(tmp_path).columns["group"].tolist()) == list(range(65))
+
+
 def test_a_resumed_run_drops_what_it_writes_again_of_all_workers(tmp_path):
     for rank in range(2):
         keep(TrajectoryFiles(tmp_path, rank, 1e9), *(table(step, one(step)) for step in range(40)))

@@ -175,11 +175,8 @@ def rollout_setup(
     """The setup of a generation worker, with only the environments that rows use."""
     run, rows = session.run, [row for rows in session.rows.values() for row in rows]
     used = {row.environment for row in rows}
-    environments = {
-        name: one
-        for name, one in for_other_folders(config.environment).each.items()
-        if name in used
-    }
+    each = for_other_folders(config.environment).each
+    environments = {name: one for name, one in each.items() if name in used}
     num_processes = sum(one.num_processes for one in environments.values())
     return RolloutSetup(
         backend=absolute(config.generation.backend),
@@ -191,6 +188,7 @@ def rollout_setup(
         run_dir=str(run.dir),
         resumed_step=run.first_step or -1,
         most_tokens=engine.max_model_len,
+        most_turns=config.environment.most_turns,
         trajectories_gib=config.logging.trajectories_gib,
     )
 

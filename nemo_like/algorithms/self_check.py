@@ -33,7 +33,7 @@ def check_sampled(
     config: SamplingRunConfig, batch: RemoteBatch, weight_version: int, num_made: int
 ) -> None:
     """Check a batch; the first ones of an execution more thoroughly."""
-    lag = config.max_lag * config.max_updates // config.max_steps
+    lag = config.max_lag * config.loop.num_updates
     check_versions(batch, range(weight_version - lag, weight_version + 1))
     if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
         check_seeds(batch)
@@ -76,7 +76,7 @@ def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int
 
 def check_seeds(batch: RemoteBatch) -> None:
     """Raise RunError if two completions share a seed."""
-    seeds = batch.rows[keys.SEEDS]
+    seeds = batch.rows[keys.SEEDS].unique_consecutive()  # rows of a trajectory are neighbours
     num_distinct = len(torch.unique(seeds))
     if num_distinct < len(seeds):
         raise RunError(

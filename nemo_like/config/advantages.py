@@ -57,8 +57,8 @@ class AdvantageConfig(Section):
     credit: Annotated[
         Literal["trajectory", "step"],
         OnlyIf(
-            lambda _, run: not all(one.is_single_turn for one in run.environment.each.values()),
-            "a trajectory of one completion is one step",
+            lambda _, run: run.environment.most_turns > 1,
+            "a trajectory of one completion is one step; set environment.name and max_turns",
         ),
     ] = "trajectory"
     """``trajectory``: every token gets the advantage of its trajectory's reward. ``step``: step

@@ -41,7 +41,7 @@ _SEVERAL_TURNS = OnlyIf(
     lambda here, _: here.name != SINGLE_TURN, f"environment.name={SINGLE_TURN} takes one completion"
 )
 _OWN_FUNCTION = OnlyIf(
-    lambda here, _: here.reward not in REWARDS.ours,
+    lambda here, _: here.runs_other_than(*REWARDS.ours),
     "environment.reward is not a function of your own",
 )
 _NO_PARTS = OnlyIf(lambda here, _: not here.rewards, "environment.rewards takes its place")
@@ -110,7 +110,7 @@ class EnvironmentConfig(Section):
     rows_at_once: Annotated[
         Count | None,
         OnlyIf(
-            lambda here, _: here.reward not in (REASONING_GYM, "math", CODE),
+            lambda here, _: here.runs_other_than(REASONING_GYM, "math", CODE),
             "this environment.reward scores one completion after the other",
         ),
         OnlyIf(lambda here, _: not here.judges, "environment.judge.max_requests sets the limit"),
@@ -165,15 +165,36 @@ class EnvironmentConfig(Section):
         return {"": self, **self.tasks}
 
     @property
+    def told(self) -> str:
+        """What scores, in messages."""
+        if self.tasks:
+            return "a reward of environment or environment.tasks"
+        return "environment.rewards" if self.rewards else f"environment.reward={self.reward}"
+
+    @property
     def is_single_turn(self) -> bool:
         """Whether a trajectory is one completion."""
         return self.name == SINGLE_TURN
 
     @property
+    def most_turns(self) -> int:
+        """Most completions of any trajectory of the run."""
+        each = self.each.values()
+        return max(1 if one.is_single_turn else one.max_turns for one in each)
+
+    @property
+    def functions(self) -> list[Any]:
+        """What scores, by name."""
+        return [part.get("function") for part in self.rewards.values()] or [self.reward]
+
+    @property
     def judges(self) -> bool:
         """Whether a judge scores, alone or among others."""
-        functions = [part.get("function") for part in self.rewards.values()]
-        return JUDGE in (functions or [self.reward])
+        return JUDGE in self.functions
+
+    def runs_other_than(self, *rewards: str) -> bool:
+        """Whether conversations are had, or anything but these functions is called."""
+        return not self.is_single_turn or any(one not in rewards for one in self.functions)
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Names of variables only: an entry may hold a secret, and is not shown."""

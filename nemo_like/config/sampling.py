@@ -57,6 +57,11 @@ class SamplingLoop(Section):
     num_generations_per_prompt: Count = 8
     """Completions of each prompt."""
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of one step."""
+        return 1
+
 
 class SamplingRunConfig(RunConfig):
     """Sections of runs that sample completions. An algorithm adds its own."""
@@ -239,6 +244,11 @@ class PolicyGradientRunConfig(SamplingRunConfig):
             )
         if self.policy.dtype == "float16":
             return "policy.dtype=float16 has no room for their sum; use bfloat16"
+        if self.policy.parallel.ddp.compression != "none":
+            return (
+                "policy.parallel.ddp.compression would round the sum once more with each of them; "
+                "set it to none"
+            )
         return None
 
     @property

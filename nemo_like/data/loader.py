@@ -81,8 +81,8 @@ class GroupFeed(Generic[T]):
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue at a saved position."""
         self.loader.load_state(state)
-        self._used = set(state.get("used", ()))
         drawn = [row for count in state.get("draws", ()) for row in self._draw(count)]
+        self._used = {number for number, _ in drawn}.intersection(state.get("used", ()))
         self._again = deque(row for row in drawn if row[0] not in self._used)
 
 

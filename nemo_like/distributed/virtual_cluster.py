@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import psutil
 import ray
@@ -29,9 +29,6 @@ from nemo_like.planning.resources import (
     in_words,
     what_each_has,
 )
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

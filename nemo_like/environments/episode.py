@@ -88,6 +88,7 @@ class Episodes:
         self, row: dict[str, Any], form: Mapping[str, Any], base_url: str, api_key: str
     ) -> dict[str, Any]:
         environment = self._new()
+        asyncio.get_running_loop().set_default_executor(self._threads)  # asyncio.to_thread has few
         try:
             opened = await self._call(environment.reset, row)
             messages = list(row["messages"] if opened.messages is None else opened.messages)
@@ -137,17 +138,16 @@ class Episodes:
         """Call the user's method: on the loop if ``async``, else in a thread; with a time limit."""
         limit_s = self._spec["timeout_s"]
         inner = getattr(method, "function", method)
-        is_async = inspect.iscoroutinefunction(inner)
         try:
             async with asyncio.timeout(limit_s):
-                if is_async:
+                if inspect.iscoroutinefunction(inner):
                     return await method(*arguments)
                 loop = asyncio.get_running_loop()
                 found = await loop.run_in_executor(self._threads, method, *arguments)
                 return await found if inspect.isawaitable(found) else found
         except TimeoutError as error:
-            self._num_late += not is_async
-            if 2 * self._num_late > self._spec["at_once"]:  # they may never end
+            self._num_late += 1
+            if 2 * self._num_late > self._spec["at_once"]:  # such a thread may never be free again
                 self._replace_threads()
             name = getattr(inner, "__name__", "it")
             raise TimeoutError(f"{name}() took longer than {limit_s:g} s") from error

@@ -127,7 +127,8 @@ class TrajectoryFiles:
 
     def _take_stock(self) -> None:
         """Find the files that an earlier process of the run left."""
-        for path in files_of(self._folder):
+        # By parts: with lag, groups of a later step may be done before those of an earlier one.
+        for path in sorted(files_of(self._folder), key=span_of):
             rank, _, last = span_of(path)
             if rank == self._rank:
                 self._sizes[path] = path.stat().st_size

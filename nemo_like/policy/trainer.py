@@ -110,7 +110,6 @@ class Trainer:
         check: Callable[[Metrics], None] | None = None,
     ) -> Metrics:
         """``add`` this rank's micro-batches, and ``finish``."""
-        self.diagnostics.check_rows(micro_batches)
         self.add(micro_batches, loss, denominators, temperature, on_policy=on_policy)
         return self.finish(check)
 
@@ -128,6 +127,7 @@ class Trainer:
         ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
         is that of all ranks.
         """
+        self.diagnostics.check_rows(micro_batches)
         if on_policy and self._sums is None:
             self._sums = MismatchSums(self.device)
         sums = self._sums if on_policy else None

@@ -186,7 +186,8 @@ class Endpoint:
         messages: Sequence[Message] | str,
         tools: Sequence[Any],
     ) -> Sequence[Turn]:
-        most = asked.get("max_completion_tokens", asked.get("max_tokens"))
+        most = asked.get("max_completion_tokens")
+        most = asked.get("max_tokens") if most is None else most
         stop, count = asked.get("stop") or [], asked.get("n") or 1
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):

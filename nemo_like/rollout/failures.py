@@ -26,7 +26,7 @@ class RewardFailures:
 
     def __init__(self, environment: EnvironmentConfig, run_dir: Path, resumed_step: int) -> None:
         """Drops counts of steps after ``resumed_step``; -1: a new run."""
-        self._reward = environment.reward
+        self._reward = environment.told
         self._most = environment.max_failed_share
         self._path = run_dir / FILE
         self._file: JsonlFile | None = None
@@ -40,7 +40,7 @@ class RewardFailures:
     def check(
         self, step: int, phase: str, rows: Mapping[str, Tensor], results: Sequence[RolloutResult]
     ) -> None:
-        """Count those of one round of rollouts; RunError if no completion has a
+        """Count those of a step or a validation; RunError if no completion has a
         reward, or more than ``environment.max_failed_share`` have none.
         """
         scored = rows[keys.SAMPLE_MASK][first_rows(rows)[0]]
@@ -54,7 +54,7 @@ class RewardFailures:
         when = f"step {step}" if phase == "train" else f"validation at step {step}"
         if failed == len(scored):
             raise RunError(
-                f"environment.reward={self._reward} failed on all {failed} completions of {when}; "
+                f"{self._reward} failed on all {failed} completions of {when}; "
                 f"first: {next(iter(reasons))}"
             )
         if failed > self._most * len(scored):

@@ -97,12 +97,14 @@ def batch_metrics(
 
 
 def _straggler(results: Sequence[RolloutResult]) -> Metrics:
-    """The slowest replica, and its time over the median of all."""
-    seconds: dict[int, float] = {}
+    """The slowest replica per call, and its time over the median of all."""
+    calls: dict[int, list[float]] = {}
     for result in results:
-        seconds[result.rank] = seconds.get(result.rank, 0.0) + result.seconds
-    if len(seconds) < 2:
+        calls.setdefault(result.rank, []).append(result.seconds)
+    if len(calls) < 2:
         return {}
+    # Calls of a replica overlap where each is of one group, and not all have as many.
+    seconds = {rank: statistics.fmean(each) for rank, each in calls.items()}
     rank = max(seconds, key=lambda rank: seconds[rank])
     ratio = seconds[rank] / statistics.median(seconds.values())
     return {"rollout/slowest_rank": Metric(rank), "rollout/slowest_over_median": Metric(ratio)}
@@ -118,8 +120,8 @@ def warn_of_dropped(reward: str, results: Sequence[RolloutResult], known: set[st
             if name not in known:
                 known.add(name)
                 logger.warning(
-                    "environment.reward=%s: metric %r is left out of rows where it is not a finite "
-                    "number (%s); the reward counts.",
+                    "%s: metric %r is left out of rows where it is not a finite number (%s); the "
+                    "reward counts.",
                     reward,
                     name,
                     why,

@@ -71,7 +71,7 @@ class RolloutSource:
         ``keep`` gives bool [B], equal within a group: other groups are dropped, and more prompts
         are sampled in their place until there are enough, or ``max_rounds`` times. ``early`` gets
         groups as they finish, while others are being sampled. Raises RunError if rewards failed
-        for every completion of a round.
+        for every completion of the step.
         """
         self.refit()
         rounds: list[Round] = []
@@ -79,10 +79,10 @@ class RolloutSource:
         missing = num_prompts
         with self._span("rollout"):
             while missing > 0 and len(rounds) < max_rounds:
-                results = self._round(step, missing, early)
-                rounds.append(Round(results, keep))
-                self._failures.check(step, "train", rounds[-1].batch.rows, results)
+                rounds.append(Round(self._round(step, missing, early), keep))
                 missing -= rounds[-1].num_kept
+            results = [result for one in rounds for result in one.results]
+            self._failures.check(step, "train", rows_of(results), results)
             self.sync.give_to_policy()
         refit, self._refit_metrics = self._refit_metrics, {}
         return join(rounds, num_prompts, refit)
@@ -102,7 +102,7 @@ class RolloutSource:
             self._admit(step, count, sampling)
             used = self._ahead.next(step, count, self._generation.results)
             results = [one.result for one in used if one.result is not None]
-            warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
+            warn_of_dropped(self._config.environment.told, results, self._dropped_metrics)
             self._feed.use_up(one.group for one in used)
             return results
         drawn = self._feed.draw(max(count, self._generation.group.world_size))
@@ -146,7 +146,7 @@ class RolloutSource:
             calls = [call for call, one in zip(calls, found, strict=True) if not one]
             early(Round(new, None).batch)
             results += new
-        warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
+        warn_of_dropped(self._config.environment.told, results, self._dropped_metrics)
         return sorted(results, key=lambda one: int(one.rows[keys.GROUP_IDS][0]))
 
     def validate(self, step: int) -> Metrics:
@@ -253,7 +253,7 @@ class RolloutSource:
             for of_replica in tasks
         ]
         results = self._generation.group.scatter(RolloutWorker.rollout, requests)
-        warn_of_dropped(self._config.environment.reward, results, self._dropped_metrics)
+        warn_of_dropped(self._config.environment.told, results, self._dropped_metrics)
         return [result for result in results if len(result.lengths)]
 
     def _tasks(

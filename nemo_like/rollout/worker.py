@@ -61,6 +61,8 @@ class RolloutSetup:
     """Drop stored trajectories of later steps; -1: a new run, drop all."""
     most_tokens: int
     """Most tokens of a training row."""
+    most_turns: int
+    """See ``EnvironmentConfig.most_turns``: columns do not depend on which rows a worker gets."""
     trajectories_gib: float
     """Size limit of all workers' files together; 0: keep none."""
 
@@ -129,6 +131,7 @@ class RolloutWorker(GenerationWorker):
         )
         self._pools = dict(zip(environments, pools, strict=True))
         self._reward_parts = [name for one in environments.values() for name in one.rewards]
+        self._most_turns = setup.most_turns
         talking = {name: one for name, one in environments.items() if not one.is_single_turn}
         if talking:
             from nemo_like.rollout import recorder
@@ -160,8 +163,7 @@ class RolloutWorker(GenerationWorker):
         if request.phase == "train":
             self._record(request.step, trajectories)
         read = [t for t in trajectories if request.with_samples or t.task.record]
-        most_turns = max((one.turns for one in self._limits.values()), default=1)
-        tokens = collate_tokens(trajectories, most_turns)
+        tokens = collate_tokens(trajectories, self._most_turns)
         if self._files is not None and trajectories:
             self._files.append(table_of(request.step, request.phase, trajectories, tokens))
         errors = Counter(
@@ -172,9 +174,9 @@ class RolloutWorker(GenerationWorker):
         return RolloutResult(
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
-            rows=collate_rows(trajectories, self._reward_parts, most_turns)
+            rows=collate_rows(trajectories, self._reward_parts, self._most_turns)
             | prompt_columns(tokens),
-            metrics=merge([self.memory(), *map(_metrics, trajectories)]),
+            metrics=merge([*map(_metrics, trajectories)]) | self.memory(),
             rank=self.context.rank,
             seconds=time.monotonic() - start,
             errors=dict(errors),
@@ -209,14 +211,16 @@ class RolloutWorker(GenerationWorker):
         return single_turn(task, completion, text, result)
 
     async def shutdown_engine(self) -> None:
-        """End the endpoint and the reward processes too."""
-        if self._endpoint is not None:
-            await self._endpoint.close()
+        """End the reward processes and the endpoint too."""
+        # Of groups under way nothing is kept: their rewards fail now.
+        files, self._files, self._trajectories = self._files, None, None
         for pool in self._pools.values():
             pool.shutdown()
         await super().shutdown_engine()
-        if self._files is not None:
-            self._files.wait()
+        if self._endpoint is not None:  # it waits for calls, which an engine that has ended fails
+            await self._endpoint.close()
+        if files is not None:
+            files.wait()
 
     def _open_files(self, setup: RolloutSetup) -> TrajectoryFiles | None:
         """Files for this worker's trajectories; the first worker truncates old files of all."""

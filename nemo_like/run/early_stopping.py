@@ -21,16 +21,18 @@ class EarlyStopping:
         self._patience, self._metric, self._min_delta = patience, metric, min_delta
         self._best, self._best_step, self._num_since = -math.inf, 0, 0
 
-    def on_start(self, folder: Path, config: RunConfig, step: int) -> None:
-        """Replay the validations made before a resume."""
+    def on_start(self, folder: Path, config: RunConfig, step: int) -> str | None:
+        """Replay the validations made before a resume; the last may have ended the run."""
         if not config.validates:
             raise UserError("early_stopping needs validations; set validation.every_steps.")
         self._metric, self._sign = watched_metric(config, self._metric)
+        why = None
         if step:
             for line in (folder / "metrics.jsonl").read_text().splitlines():
                 record = json.loads(line)
                 if record["step"] <= step and any(key.startswith("validation/") for key in record):
-                    self.on_validation(record["step"], record)
+                    why = self.on_validation(record["step"], record)
+        return why
 
     def on_validation(self, step: int, metrics: dict[str, float]) -> str | None:
         assert self._metric is not None

@@ -54,9 +54,14 @@ def train(config: GRPOConfig, live: Sampling) -> None:
     def keep(batch: RemoteBatch) -> Tensor:
         return signal(batch, config)
 
+    def advantages(batch: RemoteBatch) -> None:
+        add_advantages(batch, config)
+        if config.advantage.credit == "step":
+            live.policy.derive(batch, of_steps)
+
     def early(part: RemoteBatch) -> None:
         choose_rows(part, config)
-        add_advantages(part, config)
+        advantages(part)
         steps.add(part)
 
     for step, batch, metrics in live.batches(
@@ -66,9 +71,7 @@ def train(config: GRPOConfig, live: Sampling) -> None:
     ):
         metrics |= steps.logprobs(batch, metrics)
         metrics |= choose_rows(batch, config)
-        add_advantages(batch, config)
-        if config.advantage.credit == "step":
-            live.policy.derive(batch, of_steps)
+        advantages(batch)
         metrics |= batch_metrics(batch)
         metrics |= steps.train(step, batch)
         live.log(metrics)
