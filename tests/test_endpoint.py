@@ -362,7 +362,7 @@ def test_a_trajectory_that_is_over_answers_no_call_and_another_key_reaches_none(
     async def call(client, _):
         return await client.chat.completions.create(model="m", messages=[user("Hi")])
 
-    with pytest.raises(openai.BadRequestError, match="had its 1 turns") as refused:
+    with pytest.raises(openai.BadRequestError, match="used its 1 turns") as refused:
         ask(recorder, call, call)
     assert refused.value.code == "trajectory_ended"
 
