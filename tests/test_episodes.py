@@ -252,8 +252,10 @@ if kind == "dies amid a call":
     time.sleep(0.2)
     os._exit(7)
 if kind == "hangs": time.sleep(100)
+harness = os.getpid()
 if kind == "leaves" and os.fork() == 0:  # and holds its standard output
-    time.sleep(0.5)
+    while os.getppid() == harness: time.sleep(0.05)
+    time.sleep(2)
     ask("SCRIPT late END")
     os._exit(0)
 if kind == "strange":
