@@ -279,7 +279,7 @@ def test_calls_without_a_model_and_rewards_without_a_call_do_not_train(tmp_path)
 def test_turns_and_tokens_have_limits_and_the_end_says_which_it_was(tmp_path):
     chat = build_chat(tmp_path, QWEN)
     recorder = recorder_of(chat, Scripted(chat, "a", "b"), turns=2)
-    with pytest.raises(EndedError, match="had its 2 turns"):
+    with pytest.raises(EndedError, match="used its 2 turns"):
         asyncio.run(talk(recorder, "Hi", "more", "more"))
     assert rows_of(recorder)[0].end == "turns"
 
