@@ -42,17 +42,17 @@ def sampling_params(
 
 def whole(parts: Sequence[CompletionOutput]) -> CompletionOutput:
     """Join the parts of a streamed output."""
-    last = parts[-1]
-    if len(parts) == 1:
-        return last
+    ids: list[int] = []
     logprobs = FlatLogprobs()
     for one in parts:
+        ids += one.token_ids
         if one.logprobs:
             assert isinstance(one.logprobs, FlatLogprobs)
-            logprobs.token_ids += one.logprobs.token_ids
-            logprobs.logprobs += one.logprobs.logprobs
-    ids = [token for one in parts for token in one.token_ids]
-    return dataclasses.replace(last, token_ids=ids, logprobs=logprobs)
+            # Before 0.32, a part that ends an aborted request repeats the logprobs of all parts.
+            count = len(one.token_ids)
+            logprobs.token_ids += one.logprobs.token_ids[:count]
+            logprobs.logprobs += one.logprobs.logprobs[:count]
+    return dataclasses.replace(parts[-1], token_ids=ids, logprobs=logprobs)
 
 
 def completion(

@@ -21,15 +21,17 @@ from vllm.v1.request import Request
 LOOKAHEAD_TOKENS = 64
 """Slots in the KV cache that a decoding sequence is given ahead, and so the most steps that need
 no planning."""
+TOKENS_PER_PART = 8
+"""Tokens of a request that are sent at once if it may be aborted, and so the most that it loses."""
 
 
 class WholeCompletions(AsyncScheduler):
     """Two shortcuts; whatever does not fit them takes vLLM's own way.
 
     After a step in which every sequence decoded one token, each has slots for the next ones: those
-    steps repeat it. And the tokens of a request are held back until it ends, unless someone reads
-    them earlier: stop strings are found by the reader, so that requests with any are left alone,
-    and so are those that ask for logprobs of other tokens than the sampled ones.
+    steps repeat it. And the tokens of a request are held back until it ends, or a part of them is
+    complete if it streams. Stop strings are found by the reader, so that requests with any are left
+    alone, and so are those that ask for logprobs of other tokens than the sampled ones.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -137,13 +139,11 @@ class WholeCompletions(AsyncScheduler):
     def add_request(self, request: Request) -> None:
         """See vLLM's ``Scheduler``."""
         params = request.sampling_params
-        if (
-            params is not None
-            and not params.stop
-            and not params.logprobs
-            and params.output_kind is RequestOutputKind.FINAL_ONLY
-        ):
-            self._held[request.request_id] = _Held(with_logprobs=params.logprobs is not None)
+        if params is not None and not params.stop and not params.logprobs:
+            streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
+            self._held[request.request_id] = _Held(
+                with_logprobs=params.logprobs is not None, streams=streams
+            )
         super().add_request(request)
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,10 +173,11 @@ class WholeCompletions(AsyncScheduler):
                 held = self._held.get(output.request_id)
                 if held is not None:
                     held.add(output, None if sampled is None else sampled[rows[output.request_id]])
-                    if output.finish_reason is None:
+                    if output.finish_reason is not None:
+                        del self._held[output.request_id]
+                    elif not held.has_part:
                         continue
                     held.fill(output)
-                    del self._held[output.request_id]
                 due.append(output)
             message.outputs = due
             if not (message.outputs or message.finished_requests or message.scheduler_stats):
@@ -188,10 +189,16 @@ class _Held:
     """What a request has so far, in plain lists: thousands of small arrays would slow down Python's
     garbage collector, step by step."""
 
-    def __init__(self, *, with_logprobs: bool) -> None:
+    def __init__(self, *, with_logprobs: bool, streams: bool) -> None:
+        self._streams = streams
         self._prefill_stats: Any = None
         self._token_ids: list[int] = []
         self._logprobs: list[float] | None = [] if with_logprobs else None
+
+    @property
+    def has_part(self) -> bool:
+        """Whether the tokens so far are to be sent."""
+        return self._streams and len(self._token_ids) >= TOKENS_PER_PART
 
     def add(self, output: EngineCoreOutput, logprob: float | None) -> None:
         """Record one more step; its ``logprob`` is given or still in ``output``."""
@@ -206,12 +213,13 @@ class _Held:
             self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()
 
     def fill(self, output: EngineCoreOutput) -> None:
-        """Make ``output`` the whole completion."""
-        output.new_token_ids = self._token_ids
-        output.prefill_stats = self._prefill_stats
+        """Move everything held into ``output``."""
+        output.new_token_ids, self._token_ids = self._token_ids, []
+        output.prefill_stats, self._prefill_stats = self._prefill_stats, None
         if self._logprobs is not None:
-            ids = np.array(self._token_ids)[:, None]
+            ids = np.array(output.new_token_ids)[:, None]
             logprobs = np.array(self._logprobs, dtype=np.float32)[:, None]
+            self._logprobs = []
             output.new_logprobs = LogprobsLists(ids, logprobs, np.zeros(len(ids), dtype=np.int64))
 
 
