@@ -1,18 +1,40 @@
 #!/usr/bin/env bash
-# One H200: waiting for each step, overlap at lag 0, and lag 1; see lag.py for the CPU.
+# Waiting for each step, overlap at lag 0 and sampling ahead, on H200s; lag.py is for the CPU.
 #
-#   bash benchmarks/lag_gpu.sh FOLDER
+#   bash benchmarks/lag_gpu.sh FOLDER           # one GPU, shared by engine and policy, both awake
+#   GPUS=2 bash benchmarks/lag_gpu.sh FOLDER    # two, shared by both (colocated), then one for each
 #
-# Each variant writes a table and a file of records; engine and policy share the GPU, both awake.
-set -euo pipefail
-cd "$(dirname "$0")/.."
-out=$1
+# WORKLOADS, SEEDS, VARIANTS and STEPS pick; "tail" is the 1.5B shape with log-normal lengths.
+set -uo pipefail
+out=$(realpath -m "$1")
 mkdir -p "$out"
-for workload in smollm2 qwen1.5b; do
-  for seed in 0 1; do
-    for variant in max_lag=0 overlap=true max_lag=1; do
-      python benchmarks/grpo.py --workload "$workload" --seed "$seed" --only ours \
-        --out "$out/$workload-$seed-$variant.jsonl" generation.sleep=false "rollout.$variant"
+cd "$(dirname "$0")/.." || exit
+shared=(generation.sleep=false)
+if ((${GPUS:-1} == 2)); then
+  variants="colocated lag0 lag1 lag2 lag4"
+  shared+=(cluster.gpus_per_node=2 generation.num_engines_per_bundle=1)
+else
+  variants="lag0 overlap lag1"
+fi
+for workload in ${WORKLOADS:-learning tail}; do
+  name=$workload options=("${shared[@]}")
+  if [[ $workload == tail ]]; then
+    name=qwen1.5b
+    options+=("generation.backend=$PWD/benchmarks/long_tail.py:KIND" generation.max_new_tokens=1024)
+  fi
+  for variant in ${VARIANTS:-$variants}; do
+    of_variant=()
+    case $variant in
+    overlap) of_variant=(rollout.overlap=true) ;;
+    lag*)
+      of_variant=("rollout.max_lag=${variant#lag}")
+      ((${GPUS:-1} == 2)) && of_variant+=(cluster.num_generation_workers=1)
+      ;;
+    esac
+    for seed in ${SEEDS:-0 1}; do
+      python3 benchmarks/grpo.py --workload "$name" --seed "$seed" --only ours \
+        ${STEPS:+--steps "$STEPS"} --limit-s "${LIMIT_S:-300}" --work "$out/work" \
+        --out "$out/$workload-$seed-${GPUS:-1}gpu-$variant.jsonl" "${options[@]}" "${of_variant[@]}"
     done
   done
 done
