@@ -133,8 +133,7 @@ def ours_command(
         f"grpo.num_prompts_per_step={workload.num_prompts}",
         f"grpo.num_generations_per_prompt={workload.num_generations}",
         "checkpoint.export=false",
-        "logging.tensorboard=false",
-        "logging.console=plain",
+        "logging.sinks=[]",
         *workload.overrides,
     ]
     if inputs.validation is not None:

@@ -49,7 +49,7 @@ def options(folder: Path, lag: int, order: str, steps: int) -> list[str]:
         "grpo.num_generations_per_prompt=4",
         "checkpoint.every_steps=1",
         "checkpoint.export=false",
-        "logging.tensorboard=false",
+        "logging.sinks=[]",
         f"rollout.max_lag={lag}",
         f"rollout.order={order}",
         f"advantage.function={HERE}:advantages",

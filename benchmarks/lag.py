@@ -77,7 +77,7 @@ def measured(lag: int, order: str, seed: int, steps: int) -> dict[str, object]:
             f"grpo.num_generations_per_prompt={GROUP}",
             "policy.optimizer.lr=1e-3",
             "checkpoint.export=false",
-            "logging.tensorboard=false",
+            "logging.sinks=[]",
             f"rollout.max_lag={lag}",
             *([f"rollout.order={order}"] if lag else []),
         ]

@@ -59,7 +59,7 @@ def measure(model: Path, times: int, overrides: list[str]) -> dict[str, Any]:
         "validation.every_steps=0",
         "generation.max_new_tokens=512",
         "policy.micro_batch_tokens=4096",
-        "logging.tensorboard=false",
+        "logging.sinks=[]",
         *overrides,
     ]
     config = compose_config(CONFIGS, "grpo", settings)

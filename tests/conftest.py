@@ -218,7 +218,7 @@ def straight(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         "grpo.max_steps=6",
         "validation.every_steps=2",
-        "logging.tensorboard=true",
+        "logging.sinks=[tensorboard]",
         "mismatch.max_mean_abs=1e-12",
     )
     return folder

@@ -18,6 +18,7 @@ from nemo_like.errors import RunError, UserError
 from nemo_like.observe.metrics import values
 from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.policy import scoring
+from nemo_like.policy.gradients import LossScale
 from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.scoring import warm_up
 from nemo_like.policy.state.state import (
@@ -57,13 +58,19 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 
 
 def make_trainer(model_path: str, config: dict[str, Any]) -> Trainer:
+    """With the first ``loss_scale``, if there is one."""
+    config = dict(config)
+    first_scale = config.pop("loss_scale", None)
     setup = TrainerSetup(
         config=PolicyConfig().replace(**(DEFAULTS | config)),
         model_path=model_path,
         max_steps=10,
         with_reference=False,
     )
-    return Trainer(setup, torch.device("cpu"))
+    trainer = Trainer(setup, torch.device("cpu"))
+    if first_scale:
+        trainer.loss_scale = LossScale(first_scale)
+    return trainer
 
 
 def step(trainer: Trainer, advantage: float = 0.0) -> dict[str, float]:

@@ -76,7 +76,6 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
             for each in stage.modules()
         ),
         "head": str(trainer.stages[0].settings) if output == "logprobs" else "",
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
         "hangs": trainer.diagnostics._hangs is not None,
     }
     if not (seen["compiled"] or "OffloadWrapper" in seen["modules"]):  # a minute; a GPU's

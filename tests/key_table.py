@@ -72,13 +72,11 @@ _LIMIT = "tests/test_trajectory_files.py::test_a_limit_drops_the_oldest_trajecto
 
 _SLURM = "cluster.slurm"
 ANY_RUN = [
-    *seen(queued, f"{_SLURM}.partition=a", f"{_SLURM}.account=a"),
-    *seen(queued, f"{_SLURM}.time=10", f"{_SLURM}.cpus_per_node=9"),
-    *seen(queued, f"{_SLURM}.setup=a", f"{_SLURM}.log_dir=a", f"{_SLURM}.extra=['--x']"),
+    *seen(queued, f"{_SLURM}.time=10"),
+    *seen(queued, f"{_SLURM}.setup=a", f"{_SLURM}.extra=['--x']"),
     *seen(queued, f"{_SLURM}.container=a"),
     *seen(
         queued,
-        f"{_SLURM}.container_runtime=apptainer",
         f"{_SLURM}.mounts=['/a:/b']",
         beside=f"{_SLURM}.container=a",
     ),
@@ -102,24 +100,8 @@ ANY_RUN = [
         f"{_HERE}limits_of_waits_end_a_run",
         "cluster.start_timeout_s=5",
         "cluster.call_timeout_s=5",
-        "cluster.save_timeout_s=5",
     ),
-    *proven(
-        "tests/test_observe.py::"
-        "test_output_that_is_no_terminal_gets_plain_lines_unless_live_is_asked_for",
-        "logging.console=live",
-    ),
-    *seen(loop, "logging.tensorboard=true"),
-    *proven(_OUTSIDE, "logging.sinks=[json:loads]"),
-    *proven(
-        "tests/test_observe.py::test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out",
-        "logging.wandb=offline",
-    ),
-    *proven(
-        f"{_HERE}weights_and_biases_have_the_project",
-        "logging.wandb_project=mine",
-        beside="logging.wandb=offline",
-    ),
+    *seen(loop, "logging.sinks=[tensorboard]"),
     *proven(
         "tests/test_data.py::test_template_switches_reach_every_text_that_is_rendered",
         "data.template_switches={{think: false}}",
@@ -150,11 +132,9 @@ TRAINING = [
         "tests/test_callbacks.py::test_a_callback_hears_of_everything_and_may_end_the_run",
         "run.callbacks={{stop: {{callback: early_stopping}}}}",
     ),
-    *seen(loop, "checkpoint.keep_best=false", "checkpoint.metric=train/loss", beside=_KEPT),
+    *seen(loop, "checkpoint.metric=train/loss", beside=_KEPT),
     *seen(loop, "checkpoint.export=false"),
     *seen(trained, "policy.model={other}", "policy.dtype=bfloat16", "policy.compile=true"),
-    *seen(trained, "policy.tf32=true", beside=_GPU),
-    *seen(trained, "policy.loss_scale=2", beside="policy.dtype=float16"),
     *seen(trained, "policy.parallel.data_parallel=ddp"),
     *proven(
         f"{_ENGINE}sharded_ranks_reduce_gradients_once_a_step_if_they_keep_parameters",
@@ -164,12 +144,6 @@ TRAINING = [
         f"{_ENGINE}compressed_gradients_differ_a_little_and_still_train",
         "policy.parallel.ddp.compression=fp16",
         beside=_DDP,
-    ),
-    *proven(
-        f"{_ENGINE}compressed_gradients_differ_a_little_and_still_train",
-        "policy.parallel.ddp.powersgd_rank=1",
-        "policy.parallel.ddp.powersgd_start_step=2",
-        beside=f"{_DDP} policy.parallel.ddp.compression=powersgd {{s}}.max_steps=20",
     ),
     *seen(trained, "policy.attention=eager", beside="policy.batching=padded"),
     *seen(trained, "policy.lora.rank=4"),
@@ -228,12 +202,6 @@ PIPELINE = [
         "policy.parallel.pipeline_schedule=interleaved",
         beside=f"{_RANKS} policy.parallel.pipeline_parallel_size=2",
     ),
-    *seen(
-        placed,
-        "policy.parallel.pipeline_stages_per_rank=3",
-        beside=f"{_RANKS} policy.parallel.pipeline_parallel_size=2 "
-        "policy.parallel.pipeline_schedule=interleaved",
-    ),
 ]
 NO_PIPELINE = [
     *refused(
@@ -242,7 +210,6 @@ NO_PIPELINE = [
         beside=_RANKS,
     ),
     *refused("there is no pipeline", "policy.parallel.pipeline_schedule=gpipe"),
-    *refused("only a pipeline", "policy.parallel.pipeline_stages_per_rank=3"),
 ]
 SCALAR_HEAD = [
     *refused(
@@ -283,7 +250,7 @@ ENGINES = [
     *seen(loop, "environment.rewards={{one: {{function: math}}}}"),
     *proven(
         f"{_JUDGE}a_verdict_is_the_last_score_in_the_judges_words",
-        *(f"environment.judge.{one}" for one in ("lowest=1", "highest=9", "verdicts={{a: 1}}")),
+        *(f"environment.judge.{one}" for one in ("highest=9", "verdicts={{a: 1}}")),
         beside=_JUDGED,
     ),
     *proven(
@@ -302,7 +269,6 @@ ENGINES = [
     ),
     *proven(
         f"{_JUDGE}a_judge_that_hangs_or_is_down_costs_its_rows_in_time",
-        "environment.judge.tries=2",
         beside=_JUDGED,
     ),
     *proven(
@@ -321,7 +287,6 @@ ENGINES = [
     *seen(loop, "environment.options={{high: 9}}", beside=_TALKS),
     *seen(loop, "environment.max_turns=3", "environment.max_tokens=200", beside=_TALKS),
     *seen(loop, "environment.trajectory_timeout_s=5", beside=_TALKS),
-    *seen(loop, "environment.rewritten_history=refuse", beside=_TALKS),
     *seen(loop, "environment.pass_variables=[JUDGE_KEY]", beside=_OWN),
     *proven(
         "tests/test_code_reward.py::test_options_reach_the_programs",
@@ -336,7 +301,7 @@ ROLLOUTS = [
     *TRAINING,
     *ENGINES,
     *seen(loop, "policy.lora.refit=adapters", beside="policy.lora.rank=4"),
-    *seen(loop, "logging.trajectories_per_step=2", "generation.temperature=0.5"),
+    *seen(loop, "generation.temperature=0.5"),
     *proven(_LIMIT, "logging.trajectories_gib=1"),
     *seen(loop, "generation.max_new_tokens=20", "generation.stop=[x]"),
     *seen(loop, "generation.stop_token_ids=[5]"),
@@ -410,13 +375,12 @@ GRPO = [
     ),
     *seen(loop, "advantage.overlong_buffer_tokens=14"),
     *seen(loop, "advantage.count_untrained=true", beside="grpo.mask_truncated=true"),
-    *seen(loop, "advantage.overlong_penalty=0.5", beside="advantage.overlong_buffer_tokens=14"),
 ]
 PPO = [
     *POLICY_GRADIENT,
     *refused("PPO whitens advantages", "rollout.overlap=true"),
     *SCALAR_HEAD,
-    *seen(loop, "ppo.gamma=0.9", "ppo.lam=0.5", "ppo.whiten_advantages=false"),
+    *seen(loop, "ppo.gamma=0.9", "ppo.lam=0.5"),
     *seen(loop, "ppo.num_critic_warmup_steps=1"),
     *seen(loop, "critic.enabled=false", beside="ppo.lam=1"),
     *seen(critic_trained, "critic.model={other}"),
@@ -437,7 +401,7 @@ _ONE_EPOCH = (
     "data.num_validation_rows=256",
 )
 _NO_SAMPLES = (
-    *("cluster.num_generation_workers=1", "logging.trajectories_per_step=2"),
+    "cluster.num_generation_workers=1",
     "logging.trajectories_gib=1",
 )
 TEXTS = [
@@ -478,7 +442,7 @@ DPO = [
     *LOGITS,
     *CONTEXT_AND_TENSOR,
     *PIPELINE,
-    *seen(loop, "dpo.precompute_reference=false", "loss.kind=ipo", "loss.beta=0.5"),
+    *seen(loop, "loss.kind=ipo", "loss.beta=0.5"),
     *seen(loop, "loss.length_normalized=true", "loss.reference_free=true"),
     *seen(loop, "loss.target_margin=0.1", "loss.label_smoothing=0.1", "loss.sft_coef=0.1"),
     *seen(loop, "loss.robust=true", beside="loss.label_smoothing=0.1"),
@@ -488,7 +452,7 @@ REWARD_MODEL = [
     *SCALAR_HEAD,
     *refused("no logits", "policy.logprob_chunk_tokens=8"),
     *refused("multiplied in float32", "policy.float32_head=true", beside="policy.dtype=bfloat16"),
-    *seen(loop, "loss.center_coef=0.1", "loss.margin=0.5", "loss.label_smoothing=0.1"),
+    *seen(loop, "loss.center_coef=0.1", "loss.label_smoothing=0.1"),
 ]
 OFF_POLICY_DISTILLATION = [
     *ROWS,
@@ -502,13 +466,10 @@ OFF_POLICY_DISTILLATION = [
 ]
 
 _NOTHING_TRAINS = (
-    "policy.float32_head=true policy.tf32=true "
-    "policy.loss_scale=2 "
+    "policy.float32_head=true "
     "policy.parallel.reshard_after_forward=false policy.parallel.sequence_parallel=true "
-    "policy.parallel.pipeline_schedule=gpipe policy.parallel.pipeline_stages_per_rank=3 "
-    ""
-    "policy.parallel.ddp.compression=fp16 policy.parallel.ddp.powersgd_rank=1 "
-    "policy.parallel.ddp.powersgd_start_step=2 "
+    "policy.parallel.pipeline_schedule=gpipe "
+    "policy.parallel.ddp.compression=fp16 "
     "policy.parallel.ddp.average_every_steps=2 policy.attention=eager policy.optimizer.kind=sgd "
     "policy.optimizer.lr=1 policy.optimizer.beta1=0.5 policy.optimizer.beta2=0.5 "
     "policy.optimizer.eps=1 policy.optimizer.moments=int8 policy.optimizer.momentum=0.5 "
@@ -520,7 +481,7 @@ _NOTHING_TRAINS = (
     "policy.activation_offload=true policy.debug.checks=true "
     "policy.debug.metrics=true policy.debug.hang_report_s=100 checkpoint.every_steps=1 "
     "checkpoint.every_minutes=1 "
-    "checkpoint.keep_last=1 checkpoint.keep_best=false checkpoint.metric=train/loss "
+    "checkpoint.keep_last=1 checkpoint.metric=train/loss "
     "checkpoint.export=false"
 )
 EVAL = [
@@ -547,7 +508,6 @@ EVAL = [
     *refused("there are no adapters", "policy.lora.alpha=4", "policy.lora.targets=[q_proj]"),
     *refused("there are no adapters", "policy.lora.refit=adapters"),
     *refused("no optimizer state", "policy.offload=optimizer", beside=_GPU),
-    *refused("samples.jsonl has every", "logging.trajectories_per_step=2"),
     *proven(_LIMIT, "logging.trajectories_gib=1"),
     *refused("needs run.resume=true", f"{_SLURM}.requeue=true"),
     *refused("lets the job end with its time", f"{_SLURM}.signal_before_s=60"),
@@ -564,7 +524,7 @@ EVAL = [
 ]
 
 _OFTEN = "validation.every_steps=1"
-_HELD_OUT = ("data.num_validation_rows=6", "logging.tensorboard=false")
+_HELD_OUT = ("data.num_validation_rows=6", "logging.sinks=[]")
 _SMALL = (*_HELD_OUT, "data.num_train_rows=24")
 _SAMPLED = ("generation.max_new_tokens=16", "{s}.num_prompts_per_step=8")
 _LOOP = (*_SMALL, *_SAMPLED, _OFTEN, "{s}.max_steps=4")

@@ -22,7 +22,7 @@ SMALL = (
     "generation.max_new_tokens=32",
     "data.num_train_rows=40",
     "data.num_validation_rows=8",
-    "logging.tensorboard=false",
+    "logging.sinks=[]",
 )
 
 

@@ -158,8 +158,8 @@ def test_small_differences_between_large_rewards_are_a_signal(sign):
 def test_a_penalty_for_length_makes_no_signal_where_every_answer_is_wrong():
     raw = torch.zeros(4, dtype=torch.float64)
     groups, valid = torch.zeros(4), torch.ones(4, dtype=torch.bool)
-    shaped = raw + overlong_penalty(torch.tensor([3, 4, 9, 10]), 10, 4, 0.5)
-    assert shaped.tolist() == [0, 0, -0.375, -0.5]
+    shaped = raw + overlong_penalty(torch.tensor([3, 4, 9, 10]), 10, 4)
+    assert shaped.tolist() == [0, 0, -0.75, -1]
     assert not has_signal(raw, groups, valid).any()
     assert has_signal(shaped, groups, valid).all()
     assert has_signal(torch.tensor([1.0, 0, 0, 0]), groups, valid).all()

@@ -69,13 +69,6 @@ def test_values_of_another_metric_are_not_compared(tmp_path):
     assert checkpoints.steps() == [3, 4]
 
 
-def test_without_keep_best_only_the_last_are_kept(tmp_path):
-    checkpoints = make(tmp_path, keep_last=2, keep_best=False)
-    for step in range(1, 6):
-        save(checkpoints, step, metric=-step)
-    assert checkpoints.steps() == [4, 5]
-
-
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest"])
 def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path, damage):
     checkpoints = make(tmp_path)
@@ -228,7 +221,7 @@ def test_state_survives_json_exactly(tmp_path):
 
 
 def test_a_removal_that_was_cut_short_does_not_stop_later_saves(tmp_path, caplog):
-    checkpoints = make(tmp_path, keep_last=1, keep_best=False)
+    checkpoints = make(tmp_path, keep_last=1)
     save(checkpoints, 1)
     half_deleted = checkpoints.folder / "deleting_step_1"
     (checkpoints.folder / "step_1").rename(half_deleted)

@@ -178,7 +178,8 @@ def processes_of(tmp_path):
 
 
 def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
-    code, output = run(tmp_path, *SMALL, "run.dir=run", "grpo.max_steps=6", "logging.wandb=offline")
+    options = last_of([*SMALL, "run.dir=run", "grpo.max_steps=6", "logging.sinks=[wandb]"])
+    code, output = run(tmp_path, *options, WANDB_MODE="offline")
     assert code == 0, output
     steps = records(tmp_path / "run")
     assert list(steps) == list(range(7))

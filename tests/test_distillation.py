@@ -219,7 +219,7 @@ def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(k, pool, pair
 ALWAYS = (
     "teacher.model=embedded",
     "cluster.call_timeout_s=120",
-    "logging.tensorboard=false",
+    "logging.sinks=[]",
     "data.num_train_rows=400",
     "data.num_validation_rows=32",
 )

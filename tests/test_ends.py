@@ -297,7 +297,7 @@ def test_an_error_leaves_nothing(tmp_path, backend):
 @pytest.mark.parametrize("phase", ["workers", "part"])
 def test_sigterm_ends_an_evaluation_at_once(tmp_path, phase):
     rows = ("data.num_validation_rows=400", "validation.num_generations_per_prompt=2")
-    options = (HF, *rows, "generation.max_new_tokens=32", "logging.tensorboard=false")
+    options = (HF, *rows, "generation.max_new_tokens=32", "logging.sinks=[]")
     run = Command(tmp_path, *options, script="run_eval.py")
     (logged("Starting: workers") if phase == "workers" else at_step(2))(run)
     run.send(signal.SIGTERM)

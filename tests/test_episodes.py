@@ -539,7 +539,7 @@ def test_an_example_learns_and_engine_and_trainer_agree(tmp_path, name):
         tmp_path,
         f"environment.name={ROOT / 'examples' / name}",
         "grpo.max_steps=8",
-        "logging.tensorboard=false",
+        "logging.sinks=[]",
         small=(*small, *rows),
     )
     assert steps[8]["validation/reward"] > steps[0]["validation/reward"] + 0.15

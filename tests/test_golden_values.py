@@ -268,13 +268,10 @@ SIGNAL = [
     Case("E26 half", flat_share, {"rewards": [1.0, 0.0, 1.0, 1.0], "groups": [0, 0, 1, 1]}, 0.5),
     # DAPO Eq. 13 with a limit of 20 and a cache of 8: 0 up to 12, (12 - 14) / 8 at 14, -1 at 20.
     Case("overlong", penalties,
-         {"lengths": [3, 12, 14, 20, 21], "max_new_tokens": 20, "buffer_tokens": 8, "penalty": 1.0},
+         {"lengths": [3, 12, 14, 20, 21], "max_new_tokens": 20, "buffer_tokens": 8},
          [0.0, 0.0, -0.25, -1.0, -1.0]),
-    Case("overlong half", penalties,
-         {"lengths": [14, 20], "max_new_tokens": 20, "buffer_tokens": 8, "penalty": 0.5},
-         [-0.125, -0.5]),
     Case("overlong off", penalties,
-         {"lengths": [20], "max_new_tokens": 20, "buffer_tokens": 0, "penalty": 1.0}, [0.0]),
+         {"lengths": [20], "max_new_tokens": 20, "buffer_tokens": 0}, [0.0]),
 ]
 
 TOOL = {"rewards": [0.0, 0.0, 0.0, 0.0, 1.0], "values": [0.0] * 5, "mask": [1, 0, 0, 1, 0],

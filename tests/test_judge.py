@@ -111,7 +111,7 @@ def test_a_verdict_is_the_last_score_in_the_judges_words(server):
     found = judged(environment(url), *scripts)
     assert [one.reward for one in found] == [0.7, 0.25, 0.0]
     assert [one.metrics["judge_requests"] for one in found] == [1, 1, 1]
-    found = judged(environment(url, lowest=-1, highest=1), "Score: -0.5")
+    found = judged(environment(url, highest=2), "Score: 0.5")
     assert found[0].reward == 0.25
     words = environment(url, pattern=r"\b([ABC])\b", verdicts={"A": 1.0, "B": 0.0})
     found = judged(words, "It is A", "not A but B", "C", "?")
@@ -170,9 +170,9 @@ def test_a_judge_that_hangs_or_is_down_costs_its_rows_in_time(server):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"
-        [down] = judged(environment(address, tries=2), "Score: 1")
+        [down] = judged(environment(address), "Score: 1")
     assert down.reward is None
-    assert f"the judge judge-1 at {address} gave no verdict in 2 tries" in str(down.error)
+    assert f"the judge judge-1 at {address} gave no verdict in 3 tries" in str(down.error)
 
 
 def test_a_template_has_the_row_and_only_the_named_key_is_sent(server, monkeypatch, tmp_path):
@@ -223,7 +223,7 @@ def test_a_judge_scores_among_others_by_weight(server, tmp_path):
         ("{url: 'http://x', model: a, pattern: yes}", r"pattern=yes has no group"),
         ("{url: 'http://x', model: a, pattern: '('}", "is no regular expression"),
         ("{url: 'http://x', model: a, template: none.j2}", "neither a file nor a template"),
-        ("{url: 'http://x', model: a, lowest: 10}", "must be below environment.judge.highest=10"),
+        ("{url: 'http://x', model: a, highest: 0}", "judge.highest=0 must be above 0"),
     ],
 )
 def test_a_judge_that_cannot_be_asked_is_refused(keys, message):
@@ -232,5 +232,5 @@ def test_a_judge_that_cannot_be_asked_is_refused(keys, message):
 
 
 def test_keys_of_the_judge_are_refused_without_one():
-    with pytest.raises(UserError, match=r"judge\.tries=5 would have no effect"):
-        check(small_config("never", "environment.judge.tries=5"))
+    with pytest.raises(UserError, match=r"judge\.max_requests=5 would have no effect"):
+        check(small_config("never", "environment.judge.max_requests=5"))

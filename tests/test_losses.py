@@ -497,13 +497,7 @@ def several_updates(**sections):
             )
         ),
         ({"objective": "cispo", "dual_clip": 3.0}, {}, "only loss.objective=clip has it"),
-        ({}, {"overlong_penalty": 0.5}, "advantage.overlong_buffer_tokens is 0"),
         ({}, {"overlong_buffer_tokens": 65}, "must be at most generation.max_new_tokens=64"),
-        (
-            {},
-            {"overlong_buffer_tokens": 8, "overlong_penalty": 0.0},
-            "advantage.overlong_penalty=0.0 must be above 0",
-        ),
     ],
 )
 def test_what_cannot_work_or_would_do_nothing_is_refused(loss, advantage, message):

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.config.run import SINKS
 from nemo_like.errors import RunError
 from nemo_like.observe.console import Column, Progress, live_terminal, setup_logging
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, Spans, merge, values
@@ -273,25 +276,27 @@ def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path: Path) -> None
 
 def test_tensorboard_hides_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    first = TensorBoardSink(tmp_path)
+    first = TensorBoardSink(tmp_path, None, None)
     for step in range(5):
         first.log(step, {"train/loss": float(step)})
     first.close()
     time.sleep(1.1)  # event files are ordered by the second in their names
-    second = TensorBoardSink(tmp_path, resumed_step=2)
+    second = TensorBoardSink(tmp_path, None, 2)
     second.log(3, {"train/loss": 30.0})
     second.close()
-    events = accumulators.EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    events = (
+        accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    )
     assert [(e.step, e.value) for e in events] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_tensorboard_has_histograms_and_samples_as_they_are(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sinks = Sinks([TensorBoardSink(tmp_path), StrictTracker()])
+    sinks = Sinks([TensorBoardSink(tmp_path, None, None), StrictTracker()])
     sinks.log(3, {"train/loss": 1.0}, DETAILS)
     sinks.close()
     assert not sinks.num_failures
-    events = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (text,) = events.Tensors("sample 0/text_summary")
     assert text.step == 3
     assert text.tensor_proto.string_val[0] == b"    <b>1 + 1 =\n\n    2\n\n    reward 1.0"
@@ -316,14 +321,15 @@ def test_trajectories_are_readable_text_and_resume_like_metrics(tmp_path: Path) 
 # Weights & Biases
 
 
-def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path) -> None:
+def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path, monkeypatch) -> None:
     wandb = pytest.importorskip("wandb")
-    from nemo_like.observe.wandb_sink import WandbSink
-
-    config = {"generation": {"engine_kwargs": {"hf_token": "s3cret", "max_num_seqs": 4}}}
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "of-this-test")
+    kwargs = {"hf_token": "s3cret", "max_num_seqs": 4}
+    config = GRPOConfig.model_validate({"generation": {"engine_kwargs": kwargs}})
     ids = []
     for step in (1, 2):
-        sink = WandbSink(tmp_path, mode="offline", project="p", config=config)
+        sink = SINKS.load("logging.sinks", "wandb")(tmp_path, config, None)
         sink.log_details(step, DETAILS)
         sink.log(step, {"train/loss": 0.5})
         sink.close()
@@ -334,6 +340,7 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path: Path
     content = b"".join(path.read_bytes() for path in stored)
     assert b"train/loss" in content
     assert b"rollout/rewards" in content
+    assert b"of-this-test" in content
     found = tmp_path.glob("wandb/offline-run-*/files/**/*.table.json")
     tables = [path.read_text() for path in found]
     assert [table.count("<b>1 + 1 =") for table in tables] == [1, 1]
@@ -346,12 +353,12 @@ def test_a_missing_wandb_is_named_with_its_remedy(tmp_path: Path) -> None:
         "import sys, pathlib; sys.modules['wandb'] = None\n"
         "from nemo_like.observe.wandb_sink import WandbSink\n"
         f"run_dir = pathlib.Path({str(tmp_path)!r})\n"
-        "WandbSink(run_dir, mode='offline', project='p', config={})\n"
+        "WandbSink(run_dir, None, None)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], check=False, capture_output=True, text=True
     )
-    assert "UserError: logging.wandb=offline needs the package wandb" in done.stderr
+    assert "UserError: logging.sinks=[wandb] needs the package wandb" in done.stderr
     assert "pip install 'nemo-like[wandb]'" in done.stderr
 
 
@@ -430,12 +437,20 @@ def test_plain_lines_are_short_and_aligned(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
-def test_output_that_is_no_terminal_gets_plain_lines_unless_live_is_asked_for() -> None:
-    assert live_terminal("plain") is None
-    assert live_terminal("auto") is None, "pytest captures stderr"
-    terminal = live_terminal("live")
-    assert terminal is not None
-    assert terminal.is_terminal
+def test_output_is_live_on_a_terminal_that_moves_its_cursor() -> None:
+    assert live_terminal() is None, "pytest captures stderr"
+    script = (
+        "import os, pty, sys\n"
+        "if (child := pty.fork())[0]:\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child[0], 0)[1]))\n"
+        "from nemo_like.observe.console import live_terminal\n"
+        "sys.exit(3 if live_terminal() else 4)\n"
+    )
+    ends = [
+        subprocess.run([sys.executable, "-c", script], env=os.environ | {"TERM": kind}, check=False)
+        for kind in ("xterm", "dumb")
+    ]
+    assert [one.returncode for one in ends] == [3, 4]
 
 
 @pytest.mark.usefixtures("root_logging")

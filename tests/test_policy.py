@@ -1,7 +1,9 @@
 """The policy on real Ray workers: one exact loss and gradient, however rows are laid out."""
 
 import math
+import os
 import shutil
+import signal
 import stat
 from contextlib import contextmanager
 
@@ -19,7 +21,7 @@ from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.distributed.waiting import wait_together
-from nemo_like.errors import RunError
+from nemo_like.errors import RunError, WaitTimeoutError
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_resources
@@ -299,12 +301,15 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
 def test_a_rank_waits_for_a_silent_engine_as_long_as_for_a_call_not_as_for_a_save(
     tiny_model, tmp_path
 ):
-    with make_policy(tiny_model(), tmp_path, call_timeout_s=2.0) as policy:
+    with make_policy(tiny_model(), tmp_path, call_timeout_s=1.0) as policy:
         group = policy.group.waiting(60.0)
         (sender,) = group.call(PolicyWorker.open_sender, 1, "ipc", 1 << 20)
         accepted = group.submit(PolicyWorker.accept_receivers)
         silent = IpcLink((sender.ipc,)).receiver(0, sender.buckets, torch.device("cpu"), 60.0)
         wait_together(accepted)
-        with pytest.raises(RunError, match="was silent for 2 s"):
+        with pytest.raises(RunError, match="was silent for 1 s"):
             group.call(PolicyWorker.send_weights, 0, False)
         del silent
+        os.kill(group.contexts[0].pid, signal.SIGSTOP)
+        with pytest.raises(WaitTimeoutError, match=r"4 s.* in export: .*cluster\.call_timeout_s"):
+            policy.export(str(tmp_path / "exported"))

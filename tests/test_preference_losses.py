@@ -219,8 +219,6 @@ def reward_model(**config):
     [
         # Scores 1.5 and -0.5 differ by 2: -log sigmoid(2) = 0.126928, sigmoid(-2) = 0.119203.
         ({}, 0.126928, (-0.119203, 0.119203)),
-        # -log sigmoid(2 - 0.5); sigmoid(-1.5) = 0.182426.
-        ({"margin": 0.5}, 0.201413, (-0.182426, 0.182426)),
         # + 0.1 * (1.5 - 0.5)^2, with slope 0.2 on both.
         ({"center_coef": 0.1}, 0.226928, (0.080797, 0.319203)),
         # The wrong way round: -log sigmoid(-2) = 2.126928.
@@ -318,7 +316,7 @@ LOSSES = {
 } | {
     "simpo": preference(reference_free=True, length_normalized=True, target_margin=0.4),
     "robust": preference(label_smoothing=0.1, robust=True),
-    "reward_model": reward_model(center_coef=0.1, margin=0.2, label_smoothing=0.1),
+    "reward_model": reward_model(center_coef=0.1, label_smoothing=0.1),
     "value": ValueLoss(ValueLossConfig(clip=0.2)),
 }
 LENGTHS = [2, 6, 3, 5, 4, 1, 2, 2]
@@ -436,7 +434,7 @@ def distillation_run(**loss):
             "loss.target_margin=0.5 would have no effect: loss.kind=ipo aims at",
         ),
         (reward_model_run(center_coef=-0.1), "loss.center_coef=-0.1"),
-        (reward_model_run(margin=math.inf), "loss.margin=inf"),
+        (reward_model_run(center_coef=math.inf), "loss.center_coef=inf"),
         (reward_model_run(label_smoothing=NAN), "loss.label_smoothing=nan must be a finite"),
         (ppo_run(clip=0.0), "value_loss.clip=0.0 must be above 0"),
         (distillation_run(kind="jsd", alpha=1.0), "loss.alpha=1.0 must be in"),

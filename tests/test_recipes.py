@@ -28,7 +28,6 @@ METHODS = {
     },
     "dapo": {
         "advantage.scale": "std",
-        "advantage.overlong_penalty": 1,
         "grpo.dynamic_sampling": True,
         "loss.clip_low": 0.2,
         "loss.clip_high": 0.28,
@@ -125,7 +124,7 @@ def test_a_recipe_learns(tmp_path, local_ray, recipe, seed):
         "grpo.max_steps=4",
         "validation.every_steps=4",
         "checkpoint.export=false",
-        "logging.tensorboard=false",
+        "logging.sinks=[]",
         small=(),
         name=f"recipes/{recipe}",
     )

@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
             f"data.system_prompt={SYSTEM}",
             "policy.optimizer.lr=3e-3",
             "reward_model.max_steps=6",
-            "logging.tensorboard=false",
+            "logging.sinks=[]",
             f"run.dir={folder}/run",
         ],
     )

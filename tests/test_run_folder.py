@@ -138,7 +138,7 @@ def test_the_next_command_is_one_that_can_be_typed(name, overrides, words):
 def test_a_run_that_was_refused_for_its_rows_does_not_hold_its_folder(tmp_path, local_ray):
     """The same command, typed again with other rows, starts where nothing is lost."""
     rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
-    options = [f"run.dir={folder}", f"data.train={rows}", "logging.tensorboard=false"]
+    options = [f"run.dir={folder}", f"data.train={rows}", "logging.sinks=[]"]
     for text, fault in (('{"prompt": "x"}', "a row needs 'messages'"), ("x", "line 1: not JSON")):
         rows.write_text(text)
         with pytest.raises(UserError, match=fault):
@@ -155,7 +155,7 @@ def test_a_run_that_was_refused_for_its_rows_does_not_hold_its_folder(tmp_path, 
 
 
 def test_a_stop_that_comes_before_the_run_is_remembered(tmp_path, capsys):
-    overrides = [f"run.dir={tmp_path}/run", "logging.tensorboard=false"]
+    overrides = [f"run.dir={tmp_path}/run", "logging.sinks=[]"]
     config = compose_config(CONFIGS, "sft", overrides)
 
     def run():

@@ -55,7 +55,7 @@ def test_models_have_regular_files_only(tmp_path, tiny_model, monkeypatch, name,
     folder = tmp_path / "model"
     shutil.copytree(tiny_model(), folder)
     (folder / name).parent.mkdir(exist_ok=True)
-    check(f"policy.model={folder}", "logging.tensorboard=false")
+    check(f"policy.model={folder}", "logging.sinks=[]")
     make_special(folder / name, kind)
     told = rf"^policy\.model={folder}: {name} is {kind}, not a file; put a file in its place\.$"
     with pytest.raises(UserError, match=told):

@@ -53,7 +53,7 @@ class Counter:
 
 @cache
 def composed(*overrides):
-    always = ("run.resume=true", "logging.tensorboard=false", "run.dir=elsewhere")
+    always = ("run.resume=true", "logging.sinks=[]", "run.dir=elsewhere")
     return compose_config(ROOT / "configs", "sft", [*always, *overrides])
 
 
@@ -256,7 +256,7 @@ def test_time_to_save_counts_from_the_start_of_the_process(tmp_path):
 
 
 def test_an_evaluation_keeps_nothing_and_so_ends_at_once(tmp_path):
-    options = ("logging.tensorboard=false", f"run.dir={tmp_path}")
+    options = ("logging.sinks=[]", f"run.dir={tmp_path}")
     config = compose_config(ROOT / "configs", "eval", list(options))
     with (
         pytest.raises(StoppedError, match="after 1 of 3 parts; it starts over when run again"),

@@ -126,7 +126,7 @@ def test_a_run_of_several_tasks_logs_and_trains_each(tmp_path):
             "grpo.num_prompts_per_step=8",
             "grpo.num_generations_per_prompt=2",
             "generation.max_new_tokens=4",
-            small=("logging.tensorboard=false",),
+            small=("logging.sinks=[]",),
         )
         assert len(server.bodies) == 4
     one = steps[1]

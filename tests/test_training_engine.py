@@ -40,15 +40,11 @@ def test_a_warm_up_leaves_no_trace(parallel, pool, four_layers):
 # Synchronising
 
 
-@pytest.mark.parametrize("compression", ["fp16", "powersgd"])
-def test_compressed_gradients_differ_a_little_and_still_train(compression, pool, four_layers):
+def test_compressed_gradients_differ_a_little_and_still_train(pool, four_layers):
     """(bf16 needs NCCL.)"""
     path = four_layers()
-    options = {"compression": compression}
-    if compression == "powersgd":
-        options |= {"powersgd_start_step": 2, "powersgd_rank": 1}
     exact, _ = pool.run(2, f"{CASES}:train", path, ddp(), 5)[0]
-    metrics, _ = pool.run(2, f"{CASES}:train", path, ddp(**options), 5)[0]
+    metrics, _ = pool.run(2, f"{CASES}:train", path, ddp(compression="fp16"), 5)[0]
     norms = [each["train/grad_norm"] for each in metrics]
     exact_norms = [each["train/grad_norm"] for each in exact]
     assert norms != exact_norms
@@ -92,9 +88,9 @@ def test_float16_compression_rounds_gradients_by_no_more_than_it_must(pool, four
 
 
 def test_powersgd_is_exact_until_its_start_and_trains_after_it(pool, four_layers):
-    path, start = four_layers(), 3
+    path, start = four_layers(), 10
     exact, _ = pool.run(2, f"{CASES}:train", path, ddp(), 15)[0]
-    config = ddp(compression="powersgd", powersgd_start_step=start)
+    config = ddp(compression="powersgd")
     low_rank, _ = pool.run(2, f"{CASES}:train", path, config, 15)[0]
     gaps = [
         abs(a["train/grad_norm"] - b["train/grad_norm"]) / b["train/grad_norm"]

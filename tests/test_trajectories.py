@@ -62,7 +62,7 @@ class Scripted:
         )
 
 
-def recorder_of(chat, engine, *, tokens=10_000, turns=8, rewritten="split", prompt="Hi"):
+def recorder_of(chat, engine, *, tokens=10_000, turns=8, prompt="Hi"):
     messages = ({"role": "user", "content": prompt},)
     row = Row(index=0, messages=messages, fields={}, prompt_ids=tuple(chat.render(messages)))
     return Recorder(
@@ -70,7 +70,7 @@ def recorder_of(chat, engine, *, tokens=10_000, turns=8, rewritten="split", prom
         engine.generate,
         chat,
         SamplingParams(max_new_tokens=100),
-        Limits(tokens=tokens, turns=turns, rewritten=rewritten),
+        Limits(tokens=tokens, turns=turns),
     )
 
 
@@ -188,7 +188,7 @@ def test_a_long_conversation_encodes_each_token_once_and_needs_no_deep_stack(tmp
     assert sum(encoded) < 2 * len(ids)
 
 
-def test_rewritten_history_begins_another_row_or_fails_the_trajectory(tmp_path):
+def test_rewritten_history_begins_another_row(tmp_path):
     chat = build_chat(tmp_path, STRIPS_THINK)
     answers = ("<think>a</think>one", "<think>b</think>two")
     recorder = recorder_of(chat, Scripted(chat, *answers))
@@ -201,12 +201,6 @@ def test_rewritten_history_begins_another_row_or_fails_the_trajectory(tmp_path):
     columns = collate_rows([trajectory])
     assert columns[keys.REWARDS].tolist() == [1.0, 1.0]
     assert columns[keys.SIBLINGS].tolist() == [1, 1]
-
-    recorder = recorder_of(chat, Scripted(chat, *answers), rewritten="refuse")
-    asyncio.run(talk(recorder, "Hi", "more"))
-    trajectory, _ = rows_of(recorder)
-    assert trajectory.result.reward is None
-    assert "renders earlier turns in another way" in str(trajectory.result.error)
 
 
 def test_sub_agents_have_rows_of_their_own_and_each_token_trains_once(tmp_path):

@@ -60,7 +60,7 @@ def test_the_wheel_trains_from_any_folder(installed):
         "sft.num_rows_per_step=4",
         "data.num_train_rows=8",
         "validation.every_steps=0",
-        "logging.tensorboard=false",
+        "logging.sinks=[]",
         "run.dir=run",
     )
     lines = (installed.folder / "run/metrics.jsonl").read_text().splitlines()

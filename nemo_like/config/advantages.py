@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_like.config.section import OnlyIf, Positive, Section
+from nemo_like.config.section import OnlyIf, Section
 from nemo_like.doors import Door
 
 ADVANTAGES = Door("nemo_like.losses.advantages")
@@ -76,15 +76,7 @@ class AdvantageConfig(Section):
     separately for each task: an environment of ``environment.tasks``, or a part of a mixture."""
     overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
     """Completions that end within this many tokens of ``generation.max_new_tokens`` lose reward in
-    proportion to their tokens in the buffer (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""
-    overlong_penalty: Annotated[
-        Positive,
-        OnlyIf(
-            lambda here, _: here.overlong_buffer_tokens > 0,
-            "advantage.overlong_buffer_tokens is 0, so no completion is overlong",
-        ),
-    ] = 1.0
-    """Reward lost at ``generation.max_new_tokens`` (DAPO: 1)."""
+    proportion to their tokens in the buffer, up to 1 (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Refuse combinations of penalties and credit that have no meaning."""

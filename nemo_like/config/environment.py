@@ -85,10 +85,6 @@ class EnvironmentConfig(Section):
     context and ``policy.micro_batch_tokens`` hold."""
     trajectory_timeout_s: Annotated[Positive, _SEVERAL_TURNS] = 600.0
     """Seconds that one trajectory may take; after them its rows are masked and counted."""
-    rewritten_history: Annotated[Literal["split", "refuse"], _SEVERAL_TURNS] = "split"
-    """Where the chat template renders earlier turns in another way once others follow (it may strip
-    thinking): ``split`` begins another row of the same trajectory there, ``refuse`` masks the
-    trajectory and counts it."""
     reward: Annotated[str, REWARDS, _NO_PARTS] = REASONING_GYM
     """``reasoning_gym``, ``math`` (needs an ``answer`` field), ``code`` (runs the program in
     the completion against the field ``tests``), ``reward_model`` (the score of

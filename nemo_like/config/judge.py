@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from nemo_like.config.section import Count, Section
+from nemo_like.config.section import Count, Positive, Section
 
 JUDGE = "judge"
 
@@ -24,21 +24,16 @@ class JudgeConfig(Section):
     if the environment has one."""
     template: str | None = None
     """The judge's prompt: a Jinja template, or a file with one, with ``prompt``, ``completion``,
-    ``messages`` (of the prompt) and the row's fields. None: ask for a score from ``lowest`` to
+    ``messages`` (of the prompt) and the row's fields. None: ask for a score from 0 to
     ``highest``."""
     pattern: str = r"[Ss]core\W+?(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the verdict; the last match counts."""
     verdicts: dict[str, float] = Field(default_factory=dict)
     """The reward for each verdict in words, ``{yes: 1, no: 0}``. Empty: verdicts are numbers."""
-    lowest: float = 0.0
-    """Score that gives reward 0."""
-    highest: float = 10.0
-    """Score that gives reward 1; scores in between are scaled. Others are not a verdict."""
+    highest: Positive = 10.0
+    """Score that gives reward 1; 0 gives 0. Others than those in between are not a verdict."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Extra request parameters, such as ``{temperature: 0, max_tokens: 500}``."""
-    tries: Count = 3
-    """Most attempts for one completion; HTTP 429, 5xx and broken connections are retried. Each
-    attempt may take its share of ``environment.timeout_s``; ``Retry-After`` is respected."""
     max_requests: Count = 32
     """Most requests of the whole run in flight at once, shared evenly by the reward processes."""
 
@@ -60,5 +55,3 @@ class JudgeConfig(Section):
                 yield f"{here}.pattern={self.pattern} has no group (...), which is the verdict."
         except re.error as error:
             yield f"{here}.pattern={self.pattern} is no regular expression: {error}."
-        if not self.lowest < self.highest:
-            yield f"{here}.lowest={self.lowest:g} must be below {here}.highest={self.highest:g}."

@@ -185,8 +185,6 @@ class RewardModelLossConfig(Section):
     center_coef: NonNegative = 0.0
     """Weight of the mean of (chosen + rejected score)^2, which keeps scores around 0
     (arXiv:2312.09244)."""
-    margin: NonNegative = 0.0
-    """Difference of scores that is subtracted before the sigmoid (arXiv:2307.09288)."""
     label_smoothing: _Smoothing = 0.0
     """Share of pairs taken to be labelled the wrong way round, in [0, 0.5)."""
 

@@ -1,7 +1,6 @@
 """Section ``policy``: model, precision, layout, optimizer, batches, memory and debugging."""
 
 import importlib.util
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -20,6 +19,9 @@ Output = Literal["logprobs", "values", "values_before"]
 number where the token has been read; ``values_before``: its number where the token was to be
 sampled, of tokens that train."""
 
+POWERSGD_START_STEP = 10
+"""Optimizer steps with exact gradients before PowerSGD begins."""
+
 _NO_GPU = "the run uses no GPU; set cluster.gpus_per_node"
 _ON_GPU = OnlyIf(lambda _, run: run.cluster.gpus_per_node > 0, _NO_GPU)
 _DDP = OnlyIf(
@@ -31,10 +33,6 @@ _OWN_GRADIENTS = OnlyIf(
     "policy.parallel.ddp.average_every_steps above 1 lets each rank keep its own gradients; set it "
     "to 1",
 )
-_POWERSGD = OnlyIf(
-    lambda _, run: run.policy.parallel.ddp.compression == "powersgd",
-    "only policy.parallel.ddp.compression=powersgd has it",
-)
 _PIPELINE = OnlyIf(
     lambda here, _: here.pipeline_parallel_size > 1,
     "there is no pipeline; set policy.parallel.pipeline_parallel_size above 1",
@@ -45,11 +43,8 @@ class DDPConfig(Section):
     """Gradient synchronisation of replicated ranks (``policy.parallel.data_parallel=ddp``)."""
 
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    """``bf16`` and ``fp16`` halve the bytes; ``powersgd``: low-rank (arXiv:1905.13727)."""
-    powersgd_rank: Annotated[Count, _POWERSGD] = 2
-    """Rank of PowerSGD's factors."""
-    powersgd_start_step: Annotated[int, Field(ge=2), _POWERSGD] = 10
-    """Optimizer steps with exact gradients before PowerSGD begins."""
+    """``bf16`` and ``fp16`` halve the bytes; ``powersgd``: after ten exact steps, factors of rank 2
+    (arXiv:1905.13727)."""
     average_every_steps: Count = 1
     """Above 1: local SGD. Ranks step on their own gradients and average their parameters this
     often, and before weights leave the policy (refit, checkpoint, export)."""
@@ -104,19 +99,8 @@ class ParallelConfig(Section):
     pipeline_parallel_size: Count = 1
     """Groups of layers, each on ranks of its own."""
     pipeline_schedule: Annotated[PipelineSchedule, _PIPELINE] = "one_f_one_b"
-    """``gpipe``, ``one_f_one_b`` (less memory) or ``interleaved`` (smaller bubble)."""
-    pipeline_stages_per_rank: Annotated[
-        int,
-        Field(ge=2),
-        OnlyIf(
-            lambda here, _: (
-                here.pipeline_parallel_size > 1 and here.pipeline_schedule == "interleaved"
-            ),
-            "only a pipeline with {here}.pipeline_schedule=interleaved has several stages per "
-            "rank; set it, and pipeline_parallel_size above 1",
-        ),
-    ] = 2
-    """Groups of layers on each pipeline rank (interleaved)."""
+    """``gpipe``, ``one_f_one_b`` (less memory) or ``interleaved`` (two groups of layers per rank:
+    a smaller bubble)."""
     ddp: Annotated[DDPConfig, _DDP] = DDPConfig()
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
@@ -197,26 +181,6 @@ class PolicyConfig(Section):
         ),
     ] = False
     """Multiply the output head in float32 where the rest computes in 16 bits."""
-    tf32: Annotated[
-        bool,
-        _ON_GPU,
-        OnlyIf(
-            lambda here, _: here.dtype == "float32" or here.float32_head,
-            "nothing is multiplied in float32; set policy.dtype=float32 or "
-            "policy.float32_head=true",
-        ),
-    ] = False
-    """Let float32 matrix products round their factors to TF32 (GPU)."""
-    loss_scale: Annotated[
-        Positive,
-        OnlyIf(
-            lambda here, _: here.dtype == "float16",
-            "only float16 gradients are scaled; set policy.dtype=float16",
-        ),
-    ] = 65536.0
-    """First factor on the loss, a power of two, which keeps small float16 gradients from
-    vanishing. It halves at each overflow, whose step is skipped, and doubles after 200 steps
-    without one."""
     parallel: ParallelConfig = ParallelConfig()
     attention: Annotated[
         Attention,
@@ -259,12 +223,7 @@ class PolicyConfig(Section):
     debug: DebugConfig = DebugConfig()
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Attention that exists here, exact scaling, rows that context-parallel ranks share."""
-        if math.frexp(self.loss_scale)[0] != 0.5:
-            yield (
-                f"{here}.loss_scale={self.loss_scale:g} must be a power of two for scaling to be "
-                "exact; use 65536."
-            )
+        """Attention that exists here, rows that context-parallel ranks share."""
         can_flash = self.dtype != "float32" and run.cluster.gpus_per_node > 0
         can_flash = can_flash and importlib.util.find_spec("flash_attn") is not None
         if self.attention == "flash_attention_2" and not can_flash:
@@ -291,7 +250,7 @@ class PolicyConfig(Section):
     def schedule_rules(self, here: str, run: Any, num_updates: int) -> Iterator[str]:
         """What begins or ends at an optimizer step must do so within the run's ``num_updates``."""
         told = run.last_update(num_updates)
-        scheduler, ddp = self.scheduler, self.parallel.ddp
+        scheduler = self.scheduler
         warmup, decay = scheduler.warmup_steps, scheduler.decay_steps
         if warmup >= num_updates:
             yield (
@@ -303,10 +262,10 @@ class PolicyConfig(Section):
                 f"{here}.scheduler.decay_steps={decay} and warmup_steps={warmup} together must be "
                 f"at most {told}; lower them."
             )
-        if ddp.compression == "powersgd" and ddp.powersgd_start_step >= num_updates:
+        if self.parallel.ddp.compression == "powersgd" and num_updates <= POWERSGD_START_STEP:
             yield (
-                f"{here}.parallel.ddp.powersgd_start_step={ddp.powersgd_start_step} must be below "
-                f"{told}, or PowerSGD never begins; lower it."
+                f"{here}.parallel.ddp.compression=powersgd begins after {POWERSGD_START_STEP} "
+                f"optimizer steps, and the last is {told}; set it to none."
             )
 
 

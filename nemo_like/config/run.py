@@ -5,7 +5,7 @@ key, its type, default, range and meaning. YAML files under ``configs/`` state d
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -14,12 +14,14 @@ from nemo_like.config.section import Count, OnlyIf, Positive, Section
 from nemo_like.config.slurm import SlurmConfig
 from nemo_like.doors import Door
 
-Console = Literal["auto", "live", "plain"]
 SINKS = Door(
     "nemo_like.sinks",
     {
-        name.lower(): f"nemo_like.observe.trackers:{name}"
-        for name in ("Mlflow", "Trackio", "Prometheus")
+        "tensorboard": "nemo_like.observe.sinks:TensorBoardSink",
+        "wandb": "nemo_like.observe.wandb_sink:WandbSink",
+        "mlflow": "nemo_like.observe.trackers:Mlflow",
+        "trackio": "nemo_like.observe.trackers:Trackio",
+        "prometheus": "nemo_like.observe.trackers:Prometheus",
     },
 )
 CALLBACKS = Door(
@@ -30,7 +32,6 @@ CALLBACKS = Door(
     },
     kind="class",
 )
-WandbMode = Literal["off", "offline", "online"]
 
 
 class RunSection(Section):
@@ -91,9 +92,8 @@ class ClusterConfig(Section):
     start_timeout_s: Positive = 300.0
     """Longest wait for nodes, workers and engines to start."""
     call_timeout_s: Positive = 1800.0
-    """Longest wait for one phase of one step."""
-    save_timeout_s: Positive = 7200.0
-    """Longest wait for a checkpoint or an export to be written, or a checkpoint to be read."""
+    """Longest wait for one phase of one step; four times as long for a checkpoint or an export to
+    be written, or a checkpoint to be read."""
     slurm: SlurmConfig = SlurmConfig()
 
 
@@ -107,16 +107,9 @@ class CheckpointConfig(Section):
     ends next is saved. 0: not by time."""
     keep_last: Count = 2
     """Latest checkpoints to keep."""
-    keep_best: bool = True
-    """Also keep the checkpoint with the best ``metric``."""
-    metric: Annotated[
-        str | None,
-        OnlyIf(
-            lambda here, _: here.keep_best, "checkpoint.keep_best=false keeps none for its metric"
-        ),
-    ] = None
+    metric: str | None = None
     """Metric with the largest value in the best checkpoint (the smallest, if its name ends in
-    ``loss``). None: ``validation/reward`` where completions are sampled, else
+    ``loss``), which is kept too. None: ``validation/reward`` where completions are sampled, else
     ``validation/loss``."""
     export: bool = True
     """Write the final weights, in ``policy.dtype``, and the tokenizer as a Hugging Face folder,
@@ -139,27 +132,12 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     """Where numbers go; ``metrics.jsonl`` and ``run.log`` are always written."""
 
-    console: Console = "auto"
-    """``live``: a table updated in place; ``plain``: one line per step; ``auto``: by terminal."""
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
-    wandb: WandbMode = "off"
-    """Weights & Biases: ``off``, ``offline`` or ``online``."""
-    wandb_project: Annotated[
-        str,
-        OnlyIf(
-            lambda here, _: here.wandb != "off",
-            "logging.wandb is off; set it to offline or online",
-        ),
-    ] = "nemo-like"
-    """Project name in Weights & Biases."""
-    sinks: Annotated[list[str], SINKS] = Field(default_factory=list)
-    """Further sinks for metrics: ``mlflow``, ``trackio``, ``prometheus`` (on 127.0.0.1:9464, or any
-    free port if that is taken), or your own ``file.py:NAME`` or ``package.module.NAME``, which is
-    called with the run's folder, its configuration and the last step before a resume (None: a new
-    run), and returns a ``MetricSink`` (``nemo_like/observe/sinks.py``)."""
-    trajectories_per_step: Annotated[int, Field(ge=0)] = 4
-    """Trajectories of the first generation replica written to ``trajectories.jsonl`` each step."""
+    sinks: Annotated[list[str], SINKS] = Field(default_factory=lambda: ["tensorboard"])
+    """Further sinks for metrics: ``tensorboard``, ``wandb`` (Weights & Biases, which reads
+    WANDB_MODE and WANDB_PROJECT), ``mlflow``, ``trackio``, ``prometheus`` (on 127.0.0.1:9464, or
+    any free port if that is taken), or your own ``file.py:NAME`` or ``package.module.NAME``, which
+    is called with the run's folder, its configuration and the last step before a resume (None: a
+    new run), and returns a ``MetricSink`` (``nemo_like/observe/sinks.py``)."""
     trajectories_gib: Annotated[float, Field(ge=0)] = 4.0
     """Size limit in GiB of ``trajectories/``, which keeps all trajectories with their tokens as
     Parquet files; beyond it the oldest are dropped. 0: keep none."""

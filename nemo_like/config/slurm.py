@@ -1,14 +1,13 @@
 """Section ``cluster.slurm``, whose rules are those of sbatch and of bash."""
 
-import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from nemo_like.config.section import Count, OnlyIf, Section
+from nemo_like.config.section import OnlyIf, Section
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d\d))?(?::(?P<third>\d\d))?")
 _MOUNT = re.compile(r"/[^,:]*:/[^,:]*(:[^,:]+)?")
@@ -19,38 +18,30 @@ _OPTIONS_OF_KEYS = {
     "cluster.gpus_per_node": ("gpus-per-node", "gpus", "G"),
     "--multirun": ("array", "a"),
     "the folder that you submit from": ("chdir", "D"),
-    "cluster.slurm.partition": ("partition", "p"),
-    "cluster.slurm.account": ("account", "A"),
     "cluster.slurm.time": ("time", "t"),
-    "cluster.slurm.cpus_per_node": ("cpus-per-task", "c"),
     "cluster.slurm.requeue": ("requeue", "no-requeue", "open-mode"),
     "cluster.slurm.signal_before_s": ("signal",),
-    "cluster.slurm.log_dir": ("output", "o", "error", "e"),
+    "the folder slurm-logs": ("output", "o", "error", "e"),
 }
 _SUBMITS_OTHERWISE = ("wait", "W", "test-only", "wrap")
-_LINES = ("partition", "account", "time", "container", "log_dir")
+_LINES = ("time", "container")
 _CONTAINER = OnlyIf(lambda here, _: here.container is not None, "{here}.container names no image")
 
 
 class SlurmConfig(Section):
     """The batch job that ``nemo-like slurm`` writes; the run itself reads none of these keys.
 
-    Nodes and GPUs of the job are ``cluster.num_nodes`` and ``cluster.gpus_per_node``.
+    Nodes and GPUs of the job are ``cluster.num_nodes`` and ``cluster.gpus_per_node``. Each job's
+    output (``JOB.out``), Ray's logs (``JOB/``) and script (``JOB.sbatch``) are in ``slurm-logs`` of
+    the folder from which it is submitted, which all nodes must see.
     """
 
-    partition: str | None = None
-    """Partition to queue in. None: the cluster's default; likewise ``account``."""
-    account: str | None = None
-    """Account that is charged."""
     time: str | None = None
     """Time limit of the job: minutes, ``hours:minutes:seconds`` or ``days-hours:minutes:seconds``
     (quoted in YAML). None: the partition's default."""
-    cpus_per_node: Count | None = None
-    """CPUs of each node. None: those of the run's bundles, ``cluster.cpus_per_worker`` each."""
     container: str | None = None
-    """Image in which Ray and the run start. None: no container."""
-    container_runtime: Annotated[Literal["pyxis", "apptainer"], _CONTAINER] = "pyxis"
-    """What starts the image: ``pyxis`` (``srun --container-image``) or ``apptainer``."""
+    """Image in which Ray and the run start, ``*.sif`` by apptainer, others by pyxis (``srun
+    --container-image``). None: no container."""
     mounts: Annotated[list[str], _CONTAINER] = Field(default_factory=list)
     """Folders to see in the container, ``outside:inside[:flags]`` each. Files that the run names
     are checked when the job is submitted, so mount them under the same path."""
@@ -66,11 +57,10 @@ class SlurmConfig(Section):
     ] = 120
     """Seconds before the end of its time at which a run gets the signal to stop. Half of them are
     for the step in progress and its checkpoint."""
-    log_dir: str = "slurm-logs"
-    """Folder, seen by all nodes, of each job's output (``JOB.out``), Ray's logs (``JOB/``) and
-    script (``JOB.sbatch``)."""
     extra: list[str] = Field(default_factory=list)
-    """Further options of sbatch, one ``#SBATCH`` line each: ``--qos=high``, ``--mem=64G``."""
+    """Further options of sbatch, one ``#SBATCH`` line each: ``--partition=gpu``, ``--account=lab``,
+    ``--mem=64G``, or ``--cpus-per-task=96`` for more CPUs of each node than the run's bundles
+    reserve (``cluster.cpus_per_worker`` each)."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """A line break would end the comment that sbatch reads, and begin a command."""
@@ -85,12 +75,6 @@ class SlurmConfig(Section):
                 )
         for option in self.extra:
             yield from _option_rules(f"{here}.extra={option!r}", option)
-        needed = cpus_per_node(run)
-        if self.cpus_per_node is not None and self.cpus_per_node < needed:
-            yield (
-                f"{here}.cpus_per_node={self.cpus_per_node} is less than the {needed} that the "
-                "run's bundles reserve (cluster.cpus_per_worker each); raise it, or leave it null."
-            )
         yield from self._time_rules(here, run)
 
     def _time_rules(self, here: str, run: Any) -> Iterator[str]:
@@ -115,12 +99,6 @@ class SlurmConfig(Section):
                 f"{here}.signal_before_s={self.signal_before_s} leaves nothing of {here}.time="
                 f"{self.time}; lower it, or raise that."
             )
-
-
-def cpus_per_node(run: Any) -> int:
-    """CPUs that the run's bundles reserve on each node."""
-    bundles = run.cluster.gpus_per_node or run.cluster.cpu_workers_per_node
-    return math.ceil(bundles * run.cluster.cpus_per_worker)
 
 
 def _option_rules(told: str, option: str) -> Iterator[str]:

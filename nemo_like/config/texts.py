@@ -77,7 +77,6 @@ class TextRunConfig(RunConfig):
         (key, "this run samples no completions")
         for key in (
             "cluster.num_generation_workers",
-            "logging.trajectories_per_step",
             "logging.trajectories_gib",
             "run.self_check",
         )

@@ -24,7 +24,6 @@ from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.load import check_algorithm, compose_raw
 from nemo_like.compose.sweep import check_run_dirs, jobs, part_folders
 from nemo_like.config.run import RunConfig
-from nemo_like.config.slurm import SlurmConfig, cpus_per_node
 from nemo_like.errors import UserError
 from nemo_like.launch.command import CommandParser, ConfigParser
 from nemo_like.launch.slurm_jobs import cancel, print_log, status_lines, submit
@@ -35,6 +34,7 @@ _RAY_SCRIPT = next(
     if (folder / "slurm").is_dir()
 )
 _RUN_USAGE = "SCRIPT [key=value ...] [--config-name NAME] [--config-dir DIR] [--multirun]"
+_LOGS = Path("slurm-logs")
 _JOB_USAGE = "JOB [--log-dir DIR]"
 _COMMANDS = ("render", "submit", "status", "logs", "cancel")
 
@@ -56,8 +56,7 @@ class BatchJob:
 
     @property
     def logs(self) -> Path:
-        """``cluster.slurm.log_dir``, whole."""
-        return self.folder / Path(self.config.cluster.slurm.log_dir).expanduser()
+        return self.folder / _LOGS
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -84,18 +83,16 @@ def _submit(job: BatchJob) -> None:
     try:
         job.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not: the job would just fail
     except OSError as error:
-        raise UserError(f"cluster.slurm.log_dir={job.logs} cannot be written: {error}.") from error
+        raise UserError(f"{job.logs} cannot be written: {error}.") from error
     number = submit(script)
     with contextlib.suppress(OSError):  # It is for people to read; Slurm has its own.
         (job.logs / f"{number}.sbatch").write_text(script, encoding="utf-8")
-    elsewhere = job.config.cluster.slurm.log_dir != SlurmConfig().log_dir
-    where = f" --log-dir={shlex.quote(str(job.logs))}" if elsewhere else ""
     one = f"{number}_0" if job.is_array else number
     sys.stdout.write(
         f"job     {number}{f' ({len(job.commands)} tasks)' if job.is_array else ''}\n"
         f"log     {job.logs / one}.out\n"
-        f"next    nemo-like slurm status {number}{where}\n"
-        f"        nemo-like slurm logs {one} -f{where}\n"
+        f"next    nemo-like slurm status {number}\n"
+        f"        nemo-like slurm logs {one} -f\n"
         f"        nemo-like slurm cancel {number}\n"
     )
 
@@ -106,8 +103,8 @@ def _about_job(command: str, arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--log-dir",
         type=Path,
-        default=Path(SlurmConfig().log_dir),
-        help="cluster.slurm.log_dir of a job that Slurm has forgotten",
+        default=_LOGS,
+        help="slurm-logs of a job that Slurm has forgotten",
     )
     if command == "logs":
         parser.add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
@@ -187,22 +184,19 @@ def _options(job: BatchJob) -> Iterator[str]:
     yield f"--job-name={_word(job.name)}"
     yield f"--chdir={_word(str(job.folder))}"
     if "%" in str(job.logs) or "\\" in str(job.logs):  # it replaces %x, and gives up at \
-        raise UserError(
-            f"cluster.slurm.log_dir: Slurm cannot write to {job.logs}; use a path without % and \\."
-        )
+        raise UserError(f"Slurm cannot write to {job.logs}; submit from a path without % and \\.")
     yield f"--output={_word(str(job.logs))}/{'%A_%a' if job.is_array else '%j'}.out"
     if job.is_array:
         yield f"--array=0-{len(job.commands) - 1}"
     # Said even where it is the default: what an outer job has set does not count then.
     yield f"--nodes={cluster.num_nodes}"
     yield "--ntasks-per-node=1"
-    yield f"--cpus-per-task={slurm.cpus_per_node or cpus_per_node(job.config)}"
+    bundles = cluster.gpus_per_node or cluster.cpu_workers_per_node
+    yield f"--cpus-per-task={math.ceil(bundles * cluster.cpus_per_worker)}"
     if cluster.gpus_per_node:
         yield f"--gpus-per-node={cluster.gpus_per_node}"
-    for option in ("time", "partition", "account"):
-        value = getattr(slurm, option)
-        if value is not None:
-            yield f"--{option}={_word(value)}"
+    if slurm.time is not None:
+        yield f"--time={_word(slurm.time)}"
     if slurm.requeue:
         yield "--requeue"
         yield f"--signal=B:USR1@{slurm.signal_before_s}"
@@ -245,8 +239,10 @@ def _variables(job: BatchJob) -> Iterator[tuple[str, str]]:
     cluster, slurm = job.config.cluster, job.config.cluster.slurm
     number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_array else "$SLURM_JOB_ID"
     yield "SETUP", shlex.quote(slurm.setup or "")
-    yield "CONTAINER", shlex.quote(slurm.container or "")
-    yield "CONTAINER_RUNTIME", str(slurm.container_runtime) if slurm.container else "''"
+    image = slurm.container or ""
+    yield "CONTAINER", shlex.quote(image)
+    runtime = "apptainer" if image.endswith(".sif") else "pyxis"
+    yield "CONTAINER_RUNTIME", runtime if image else "''"
     yield "MOUNTS", shlex.quote(",".join(slurm.mounts))
     yield "LOG_DIR", f'{shlex.quote(str(job.logs))}/"{number}"'
     yield "GPUS_PER_NODE", str(cluster.gpus_per_node)

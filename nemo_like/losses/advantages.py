@@ -127,21 +127,19 @@ def zero_variance_share(rewards: Tensor, groups: Tensor, valid: Tensor) -> float
     return 1 - len(groups[signal].unique()) / num_groups if num_groups else float("nan")
 
 
-def overlong_penalty(
-    lengths: Tensor, max_new_tokens: int, buffer_tokens: int, penalty: float
-) -> Tensor:
+def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer_tokens: int) -> Tensor:
     """What to *add* to the rewards of completions of ``lengths`` [B] tokens: float64 [B], <= 0.
 
-    0 up to max_new_tokens - buffer_tokens, from there a line down to -penalty at max_new_tokens
+    0 up to max_new_tokens - buffer_tokens, from there a line down to -1 at max_new_tokens
     (DAPO, arXiv:2503.14476 Eq. 13). No buffer: no penalty.
 
-    >>> overlong_penalty(torch.tensor([5, 6, 8, 10, 11]), 10, 4, 1.0).tolist()
+    >>> overlong_penalty(torch.tensor([5, 6, 8, 10, 11]), 10, 4).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
     """
     if buffer_tokens == 0:
         return torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
     left = max_new_tokens - buffer_tokens - lengths.double()
-    return penalty * (left / buffer_tokens).clamp(-1, 0)
+    return (left / buffer_tokens).clamp(-1, 0)
 
 
 def gae(

@@ -9,7 +9,6 @@ train among them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -142,9 +141,9 @@ def of_pairs(of_row: Tensor, trains: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RewardModelLoss:
-    """Mean over the pairs of the *global* batch of -log sigmoid(chosen - rejected score - margin).
+    """Mean over the pairs of the *global* batch of -log sigmoid(chosen - rejected score).
 
-    Bradley-Terry, with the margin of Eq. 2 of arXiv:2307.09288, plus center_coef * the mean of
+    Bradley-Terry, plus center_coef * the mean of
     (chosen + rejected score)^2 (Eq. 2 of arXiv:2312.09244). Pairs are as in ``preference``.
     """
 
@@ -165,8 +164,7 @@ class RewardModelLoss:
         at_chosen, at_rejected = of_pairs(last, training_pairs(row, len(batch)))
         chosen, rejected = values[at_chosen].float(), values[at_rejected].float()
         difference = chosen - rejected
-        ranking = partial(sigmoid_loss, target=config.margin)
-        per_pair = smoothed(ranking, difference, config.label_smoothing)
+        per_pair = smoothed(sigmoid_loss, difference, config.label_smoothing)
         per_pair = per_pair + config.center_coef * (chosen + rejected).square()
         loss = per_pair.sum() / (denominators.sequences / 2)
         means = {

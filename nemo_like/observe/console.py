@@ -19,8 +19,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nemo_like.config.run import Console
-
 logger = logging.getLogger(__name__)
 
 _MOST_SHOWN = 600
@@ -66,11 +64,10 @@ TRAINING_COLUMNS = (
 )
 
 
-def live_terminal(choice: Console) -> Terminal | None:
-    """Where to draw and log; None: plain lines. ``auto`` needs a terminal that moves its cursor."""
-    moves = sys.stderr.isatty() and not Terminal(stderr=True).is_dumb_terminal
-    live = choice == "live" or (choice == "auto" and moves)
-    return Terminal(stderr=True, force_terminal=True) if live else None
+def live_terminal() -> Terminal | None:
+    """Where to draw and log; None: plain lines, where no terminal can move its cursor."""
+    terminal = Terminal(stderr=True)
+    return terminal if sys.stderr.isatty() and not terminal.is_dumb_terminal else None
 
 
 class Progress:

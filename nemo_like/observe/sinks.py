@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import textwrap
 import time
 from collections import Counter
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 from nemo_like.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
+
+_SECRET_KEY = re.compile(r"(^|_)(token|api_key|secret|password)$", re.IGNORECASE)
 
 
 class MetricSink(Protocol):
@@ -41,19 +44,19 @@ class Details:
 
 
 class TensorBoardSink:
-    """Event files in ``directory``."""
+    """Event files in ``<run_dir>/tensorboard``."""
 
-    def __init__(self, directory: Path, resumed_step: int | None = None) -> None:
-        """``resumed_step``: hide what an earlier process logged after it. None: a new run."""
+    def __init__(self, run_dir: Path, config: object, last_step: int | None) -> None:
+        """Hides what an earlier process logged after ``last_step``. None: all of it."""
         try:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, seldom missing
         except ImportError as error:
             raise UserError(
-                f"logging.tensorboard=true needs the package tensorboard ({error}); "
-                "pip install tensorboard, or set logging.tensorboard=false"
+                f"logging.sinks=[tensorboard] needs the package tensorboard ({error}); "
+                "pip install tensorboard, or set logging.sinks=[]"
             ) from error
-        purge_step = None if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+        purge_step = 0 if last_step is None else last_step + 1
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Add one scalar for each number and flush, to keep the browser current."""
@@ -191,3 +194,13 @@ def _step_of(line: bytes) -> int | None:
     except (ValueError, TypeError, KeyError):
         return None
     return step if isinstance(step, int) else None
+
+
+def masked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy without the text under keys like ``hf_token`` or ``api_key``."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        is_secret = isinstance(value, str) and _SECRET_KEY.search(key)
+        plain = masked(value) if isinstance(value, Mapping) else value
+        found[key] = "***" if is_secret else plain
+    return found

@@ -15,8 +15,7 @@ from typing import Any
 from nemo_like.config.run import RunConfig
 from nemo_like.errors import UserError
 from nemo_like.observe.alarms import flat
-from nemo_like.observe.sinks import Details
-from nemo_like.observe.wandb_sink import masked
+from nemo_like.observe.sinks import Details, masked
 
 logger = logging.getLogger(__name__)
 

@@ -1,22 +1,20 @@
 """Weights & Biases; the only file that imports ``wandb``."""
 
 import logging
-import re
+import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.run import WandbMode
+from nemo_like.config.run import RunConfig
 from nemo_like.errors import UserError
-from nemo_like.observe.sinks import Details
+from nemo_like.observe.sinks import Details, masked
 
 logger = logging.getLogger(__name__)
 
 _INIT_TIMEOUT_S = 60.0
 # The rest of an upload that takes longer stays on disk for `wandb sync`.
 _FINISH_TIMEOUT_S = 120.0
-_SECRET_KEY = re.compile(r"(^|_)(token|api_key|secret|password)$", re.IGNORECASE)
 
 
 class WandbSink:
@@ -26,30 +24,26 @@ class WandbSink:
     own business (``wandb login`` or WANDB_API_KEY) and are never read here.
     """
 
-    def __init__(
-        self, run_dir: Path, *, mode: WandbMode, project: str, config: Mapping[str, Any]
-    ) -> None:
-        """``config``: the run's configuration as nested plain values; secrets in it are masked."""
+    def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
+        """Secrets in the configuration are masked."""
         try:
             import wandb
         except ImportError as error:
             raise UserError(
-                f"logging.wandb={mode} needs the package wandb; pip install 'nemo-like[wandb]', "
-                "or set logging.wandb=off"
+                "logging.sinks=[wandb] needs the package wandb; pip install 'nemo-like[wandb]', or "
+                "leave it out"
             ) from error
-        assert mode != "off", "logging.wandb=off makes no sink"
         run_dir.mkdir(parents=True, exist_ok=True)
         run_id, is_resumed = _run_id(run_dir)
-        online = mode == "online"
+        online = os.environ.get("WANDB_MODE", "online") == "online"
         try:
             self._run = wandb.init(
-                project=project,
+                project=os.environ.get("WANDB_PROJECT", "nemo-like"),
                 name=run_dir.name,
                 dir=str(run_dir),
                 id=run_id,
                 resume="allow" if online and is_resumed else None,  # offline: `wandb sync` joins
-                mode="online" if online else "offline",
-                config=masked(config),
+                config=masked(config.model_dump()),
                 reinit="create_new",  # several runs in one process (--multirun) stay apart
                 settings=wandb.Settings(
                     silent=True,
@@ -61,8 +55,8 @@ class WandbSink:
             )
         except wandb.Error as error:
             raise UserError(
-                f"logging.wandb={mode} could not start; run `wandb login`, or set "
-                f"logging.wandb=offline and upload later with `wandb sync`. W&B says: {error}"
+                "logging.sinks=[wandb] could not start; run `wandb login`, or set "
+                f"WANDB_MODE=offline and upload later with `wandb sync`. W&B says: {error}"
             ) from error
         # An axis of our own: W&B's step counter drops what a resumed run logs for steps that an
         # earlier process had reached.
@@ -99,13 +93,3 @@ def _run_id(run_dir: Path) -> tuple[str, bool]:
     run_id = secrets.token_hex(4)
     path.write_text(run_id + "\n", encoding="utf-8")
     return run_id, False
-
-
-def masked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy without the text under keys like ``hf_token`` or ``api_key``."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        is_secret = isinstance(value, str) and _SECRET_KEY.search(key)
-        plain = masked(value) if isinstance(value, Mapping) else value
-        found[key] = "***" if is_secret else plain
-    return found

@@ -84,8 +84,7 @@ def common_divisors(*counts: int) -> list[int]:
 
 def num_stages(parallel: ParallelConfig) -> int:
     """Stages of the whole pipeline; interleaved rank r holds stages r, r + pp, r + 2 pp ..."""
-    interleaved = parallel.pipeline_schedule == "interleaved"
-    per_rank = parallel.pipeline_stages_per_rank if interleaved else 1
+    per_rank = 2 if parallel.pipeline_schedule == "interleaved" else 1
     return parallel.pipeline_parallel_size * per_rank
 
 

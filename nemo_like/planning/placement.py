@@ -91,14 +91,13 @@ def check_model_fits(policy: PolicyConfig, num_ranks: int, model_folder: Path) -
     layers = number(settings, "num_hidden_layers")
     stages = num_stages(policy.parallel)
     if layers is not None and stages > layers:
-        per_rank = stages // sizes.pp
         key = "policy.parallel.pipeline_parallel_size"
         shown = f"{key}={sizes.pp}"
-        if per_rank > 1:
-            shown += f" with pipeline_stages_per_rank={per_rank}"
+        if stages > sizes.pp:
+            shown += " with pipeline_schedule=interleaved"
         raise UserError(
             f"{shown} makes {stages} stages, and the model has {layers} layers; each stage needs "
-            f"at least one, so their product must be at most {layers}."
+            "at least one."
         )
 
 

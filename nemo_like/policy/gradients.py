@@ -154,7 +154,7 @@ class LossScale:
     (8.0, 1)
     """
 
-    def __init__(self, initial: float, growth_steps: int = 200) -> None:
+    def __init__(self, initial: float = 65536.0, growth_steps: int = 200) -> None:
         self.factor = initial
         self._growth_steps = growth_steps
         self.skipped_steps = 0

@@ -59,7 +59,7 @@ class RemoteModel:
         """What else takes memory of its GPUs; known before ``start``."""
         self._start_timeout_s = cluster_config.start_timeout_s
         self._attention_tokens = attention_tokens(Path(model_path))
-        self._save_timeout_s = cluster_config.save_timeout_s
+        self._save_timeout_s = 4 * cluster_config.call_timeout_s
         self.group = group
         self._setup = TrainerSetup(
             config=config,
@@ -71,7 +71,7 @@ class RemoteModel:
             log_dir=group.contexts[0].log_dir,
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
             # Ranks wait for each other in a save, too; it is the driver's limit that counts.
-            timeout_s=max(cluster_config.call_timeout_s, cluster_config.save_timeout_s),
+            timeout_s=self._save_timeout_s,
             refit_timeout_s=cluster_config.call_timeout_s,
         )
 
@@ -255,7 +255,7 @@ class RemoteModel:
         self._saving(written(aside, expected)).call(PolicyWorker.export, folder)
 
     def _saving(self, doing: Callable[[], str]) -> "WorkerGroup[PolicyWorker]":
-        return self.group.waiting(self._save_timeout_s, "save_timeout_s", doing)
+        return self.group.waiting(self._save_timeout_s, "call_timeout_s", doing)
 
     def shutdown(self) -> None:
         self.group.shutdown()

@@ -53,8 +53,7 @@ class Trainer:
         self.config = config
         self.device = device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        torch.backends.cuda.matmul.allow_tf32 = config.tf32
-        torch.backends.cudnn.allow_tf32 = config.tf32
+        torch.backends.cudnn.allow_tf32 = False  # as PyTorch has it for matrix products
         self.mesh = PolicyMesh(config, device.type)
         self._layout = InputLayout(
             batching=config.batching,
@@ -93,7 +92,7 @@ class Trainer:
         self.schedulers = make_schedulers(
             chain(*self.optimizers), config.scheduler, setup.max_steps
         )
-        self.loss_scale = LossScale(config.loss_scale) if config.dtype == "float16" else None
+        self.loss_scale = LossScale() if config.dtype == "float16" else None
         self.num_steps = 0
         self._parts: list[Metrics] = []
         """Metrics of the step in progress, like ``_sums``."""

@@ -28,9 +28,10 @@ Question:
 Answer:
 {{ completion }}
 
-How good is the answer, from {{ lowest }} to {{ highest }}? Say why in a few sentences. End with one
+How good is the answer, from 0 to {{ highest }}? Say why in a few sentences. End with one
 line: "Score: " and the number."""
-_GIVEN = {"prompt", "completion", "messages", "lowest", "highest"}
+_GIVEN = {"prompt", "completion", "messages", "highest"}
+_TRIES = 3
 _FIRST_WAIT_S = 0.5
 _MOST_CHARS = 200
 
@@ -60,9 +61,9 @@ class Judge:
 
     async def __call__(self, prompt: str, completion: str, **fields: Any) -> dict[str, float]:
         """The reward of one completion, with the number of requests and seconds it took."""
-        limits = {name: f"{self._settings[name]:g}" for name in ("lowest", "highest")}
+        most = {"highest": f"{self._settings['highest']:g}"}
         try:
-            text = self._template.render(limits | fields, prompt=prompt, completion=completion)
+            text = self._template.render(most | fields, prompt=prompt, completion=completion)
         except TemplateError as error:
             raise UserError(f"environment.judge.template: {error}.") from error
         async with self._slots:
@@ -78,9 +79,8 @@ class Judge:
     async def _ask(self, text: str) -> tuple[str, int]:
         """The judge's answer, and the number of requests it took."""
         deadline = time.monotonic() + self._settings["timeout_s"]
-        tries = self._settings["tries"]
         number, problem = 0, "none was made"
-        for number in range(1, tries + 1):
+        for number in range(1, _TRIES + 1):
             wait_s = _FIRST_WAIT_S * 2 ** (number - 1)
             try:
                 status, body, asked_wait_s = await self._post(text)
@@ -92,7 +92,7 @@ class Judge:
                 wait_s = max(wait_s, asked_wait_s)
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError too
                 problem = error_text(error)
-            if number == tries or time.monotonic() + wait_s > deadline:
+            if number == _TRIES or time.monotonic() + wait_s > deadline:
                 break
             await asyncio.sleep(wait_s)
         raise UserError(f"{self._name} gave no verdict in {number} tries: {problem}")
@@ -110,7 +110,7 @@ class Judge:
             json={"model": settings["model"], "messages": [{"role": "user", "content": text}]}
             | settings["parameters"],
             headers={"Authorization": f"Bearer {os.environ[key]}"} if key else {},
-            timeout=aiohttp.ClientTimeout(total=settings["timeout_s"] / settings["tries"]),
+            timeout=aiohttp.ClientTimeout(total=settings["timeout_s"] / _TRIES),
         ) as response:
             try:
                 asked_wait_s = float(response.headers.get("Retry-After", 0))
@@ -123,16 +123,16 @@ class Judge:
     def _reward(self, answer: str) -> float:
         settings = self._settings
         found = [match[1] for match in re.finditer(settings["pattern"], answer)]
-        verdicts, low, high = (settings[name] for name in ("verdicts", "lowest", "highest"))
+        verdicts, highest = settings["verdicts"], settings["highest"]
         if found and found[-1] in verdicts:
             return verdicts[found[-1]]
         try:
             number = float(found[-1]) if found and not verdicts else float("nan")
         except (TypeError, ValueError):  # the group matched nothing, or no number
             number = float("nan")
-        if not low <= number <= high:
+        if not 0 <= number <= highest:
             raise UserError(f"{self._name} gave no verdict: {answer[-_MOST_CHARS:]!r}")
-        return (number - low) / (high - low)
+        return number / highest
 
 
 def _content(body: Any) -> str:

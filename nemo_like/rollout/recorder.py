@@ -9,7 +9,6 @@ from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import Message
@@ -45,9 +44,6 @@ class Limits:
     """Most tokens of a row: the context."""
     turns: int
     """Most completions."""
-    rewritten: Literal["split", "refuse"] = "split"
-    """If a template renders earlier turns differently once others follow: begin a new row, or fail
-    the trajectory."""
 
 
 class Recorder:
@@ -149,10 +145,8 @@ class Recorder:
                 added = tokens_after(
                     self._chat, turn_ids, messages[:count], messages[count:], tools
                 )
-            except RewrittenHistoryError as error:
+            except RewrittenHistoryError:
                 self.counts["rewritten_histories"] += 1
-                if self._limits.rewritten == "refuse":
-                    self._problem = str(error)
                 break
             return parent, added
         if not self._turns and not tools and messages == list(self.task.row.messages):

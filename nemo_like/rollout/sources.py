@@ -22,7 +22,7 @@ from nemo_like.rollout.trajectory import RolloutTask, Sample, trajectory_seed
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
 
-_SHOWN = 2
+_SHOWN, _RECORDED = 2, 4
 """Completions of each validation to show."""
 
 
@@ -130,7 +130,7 @@ class RolloutSource:
         """Start a group planned for step ``planned``, as number ``place`` of its groups."""
         config, replicas = self._config, self._generation.group
         replica = group % replicas.world_size
-        record = place // replicas.world_size < config.logging.trajectories_per_step
+        record = place // replicas.world_size < _RECORDED
         size = config.loop.num_generations_per_prompt
         tasks = self._tasks(f"train-{step}", group, row, size, record=replica == 0 and record)
         request = RolloutRequest(step=planned, phase="train", tasks=tuple(tasks), sampling=sampling)
@@ -232,9 +232,7 @@ class RolloutSource:
         with_samples: bool = False,
     ) -> list[RolloutResult]:
         """Deal whole groups to replicas in turn; rows come back by replica, with their ids."""
-        num_recorded = _SHOWN
-        if phase == "train":
-            num_recorded = self._config.logging.trajectories_per_step
+        num_recorded = _RECORDED if phase == "train" else _SHOWN
         num_replicas = self._generation.group.world_size
         tasks: list[list[RolloutTask]] = [[] for _ in range(num_replicas)]
         for position, (group, row) in enumerate(groups):

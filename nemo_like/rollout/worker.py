@@ -142,7 +142,6 @@ class RolloutWorker(GenerationWorker):
                 name: recorder.Limits(
                     tokens=min(most, one.max_tokens or most),
                     turns=one.max_turns,
-                    rewritten=one.rewritten_history,
                 )
                 for name, one in talking.items()
             }

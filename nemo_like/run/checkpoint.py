@@ -107,9 +107,8 @@ class Checkpoints:
         """Keep the last and the best ones; without a value of ``metric_name`` one is the worst."""
         steps = self.steps()
         keep = set(steps[-self._config.keep_last :])
-        if self._config.keep_best:
-            # Of equal ones the latest is best.
-            keep.add(max(steps, key=lambda step: (self._metric(step, metric_name), step)))
+        # Of equal ones the latest is best.
+        keep.add(max(steps, key=lambda step: (self._metric(step, metric_name), step)))
         for step in set(steps) - keep:
             _remove(self.folder / f"step_{step}")
 

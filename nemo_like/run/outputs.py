@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nemo_like.config.run import SINKS, RunConfig
 from nemo_like.observe.alarms import Alarms, flat
-from nemo_like.observe.sinks import JsonlFile, MetricSink, TensorBoardSink
+from nemo_like.observe.sinks import JsonlFile, MetricSink
 
 
 def open_sinks(folder: Path, config: RunConfig, kept_step: int) -> tuple[list[MetricSink], Alarms]:
@@ -12,27 +12,13 @@ def open_sinks(folder: Path, config: RunConfig, kept_step: int) -> tuple[list[Me
 
     ``kept_step``: the last step whose record is kept; -1: none.
     """
-    options = config.logging
     jsonl = JsonlFile(folder / "metrics.jsonl")
     jsonl.truncate_after(kept_step)
     alarms = Alarms(flat(config.model_dump(mode="json")))
     for record in jsonl.records():
         alarms.add(record)
     sinks: list[MetricSink] = [jsonl]
-    if options.tensorboard:
-        sinks.append(TensorBoardSink(folder / "tensorboard", kept_step))
-    if options.wandb != "off":
-        from nemo_like.observe.wandb_sink import WandbSink
-
-        sinks.append(
-            WandbSink(
-                folder,
-                mode=options.wandb,
-                project=options.wandb_project,
-                config=config.model_dump(),
-            )
-        )
-    for spec in options.sinks:
+    for spec in config.logging.sinks:
         make = SINKS.load("logging.sinks", spec)
         sinks.append(make(folder, config, kept_step if kept_step > 0 else None))
     return sinks, alarms

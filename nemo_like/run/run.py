@@ -62,7 +62,7 @@ class Run:
     def _open(self, config: RunConfig, began: float, stack: ExitStack) -> None:
         self.spans = Spans()
         self._start = time.monotonic()
-        terminal = live_terminal(config.logging.console)
+        terminal = live_terminal()
         stack.callback(setup_logging(self.dir, terminal))
         self._began = began
         imports_s = time.time() - began

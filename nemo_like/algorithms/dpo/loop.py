@@ -20,7 +20,7 @@ def run(config: DPOConfig, session: Session) -> None:
     live = start_texts(config, session, preferences.load)
     if not config.loss.reference_free:
         with session.run.start_phase("reference"):
-            score_by_reference(live, steps_score_their_own=config.keeps_reference)
+            score_by_reference(live)
     restore(config, live)
     train(config, live)
     session.finish({"final": live.policy})
@@ -30,22 +30,18 @@ def train(config: DPOConfig, live: Texts) -> None:
     """The loop."""
     loss, span = PreferenceLoss(config.loss), live.session.run.span
     for batch in live.batches(loss):
-        if config.keeps_reference:
-            with span("logprobs"):
-                live.policy.logprobs(batch, with_policy=False)
         with span("train"):
             metrics = live.policy.train(batch, loss, rows_per_unit=2)
         live.log(batch, metrics)
 
 
-def score_by_reference(live: Texts, *, steps_score_their_own: bool) -> None:
+def score_by_reference(live: Texts) -> None:
     """Score the rows with the policy as it is: before its first step, and before a checkpoint is
-    restored, it is the reference. Held-out rows alone if steps score theirs."""
+    restored, it is the reference."""
 
     def scored(batch: RemoteBatch) -> RemoteBatch:
         return in_parts(batch, lambda part: live.policy.score(part, keys.REFERENCE_LOGPROBS))
 
-    if not steps_score_their_own:
-        live.train = scored(live.train)
+    live.train = scored(live.train)
     if live.held_out is not None:
         live.held_out = scored(live.held_out)

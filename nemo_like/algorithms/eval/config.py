@@ -19,8 +19,6 @@ _TRAINING_KEYS = (
         f"policy.{name}"
         for name in (
             "float32_head",
-            "tf32",
-            "loss_scale",
             "attention",
             "optimizer",
             "scheduler",
@@ -33,16 +31,10 @@ _TRAINING_KEYS = (
             "activation_checkpointing",
             "activation_offload",
             "debug",
-            *(
-                f"parallel.{name}"
-                for name in (
-                    "reshard_after_forward",
-                    "sequence_parallel",
-                    "pipeline_schedule",
-                    "pipeline_stages_per_rank",
-                    "ddp",
-                )
-            ),
+            "parallel.reshard_after_forward",
+            "parallel.sequence_parallel",
+            "parallel.pipeline_schedule",
+            "parallel.ddp",
         )
     ),
     "checkpoint",
@@ -109,7 +101,6 @@ class EvalConfig(SamplingRunConfig):
         ("data.shuffle", "an evaluation uses every row once, and its order changes nothing"),
         ("generation.temperature", "an evaluation samples as the section validation says"),
         ("validation.every_steps", "an evaluation measures once"),
-        ("logging.trajectories_per_step", "samples.jsonl has every completion"),
     )
 
     eval: EvalSection = EvalSection()

@@ -131,7 +131,6 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
             total(rows[keys.NUM_LOSS_TOKENS]),
             config.generation.max_new_tokens,
             advantage.overlong_buffer_tokens,
-            advantage.overlong_penalty,
         )
     if config.kl_in_reward:
         rewards = rewards - config.loss.kl_coef * total(rows[keys.REFERENCE_KL])

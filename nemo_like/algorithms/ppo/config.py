@@ -22,9 +22,6 @@ class PPOSection(UpdatesLoop):
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """GAE's lambda (arXiv:1506.02438), in [0, 1]. 1: returns are sums of rewards, and values are
     only a baseline; 0: each token's advantage is by the values of two tokens alone."""
-    whiten_advantages: bool = True
-    """Subtract the mean of all trained tokens' advantages of the step, and divide by their unbiased
-    standard deviation."""
     num_critic_warmup_steps: Annotated[int, Field(ge=0), _CRITIC] = 0
     """First steps, in which only the critic trains."""
 

@@ -99,8 +99,7 @@ def add_advantages(batch: RemoteBatch, policy: RemoteModel, config: PPOConfig) -
         kl_estimator=loss.kl_estimator,
     )
     moments = Moments.joined(policy.derive(batch, make))
-    if ppo.whiten_advantages:
-        policy.derive(batch, WhitenedAdvantages(moments))
+    policy.derive(batch, WhitenedAdvantages(moments))
     return {
         "train/advantage_mean": Metric(moments.mean),
         "train/advantage_std": Metric(moments.deviation),

@@ -9,6 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like.config.policy import POWERSGD_START_STEP
 from nemo_like.policy.parallel.mesh import PolicyMesh
 
 
@@ -33,8 +34,8 @@ def wrap_ddp(model: nn.Module, mesh: PolicyMesh) -> DistributedDataParallel | No
     elif config.compression == "powersgd":
         state: Any = powerSGD_hook.PowerSGDState(
             process_group=group,
-            matrix_approximation_rank=config.powersgd_rank,
-            start_powerSGD_iter=config.powersgd_start_step,
+            matrix_approximation_rank=2,
+            start_powerSGD_iter=POWERSGD_START_STEP,
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return ddp

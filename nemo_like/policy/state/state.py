@@ -218,7 +218,7 @@ def _joined(trainer: "Trainer", states: list[_StageState]) -> dict[str, Any]:
         joined["model"] |= {_stored_name(stage, name): one for name, one in model.items()}
         joined["optimizer"] |= {_stored_name(stage, name): one for name, one in optimizer.items()}
     # Saved in every precision, since a run may continue in float16.
-    scale = trainer.loss_scale or LossScale(trainer.config.loss_scale)
+    scale = trainer.loss_scale or LossScale()
     return joined | {
         "schedule_step": trainer.schedulers[0].last_epoch,
         "num_steps": trainer.num_steps,
