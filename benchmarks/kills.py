@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nemo_like.config.losses import AdvantageConfig
+from nemo_like.config.advantages import AdvantageConfig
 from nemo_like.losses.advantages import group_advantages
 
 HERE = Path(__file__).resolve()

@@ -21,11 +21,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lag_simulation import Workload, log_normal, simulate
-
 from nemo_like.config.generation import EngineKind
 from nemo_like.generation.hf_engine import HFEngine
 from nemo_like.generation.protocol import Completion, EngineConfig, GenerationRequest
+from nemo_like.launch.simulation import Workload, log_normal, simulate
 
 MEDIAN_S, SPREAD, MOST = 0.2, 0.9, 10.0
 PROMPTS, GROUP = 8, 8

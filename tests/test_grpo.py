@@ -57,6 +57,19 @@ def test_a_run_leaves_everything_that_it_promises(straight):
     assert "max_steps: 6" in (straight / "config.yaml").read_text()
 
 
+def test_a_run_without_lag_has_the_groups_seeds_and_numbers_that_it_always_had(straight_steps):
+    """Tokens, reward, loss and gradient norm: groups, seeds and order decide all of them."""
+    names = ("train/num_tokens", "rollout/reward", "train/loss", "train/grad_norm")
+    for step, expected in {
+        1: (162, 0.03125, 0.0644058958, 0.3622475863),
+        2: (289, 0.3125, -0.3384702802, 0.5576899648),
+        3: (254, 0.1875, -0.2993437946, 0.5721804500),
+        4: (243, 0.125, 0.0675951615, 0.3560669124),
+    }.items():
+        found = [straight_steps[step][name] for name in names]
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
 class StopError(Exception):
     """Ends a run at once, as a fault of its own would."""
 

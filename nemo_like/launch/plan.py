@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.compose.load import compose_raw
 from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -28,16 +29,29 @@ from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import ResourcePlan, plan_run
 from nemo_like.planning.step_time import predict_step
 
-_USAGE = "nemo-like plan [config name] [key=value ...] [--config-name NAME] [--config-dir DIR]"
+_USAGE = (
+    "nemo-like plan [config name] [key=value ...] [--config-name NAME] [--config-dir DIR] "
+    "[--simulate] [--from RUN]"
+)
 
 
 def run(arguments: Sequence[str]) -> None:
     parser = ConfigParser("plan", _USAGE, __doc__)
-    config = parser.load(parser.parse_intermixed_args(arguments), runs=False)
+    parser.add_argument("--simulate", action="store_true", help="sampling ahead, on more GPUs too")
+    parser.add_argument(
+        "--from", dest="earlier", type=Path, help="folder of a run whose times to simulate with"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    earlier = options.earlier and earlier_run(options.earlier)
+    if earlier and not options.config_name and all("=" in word for word in options.words):
+        options.words += [f"{options.earlier}/config.yaml", "run.dir=null"]  # that folder is full
+    config = parser.load(options, runs=False)
     set_trust(config.policy.trust_remote_code)
     folder = resolve_policy(config, only_config=True)
     refuse_other_models(config)
-    lines = plan_lines(config, folder)
+    lines = [*plan_lines(config, folder)]
+    if earlier or options.simulate:
+        lines += simulated_lines(config, folder, options.earlier, earlier)
     # At once, so that a reader that leaves early (head) has all it takes in its pipe.
     sys.stdout.write("\n".join([*lines, ""]))
 
@@ -63,6 +77,40 @@ def plan_lines(config: RunConfig, model_folder: Path) -> Iterator[str]:
     if isinstance(config, SamplingRunConfig) and trains and plan.uses_gpus:
         yield ""
         yield from _times(config, read_model_shape(model_folder), plan)
+
+
+def earlier_run(folder: Path) -> RunConfig:
+    """What the run in ``folder`` ran with; raises UserError."""
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"--from={folder} has no config.yaml; give the folder of a run.")
+    return compose_raw(folder, "config", []).load(files_are_here=False)
+
+
+def simulated_lines(
+    config: RunConfig, model_folder: Path, folder: Path | None, earlier: RunConfig | None
+) -> Iterator[str]:
+    """What sampling ahead comes to, with the times of the ``earlier`` run in ``folder`` if given.
+
+    Raises UserError for configurations that do not both sample and train.
+    """
+    from nemo_like.launch.plan_lag import lag_lines, measured, predicted
+
+    plan = plan_run(config)
+    if not (isinstance(config, SamplingRunConfig) and config.trains):
+        raise UserError("--simulate and --from are for runs that sample what they train on.")
+    if folder is not None:
+        if not isinstance(earlier, SamplingRunConfig):
+            raise UserError(f"--from={folder} is a run that did not sample; give one that did.")
+        times = measured(folder, earlier)
+    elif plan.uses_gpus:
+        times = predicted(config, read_model_shape(model_folder), plan)
+    else:
+        raise UserError(
+            "--simulate predicts times of GPUs alone; add --from with the folder of a run on "
+            "these CPUs, or set cluster.gpus_per_node."
+        )
+    yield ""
+    yield from lag_lines(config, times, plan)
 
 
 def _summary(config: RunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from nemo_like.config.sampling import SamplingRunConfig
-from nemo_like.distributed.waiting import Pending
-from nemo_like.rollout.worker import RolloutResult
 
-Wait = Callable[
-    [Sequence[Pending[RolloutResult]], Callable[[Set[Any]], bool]], list[list[RolloutResult]]
-]
+if TYPE_CHECKING:  # a simulation of runs needs neither Ray nor torch
+    from nemo_like.distributed.waiting import Pending
+    from nemo_like.rollout.worker import RolloutResult
+
+Wait: TypeAlias = (
+    "Callable[[Sequence[Pending[RolloutResult]], Callable[[Set[Any]], bool]], "
+    "list[list[RolloutResult]]]"
+)
 """See ``Generation.results``."""
 
 
@@ -21,8 +24,8 @@ class Group:
     group: int
     last_step: int
     """The last step it may train in; after that its oldest token would be too old."""
-    call: Pending[RolloutResult]
-    result: RolloutResult | None = None
+    call: "Pending[RolloutResult]"
+    result: "RolloutResult | None" = None
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Ahead:
         later, place = divmod(len(self._open), self.per_step)
         return step + later, place
 
-    def add(self, step: int, group: int, call: Pending[RolloutResult]) -> None:
+    def add(self, step: int, group: int, call: "Pending[RolloutResult]") -> None:
         """Add a group that begins with the weights of ``step``."""
         self._open.append(Group(group, step + self.max_lag, call))
 

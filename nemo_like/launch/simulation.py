@@ -1,18 +1,12 @@
-"""What sampling ahead comes to, by simulation: the run's own rule of admission, and a clock.
+"""Steps of a run on a clock: the run's own rule of admission, engines with a number of slots.
 
-    python benchmarks/lag_simulation.py --gpus 8 64 512 4096 --train-share 0.25
-
-Completions are log-normal, at most ten times the median; an engine works on as many at once as a
-step has for it, and a step trains for as long as given. A GPU more for training shortens that, a
-GPU more for engines takes completions off the others.
+An engine works on ``slots`` completions at once, each as fast as any other; what begins later waits
+for a slot. A step trains for as long as given.
 """
 
-import argparse
 import heapq
-import json
 import math
 import random
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -21,8 +15,10 @@ from typing import Any
 
 from nemo_like.rollout.ahead import Ahead
 
+Draw = Callable[[random.Random], float]
 
-@dataclass(kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """A run; times in seconds."""
 
@@ -34,20 +30,22 @@ class Workload:
     """Completions that an engine works on at once."""
     train_s: float
     """Of a step, with its refit."""
-    seconds: Callable[[random.Random], float]
-    """That a completion takes."""
+    seconds: Draw
+    """Of a completion."""
     lag: int = 0
     by_readiness: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of a simulated run, its first steps left out."""
+    """Means over the steps of a simulated run, without its first ones."""
 
     step_s: float
     engines_idle: float
+    """Share of slots and time without a completion."""
     trainer_idle: float
     staleness: float
+    """Steps from a group's beginning to the one it trains in."""
 
 
 @dataclass
@@ -62,7 +60,7 @@ class _Engines:
         self.free = [[0.0] * self.work.slots for _ in range(self.work.engines)]
 
     def begin(self, group: int) -> Any:
-        """Each completion takes the slot of its engine that is free first."""
+        """Give each completion the slot of its engine that is free first."""
         free, ends = self.free[group % self.work.engines], []
         for _ in range(self.work.group_size):
             seconds = self.work.seconds(self.draw)
@@ -73,10 +71,11 @@ class _Engines:
         return SimpleNamespace(refs={group: 0})
 
     def wait(self, calls: Collection[Any], enough: Callable[[Any], bool]) -> list[list[Any]]:
-        """Let time pass until enough groups have finished."""
+        """Let time pass until enough groups have finished; see ``Generation.results``."""
         groups = [next(iter(call.refs)) for call in calls]
-        times = sorted({self.now, *(self.ends[group] for group in groups)})
-        times = times[times.index(self.now) :]
+        times = sorted(
+            {self.now, *(end for group in groups if (end := self.ends[group]) > self.now)}
+        )
 
         def is_enough(time: float) -> bool:
             return enough({group for group in groups if self.ends[group] <= time})
@@ -86,7 +85,7 @@ class _Engines:
 
 
 def simulate(work: Workload, steps: int = 40, seed: int = 0) -> Outcome:
-    """Steps of a run, and what engines and trainer waited for."""
+    """Run ``steps`` after the first ones, which begin with idle engines."""
     engines, first = _Engines(work, random.Random(seed)), max(3, 2 * work.lag)
     ahead = Ahead(work.lag, work.groups, steps + first + work.lag, work.by_readiness)
     groups, began, ages, start, busy = 0, dict[int, int](), 0, 0.0, 0.0
@@ -103,49 +102,12 @@ def simulate(work: Workload, steps: int = 40, seed: int = 0) -> Outcome:
     elapsed = engines.now - start
     return Outcome(
         step_s=elapsed / steps,
-        engines_idle=1 - (engines.busy - busy) / (elapsed * work.engines * work.slots),
+        engines_idle=max(0.0, 1 - (engines.busy - busy) / (elapsed * work.engines * work.slots)),
         trainer_idle=1 - steps * work.train_s / elapsed,
         staleness=ages / (steps * work.groups),
     )
 
 
-def log_normal(median: float, spread: float = 0.9, most: float = 10.0) -> Any:
-    """A function that draws."""
+def log_normal(median: float, spread: float = 0.9, most: float = 10.0) -> Draw:
+    """A function that draws; none is longer than ``most`` medians."""
     return lambda draw: median * min(math.exp(spread * draw.gauss(0, 1)), most)
-
-
-def main() -> None:
-    """Every number of GPUs, split and lag, as lines of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--median-s", type=float, default=20.0, help="of a completion")
-    parser.add_argument(
-        "--train-share", type=float, default=0.25, help="GPU seconds of training per one of engines"
-    )
-    args = parser.parse_args()
-    slots, group_size, draw = 32, 8, log_normal(args.median_s)
-    mean = sum(map(draw, [random.Random(0)] * 4000)) / 4000
-    for gpus in args.gpus:
-        for lag in args.lags:
-            for training in sorted({gpus // 8, gpus // 4, gpus // 2} - {0}):
-                engines, groups = gpus - training, gpus * slots // group_size
-                work = groups * group_size * mean / slots * args.train_share
-                found = simulate(
-                    Workload(
-                        groups=groups,
-                        group_size=group_size,
-                        engines=engines,
-                        slots=slots,
-                        train_s=work / training,
-                        seconds=draw,
-                        lag=lag,
-                    ),
-                    steps=20 if gpus < 1000 else 6,
-                )
-                record = {"gpus": gpus, "training": training, "lag": lag, **vars(found)}
-                sys.stdout.write(f"{json.dumps(record)}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,204 @@
+"""The part of ``nemo-like plan`` on sampling ahead: which GPUs sample, and how far ahead."""
+
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
+from nemo_like.errors import UserError
+from nemo_like.launch.plan_memory import table
+from nemo_like.launch.simulation import Outcome, Workload, log_normal, simulate
+from nemo_like.planning.layout import parallel_sizes
+from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape
+from nemo_like.planning.resources import ResourcePlan, plan_run
+from nemo_like.planning.step_time import predict_step
+
+_LAGS = (0, 1, 2, 4)
+_SIZES = (8, 64, 512, 4096)
+_NEARLY_BEST = 0.97
+"""A smaller lag with this share of the most tokens/s is the better choice."""
+_MOST_COMPLETIONS = 50_000
+"""Simulated ones, which bound the number of steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What steps take, in parts that hold for any number of workers."""
+
+    source: str
+    token_s: float
+    """A token of one completion in an engine with ``slots`` of them."""
+    slots: int
+    train_s: float
+    """Seconds of one worker to train on a token."""
+    refit_s: float
+    lengths: list[float]
+    """Tokens of completions, in equal shares."""
+
+
+def predicted(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> Times:
+    """By the formulas of ``plan``; the longest completions are ten times the median."""
+    phases = {one.name: one.seconds for one in predict_step(config, shape, plan)}
+    rows, most = config.rows_per_step, config.generation.max_new_tokens
+    per_engine = -(-rows // len(plan.generation))
+    draw, numbers = log_normal(most / 10), random.Random(0)
+    rollout, refit = phases.pop("rollout"), phases.pop("refit")
+    return Times(
+        source="times as predicted above, lengths log-normal",
+        token_s=rollout / most / -(-per_engine // MOST_SEQUENCES),
+        slots=min(per_engine, MOST_SEQUENCES),
+        train_s=sum(phases.values()) * len(plan.policy) / (rows * most),
+        refit_s=refit,
+        lengths=[draw(numbers) for _ in range(4096)],
+    )
+
+
+def measured(folder: Path, config: SamplingRunConfig) -> Times:
+    """Those of the run in ``folder``, whose configuration is ``config``; raises UserError."""
+    from nemo_like.viewer.runs import RunFolder
+
+    if config.overlaps:
+        raise UserError(
+            f"--from={folder} is a run whose phases overlap; give one with rollout.max_lag=0 and "
+            "rollout.overlap=false."
+        )
+    run, plan = RunFolder(folder, folder.name), plan_run(config)
+    steps = run.steps()
+    steps = steps[min(2, len(steps) // 2) :]  # the first ones compile and fill caches
+    run.trajectories.refresh()
+    columns = run.trajectories.columns
+    train = run.trajectories.words["phase"]
+    if not steps or "train" not in train:
+        raise UserError(
+            f"--from={folder} has no step with its trajectories; give the folder of a run that "
+            "made some, with logging.trajectories_gib above 0."
+        )
+    lengths = columns["num_tokens"][columns["phase"] == train.index("train")].tolist()
+    per_engine = -(-config.rows_per_step // len(plan.generation))
+
+    def median(name: str) -> float:
+        return statistics.median(one.get(name, 0.0) for one in steps)
+
+    refit = median("time/refit_s")
+    longest = max(median("rollout/completion_tokens_max"), 1)
+    train_s = median("time/step_s") - median("time/rollout_s") - refit
+    return Times(
+        source=f"{len(steps)} steps and {len(lengths)} completions of {folder}",
+        token_s=median("time/rollout_s") / longest / -(-per_engine // MOST_SEQUENCES),
+        slots=min(per_engine, MOST_SEQUENCES),
+        train_s=max(train_s, 0.0) * len(plan.policy) / max(median("rollout/num_tokens"), 1),
+        refit_s=refit,
+        lengths=lengths,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """A split of ``workers`` and its outcome."""
+
+    workers: int
+    sampling: int | None
+    """None: all sample, then all train."""
+    lag: int
+    found: Outcome
+    tokens_per_s: float
+
+    def row(self) -> list[str]:
+        training = "all" if self.sampling is None else str(self.workers - self.sampling)
+        found = self.found
+        return [
+            *(str(self.workers), str(self.sampling or "all"), training, str(self.lag)),
+            *(f"{found.step_s:.3g} s", f"{self.tokens_per_s:,.0f}"),
+            *(f"{found.engines_idle:.0%}", f"{found.trainer_idle:.0%}", f"{found.staleness:.2g}"),
+        ]
+
+
+class _Planner:
+    def __init__(self, config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> None:
+        self._config, self._times, self._workers = config, times, plan.num_bundles
+        sizes = parallel_sizes(config.policy, len(plan.policy))
+        self._unit = sizes.num_ranks // sizes.dp
+        """Workers that share one model in training."""
+        self._mean = statistics.mean(times.lengths)
+
+    def outcome(self, workers: int, sampling: int | None, lag: int) -> _Choice:
+        """With as many groups for each worker as the configuration has."""
+        times, loop, generation = self._times, self._config.loop, self._config.generation
+        groups = max(1, loop.num_prompts_per_step * workers // self._workers)
+        size = loop.num_generations_per_prompt
+        tokens = groups * size * self._mean
+        engines = (sampling or workers) * generation.num_engines_per_bundle
+        work = Workload(
+            groups=groups,
+            group_size=size,
+            engines=engines // generation.tensor_parallel_size,
+            slots=times.slots,
+            train_s=times.refit_s + times.train_s * tokens / (workers - (sampling or 0)),
+            seconds=lambda draw: times.token_s * draw.choice(times.lengths),
+            lag=lag,
+            by_readiness=lag > 0 and self._config.rollout_order == "ready",
+        )
+        found = simulate(work, max(3, min(40, _MOST_COMPLETIONS // (groups * size))))
+        return _Choice(
+            workers=workers,
+            sampling=sampling,
+            lag=lag,
+            found=found,
+            tokens_per_s=tokens / found.step_s,
+        )
+
+    def splits(self, workers: int) -> list[int]:
+        """Numbers of sampling workers that leave whole models to both sides."""
+        tp = self._config.generation.tensor_parallel_size
+        each = {workers * eighths // 8 for eighths in range(1, 8)}
+        found = {one // tp * tp for one in each}
+        return sorted(one for one in found if one and (workers - one) % self._unit == 0)
+
+    def searched(self, workers: int) -> list[_Choice]:
+        """The best split of each lag."""
+        lags = _LAGS if isinstance(self._config, PolicyGradientRunConfig) else (0,)
+        splits = self.splits(workers)
+        each = [[self.outcome(workers, one, lag) for one in splits] for lag in lags]
+        return [max(one, key=lambda choice: choice.tokens_per_s) for one in each if one]
+
+    def scaled(self, best: _Choice, workers: int) -> list[_Choice]:
+        """The same split of more workers."""
+        if best.sampling is None:
+            return []
+        tp = self._config.generation.tensor_parallel_size
+        sampling = best.sampling * workers // best.workers // tp * tp
+        return [self.outcome(workers, sampling, best.lag)]
+
+
+def lag_lines(config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> Iterator[str]:
+    """A table of the configured number of workers, and of more with as much for each to do."""
+    planner, workers = _Planner(config, times, plan), plan.num_bundles
+    kind = "GPUs" if plan.uses_gpus else "workers"
+    yield (
+        f"Simulated   {times.source}: {statistics.mean(times.lengths):.0f} tokens, at most "
+        f"{max(times.lengths):.0f}, {times.token_s:.2g} s each, {times.slots} at once in an engine"
+    )
+    rows: list[_Choice] = []
+    for size in (workers, *(one for one in _SIZES if one > workers)):
+        shared = planner.outcome(size, None, 0)
+        if size <= max(workers, _SIZES[0]):
+            found = [shared, *planner.searched(size)]
+            most = max(one.tokens_per_s for one in found)
+            best = next(one for one in found if one.tokens_per_s >= _NEARLY_BEST * most)
+            best_of = f"best of {size} {kind}: {_words(best, shared)}"
+        else:
+            found = [shared, *planner.scaled(best, size)]
+        rows += found
+    header = [kind, "sample", "train", "max_lag", "step", "tokens/s", "engines idle"]
+    yield from table([*header, "trainers idle", "lag"], [one.row() for one in rows])
+    yield best_of
+
+
+def _words(best: _Choice, shared: _Choice) -> str:
+    if best.sampling is None:
+        return "all sample, then all train (cluster.num_generation_workers=null)"
+    gain = best.tokens_per_s / shared.tokens_per_s
+    keys = f"cluster.num_generation_workers={best.sampling} rollout.max_lag={best.lag}"
+    return f"{keys}, {gain:.2f} x the tokens/s of sharing"

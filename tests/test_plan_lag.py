@@ -1,0 +1,111 @@
+"""Runs on a clock: what sampling ahead comes to, and what ``nemo-like plan`` makes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_like.cli import main
+from nemo_like.launch.simulation import Workload, log_normal, simulate
+from nemo_like.observe.trajectory_files import TrajectoryFiles
+from nemo_like.run.folder import save_config
+from tests.small_runs import small_config
+from tests.test_trajectory_files import keep, one, table
+
+
+def work(**changes):
+    """Two groups of one completion of 3 s, one engine with two slots, 1 s of training."""
+    same = {"groups": 2, "group_size": 1, "engines": 1, "slots": 2, "train_s": 1.0}
+    return Workload(**(same | {"seconds": lambda _: 3.0} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "step_s", "engines_idle", "trainer_idle"),
+    [
+        ({}, 4.0, 0.25, 0.75),
+        ({"slots": 1}, 7.0, 1 / 7, 6 / 7),
+        ({"lag": 1}, 3.0, 0.0, 2 / 3),
+        ({"lag": 2}, 3.0, 0.0, 2 / 3),
+        ({"lag": 1, "engines": 2}, 2.0, 0.25, 0.5),  # 4 s from beginning to training, 2 steps
+        ({"lag": 1, "train_s": 9.0}, 9.0, 2 / 3, 0.0),
+    ],
+    ids=str,
+)
+def test_steps_of_equal_completions_are_those_of_arithmetic(
+    changes, step_s, engines_idle, trainer_idle
+):
+    found = simulate(work(**changes))
+    assert found.step_s == pytest.approx(step_s)
+    assert found.engines_idle == pytest.approx(engines_idle)
+    assert found.trainer_idle == pytest.approx(trainer_idle, abs=1e-9)
+    assert found.staleness == changes.get("lag", 0)
+
+
+def test_a_step_waits_for_its_slowest_completion_unless_it_samples_ahead():
+    """Of 64 log-normal completions the slowest takes about 8 medians, their mean 1.4."""
+    long_tail = {"groups": 8, "group_size": 8, "engines": 2, "slots": 32, "train_s": 0.3}
+    steps = [
+        simulate(work(**long_tail, seconds=log_normal(1.0), lag=lag), steps=200).step_s
+        for lag in (0, 1, 4)
+    ]
+    assert steps[0] == pytest.approx(8.0, rel=0.1)
+    assert steps[0] > 1.8 * steps[1] > 1.8 * steps[2] > 1.8 * 1.4
+
+
+def earlier_run(folder: Path, *options: str) -> None:
+    """Five steps of 4 completions on 2 workers: 1 s for 10 tokens of each, then 0.75 s."""
+    config = small_config(
+        folder / "run",
+        "cluster.cpu_workers_per_node=2",
+        "grpo.num_prompts_per_step=2",
+        "grpo.num_generations_per_prompt=2",
+        *options,
+    )
+    (folder / "run").mkdir()
+    save_config(folder / "run", config, continued=False)
+    record = {"time/step_s": 1.75, "time/rollout_s": 1.0, "time/refit_s": 0.25}
+    record |= {"rollout/completion_tokens_max": 10.0, "rollout/num_tokens": 40.0}
+    lines = [json.dumps({"step": step, **record}) + "\n" for step in range(1, 6)]
+    (folder / "run" / "metrics.jsonl").write_text("".join(lines))
+    files = TrajectoryFiles(folder / "run" / "trajectories", 0, 1 << 20)
+    keep(files, table(1, *(one(index=i, ids=range(10)) for i in range(4))))
+
+
+def test_a_plan_from_an_earlier_run_has_its_times_and_says_which_split_is_best(tmp_path, capsys):
+    """Of 8 workers, 5 sample 16 completions of 1 s, two at once in each, and so need 1.6 s.
+
+    The other 3 need 0.25 s for a refit and 0.5 s * 8 / 3 for training: 1.58 s.
+    """
+    earlier_run(tmp_path)
+    main(["plan", "--from", f"{tmp_path}/run"])
+    lines = capsys.readouterr().out.split("Simulated   ")[1].splitlines()
+    assert lines[0] == (
+        f"3 steps and 4 completions of {tmp_path}/run: 10 tokens, at most 10, 0.1 s each, 2 at "
+        "once in an engine"
+    )
+    rows = [" ".join(line.split()) for line in lines[2:-1]]
+    assert rows[0] == "2 all all 0 1.75 s 23 43% 57% 0"  # as the run itself
+    assert rows[5] == "8 all all 0 1.75 s 91 43% 57% 0"
+    assert rows[8] == "8 5 3 2 1.6 s 100 0% 1% 2"
+    assert rows[-1] == "4096 2560 1536 2 1.6 s 51,289 0% 1% 2"
+    assert lines[-1] == (
+        "best of 8 workers: cluster.num_generation_workers=5 rollout.max_lag=2, 1.09 x the "
+        "tokens/s of sharing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--simulate"], "add --from with the folder of a run on these CPUs"),
+        (["sft", "--simulate"], "for runs that sample what they train on"),
+        (["--from", "FOLDER"], "has no config.yaml; give the folder of a run"),
+        (["--from", "FOLDER/run"], "whose phases overlap; give one with rollout.max_lag=0"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(tmp_path, arguments, error, capsys):
+    earlier_run(tmp_path, "rollout.max_lag=1")
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *(one.replace("FOLDER", str(tmp_path)) for one in arguments)])
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
