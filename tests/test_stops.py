@@ -66,7 +66,8 @@ def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2, be
         run.callbacks.tell("on_start", run.dir, config, run.first_step)
         with run.start_phase("data"):
             act("start")
-        run.restore({"policy": model}, model)
+        run.restore({"policy": model})
+        run.restore_position(model)
         for _ in run.steps(steps, {"policy": model}, model, model, every):
             act("step")
             model.value += 1

@@ -33,6 +33,7 @@ from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.resolve import context_for
 from nemo_like.observe.metrics import Metrics
+from nemo_like.observe.trajectory_files import Resumed
 from nemo_like.planning.offload import Others
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
@@ -140,13 +141,14 @@ def start_sampling(
     models = _by_role(policy, critic)
     engine = engine_config(config, path, longest, plan)
     share_gpus(config, engine, plan, others or Others(), policy, critic)
-    setup = rollout_setup(config, session, plan, engine)
+    run.restore_position(feed := GroupFeed(loader))
+    setup = rollout_setup(config, session, engine, feed)
     with run.start_phase("workers"):
         models_asked = filter(None, (e.reward_model for e in setup.environments.values()))
         session.ask_for(generation.group, *models_asked)
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
-    run.restore(models, feed := GroupFeed(loader))
+    run.restore(models)
     rollouts = RolloutSource(
         config,
         generation=generation,
@@ -170,7 +172,7 @@ def start_sampling(
 
 
 def rollout_setup(
-    config: SamplingRunConfig, session: Session, plan: ResourcePlan, engine: EngineConfig
+    config: SamplingRunConfig, session: Session, engine: EngineConfig, feed: GroupFeed[Row]
 ) -> RolloutSetup:
     """The setup of a generation worker, with only the environments that rows use."""
     run, rows = session.run, [row for rows in session.rows.values() for row in rows]
@@ -184,9 +186,9 @@ def rollout_setup(
         environments=environments,
         template_switches=config.data.template_switches,
         num_reward_threads=max(1, int(config.cluster.cpus_per_worker) // num_processes),
-        engines_per_node=plan.engines_per_node,
+        engines_per_node=session.cluster.plan.engines_per_node,
         run_dir=str(run.dir),
-        resumed_step=run.first_step or -1,
+        resumed=Resumed(run.first_step or -1, run.validated_step, feed.used, feed.again),
         most_tokens=engine.max_model_len,
         most_turns=config.environment.most_turns,
         trajectories_gib=config.logging.trajectories_gib,

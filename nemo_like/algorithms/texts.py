@@ -184,7 +184,8 @@ def _loader(config: TextRunConfig, train: TensorBatch) -> EpochLoader[int] | Mix
 def restore(config: TextRunConfig, texts: Texts) -> None:
     """``Run.restore``; UserError if the remaining rows do not match the remaining steps."""
     run = texts.session.run
-    run.restore({"policy": texts.policy}, texts.loader)
+    run.restore_position(texts.loader)
+    run.restore({"policy": texts.policy})
     done, left = run.first_step, texts.loader.steps_left
     if left is None or done + left == texts.max_steps or (left == 0 and done > texts.max_steps):
         return

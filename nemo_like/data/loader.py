@@ -64,6 +64,16 @@ class GroupFeed(Generic[T]):
             self._draws.popleft()
             self._used.difference_update(whole)
 
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Rows used up while older ones are still in use."""
+        return tuple(self._used)
+
+    @property
+    def again(self) -> tuple[int, ...]:
+        """Rows that a resumed run draws again."""
+        return tuple(number for number, _ in self._again)
+
     def _span(self) -> tuple[int, int]:
         first, count, _ = self._draws[0]
         return first, first + count

@@ -7,6 +7,7 @@ complete, even after a kill.
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,27 @@ def span_of(path: Path) -> tuple[int, int, int]:
     return rank, first, last
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run continues, and so which trajectories are not sampled again."""
+
+    step: int
+    """Last step; -1: a new run."""
+    validated: int
+    """Last step whose validation is finished."""
+    trained: tuple[int, ...] = ()
+    """Groups that have trained, whichever step they were planned for."""
+    again: tuple[int, ...] = ()
+    """Groups that have not, although they may have been planned for ``step`` or before."""
+
+    def kept(self) -> pc.Expression:
+        """Rows to keep."""
+        step, group, train = pc.field("step"), pc.field("group"), pc.field("phase") == "train"
+        planned = (step <= self.step) & ~group.isin(pa.array(self.again, pa.int64()))
+        trained = planned | group.isin(pa.array(self.trained, pa.int64()))
+        return (train & trained) | (~train & (step <= self.validated))
+
+
 class TrajectoryFiles:
     """Writes the files of one worker."""
 
@@ -134,8 +156,8 @@ class TrajectoryFiles:
                 self._sizes[path] = path.stat().st_size
                 self._next_part = last + 1
 
-    def truncate_after(self, step: int) -> None:
-        """Drop rows of later steps, of all workers; the resumed run writes them again."""
+    def truncate_after(self, at: "Resumed") -> None:
+        """Drop rows that the resumed run writes again, of all workers."""
         for path in self._folder.glob("*.tmp"):
             path.unlink()
         kept = files_of(self._folder)
@@ -143,15 +165,16 @@ class TrajectoryFiles:
             path.unlink()
         for path in kept:
             try:
-                steps = pq.ParquetFile(path).read(["step"])["step"].to_numpy()
+                rows = pq.ParquetFile(path).read(["step", "phase", "group"])
             except pa.ArrowInvalid as error:  # after a power loss
                 logger.warning("%s cannot be read and is dropped: %s", path, error)
                 path.unlink()
                 continue
-            if steps.min() > step:
+            count = len(rows.filter(at.kept()))
+            if count == 0:
                 path.unlink()
-            elif steps.max() > step:
-                _replace(path, pq.ParquetFile(path).read().filter(pc.field("step") <= step))
+            elif count < len(rows):
+                _replace(path, pq.ParquetFile(path).read().filter(at.kept()))
 
     def _write(self, first: int, last: int, table: pa.Table) -> None:
         step = table["step"][0].as_py()

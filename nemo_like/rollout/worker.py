@@ -22,7 +22,7 @@ from nemo_like.generation.protocol import EngineConfig, GenerationRequest, Sampl
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.sinks import JsonlFile
-from nemo_like.observe.trajectory_files import VOCABULARY, TrajectoryFiles
+from nemo_like.observe.trajectory_files import VOCABULARY, Resumed, TrajectoryFiles
 from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rewards.protocol import IS_CHAT
@@ -57,8 +57,7 @@ class RolloutSetup:
     engines_per_node: int
     """Replicas on one node: their reward processes share its memory."""
     run_dir: str
-    resumed_step: int
-    """Drop stored trajectories of later steps; -1: a new run, drop all."""
+    resumed: Resumed
     most_tokens: int
     """Most tokens of a training row."""
     most_turns: int
@@ -150,7 +149,7 @@ class RolloutWorker(GenerationWorker):
         self._trajectories: JsonlFile | None = None
         if self.context.rank == 0:
             self._trajectories = JsonlFile(Path(setup.run_dir, "trajectories.jsonl"))
-            self._trajectories.truncate_after(setup.resumed_step)
+            self._trajectories.truncate_after(setup.resumed.step)
         self._files = self._open_files(setup)
 
     async def rollout(self, request: RolloutRequest) -> RolloutResult:
@@ -226,7 +225,7 @@ class RolloutWorker(GenerationWorker):
         context, folder = self.context, Path(setup.run_dir, "trajectories")
         limit = setup.trajectories_gib * 2**30 / context.world_size
         if context.rank == 0 and folder.exists():
-            TrajectoryFiles(folder, 0, limit).truncate_after(setup.resumed_step)
+            TrajectoryFiles(folder, 0, limit).truncate_after(setup.resumed)
         if setup.trajectories_gib == 0:
             return None
         files = TrajectoryFiles(folder, context.rank, limit)

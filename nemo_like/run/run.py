@@ -125,8 +125,20 @@ class Run:
         logger.info("Starting: %s", name.replace("_", " "))
         return self.span(name)
 
-    def restore(self, models: Mapping[str, Model], loader: Loader) -> None:
-        """Restore models and data position from the latest checkpoint, if there is one."""
+    @property
+    def validated_step(self) -> int:
+        """The last step that an earlier execution has validated if it was due; -1: none."""
+        if self._resumed is None:
+            return -1
+        return self._resumed.step - (self._resumed.unlogged is not None)
+
+    def restore_position(self, loader: Loader) -> None:
+        """Restore the position in the data from the latest checkpoint, if there is one."""
+        if self._resumed is not None:
+            loader.load_state(self._resumed.loader)
+
+    def restore(self, models: Mapping[str, Model]) -> None:
+        """Restore models from the latest checkpoint, if there is one."""
         if self._resumed is None:
             return
         saved = self._resumed.weight_versions
@@ -137,7 +149,6 @@ class Run:
             )
         for name, model in models.items():
             model.load(str(self._resumed_from / name), saved[name])
-        loader.load_state(self._resumed.loader)
 
     def steps(
         self,
