@@ -173,6 +173,8 @@ class Ranks:
                 keys.SEEDS: torch.tensor([task.seed for task in tasks]),
                 keys.MEAN_VERSIONS: torch.full((len(tasks),), float(self.weight_version)),
                 keys.WEIGHT_VERSIONS: torch.full((len(tasks),), self.weight_version),
+                keys.NEWEST_VERSIONS: torch.full((len(tasks),), self.weight_version),
+                keys.NUM_OLDER: torch.zeros(len(tasks), dtype=torch.int64),
             },
             metrics={},
             errors={},

@@ -31,11 +31,14 @@ from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
+from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.sources import RolloutSource
+from nemo_like.rollout.trajectory import collate_rows, collate_tokens, single_turn
 from tests.small_runs import SMALL, accept, records, run, small_config
 from tests.test_grpo import StopError, run_until
 from tests.test_rollout import result_of
+from tests.test_trajectory_files import task
 
 CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.seed=3")
 
@@ -250,6 +253,8 @@ def rows_of_versions(*versions):
             keys.NUM_LOSS_TOKENS: torch.tensor([1, 3, 2, 2][: len(versions)]),
             keys.WEIGHT_VERSIONS: torch.tensor(versions),
             keys.MEAN_VERSIONS: torch.tensor(versions).double(),
+            keys.NEWEST_VERSIONS: torch.tensor(versions),
+            keys.NUM_OLDER: torch.zeros(len(versions), dtype=torch.int64),
         },
     )
 
@@ -268,6 +273,27 @@ def test_staleness_is_counted_from_the_version_that_trains_and_mismatch_of_fresh
     sums.add(now, torch.zeros(8), batch)
     assert values(sums.metrics())["mismatch/mean_abs"] == pytest.approx(0.5)
     assert staleness(CONFIG, batch, 4) == {}
+
+
+def test_mismatch_is_measured_on_the_tokens_after_the_last_refit_alone():
+    """Of 3 and 4 tokens, versions 2 2 3 and 1 3 3 3: the policy is at 3, and agrees to 0.5."""
+    stop = FinishReason.stop
+    parts = ((completion(2, stop, 2), completion(1, stop, 3)),)
+    parts += ((completion(1, stop, 1), completion(3, stop, 3)),)
+    scored = RewardResult(reward=1.0)
+    rows = [single_turn(task(0, i), joined(one), "", scored) for i, one in enumerate(parts)]
+    columns = collate_rows(rows)
+    assert columns[keys.NEWEST_VERSIONS].tolist() == [3, 3]
+    assert columns[keys.NUM_OLDER].tolist() == [2, 1]
+    batch = collate_tokens(rows)
+    batch.rows |= columns
+    config = CONFIG.replace(rollout=CONFIG.rollout.replace(max_lag=2))
+    for version, expected in ((3, 0.5), (4, None)):
+        staleness(config, batch, version)  # pyright: ignore
+        sums = MismatchSums(torch.device("cpu"))
+        now = torch.tensor([0, 0, -9, -9, -1.5, 0, 0, -9, -1.5, -1.5, -1.5])
+        sums.add(now, torch.zeros(11), batch)
+        assert values(sums.metrics()).get("mismatch/mean_abs") == expected
 
 
 def test_a_token_older_than_the_bound_stops_the_run():

@@ -240,6 +240,8 @@ def test_a_completion_without_a_reward_is_masked_and_one_that_was_cut_off_is_mar
         keys.SEEDS: [11, 11],
         keys.MEAN_VERSIONS: [4.0, 4.0],
         keys.WEIGHT_VERSIONS: [4, 4],
+        keys.NEWEST_VERSIONS: [4, 4],
+        keys.NUM_OLDER: [0, 0],
     }
     assert {name: columns[name].tolist() for name in expected} == expected
 

@@ -56,13 +56,14 @@ def check_versions(batch: RemoteBatch, allowed: range) -> None:
 def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int) -> Metrics:
     """Metrics of how many versions the sampling weights lag behind the policy.
 
-    Marks rows of the newest weights: only on these can engine and policy be compared.
+    Marks tokens of the newest weights: only on these can engine and policy be compared.
     """
     if not config.max_lag:
         return {}
     rows = batch.rows
     oldest = weight_version - rows[keys.WEIGHT_VERSIONS]
-    rows[keys.FRESH] = oldest == 0
+    has_fresh = rows[keys.NEWEST_VERSIONS] == weight_version
+    rows[keys.FRESH_FROM] = rows[keys.NUM_OLDER].where(has_fresh, rows[keys.NUM_LOSS_TOKENS])
     tokens = rows[keys.NUM_LOSS_TOKENS].double()
     mean = (weight_version - rows[keys.MEAN_VERSIONS]) * tokens
     shares = torch.bincount(oldest.clamp(min=0)) / len(oldest)
@@ -113,8 +114,7 @@ class MismatchCheck:
 def mismatch_check(config: SamplingRunConfig, num_made: int) -> MismatchCheck:
     """What the ``num_made``-th step of an execution must pass before its optimizer step."""
     limits: list[MismatchLimit] = []
-    checked = 1 if config.max_lag else NUM_CHECKED_STEPS  # later ones have older weights
-    if config.run.self_check and num_made <= checked:
+    if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
         remedy = (
             "Self-check failed: either the refit is wrong or the engine computes this model in "
             "another way; run.self_check=false goes on regardless."

@@ -45,8 +45,10 @@ class MismatchSums:
     def add(self, policy_logprobs: Tensor, entropies: Tensor, batch: TensorBatch) -> None:
         """Take a micro-batch; ``policy_logprobs`` and ``entropies`` are [N], in nats."""
         at, row = trained_tokens(batch)
-        if (fresh := batch.rows.get(keys.FRESH)) is not None:
-            at = at[fresh[row]]  # others differ by the steps since then, too
+        if (fresh_from := batch.rows.get(keys.FRESH_FROM)) is not None:
+            # Others differ by the steps since then, too.
+            starts = torch.searchsorted(row, row)
+            at = at[torch.arange(len(row), device=row.device) - starts >= fresh_from[row]]
         policy = policy_logprobs[at].double()
         d = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
         logprob_diff, bounded = d.abs(), d.clamp(max=_MAX_LOG_WEIGHT)

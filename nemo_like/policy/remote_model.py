@@ -267,7 +267,7 @@ class RemoteModel:
         if measured or self._setup.output != "logprobs":
             return False
         older = versions != self.weight_version
-        assert keys.FRESH in batch.rows or not older.any(), "these rows need policy logprobs"
+        assert keys.FRESH_FROM in batch.rows or not older.any(), "these rows need policy logprobs"
         return True
 
     def _plan(self, batch: RemoteBatch, rows_per_unit: int = 1) -> MicroBatchPlan:

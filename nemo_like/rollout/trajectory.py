@@ -5,6 +5,7 @@ ids are kept as they are, never decoded and encoded again.
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -204,11 +205,9 @@ def collate_rows(
     ``parts``: names of several rewards; ``most_turns``: see ``collate_tokens``.
     """
     of_row = [t for t in trajectories for _ in t.rows]
-    trained = [
-        sum(len(segment.token_ids) for segment in row if segment.logprobs is not None)
-        for trajectory in trajectories
-        for row in trajectory.rows
-    ]
+    versions = [_trained_versions(row) for t in trajectories for row in t.rows]
+    newest = [one[-1] if one else -1 for one in versions]
+    older = [bisect_left(one, last) for one, last in zip(versions, newest, strict=True)]
     nan = float("nan")
     rewards = [nan if t.result.reward is None else t.result.reward for t in of_row]
     of_part = {
@@ -229,7 +228,7 @@ def collate_rows(
         **{name: torch.tensor(one, dtype=torch.float64) for name, one in of_part.items()},
         keys.REWARDS: torch.tensor(rewards, dtype=torch.float64),
         keys.SAMPLE_MASK: torch.tensor([t.result.reward is not None for t in of_row]).bool(),
-        keys.NUM_LOSS_TOKENS: torch.tensor(trained, dtype=torch.int64),
+        keys.NUM_LOSS_TOKENS: torch.tensor([*map(len, versions)], dtype=torch.int64),
         keys.TRUNCATED: torch.tensor([t.truncated for t in of_row]).bool(),
         keys.TASKS: torch.tensor([seed_of(t.task.row.task) for t in of_row], dtype=torch.int64),
         keys.GROUP_IDS: torch.tensor([t.task.group for t in of_row], dtype=torch.int64),
@@ -237,7 +236,18 @@ def collate_rows(
         keys.SEEDS: torch.tensor([t.task.seed for t in of_row], dtype=torch.int64),
         keys.MEAN_VERSIONS: torch.tensor([t.mean_version for t in of_row], dtype=torch.float64),
         keys.WEIGHT_VERSIONS: torch.tensor([t.weight_version for t in of_row], dtype=torch.int64),
+        keys.NEWEST_VERSIONS: torch.tensor(newest, dtype=torch.int64),
+        keys.NUM_OLDER: torch.tensor(older, dtype=torch.int64),
     }
+
+
+def _trained_versions(row: Sequence[Segment]) -> list[int]:
+    return [
+        version
+        for segment in row
+        if segment.logprobs is not None
+        for version in segment.weight_versions or [-1] * len(segment.token_ids)
+    ]
 
 
 def first_rows(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
