@@ -68,6 +68,7 @@ def measured(lag: int, order: str, seed: int, steps: int) -> dict[str, object]:
             f"generation.backend={HERE}:KIND",
             "generation.max_new_tokens=16",
             "cluster.cpu_workers_per_node=3",
+            "cluster.cpus_per_worker=0.5",
             "cluster.num_generation_workers=2",
             f"data.train={EXAMPLE}/rows.jsonl",
             f"environment.reward={EXAMPLE}/reward.py:reward",
