@@ -21,6 +21,7 @@ import pytest
 
 from nemo_like.errors import StoppedError, UserError
 from nemo_like.run.ending import end_on_error
+from nemo_like.viewer.trajectories import Trajectories
 from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, last_of, prompts_of, records
 from tests.warm_process import WarmProcess
 
@@ -492,6 +493,28 @@ def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(
     assert "policy rank 0 on " in output
     assert re.search(r"died (in|before) ", output)
     assert TRACEBACK not in output
+
+
+def test_a_run_with_lag_whose_driver_is_killed_samples_and_trains_each_group_once(warm, tmp_path):
+    """What was sampled ahead is lost with it, and sampled again; its end has nothing under way."""
+    lag = ("rollout.max_lag=2", "rollout.order=ready", "validation.every_steps=500")
+    lag += ("cluster.cpu_workers_per_node=2", "cluster.num_generation_workers=1")
+    driver = start_run(warm, tmp_path, *lag, **warm.workers)
+    wait_for_step(tmp_path, 2)
+    os.kill(driver, signal.SIGKILL)
+    end_of_fork(warm, tmp_path, driver)
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    steps = max(int(name.removeprefix("step_")) for name in saved) + 2
+    ending = ("run.resume=true", f"grpo.max_steps={steps}", "checkpoint.export=false")
+    driver = start_run(warm, tmp_path, *lag, *ending, **warm.workers)
+    code, output = end_of_fork(warm, tmp_path, driver)
+    assert code == 0, output
+    found = Trajectories(tmp_path / "run" / "trajectories")
+    found.refresh()
+    columns = found.columns
+    train = columns["phase"] == found.words["phase"].index("train")
+    kept = zip(columns["group"][train].tolist(), columns["index"][train].tolist(), strict=True)
+    assert sorted(kept) == [(group, index) for group in range(4 * steps) for index in range(4)]
 
 
 def test_a_closed_terminal_ends_a_run_in_order_except_under_nohup(capsys):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nemo_like.algorithms.engine_size import engine_config
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.ppo.config import PPOConfig, PPOSection
 from nemo_like.algorithms.self_check import check_sampled, check_versions, staleness
@@ -26,11 +27,14 @@ from nemo_like.generation.protocol import (
     SamplingParams,
     continued,
     joined,
+    stopped,
 )
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.protocol import Denominators
+from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.metrics import values
+from nemo_like.planning.resources import plan_run
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.sources import RolloutSource
@@ -331,10 +335,10 @@ def test_a_run_with_lag_goes_on_after_a_fault_and_trains_each_group_once(tmp_pat
     ]
     small = tuple(one for one in SMALL if "validation" not in one)
     used = {}
-    for stopped in (2, 4, 7):
+    for until in (3, 7):
         config = small_config(tmp_path, *options, small=small)
-        with nullcontext() if stopped == 7 else pytest.raises(StopError):
-            run_until(config, stopped, noting=used)
+        with nullcontext() if until == 7 else pytest.raises(StopError):
+            run_until(config, until, noting=used)
     assert sorted(used) == [1, 2, 3, 4, 5, 6]
     groups = [group for step in sorted(used) for group in used[step]]
     assert sorted(groups) == list(range(24))
@@ -371,6 +375,14 @@ def test_groups_that_train_as_they_finish_have_the_credit_of_their_steps(tmp_pat
         assert early[name] == pytest.approx(plain[name], abs=1e-5), name
 
 
+def test_an_engine_has_room_for_all_that_is_under_way_at_a_time():
+    """4 prompts a step, with 2 completions each."""
+    for lag, expected in ((0, 8), (2, 24)):
+        config = CONFIG.replace(rollout=CONFIG.rollout.replace(max_lag=lag))
+        found = engine_config(config, str(resolve_model("embedded")), 64, plan_run(config))
+        assert found.max_num_seqs == expected
+
+
 def completion(count, reason, version):
     return Completion(
         token_ids=list(range(count)),
@@ -400,6 +412,37 @@ def test_what_is_left_of_an_interrupted_completion_has_the_rest_of_its_budget():
     assert (len(whole.token_ids), whole.finish_reason) == (16, FinishReason.length)
     assert (whole.weight_version, whole.later_versions) == (3, ((10, 5),))
     assert whole.versions == [3] * 10 + [5] * 6
+
+
+def test_a_stop_string_ends_a_completion_also_where_a_refit_came_in_its_middle():
+    """The rest was sampled without seeing that it had begun, and went on."""
+
+    def parts(*texts):
+        return [
+            Completion(
+                token_ids=[*map(ord, text)],
+                logprobs=[-float(len(text))] * len(text),
+                finish_reason=FinishReason.interrupted,
+                weight_version=version,
+            )
+            for version, text in enumerate(texts)
+        ]
+
+    def decode(ids):
+        return "".join(map(chr, ids))
+
+    whole = stopped(
+        joined(parts("one", " two </", "answ", "er> three")), ["</answer>", "x"], decode
+    )
+    assert decode(whole.token_ids) == "one two </answer>"
+    assert whole.finish_reason is FinishReason.stop
+    assert whole.later_versions == ((3, 1), (10, 2), (14, 3))
+    assert len(whole.logprobs) == len(whole.token_ids) == len(whole.versions)
+    early = stopped(joined(parts("</answer", "> on", "e")), ["</answer>"], decode)
+    assert (decode(early.token_ids), early.later_versions) == ("</answer>", ((8, 1),))
+    for unchanged in (joined(parts("one </", "b> two")), joined(parts("one"))):
+        assert stopped(unchanged, ["</answer>"], decode) is unchanged
+        assert stopped(unchanged, [], decode) is unchanged
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,10 @@ _GPU_SHARE_BESIDE = 0.3
 def engine_config(
     config: SamplingRunConfig, model_path: str, max_model_len: int, plan: ResourcePlan
 ) -> EngineConfig:
-    """One replica's engine, as large as a step's completions need."""
+    """One replica's engine, as large as the completions need that are sampled together."""
     generation = config.generation
-    prompts = math.ceil(config.loop.num_prompts_per_step / len(plan.generation))
+    groups = config.loop.num_prompts_per_step * (1 + config.max_lag)
+    prompts = math.ceil(groups / len(plan.generation))
     most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     on_shared_gpus = plan.uses_gpus and plan.colocated
     sleep = generation.sleep and on_shared_gpus and generation.kind.sleeps

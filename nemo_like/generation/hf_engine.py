@@ -16,6 +16,7 @@ from nemo_like.data.tokenizer import load_tokenizer
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_model import build_model, copy_weights
 from nemo_like.generation.protocol import (
+    MAX_TOKENS_PER_CHARACTER,
     Completion,
     EngineConfig,
     EngineMemory,
@@ -30,9 +31,6 @@ from nemo_like.refit.buckets import Bucket, check_buckets, check_refit
 from nemo_like.refit.ipc import IpcReceiver
 
 logger = logging.getLogger(__name__)
-
-MAX_TOKENS_PER_CHARACTER = 4
-"""Byte-level tokenizers may spend one token on each byte of a UTF-8 character."""
 
 Waiting = tuple[GenerationRequest, "asyncio.Future[Completion]"]
 

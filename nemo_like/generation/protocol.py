@@ -1,6 +1,6 @@
 """The interface of sampling engines: requests in, completions out, weights in by version."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 Link: TypeAlias = "IpcLink | BroadcastLink"
 """How a replica connects to the sender of its weights."""
+
+
+MAX_TOKENS_PER_CHARACTER = 4
+"""Byte-level tokenizers may spend one token on each byte of a UTF-8 character."""
 
 
 class EngineMemory(StrEnum):
@@ -122,6 +126,28 @@ def joined(parts: Sequence[Completion]) -> Completion:
         num_cached_tokens=parts[0].num_cached_tokens,
         later_versions=tuple(zip(starts[1:], versions[1:], strict=False)),
     )
+
+
+def stopped(
+    whole: Completion, stop: Sequence[str], decode: Callable[[list[int]], str]
+) -> Completion:
+    """End a joined completion at a stop string that began in an earlier part.
+
+    Engines look for stop strings in what they sample, and a part begins with nothing.
+    """
+    most = MAX_TOKENS_PER_CHARACTER * max(map(len, stop), default=0)
+    for start, _ in whole.later_versions:
+        for end in range(start + 1, min(start + most, len(whole.token_ids)) + 1):
+            text = decode(whole.token_ids[max(0, start - most) : end])
+            if any(one in text for one in stop):
+                return replace(
+                    whole,
+                    token_ids=whole.token_ids[:end],
+                    logprobs=whole.logprobs[:end],
+                    finish_reason=FinishReason.stop,
+                    later_versions=tuple(one for one in whole.later_versions if one[0] < end),
+                )
+    return whole
 
 
 @dataclass(frozen=True, kw_only=True)

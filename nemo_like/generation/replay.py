@@ -1,9 +1,11 @@
 """Replay completions of an earlier run, to train, debug and profile without an engine."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
@@ -19,10 +21,9 @@ from nemo_like.generation.protocol import (
 from nemo_like.observe.trajectory_files import files_of
 from nemo_like.refit.buckets import Bucket, check_buckets
 
-_COLUMNS = (
-    *("step", "phase", "group", "index", "turns", "end"),
-    *("input_ids", "loss_mask", "generation_logprobs"),
-)
+_IDENTITY = ("phase", "step", "group", "index")
+_COLUMNS = ("turns", "end", "input_ids", "generation_logprobs")
+_GROUPS_HELD = 4
 Key = tuple[str, int, int, int]
 """Phase, step (0 unless validation), group, index."""
 
@@ -35,17 +36,24 @@ class ReplayEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._recorded: dict[Key, dict[str, Any]] = {}
+        self._places: dict[Key, tuple[Path, int, int]] = {}
+        """File, row group and row of each completion."""
+        self._rows_of = lru_cache(_GROUPS_HELD)(_rows_of)
         self._receiver: Any = None
         self._version: int | None = None
 
     async def start(self) -> None:
-        """Read all trajectories; UserError if there are none."""
+        """Find all trajectories; UserError if there are none."""
         folder = Path(str(self._config.engine_kwargs.get("folder", "")), "trajectories")
         for path in files_of(folder):
-            for row in pq.ParquetFile(path).read(_COLUMNS).to_pylist():
-                self._recorded[_key(row["phase"], row["step"], row["group"], row["index"])] = row
-        if not self._recorded:
+            with pq.ParquetFile(path) as file:
+                for number in range(file.num_row_groups):
+                    columns = file.read_row_group(number, _IDENTITY).select(_IDENTITY).columns
+                    for place, one in enumerate(
+                        zip(*(one.to_pylist() for one in columns), strict=True)
+                    ):
+                        self._places[_key(*one)] = path, number, place
+        if not self._places:
             raise UserError(
                 f"generation.backend=replay: {folder} has no trajectories; set "
                 "generation.engine_kwargs.folder to the folder of a run."
@@ -54,7 +62,8 @@ class ReplayEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         """The recorded completion; RunError if there is none for this prompt."""
         phase, step, group, index = request.request_id.split("-")[:4]
-        row = self._recorded.get(_key(phase, int(step), int(group), int(index)))
+        place = self._places.get(_key(phase, int(step), int(group), int(index)))
+        row = place and self._rows_of(*place[:2]).slice(place[2], 1).to_pylist()[0]
         count = len(request.prompt_ids)
         if row is None or row["turns"] != 1 or row["input_ids"][:count] != request.prompt_ids:
             raise RunError(
@@ -92,6 +101,11 @@ class ReplayEngine:
 
     async def shutdown(self) -> None:
         """Do nothing: there is no process."""
+
+
+def _rows_of(path: Path, number: int) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        return file.read_row_group(number, _COLUMNS)
 
 
 def _key(phase: str, step: int, group: int, index: int) -> Key:

@@ -18,7 +18,13 @@ from nemo_like.batch.prompts import prompt_columns
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.protocol import ENDPOINT
-from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
+from nemo_like.generation.protocol import (
+    Completion,
+    EngineConfig,
+    GenerationRequest,
+    SamplingParams,
+    stopped,
+)
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.sinks import JsonlFile
@@ -181,6 +187,11 @@ class RolloutWorker(GenerationWorker):
             dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),
             samples=tuple(map(as_sample, read if request.phase == "validation" else ())),
         )
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one completion; stop strings end it across refits, too."""
+        decode = partial(self._chat.decode, skip_special_tokens=False)
+        return stopped(await super().generate(request), request.sampling.stop, decode)
 
     async def _run(self, task: RolloutTask, sampling: SamplingParams) -> Trajectory:
         """One trajectory; a failed reward is a result, not an exception."""
