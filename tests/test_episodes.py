@@ -22,7 +22,7 @@ from nemo_like.rewards.environment import start_pool
 from nemo_like.rollout.endpoint import Endpoint
 from nemo_like.rollout.recorder import Limits, Recorder
 from nemo_like.rollout.trajectory import RolloutTask
-from tests.chat_templates import build_chat
+from tests.chat_templates import MARKED, build_chat
 from tests.small_runs import ROOT, run, small_config
 from tests.test_trajectories import CALLING, WITH_TOOLS
 
@@ -436,6 +436,37 @@ def test_tools_that_wait_run_at_once_however_few_processors_there_are(chat, tmp_
         chat, [script] * 40, name="tools", options=options, reward=reward, timeout_s=3.5
     )
     assert [one.result.reward for one in found] == [4.0] * 40
+
+
+CALL_2_2 = '<tool_call>{"name": "calculate", "arguments": {"expression": "2 + 2"}}</tool_call>'
+
+
+def test_tools_work_with_a_template_that_has_none(tmp_path):
+    bare = build_chat(tmp_path / "bare", MARKED)
+    scripts = [f"{CALL_2_2}|4", "<tool_call>{oops|4", "4", f"{CALL_2_2}|5"]
+    how = {"reward": "math", "options": {"in_messages": True}}
+    found = conversations(bare, scripts, name="tools", **how)
+    assert [one.result.reward for one in found] == [1.0, 1.0, 1.0, 0.0]
+    assert [one.result.metrics["environment/tool_calls"] for one in found] == [1, 0, 0, 1]
+    assert [one.result.metrics["environment/unreadable_calls"] for one in found] == [0, 1, 0, 0]
+    system, _, call, result, answer = found[0].messages
+    assert '"name": "calculate"' in system["content"]
+    assert call == {"role": "assistant", "content": CALL_2_2}
+    assert result == {"role": "user", "content": "<tool_response>\n4\n</tool_response>"}
+    assert answer["content"] == "4"
+    assert "Error: the tool call is not valid JSON" in found[1].messages[3]["content"]
+    assert [len(one.rows) for one in found] == [1] * 4
+
+
+def test_the_example_of_tool_use_pays_for_a_call_and_for_the_answer(tmp_path):
+    bare = build_chat(tmp_path / "bare", MARKED)
+    call, fails = CALL_2_2, CALL_2_2.replace("2 + 2", "two")
+    scripts = [f"|{call}|4", f"|{call}|{call}|4", f"|{call}|5", f"|{fails}|4", "|4", "|5"]
+    found = conversations(bare, scripts, name=f"{ROOT}/examples/tool_use/environment.py:Calculator")
+    rewards = [one.result.reward for one in found]
+    assert rewards == pytest.approx([1.2, 1.2, 0.2, 1.0, 1.0, 0.0])
+    called = [one.result.metrics.get("environment/right_after_call") for one in found]
+    assert called == [1, 1, 0, 0, 0, 0]
 
 
 def test_a_tool_that_ends_is_called_once_and_no_turn_follows():

@@ -80,7 +80,9 @@ METHODS = {
     },
 }
 SCRIPTS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation", "eval")
-ON_A_GPU = {f"{name}_smollm2_1gpu": {"cluster.gpus_per_node": 1} for name in SCRIPTS}
+ON_A_GPU = {
+    f"{name}_smollm2_1gpu": {"cluster.gpus_per_node": 1} for name in (*SCRIPTS, "grpo_tools")
+}
 
 
 def test_every_recipe_is_listed_here():

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from nemo_like.batch import keys
 from nemo_like.data.datasets import Row
 from nemo_like.data.tokenizer import TokenCuts
+from nemo_like.data.tool_calls import reply_of
 from nemo_like.data.turns import RewrittenHistoryError, tokens_after
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import Completion, FinishReason, SamplingParams
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.recorder import EndedError, Limits, Recorder
-from nemo_like.rollout.tool_calls import reply_of
 from nemo_like.rollout.trajectory import RolloutTask, collate_rows, collate_tokens
 from tests.chat_templates import (
     LLAMA3,

@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_like.data.messages import Message
 from nemo_like.data.templates import (
+    IN_MESSAGES,
     SWITCHES,
     as_template_takes,
     check_switches,
@@ -61,10 +62,8 @@ class ChatTokenizer:
         try:
             self._tokenizer = load_tokenizer(model_path)
         except (OSError, ValueError) as error:
-            first_line = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"The tokenizer of {model_path} could not be loaded: {first_line}"
-            ) from error
+            why = str(error).strip().splitlines()[0]
+            raise UserError(f"The tokenizer of {model_path} could not be loaded: {why}") from error
         if self._tokenizer.chat_template is None:
             raise UserError(
                 f"The tokenizer of {model_path} has no chat template; add chat_template.jinja to "
@@ -103,7 +102,7 @@ class ChatTokenizer:
         messages = self.as_taken(messages)
         text = self.text(messages, to_answer=True, tools=tools)
         if tools and text == self.text(messages, to_answer=True):
-            raise UserError("the model's chat template takes no tools; describe them in a message.")
+            raise UserError(f"the model's chat template takes no tools; {IN_MESSAGES}.")
         self.check(messages, text, tools)
         return self.cuts.ids(text)
 

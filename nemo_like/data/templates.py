@@ -16,6 +16,7 @@ from nemo_like.data.thinking import REASONING, Render
 from nemo_like.errors import UserError
 
 SWITCHES = "data.template_switches"
+IN_MESSAGES = "describe the tools in a message (environment.options.in_messages=true does)"
 _MARKERS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _GIVEN = re.compile(
     r"messages|tools|documents|add_generation_prompt|continue_final_message|raise_exception"

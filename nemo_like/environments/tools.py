@@ -12,10 +12,12 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from transformers.utils.chat_template_utils import get_json_schema
 
+from nemo_like.data.tool_calls import reply_of
 from nemo_like.doors import Door, error_text
 from nemo_like.environments.protocol import Action, Observation, StepResult, ToolCall
 from nemo_like.errors import UserError
@@ -28,6 +30,21 @@ TOOLS = Door(
     },
 )
 _KEY = "environment.options.tools"
+_DESCRIPTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+SCHEMAS
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+"""What the templates of Qwen2.5 and Hermes write."""
 Side = Literal["left", "middle", "right"]
 
 
@@ -40,11 +57,13 @@ class Tools:
         ends: Sequence[str] = (),
         max_result_chars: int = 2000,
         cut: Side = "right",
+        in_messages: bool = False,
     ) -> None:
         """``tools``: ours by name, or ``file.py:function`` with types and a docstring that says
         what it and each argument are (Google's style); ``ends``: names of those that end the
         conversation when they are called. Of a result longer than ``max_result_chars`` characters
-        the ``cut`` side is left out.
+        the ``cut`` side is left out. ``in_messages``, for chat templates without tools: a system
+        message describes them, calls are ``<tool_call>`` in the text, and results a user's message.
         """
         self._tools: dict[str, Callable[..., Any]] = {}
         for one in tools:
@@ -56,13 +75,22 @@ class Tools:
         self._ends = frozenset(ends)
         self._most = max_result_chars
         self._cut: Side = cut
+        self._in_messages = in_messages
 
     def reset(self, row: Mapping[str, Any]) -> Observation:
         """The row's own messages, and the tools."""
-        return Observation(tools=self._schemas)
+        if not self._in_messages:
+            return Observation(tools=self._schemas)
+        schemas = "\n".join(json.dumps(one) for one in self._schemas)
+        texts, rest = [_DESCRIPTION.replace("SCHEMAS", schemas)], list(row["messages"])
+        if rest[0]["role"] == "system":
+            texts.insert(0, rest.pop(0)["content"])
+        return Observation(messages=[{"role": "system", "content": "\n\n".join(texts)}, *rest])
 
     async def step(self, action: Action) -> StepResult:
         """Carry out the calls of a turn; a turn without any is the answer."""
+        if self._in_messages:
+            action = _with_calls(action, self._schemas)
         metrics = Counter(
             {"tool_calls": len(action.tool_calls), "unreadable_calls": len(action.errors)}
         )
@@ -83,6 +111,9 @@ class Tools:
             messages.append(
                 {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
             )
+        if self._in_messages:
+            texts = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in messages]
+            messages = [{"role": "user", "content": "\n".join(texts)}]
         done = any(call.name in self._ends for call in action.tool_calls)
         return StepResult(messages=messages, done=done, metrics=metrics)
 
@@ -100,6 +131,20 @@ class Tools:
         except Exception as error:  # the tool's own code, on what the policy wrote
             return f"Error: {error_text(error)}", True
         return found if isinstance(found, str) else json.dumps(found, default=str), False
+
+
+def _with_calls(action: Action, schemas: Sequence[Mapping[str, Any]]) -> Action:
+    """The action with the calls that are in its text."""
+    reply = reply_of(action.text, action.text, 0, schemas)
+    calls = [
+        ToolCall(
+            id=one["id"],
+            name=one["function"]["name"],
+            arguments=json.loads(one["function"]["arguments"]),
+        )
+        for one in reply.message.get("tool_calls", ())
+    ]
+    return replace(action, tool_calls=calls, errors=reply.errors)
 
 
 def shortened(text: str, most: int, cut: Side) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import Message
+from nemo_like.data.tool_calls import Tools, refuse_unread_calls, reply_of
 from nemo_like.data.turns import RewrittenHistoryError, tokens_after
 from nemo_like.generation.protocol import (
     Completion,
@@ -20,7 +21,6 @@ from nemo_like.generation.protocol import (
     SamplingParams,
 )
 from nemo_like.rewards.protocol import RewardResult, failed
-from nemo_like.rollout.tool_calls import Tools, refuse_unread_calls, reply_of
 from nemo_like.rollout.trajectory import End, RolloutTask, Segment, Trajectory, seed_of
 from nemo_like.rollout.turn import Turn, digest, key_of
 

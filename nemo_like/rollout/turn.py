@@ -12,7 +12,7 @@ from nemo_like.generation.protocol import Completion
 from nemo_like.rollout.trajectory import Segment
 
 if TYPE_CHECKING:
-    from nemo_like.rollout.tool_calls import Reply, Tools
+    from nemo_like.data.tool_calls import Reply, Tools
 
 
 @dataclass(frozen=True, eq=False)

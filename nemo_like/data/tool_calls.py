@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import Message
+from nemo_like.data.templates import IN_MESSAGES
 from nemo_like.data.thinking import CLOSED
 from nemo_like.errors import UserError
 
@@ -103,7 +104,7 @@ def refuse_unread_calls(chat: ChatTokenizer, tools: Tools) -> None:
     if isinstance(name, str) and not _is_read(chat, json.dumps(tools[0])):
         raise UserError(
             "the model's chat template writes tool calls in an unsupported format (Hermes, "
-            "Qwen, GLM, Llama 3 and Mistral work); describe the tools and <tool_call> in a message."
+            f"Qwen, GLM, Llama 3 and Mistral work); {IN_MESSAGES}."
         )
 
 
