@@ -21,9 +21,9 @@ from typing import Any
 from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.load import check, check_algorithm, compose_raw, typed
-from nemo_like.compose.overrides import as_typed
 from nemo_like.config.paths import check_run_dir
 from nemo_like.config.run import RunConfig
+from nemo_like.config.typed import as_typed
 from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import UserError
 from nemo_like.run.ending import told_to_end

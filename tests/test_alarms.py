@@ -10,7 +10,8 @@ import yaml
 from nemo_like.algorithms.distillation.config import DistillationConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.ppo.config import PPOConfig
-from nemo_like.observe.alarms import Alarms, find_alarms, flat
+from nemo_like.config.typed import flat
+from nemo_like.observe.alarms import Alarms, find_alarms
 from nemo_like.observe.metrics import Metric
 from nemo_like.run.run import Run
 from tests.small_runs import ROOT, small_config

@@ -62,7 +62,8 @@ def test_a_callback_hears_of_everything_and_may_end_the_run(ours, tmp_path):
     run_counter(folder, notes, steps=9)
     assert [json.loads(line) for line in (folder / "notes").read_text().splitlines()] == [
         *(["start", "sft", 0], ["validation", 0, 1.0], ["step", 1, 1.0], ["step", 2, 2.0]),
-        *(["validation", 2, 1 / 3], ["step", 3, 3.0], ["end", 3]),
+        *(["validation", 2, 1 / 3], ["step", 3, 3.0]),
+        *(["validation", 3, 1 / 4], ["end", 3]),
     ]
     assert json.loads((folder / "summary.json").read_text())["steps"] == 3
     assert (folder / "checkpoints" / "step_3").is_dir()

@@ -123,8 +123,8 @@ def test_what_is_no_verdict_is_a_failure_and_not_a_reward_of_0(server):
     config = environment(url, pattern=r"Score: (\S+)")
     found = judged(config, "fine", "Score: 11", "Score: nan", "Score: x", "no choices")
     assert [one.reward for one in found] == [None] * 5
-    assert "gave no verdict: 'fine'" in str(found[0].error)
-    assert "gave no verdict: ''" in str(found[4].error)
+    assert "gave no verdict\n'fine'" in str(found[0].error)
+    assert "gave no verdict\n''" in str(found[4].error)
 
 
 def test_a_failure_of_the_server_is_tried_again_and_a_refusal_is_not(server):
@@ -133,8 +133,8 @@ def test_a_failure_of_the_server_is_tried_again_and_a_refusal_is_not(server):
     found = judged(environment(url, timeout_s=9.0), *scripts)
     assert [one.reward for one in found] == [1.0, 0.5, None, None]
     assert [one.metrics["judge_requests"] for one in found[:2]] == [2, 2]
-    assert "gave no verdict in 1 tries: 400 no luck" in str(found[2].error)
-    assert "in 3 tries: 503 no luck" in str(found[3].error)
+    assert "gave no verdict in 1 tries: 400\nno luck" in str(found[2].error)
+    assert "in 3 tries: 503\nno luck" in str(found[3].error)
     asked = [one["messages"][-1]["content"] for one in found_by.bodies]
     times = [at for at, text in zip(found_by.times, asked, strict=True) if "429" in text]
     assert times[1] - times[0] >= 1  # as the server asked for

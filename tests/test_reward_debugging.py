@@ -114,12 +114,15 @@ def test_each_reason_is_counted_at_each_step_and_said_once(tmp_path, caplog):
     assert not (tmp_path / FILE).exists()
     failures.check(1, "train", *failing(3, 4, late=2, KeyError=1))
     failures.check(2, "validation", *failing(1, 4, KeyError=1))
+    failures.check(3, "train", *failing(2, 4, **{"no verdict\n'hm'": 1, "no verdict\n'so so'": 1}))
+    assert "2 x no verdict 'hm'" in caplog.text
     assert caplog.text.count("KeyError") == 1
     assert "on 1 of 4 completions of validation at step 2" in caplog.text
     found = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert found == [
         {"step": 1, "phase": "train", "failed": 3, "of": 4, "reasons": {"late": 2, "KeyError": 1}},
         {"step": 2, "phase": "validation", "failed": 1, "of": 4, "reasons": {"KeyError": 1}},
+        {"step": 3, "phase": "train", "failed": 2, "of": 4, "reasons": {"no verdict": 2}},
     ]
 
 

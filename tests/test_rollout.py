@@ -176,6 +176,23 @@ def test_a_round_whose_rewards_all_fail_is_a_part_of_its_step(tmp_path):
     assert (record["failed"], record["of"], record["reasons"]) == (2, 10, {"late": 2})
 
 
+def test_failures_of_an_evaluation_are_those_of_a_validation(tmp_path):
+    source, replicas = source_of(num_replicas=1)
+    source._failures = RewardFailures(CONFIG.environment, tmp_path, -1)
+    scatter = replicas.scatter
+
+    def failing(method, requests):
+        results = scatter(method, requests)
+        results[0].rows[keys.SAMPLE_MASK][:1] = False
+        results[0].errors["late"] = 1
+        return results
+
+    replicas.scatter = failing
+    source.sample(1, [0, 1], 0, CONFIG.validation)  # pyright: ignore
+    (record,) = map(json.loads, (tmp_path / FILE).read_text().splitlines())
+    assert (record["phase"], record["reasons"]) == ("validation", {"late": 1})
+
+
 def test_of_more_groups_than_a_step_takes_the_first_are_kept():
     source, _ = source_of(num_replicas=3)  # three prompts are sampled where one is missing
 

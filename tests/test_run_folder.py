@@ -16,6 +16,7 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import RunSection
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import RunError, StoppedError, UserError
 from nemo_like.run.ending import end_on_error, listen
 from nemo_like.run.folder import note_end, note_start, save_config
@@ -122,6 +123,37 @@ def test_the_log_says_what_ended_a_run_and_how_to_go_on(tmp_path, capsys, error,
             [f"data.train={ROWS}", f"data.validation={ROWS}", "environment.reward=math"],
             ["eval", "policy.model=a/final", "data.validation=", "environment.reward=math"],
         ),
+        (
+            "grpo",
+            [
+                *("environment.name=tools", "environment.options.tools=[calculate, python]"),
+                *("data.tasks={gcd: {}}", "data.num_train_rows=99", "validation.temperature=0"),
+                *("environment.rewards.right={function: math, weight: 2.5}", "loss.kl_coef=0.1"),
+                "data.system_prompt='Think: a, b'",
+            ],
+            [
+                *("eval", "policy.model=a/final", "data.tasks.gcd={}"),
+                *('data.system_prompt="Think: a, b"', "environment.name=tools"),
+                "environment.options.tools=[calculate,python]",
+                *("environment.rewards.right.function=math", "environment.rewards.right.weight=2"),
+                "validation.temperature=0",
+            ],
+        ),
+        (
+            "grpo",
+            [
+                *("environment.reward=judge", "environment.judge.url=http://a:1/v1"),
+                *("environment.judge.model=m", "generation.max_new_tokens=99"),
+                "environment.judge.verdicts={A: 1.0, B: 0.0}",
+            ],
+            [
+                *("eval", "policy.model=a/final", "generation.max_new_tokens=99"),
+                "environment.reward=judge",
+                *("environment.judge.url=http://a:1/v1", "environment.judge.model=m"),
+                *("environment.judge.verdicts.A=1.0", "environment.judge.verdicts.B=0.0"),
+            ],
+        ),
+        ("ppo", ["policy.dtype=bfloat16"], ["eval", "policy.model=a/final", "policy.dtype=bf"]),
         ("sft", ["cluster.gpus_per_node=4"], ["eval", "policy.model=a/final", "cluster.gpus_per_"]),
         ("rm", [], ["grpo", "environment.reward=reward_model", "environment.reward_model=a/final"]),
     ],
@@ -132,7 +164,9 @@ def test_the_next_command_is_one_that_can_be_typed(name, overrides, words):
     assert program == "nemo-like"
     for word, begin in zip([command, *typed], words, strict=True):
         assert word.startswith(begin)
-    compose_config(CONFIGS, command, typed)
+    found = compose_config(CONFIGS, command, typed)
+    if isinstance(config, SamplingRunConfig) and isinstance(found, SamplingRunConfig):
+        assert found.environment == config.environment
 
 
 def test_a_run_that_was_refused_for_its_rows_does_not_hold_its_folder(tmp_path, local_ray):

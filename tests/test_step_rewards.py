@@ -11,7 +11,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose.load import check
 from nemo_like.errors import RunError, UserError
-from nemo_like.losses.advantages import of_steps
+from nemo_like.losses.advantages import of_steps, of_trained
 from nemo_like.losses.value import TokenAdvantages
 from nemo_like.rewards.frames import Frames, read_result, result_frame
 from nemo_like.rewards.function import to_result
@@ -130,6 +130,8 @@ def test_credit_by_step_is_what_the_paper_says(chat):
     made = of_steps(batch)[0][keys.ADVANTAGES]
     mean, deviation = 0.25, 0.4375**0.5
     step = [(one - mean) / deviation for one in (-0.25, 1.0, 0.0)]
+    of_steps_alone = [step[0] + step[1], step[1], step[2]]
+    assert of_trained(batch.rows).tolist() == pytest.approx(of_steps_alone, abs=1e-5)
     expected = {(0, 0): step[0] + step[1], (0, 1): step[1], (1, 0): step[2]}
     assert by_turn(batch, made) == pytest.approx(expected, abs=1e-5)
     assert not made[~batch.tokens[keys.LOSS_MASK]].any()

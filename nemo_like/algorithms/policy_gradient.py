@@ -11,6 +11,7 @@ from nemo_like.batch import keys
 from nemo_like.config.sampling import PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.doors import absolute
+from nemo_like.losses.advantages import of_trained
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, mean_of_steps
 
@@ -130,8 +131,7 @@ def batch_metrics(batch: RemoteBatch) -> Metrics:
     rows = batch.rows
     trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]
     metrics: Metrics = {"train/num_tokens": Metric(int(trained.sum()), reduce=Reduce.sum)}
-    if keys.ADVANTAGES in rows:
-        advantages = rows[keys.ADVANTAGES][rows[keys.SAMPLE_MASK]].double()
+    if len(advantages := of_trained(rows).double()):
         found = {"mean": advantages.mean(), "std": advantages.std(correction=0)}
         for name, one in found.items():
             metrics[f"train/advantage_{name}"] = Metric(one.item(), weight=len(advantages))

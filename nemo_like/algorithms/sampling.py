@@ -31,6 +31,7 @@ from nemo_like.doors import absolute
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
+from nemo_like.losses.advantages import of_trained
 from nemo_like.models.resolve import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.observe.trajectory_files import Resumed
@@ -99,12 +100,13 @@ class Sampling:
 
 def histograms(batch: RemoteBatch) -> dict[str, list[float]]:
     """Finite values of a batch's rows, for histograms."""
-    columns = {
-        "rollout/rewards": keys.REWARDS,
-        "rollout/row_tokens": keys.NUM_LOSS_TOKENS,
-        "train/advantages": keys.ADVANTAGES,
+    rows = batch.rows
+    found = {
+        "rollout/rewards": rows[keys.REWARDS],
+        "rollout/row_tokens": rows[keys.NUM_LOSS_TOKENS],
     }
-    found = {name: batch.rows[key] for name, key in columns.items() if key in batch.rows}
+    if len(advantages := of_trained(rows)):
+        found["train/advantages"] = advantages
     return {name: one[~one.isnan()].tolist() for name, one in found.items()}
 
 

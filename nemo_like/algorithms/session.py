@@ -17,6 +17,7 @@ from nemo_like.config.remote_code import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.section import named_outside
+from nemo_like.config.typed import as_typed, flat
 from nemo_like.data.datasets import Row
 from nemo_like.distributed.connection import connect
 from nemo_like.distributed.virtual_cluster import VirtualCluster
@@ -102,20 +103,26 @@ class Session:
 def next_command(config: RunConfig, final: str) -> str:
     """A command that uses the model in ``final``: evaluate it, or train on its scores."""
     words = ["nemo-like", "eval", f"policy.model={final}"]
-    if config.scalar_heads:
+    if isinstance(config, SamplingRunConfig):
+        words += as_typed(flat(_measured_as(config)))
+    elif config.scalar_heads:
         words = ["nemo-like", "grpo", "environment.reward=reward_model"]
         words.append(f"environment.reward_model={final}")
     if config.cluster.gpus_per_node:
         words.append("cluster.gpus_per_node=1")
-    if isinstance(config, SamplingRunConfig):
-        values = {
-            "data.validation": config.data.validation,
-            "environment.reward": config.environment.reward,
-            "generation.backend": config.generation.backend,
-        }
-        usual = ("reasoning_gym", "vllm", None)
-        words += [f"{key}={value}" for key, value in values.items() if value not in usual]
     return shlex.join(words)
+
+
+def _measured_as(config: SamplingRunConfig) -> dict[str, Any]:
+    """Settings with which an evaluation scores as the run's validations do."""
+    names = {
+        "policy": {"dtype"},
+        "data": {*type(config.data).model_fields} - {"train", "num_train_rows", "shuffle"},
+        "environment": True,
+        "generation": {"backend", "max_new_tokens", "stop", "stop_token_ids"},
+        "validation": {*type(config.validation).model_fields} - {"every_steps"},
+    }
+    return config.model_dump(mode="json", exclude_defaults=True, include=names)
 
 
 def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) -> None:

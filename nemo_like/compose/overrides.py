@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from pydantic.fields import FieldInfo
 
@@ -60,27 +60,6 @@ def accept_free_keys(overrides: Sequence[str], schema: type[RunConfig]) -> list[
         f"++{one}" if key in free or is_in_free_dict(key, schema) else one
         for key, one in zip(keys, overrides, strict=True)
     ]
-
-
-def as_typed(keys: Mapping[str, Any]) -> list[str]:
-    """Python values as one would type them.
-
-    >>> as_typed({"a.b": 'say "so"', "c": {"d": [1, None, True]}})
-    ['a.b="say \\\\"so\\\\""', 'c={d:[1,null,true]}']
-    """
-    return [f"{key}={_written(value)}" for key, value in keys.items()]
-
-
-def _written(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_written(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_written, value)) + "]"
-    if isinstance(value, int | float):
-        return repr(value)
-    return QuotedString(str(value), Quote.double).with_quotes()
 
 
 def _unreadable(typed: str, schema: type[RunConfig]) -> UserError:

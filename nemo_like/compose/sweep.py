@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 from nemo_like.compose.files import check_config_files, schema_of
 from nemo_like.compose.load import Composed
-from nemo_like.compose.overrides import as_typed, check_overrides, refuse_twice
+from nemo_like.compose.overrides import check_overrides, refuse_twice
 from nemo_like.config.run import RunConfig
+from nemo_like.config.typed import as_typed
 from nemo_like.errors import UserError
 
 _MOST_LETTERS = 150

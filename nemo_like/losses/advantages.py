@@ -7,7 +7,7 @@ Legend: ``B`` rows of the step, ``N`` tokens of all rows end to end, ``M`` train
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,14 @@ def of_steps(batch: TensorBatch) -> tuple[dict[str, Tensor], None]:
     of_completion = batch.rows[keys.STEP_ADVANTAGES]
     advantages[at] = of_completion[row, batch.tokens[keys.TURNS][at]].float()
     return {keys.ADVANTAGES: advantages}, None
+
+
+def of_trained(rows: Mapping[str, Tensor]) -> Tensor:
+    """Advantages of rows that train, or of their steps with a reward; empty if tokens have them."""
+    trains = rows[keys.SAMPLE_MASK]
+    if keys.STEP_ADVANTAGES in rows:
+        return rows[keys.STEP_ADVANTAGES][trains[:, None] & ~rows[keys.STEP_REWARDS].isnan()]
+    return rows[keys.ADVANTAGES][trains] if keys.ADVANTAGES in rows else torch.zeros(0)
 
 
 def has_signal(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:

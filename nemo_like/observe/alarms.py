@@ -16,6 +16,8 @@ _WINDOW = 10
 _SETTLED = 4 * _WINDOW
 """Steps after which memory should no longer grow."""
 
+_LENGTH = "rollout/completion_tokens"
+
 Row = Mapping[str, Any]
 
 
@@ -88,15 +90,6 @@ def find_alarms(rows: Iterable[Row], settings: Mapping[str, Any]) -> list[Alarm]
     return [alarm for row in rows for alarm in alarms.add(row)]
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of a configuration by dotted key."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inside = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if inside else {f"{prefix}{key}": value}
-    return found
-
-
 def _groups_without_signal(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
     share = last.mean("rollout/zero_variance_share")
     if not share >= 0.95 or last.mean("rollout/reward_std") == 0:
@@ -134,25 +127,31 @@ def _entropy_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) 
 
 
 def _length_explosion(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
-    before, now = first.mean("rollout/completion_tokens"), last.mean("rollout/completion_tokens")
-    if not (now >= 3 * before > 0 and _reward_gain(first, last) <= 0):
-        return None
-    most = settings.get("generation.max_new_tokens", 0)
-    buffer = f", or penalise the longest with advantage.overlong_buffer_tokens={most // 4}"
-    return (
-        f"completions grew from {before:.0f} to {now:.0f} tokens, but the reward did not rise; "
-        f"{_smaller_rate(settings)}{_if_known(buffer, settings)}"
-    )
+    buffer = settings.get("generation.max_new_tokens", 0) // 4
+    remedy = f", or penalise the longest with advantage.overlong_buffer_tokens={buffer}"
+    return _other_length(first, last, settings, remedy) if _growth(first, last) >= 3 else None
 
 
 def _length_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
-    before, now = first.mean("rollout/completion_tokens"), last.mean("rollout/completion_tokens")
-    if not (now <= before / 4 > 0 and _reward_gain(first, last) <= 0):
+    remedy = ", or keep the policy near its start with loss.kl_coef=0.01"
+    return _other_length(first, last, settings, remedy) if _growth(first, last) <= 1 / 4 else None
+
+
+def _growth(first: _Steps, last: _Steps) -> float:
+    before, now = first.mean(_LENGTH), last.mean(_LENGTH)
+    return now / before if before > 0 else math.nan
+
+
+def _other_length(
+    first: _Steps, last: _Steps, settings: Mapping[str, Any], remedy: str
+) -> str | None:
+    if not last.mean("rollout/reward") - first.mean("rollout/reward") <= 0:
         return None
+    before, now = first.mean(_LENGTH), last.mean(_LENGTH)
     return (
-        f"completions shrank from {before:.0f} to {now:.0f} tokens, but the reward did not rise; "
-        f"{_smaller_rate(settings)}"
-        f"{_if_known(', or keep the policy near its start with loss.kl_coef=0.01', settings)}"
+        f"completions {'grew' if now > before else 'shrank'} from {before:.0f} to {now:.0f} "
+        "tokens, but the reward did not rise; "
+        f"{_smaller_rate(settings)}{_if_known(remedy, settings)}"
     )
 
 
@@ -229,10 +228,6 @@ _RULES: dict[Rule, int] = {
     _memory_growth: _SETTLED,
 }
 """Number of steps that each rule needs."""
-
-
-def _reward_gain(first: _Steps, last: _Steps) -> float:
-    return last.mean("rollout/reward") - first.mean("rollout/reward")
 
 
 def _smaller_rate(settings: Mapping[str, Any]) -> str:

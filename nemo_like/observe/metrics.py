@@ -138,10 +138,14 @@ class Spans:
             self._running.pop()
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
-    def pop(self) -> Metrics:
-        """``time/<name>_s`` of the spans that ended since the last call; the slowest rank wins."""
-        finished, self._seconds = self._seconds, {}
+    def read(self) -> Metrics:
+        """``time/<name>_s`` of the spans that ended since ``pop``; the slowest rank wins."""
         return {
             f"time/{name}_s": Metric(seconds, reduce=Reduce.max)
-            for name, seconds in finished.items()
+            for name, seconds in self._seconds.items()
         }
+
+    def pop(self) -> Metrics:
+        """``read``, and start anew."""
+        found, self._seconds = self.read(), {}
+        return found

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.run import RunConfig
+from nemo_like.config.typed import flat
 from nemo_like.errors import UserError
-from nemo_like.observe.alarms import flat
 from nemo_like.observe.sinks import Details, masked
 
 logger = logging.getLogger(__name__)

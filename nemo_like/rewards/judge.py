@@ -1,7 +1,8 @@
 """The reward ``judge``: a model on an OpenAI-compatible server scores completions.
 
 A row without a verdict (the server is down, refuses, or answers something else) has no reward: it
-is masked and counted, never treated as a bad answer.
+is masked and counted, never treated as a bad answer. What it answered is
+below the first line of the message, by which failures are counted (``rollout/failures.py``).
 """
 
 import asyncio
@@ -86,7 +87,7 @@ class Judge:
                 status, body, asked_wait_s = await self._post(text)
                 if status == 200:
                     return _content(body), number
-                problem = f"{status} {str(body)[:_MOST_CHARS]}"
+                problem = f"{status}\n{str(body)[:_MOST_CHARS]}"
                 if status < 500 and status != 429:
                     break
                 wait_s = max(wait_s, asked_wait_s)
@@ -131,7 +132,7 @@ class Judge:
         except (TypeError, ValueError):  # the group matched nothing, or no number
             number = float("nan")
         if not 0 <= number <= highest:
-            raise UserError(f"{self._name} gave no verdict: {answer[-_MOST_CHARS:]!r}")
+            raise UserError(f"{self._name} gave no verdict\n{answer[-_MOST_CHARS:]!r}")
         return number / highest
 
 

@@ -22,7 +22,10 @@ _MOST_NAMED = 5
 
 
 class RewardFailures:
-    """Logs each reason once and counts it in ``reward_failures.jsonl``."""
+    """Logs each reason once and counts it in ``reward_failures.jsonl``.
+
+    A reason is the first line of a message: what one row alone is about comes below it.
+    """
 
     def __init__(self, environment: EnvironmentConfig, run_dir: Path, resumed_step: int) -> None:
         """Drops counts of steps after ``resumed_step``; -1: a new run."""
@@ -47,7 +50,13 @@ class RewardFailures:
         failed = int((~scored).sum())
         if not failed:
             return
-        reasons = dict(sum((Counter(one.errors) for one in results), Counter()).most_common())
+        found = sum((Counter(one.errors) for one in results), Counter())
+        counts, examples = Counter[str](), dict[str, str]()
+        for text, count in found.items():
+            kind = text.partition("\n")[0]
+            counts[kind] += count
+            examples.setdefault(kind, " ".join(text.split()))
+        reasons = dict(counts.most_common())
         record = {"step": step, "phase": phase, "failed": failed, "of": len(scored)}
         self._file = self._file or JsonlFile(self._path)
         self._file.append(record | {"reasons": reasons})
@@ -55,16 +64,18 @@ class RewardFailures:
         if failed == len(scored):
             raise RunError(
                 f"{self._reward} failed on all {failed} completions of {when}; "
-                f"first: {next(iter(reasons))}"
+                f"first: {examples[next(iter(reasons))]}"
             )
         if failed > self._most * len(scored):
             why, count = next(iter(reasons.items()))
             raise RunError(
                 f"environment.reward failed on {failed} of {len(scored)} completions of {when}, "
                 f"more than environment.max_failed_share={self._most:g} allows; most often "
-                f"({count}): {why}"
+                f"({count}): {examples[why]}"
             )
-        new = [f"{count} x {why}" for why, count in reasons.items() if why not in self._known]
+        new = [
+            f"{count} x {examples[why]}" for why, count in reasons.items() if why not in self._known
+        ]
         self._known |= reasons.keys()
         if len(new) > _MOST_NAMED:
             new[_MOST_NAMED:] = [f"{len(new) - _MOST_NAMED} more in {FILE}"]

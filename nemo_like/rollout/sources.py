@@ -198,7 +198,7 @@ class RolloutSource:
                 with_samples=True,
             )
         columns = rows_of(results)
-        self._failures.check(step, "train", columns, results)
+        self._failures.check(step, "validation", columns, results)
         samples = [sample for result in results for sample in result.samples]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         return samples, batch_metrics("rollout", columns, results)

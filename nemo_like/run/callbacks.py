@@ -15,7 +15,8 @@ class Callbacks:
 
     - ``on_start(folder, config, step)``: before models load; ``step`` is the last one completed.
     - ``on_step(step, metrics)``, ``on_validation(step, metrics)``: after each; step 0 is the
-      validation before training. Returning a string ends the run with that reason.
+      validation before training. Returning a string ends the run with that reason; a last
+      validation is made first.
     - ``on_end(summary)``: after a completed run, once ``final/`` is written.
     """
 

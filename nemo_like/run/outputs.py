@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from nemo_like.config.run import SINKS, RunConfig
-from nemo_like.observe.alarms import Alarms, flat
+from nemo_like.config.typed import flat
+from nemo_like.observe.alarms import Alarms
 from nemo_like.observe.sinks import JsonlFile, MetricSink
 
 

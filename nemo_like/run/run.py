@@ -246,7 +246,9 @@ class Run:
     ) -> dict[str, float] | None:
         """Log a step, validated if it is due; its numbers, unlogged, if a stop postpones that."""
         metrics = self._step_metrics
-        due = step == self._max_steps or (validate_every > 0 and step % validate_every == 0)
+        self.callbacks.tell("on_step", step, _with_rates(values(metrics | self.spans.read())))
+        last = step == self._max_steps or self.callbacks.stop
+        due = last or (validate_every > 0 and step % validate_every == 0)
         if validator is not None and due:
             try:
                 if self._stop.came:
@@ -270,10 +272,7 @@ class Run:
         self._log_step(step, values(metrics | spans))
 
     def _log_step(self, step: int, numbers: dict[str, float]) -> None:
-        if "time/step_s" in numbers and "train/num_tokens" in numbers:
-            numbers["train/tokens_per_s"] = numbers["train/num_tokens"] / numbers["time/step_s"]
-        if "time/step_s" in numbers and "time/waiting_s" in numbers:
-            numbers["time/driver_s"] = numbers["time/step_s"] - numbers["time/waiting_s"]
+        numbers = _with_rates(numbers)
         for short in _SUMMARIZED:
             if (value := numbers.get(f"validation/{short}")) is not None:
                 self._totals.setdefault(f"val_{short}_start", value)
@@ -285,8 +284,6 @@ class Run:
         details = Details(histograms=self._histograms, samples=self._samples)
         self._histograms, self._samples = {}, ()
         self._sinks.log(step, numbers, details)
-        if step:
-            self.callbacks.tell("on_step", step, dict(numbers))
         if any(name.startswith("validation/") for name in numbers):
             self.callbacks.tell("on_validation", step, dict(numbers))
 
@@ -316,3 +313,15 @@ class Run:
             kept_step -= 1
         sinks, self._alarms = open_sinks(self.dir, self.config, kept_step)
         return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)
+
+
+def _with_rates(numbers: dict[str, float]) -> dict[str, float]:
+    """``numbers`` of a step and what follows from them."""
+    found = dict(numbers)
+    if (step_s := numbers.get("time/step_s")) is None:
+        return found
+    if "train/num_tokens" in numbers:
+        found["train/tokens_per_s"] = numbers["train/num_tokens"] / step_s
+    if "time/waiting_s" in numbers:
+        found["time/driver_s"] = step_s - numbers["time/waiting_s"]
+    return found

@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
+from nemo_like.config.typed import flat
 from nemo_like.errors import UserError
-from nemo_like.observe.alarms import Alarm, Alarms, flat
+from nemo_like.observe.alarms import Alarm, Alarms
 from nemo_like.viewer.trajectories import Trajectories, finite
 
 Record = dict[str, Any]
