@@ -51,7 +51,7 @@ def _first(names: Sequence[str], records: Sequence[dict[str, float]]) -> str | N
 
 
 def _label(folder: Path) -> str:
-    """Label from a finished run's summary, or else the folder's name."""
+    """Label from the summary of a run that has ended, or else the folder's name."""
     summary = folder / "summary.json"
     if not summary.is_file() or "=" in folder.name:
         return folder.name

@@ -1,5 +1,6 @@
 """A run's folder continues the run that it is of, and no other."""
 
+import json
 import os
 import shlex
 import shutil
@@ -17,10 +18,11 @@ from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import RunSection
 from nemo_like.config.sampling import SamplingRunConfig
-from nemo_like.errors import RunError, StoppedError, UserError
+from nemo_like.errors import RunError, StoppedError, UserError, exit_code
 from nemo_like.run.ending import end_on_error, listen
 from nemo_like.run.folder import note_end, note_start, save_config
 from nemo_like.run.run import Run
+from nemo_like.viewer.runs import find_runs
 from tests.small_runs import run_config, small_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -113,6 +115,17 @@ def test_the_log_says_what_ended_a_run_and_how_to_go_on(tmp_path, capsys, error,
     assert ("Traceback" in log) == isinstance(error, KeyError)
     assert (" ERROR " in log) == isinstance(error, Exception)  # not where one asked for the end
     assert "ended here" not in capsys.readouterr().err
+    summary = json.loads((folder / "summary.json").read_text())
+    assert f"The run ended here: {summary['error']}" in log
+    assert summary["next"] == command.strip()
+    assert summary["exit_code"] == exit_code(error)
+    run = find_runs([str(folder)])[0]
+    assert run.state() == f"no step yet, ended with exit code {exit_code(error)}"
+    assert run.outcome() == [f"It ended with: {summary['error']}", f"Next: {command.strip()}"]
+    with Run(small_config(folder), "grpo") as again:
+        assert run.state() == "no step yet"
+        again.finish()
+    assert run.state() == "no step yet, finished"
 
 
 @pytest.mark.parametrize(

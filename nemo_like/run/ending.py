@@ -68,10 +68,10 @@ def _sentence(error: BaseException) -> str | None:
     return None
 
 
-def note_error(error: BaseException, resume: str) -> None:
+def note_error(error: BaseException, again: str) -> tuple[str, int]:
     """Log in ``run.log`` why a run ended; ``end_on_error`` tells the console.
 
-    ``resume``: the command that continues the run.
+    ``again``: the command that continues the run. Returns the reason and the exit code.
     """
     told = told_to_end(error)
     sentence = _sentence(error) if told is None else str(told) or "Interrupted."
@@ -79,10 +79,11 @@ def note_error(error: BaseException, resume: str) -> None:
         logging.ERROR if told is None else logging.INFO,
         "The run ended here: %s\nTo continue from its latest checkpoint: %s",
         sentence or repr(error),
-        resume,
+        again,
         exc_info=None if sentence else error,
         extra={"file_only": True},
     )
+    return sentence or repr(error), exit_code(told or error)
 
 
 def told_to_end(error: BaseException) -> BaseException | None:

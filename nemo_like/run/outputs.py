@@ -1,4 +1,4 @@
-"""Create the sinks that a run's configuration names."""
+"""The sinks that a run's configuration names, and what they get."""
 
 from pathlib import Path
 
@@ -23,3 +23,15 @@ def open_sinks(folder: Path, config: RunConfig, kept_step: int) -> tuple[list[Me
         make = SINKS.load("logging.sinks", spec)
         sinks.append(make(folder, config, kept_step if kept_step > 0 else None))
     return sinks, alarms
+
+
+def with_rates(numbers: dict[str, float]) -> dict[str, float]:
+    """``numbers`` of a step and what follows from them."""
+    found = dict(numbers)
+    if (step_s := numbers.get("time/step_s")) is None:
+        return found
+    if "train/num_tokens" in numbers:
+        found["train/tokens_per_s"] = numbers["train/num_tokens"] / step_s
+    if "time/waiting_s" in numbers:
+        found["time/driver_s"] = step_s - numbers["time/waiting_s"]
+    return found

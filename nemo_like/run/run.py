@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,10 +29,11 @@ from nemo_like.run.callbacks import Callbacks
 from nemo_like.run.checkpoint import Loader, Model, Saves
 from nemo_like.run.ending import SIGNALS, LeftError, StopRequest, listen, note_error
 from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
-from nemo_like.run.outputs import open_sinks
+from nemo_like.run.outputs import open_sinks, with_rates
 
 logger = logging.getLogger(__name__)
 
+_SUMMARY = "summary.json"
 _SUMMARIZED = ("accuracy", "reward", "loss")
 """Of the metrics of validations."""
 
@@ -77,7 +78,7 @@ class Run:
         self._step_metrics: Metrics = {}
         self._histograms: Mapping[str, Sequence[float]] = {}
         self._samples: Sequence[Mapping[str, Any]] = ()
-        self._max_steps = 0
+        self._max_steps, self._last_step = 0, self.first_step
         self._stop = StopRequest()
         samples = isinstance(config, SamplingRunConfig)
         self._progress = Progress(
@@ -92,6 +93,7 @@ class Run:
             note_start(self.dir, self.first_step)
 
     def __enter__(self) -> Self:
+        (self.dir / _SUMMARY).unlink(missing_ok=True)  # of an earlier execution
         self._exit.enter_context(self._progress)
         self._exit.callback(self._sinks.close)
         if threading.current_thread() is threading.main_thread():
@@ -106,8 +108,11 @@ class Run:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            words = [self._name, str(self.dir / "config.yaml"), f"run.dir={self.dir}"]
-            note_error(error, shlex.join(["nemo-like", *words, "run.resume=true"]))
+            words = ["nemo-like", self._name, str(self.dir / "config.yaml"), f"run.dir={self.dir}"]
+            again = shlex.join(words if self.config.evaluates else [*words, "run.resume=true"])
+            why, code = note_error(error, again)
+            with suppress(OSError):  # the disk may be full
+                self._write_summary(self._last_step, error=why, exit_code=code, next=again)
         self._exit.__exit__(kind, error, trace)
 
     @contextmanager
@@ -225,28 +230,32 @@ class Run:
 
     def finish(self, **facts: Any) -> None:
         """Write ``summary.json``: the run's results, in numbers that it measured itself."""
+        self._stop.when_done()
+        note_end(self.dir)
+        summary = self._write_summary(max(self.first_step, self._max_steps), **facts)
+        logger.info("Summary: %s", json.dumps(summary))
+        if "final" in summary:
+            logger.info("The model is in %s. Next: %s", summary["final"], summary["next"])
+        self.callbacks.tell("on_end", summary)
+
+    def _write_summary(self, steps: int, **facts: Any) -> dict[str, Any]:
         summary = {
-            "steps": max(self.first_step, self._max_steps),
+            "steps": steps,
             "wall_s": round(self._totals_now()["wall_s"], 1),
             **{name: value for name, value in self._totals.items() if name.startswith("val_")},
             **facts,
             "model": self.config.policy.model,
             "seed": self.config.run.seed,
         }
-        self._stop.when_done()
-        note_end(self.dir)
-        (self.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        logger.info("Summary: %s", json.dumps(summary))
-        if "final" in summary:
-            logger.info("The model is in %s. Next: %s", summary["final"], summary["next"])
-        self.callbacks.tell("on_end", summary)
+        (self.dir / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+        return summary
 
     def _measure(
         self, step: int, validator: Validator | None, validate_every: int
     ) -> dict[str, float] | None:
         """Log a step, validated if it is due; its numbers, unlogged, if a stop postpones that."""
         metrics = self._step_metrics
-        self.callbacks.tell("on_step", step, _with_rates(values(metrics | self.spans.read())))
+        self.callbacks.tell("on_step", step, with_rates(values(metrics | self.spans.read())))
         last = step == self._max_steps or self.callbacks.stop
         due = last or (validate_every > 0 and step % validate_every == 0)
         if validator is not None and due:
@@ -272,7 +281,7 @@ class Run:
         self._log_step(step, values(metrics | spans))
 
     def _log_step(self, step: int, numbers: dict[str, float]) -> None:
-        numbers = _with_rates(numbers)
+        numbers = with_rates(numbers)
         for short in _SUMMARIZED:
             if (value := numbers.get(f"validation/{short}")) is not None:
                 self._totals.setdefault(f"val_{short}_start", value)
@@ -280,7 +289,7 @@ class Run:
         for alarm in self._alarms.add({"step": step, **numbers}):
             numbers[f"alarm/{alarm.name}"] = 1.0
             logger.warning("Alarm at step %d: %s.", step, alarm.text)
-        self._step_values = numbers
+        self._step_values, self._last_step = numbers, step
         details = Details(histograms=self._histograms, samples=self._samples)
         self._histograms, self._samples = {}, ()
         self._sinks.log(step, numbers, details)
@@ -313,15 +322,3 @@ class Run:
             kept_step -= 1
         sinks, self._alarms = open_sinks(self.dir, self.config, kept_step)
         return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)
-
-
-def _with_rates(numbers: dict[str, float]) -> dict[str, float]:
-    """``numbers`` of a step and what follows from them."""
-    found = dict(numbers)
-    if (step_s := numbers.get("time/step_s")) is None:
-        return found
-    if "train/num_tokens" in numbers:
-        found["train/tokens_per_s"] = numbers["train/num_tokens"] / step_s
-    if "time/waiting_s" in numbers:
-        found["time/driver_s"] = step_s - numbers["time/waiting_s"]
-    return found

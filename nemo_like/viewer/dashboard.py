@@ -90,7 +90,7 @@ class Dashboard:
         runs = [
             {
                 "name": one.name,
-                "state": one.state(),
+                "state": ". ".join([one.state(), *one.outcome()]),
                 "samples_per_step": one.samples_per_step(),
                 "alarms": [f"step {alarm.step}: {alarm.text}" for alarm in one.alarms],
             }

@@ -2,7 +2,6 @@
 
 import argparse
 import html
-import json
 import math
 import re
 import statistics
@@ -58,7 +57,7 @@ def run(arguments: Sequence[str]) -> None:
 def report(runs: Sequence[RunFolder]) -> Iterator[Block]:
     """The blocks of a report on one run, or on two side by side."""
     yield "title", " and ".join(run.name for run in runs)
-    yield "list", [*map(_about, runs)]
+    yield "list", [line for run in runs for line in (_about(run), *run.outcome())]
     yield "title", "Metrics"
     yield "text", f"First and last: means over {_END} steps (or validations)."
     yield "table", _numbers(runs)
@@ -76,9 +75,7 @@ def report(runs: Sequence[RunFolder]) -> Iterator[Block]:
 def _about(run: RunFolder) -> str:
     in_steps = len(run.steps()) * mean_phases(run.steps()).total()
     text = f"{run.name}: {run.state()}, model {run.config.get('policy.model')}"
-    try:
-        whole = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))["wall_s"]
-    except (OSError, ValueError, KeyError):
+    if (whole := run.summary().get("wall_s")) is None:
         return f"{text}, {in_steps:.0f} s in steps so far"
     return f"{text}, {whole:.0f} s in total, {in_steps:.0f} s of it in steps"
 

@@ -81,14 +81,29 @@ class RunFolder:
 
     def state(self) -> str:
         """Finished or not, and if not, the time of its last sign of life."""
-        records = self.records()
+        records, summary = self.records(), self.summary()
+        end = f"ended with exit code {summary['exit_code']}" if "error" in summary else "finished"
         if not records:
-            return "no step yet"
+            return f"no step yet{f', {end}' if summary else ''}"
         most = next((v for k, v in self.config.items() if k.endswith(".max_steps") and v), "?")
         step = f"step {records[-1]['step']} of {most}"
-        if (self.path / "summary.json").exists():
-            return f"{step}, finished"
+        if summary:
+            return f"{step}, {end}"
         return f"{step}, at {datetime.fromtimestamp(records[-1].get('time', 0)):%Y-%m-%d %H:%M:%S}"
+
+    def summary(self) -> dict[str, Any]:
+        """What ``summary.json`` says; empty until the run has ended."""
+        try:
+            found = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def outcome(self) -> list[str]:
+        """The error that ended the run, and the command to type next."""
+        summary = self.summary()
+        known = {"error": "It ended with: ", "next": "Next: "}
+        return [f"{text}{summary[name]}" for name, text in known.items() if name in summary]
 
     def log(self) -> list[str]:
         """The last lines of ``run.log``."""

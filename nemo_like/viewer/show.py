@@ -35,6 +35,8 @@ def run(arguments: Sequence[str]) -> None:
 def _show(console: Console, run: RunFolder, step: int | None, num_samples: int) -> None:
     _say(console, f"{run.name}: {run.state()}", "bold")
     _say(console, str(run.path))
+    for line in run.outcome():
+        _say(console, line)
     records = [one for one in run.records() if step is None or one["step"] <= step]
     if records:
         console.print(_numbers(records))
