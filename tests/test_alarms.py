@@ -114,6 +114,14 @@ def test_a_fault_raises_its_alarm_once_with_a_key_and_a_value(name):
     assert [part for part in FAULTS[name][1] if part not in alarm.text] == []
 
 
+def test_a_straggler_is_named_with_its_node():
+    alarms = Alarms(SETTINGS)
+    alarms.hosts = {"generation-3": "gpu17"}
+    (found,) = [one for row in faulty("straggler") for one in alarms.add(row)]
+    assert "generation rank 3 on node gpu17 takes " in found.text
+    assert "cluster.slurm.extra=[--exclude=gpu17]" in found.text
+
+
 def test_the_value_depends_on_the_run():
     rows = [{"step": i, "time/step_s": 1.0, "rollout/truncated_share": 0.8} for i in range(1, 20)]
     (alarm,) = find_alarms(rows, SETTINGS | {"generation.max_new_tokens": 300})

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.cli import main
 from nemo_like.config.run import RunSection
 from nemo_like.errors import UserError
+from nemo_like.observe.phase_trace import PhaseTrace, joined
 from nemo_like.observe.trajectory_files import TrajectoryFiles
 from nemo_like.run.folder import save_config
 from nemo_like.viewer.dashboard import Dashboard
@@ -27,6 +29,7 @@ from tests.test_trajectory_files import keep, one, opened, table
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 LABEL = "<b id=injected>run"
+POLICY, GENERATION = "policy-0", "generation-0"
 
 
 def log(folder, step, **values):
@@ -364,6 +367,43 @@ def test_a_real_run_is_read_back(straight):
         chosen = found.chosen({"phase": phase})
         ages = found.columns["step"][chosen] - found.columns["weight_version"][chosen]
         assert {*ages.tolist()} == {behind}
+
+
+def test_a_trace_has_the_phases_of_every_process(straight, tmp_path, capsys):
+    main(["report", str(straight), f"--out={tmp_path}", f"--trace={tmp_path / 'trace.json'}"])
+    assert capsys.readouterr().out.endswith("trace.json\n")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    host = os.uname().nodename
+    names = {one["pid"]: one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert [*names.values()] == [f"{name} on {host}" for name in ("driver", GENERATION, POLICY)]
+    phases = {(names[e["pid"]].partition(" ")[0], e["name"]) for e in events if e["ph"] == "X"}
+    assert phases >= {
+        *(("driver", name) for name in ("step", "rollout", "refit", "train", "validation")),
+        *((GENERATION, "rollout"), (POLICY, "train"), (POLICY, "send_weights")),
+    }
+
+    def span(process, name):
+        found = [e for e in events if names[e["pid"]].startswith(process) and e["name"] == name]
+        return [(one["ts"], one["ts"] + one["dur"]) for one in found]
+
+    steps, trained = span("driver", "step"), span(POLICY, "train")
+    assert len(steps) == len(trained) == 6
+    for (begin, end), (first, last) in zip(steps, trained, strict=True):
+        assert begin < first < last < end
+    assert json.loads((straight / "nodes.json").read_text()) == {POLICY: host, GENERATION: host}
+
+
+def test_calls_side_by_side_are_on_lanes_of_their_own(tmp_path):
+    trace = PhaseTrace(tmp_path, "a")
+    with trace.phase("first"):
+        with trace.phase("second"):
+            pass
+        with trace.phase("third"):
+            pass
+    trace.close()
+    (tmp_path / "a.trace.jsonl").open("a").write('{"cut')
+    found = [(one.get("tid"), one["name"]) for one in joined(tmp_path)["traceEvents"]]
+    assert found == [(None, "process_name"), (1, "second"), (1, "third"), (0, "first")]
 
 
 # In a browser

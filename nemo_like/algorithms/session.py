@@ -31,6 +31,7 @@ from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.process import policy_group
 from nemo_like.rollout.process import rollout_group
+from nemo_like.run.outputs import note_nodes
 from nemo_like.run.run import Run
 
 if TYPE_CHECKING:
@@ -175,6 +176,8 @@ def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator
             rows=rows,
         )
         groups: list[WorkerGroup[Any]] = [trainers, *([replicas] if replicas else [])]
+        hosts = {one.log_path.stem: one.host for each in groups for one in each.contexts}
+        note_nodes(run.dir, run.alarms, hosts)
         for group in groups:
             session.ask_for(group, str(run.dir / "config.yaml"), model_path)
         for group in groups:

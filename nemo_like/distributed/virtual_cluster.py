@@ -48,11 +48,14 @@ class NodeNetwork:
     interfaces: Mapping[str, Sequence[str]]
     inherited: Mapping[str, str]
     """The variables that its processes have already."""
+    host: str = ""
+    """Its name."""
 
 
 def read_network(address: str, environment: Mapping[str, str]) -> NodeNetwork:
     return NodeNetwork(
         address=address,
+        host=os.uname().nodename,
         interfaces={
             name: [one.address for one in found] for name, found in psutil.net_if_addrs().items()
         },
@@ -150,6 +153,7 @@ class Bundle:
     environment: Mapping[str, str] = field(default_factory=dict)
     listens_on: str = ""
     """This and ``environment``: see ``WorkerContext``."""
+    host: str = ""
 
     def scheduling_strategy(self) -> PlacementGroupSchedulingStrategy:
         """Where an actor of this bundle goes; without it, it would wait for CPUs that we hold."""
@@ -244,6 +248,7 @@ class VirtualCluster:
                 index=index,
                 node_id=node,
                 address=network.address,
+                host=network.host,
                 gpu_id=gpu,
                 environment=environments[index] | trust_variables(),
                 listens_on=listening_address(network, wanted, several_nodes=num_nodes > 1),

@@ -24,6 +24,7 @@ import psutil
 
 from nemo_like.imports import without_collector
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.observe.phase_trace import PhaseTrace
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -44,6 +45,8 @@ class WorkerContext:
     """Variables that its process gets; see ``virtual_cluster.worker_environment``."""
     listens_on: str
     """Address that its rendezvous listens on; empty: all of the node's."""
+    host: str = ""
+    """Name of its node."""
     log_dir: str
     """Folder of ``<role>-<rank>.log``, which receives everything the process writes to stderr."""
 
@@ -88,6 +91,7 @@ class Host:
         self._context = context
         self._worker_class = worker_class
         self._worker: Worker | None = None
+        self._trace = PhaseTrace(context.log_path.parent, context.log_path.stem)
         # Set here, before CUDA is initialised, rather than by Ray's num_gpus: a vLLM engine
         # needs the GPUs of all its bundles in one process, and policy and engine share a GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.gpu_ids)
@@ -96,6 +100,10 @@ class Host:
         self._redirect_stderr()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with self._trace.phase(method):
+            return self._call(method, *args, **kwargs)
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._ready_worker(), method)(*args, **kwargs)
 
     def missing(self, paths: list[str]) -> list[str]:
@@ -135,12 +143,13 @@ class AsyncHost(Host):
         self._importing, self._in_thread = asyncio.Lock(), asyncio.to_thread
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if self._worker is None:
-            async with self._importing:
-                # In a thread: the event loop would answer nobody for seconds.
-                await self._in_thread(self._ready_worker)
-        result = super().call(method, *args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
+        with self._trace.phase(method):
+            if self._worker is None:
+                async with self._importing:
+                    # In a thread: the event loop would answer nobody for seconds.
+                    await self._in_thread(self._ready_worker)
+            result = self._call(method, *args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
 
 
 def keep_compiler_cache() -> None:

@@ -40,6 +40,7 @@ def worker_contexts(
             rank=rank,
             world_size=len(bundles),
             address=of_rank[0].address,
+            host=of_rank[0].host,
             node_id=of_rank[0].node_id,
             environment=of_rank[0].environment,
             listens_on=of_rank[0].listens_on,

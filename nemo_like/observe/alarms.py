@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+NODES = "nodes.json"
+"""File with the node of each worker."""
 _WINDOW = 10
 """Steps on each side of a comparison."""
 _SETTLED = 4 * _WINDOW
@@ -32,8 +34,8 @@ class Alarm(NamedTuple):
 class _Steps:
     """Metrics of some steps; NaN, which fails every comparison, where a step lacks one."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
+    def __init__(self, rows: Sequence[Row], hosts: Mapping[str, str] | None = None) -> None:
+        self.rows, self.hosts = rows, hosts or {}
 
     def of(self, name: str) -> list[float]:
         found = [row.get(name) for row in self.rows]
@@ -57,6 +59,8 @@ class Alarms:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """``settings``: the run's configuration by dotted key, to compute recommended values."""
         self._settings = settings
+        self.hosts: Mapping[str, str] = {}
+        """The node of each worker, by the name of its log."""
         self._known = set[str]()
         self._first: list[Row] = []
         self._last = deque[Row](maxlen=_WINDOW)
@@ -74,7 +78,7 @@ class Alarms:
             Alarm(rule.__name__.strip("_"), row["step"], text)
             for rule, least in _RULES.items()
             if self._count >= least and rule.__name__.strip("_") not in self._known
-            if (text := rule(self._begin(least), _Steps(self._last), self._settings))
+            if (text := rule(self._begin(least), _Steps(self._last, self.hosts), self._settings))
         ]
         self._known |= {alarm.name for alarm in found}
         return found
@@ -214,10 +218,12 @@ def _straggler(_: _Steps, last: _Steps, __: Mapping[str, Any]) -> str | None:
     rank, ratio = statistics.mode(ranks), last.mean("rollout/slowest_over_median")
     if not (ratio >= 1.5 and ranks.count(rank) >= 0.8 * len(ranks)):
         return None
+    host = last.hosts.get(f"generation-{rank:.0f}")
+    where = f" on node {host}" if host else ""
     return (
-        f"generation rank {rank:.0f} takes {ratio:.1f} times as long as most others, which wait "
-        "for it; check what else runs on its node, or leave that node out "
-        "(cluster.slurm.extra=[--exclude=NODE])"
+        f"generation rank {rank:.0f}{where} takes {ratio:.1f} times as long as most others, which "
+        "wait for it; check what else runs there, or leave the node out "
+        f"(cluster.slurm.extra=[--exclude={host or 'NODE'}])"
     )
 
 

@@ -121,8 +121,13 @@ def _total(terms: Iterable[float]) -> float:
 class Spans:
     """Wall-clock seconds by phase, for one thread; an outer span contains its inner ones."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        ended: Callable[[str, float, float], None] = lambda *_: None,
+    ) -> None:
+        """``ended`` gets the name of each span, when it began by ``time.time``, and its seconds."""
+        self._clock, self._ended = clock, ended
         self._seconds: dict[str, float] = {}
         self._running: list[str] = []
 
@@ -131,12 +136,14 @@ class Spans:
         """Add the duration of the block to ``name``, also if the block raises."""
         assert name not in self._running, f"span {name!r} inside itself would count twice"
         self._running.append(name)
-        start = self._clock()
+        began, start = time.time(), self._clock()
         try:
             yield
         finally:
             self._running.pop()
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            seconds = self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._ended(name, began, seconds)
 
     def read(self) -> Metrics:
         """``time/<name>_s`` of the spans that ended since ``pop``; the slowest rank wins."""

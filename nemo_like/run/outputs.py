@@ -1,10 +1,11 @@
 """The sinks that a run's configuration names, and what they get."""
 
+import json
 from pathlib import Path
 
 from nemo_like.config.run import SINKS, RunConfig
 from nemo_like.config.typed import flat
-from nemo_like.observe.alarms import Alarms
+from nemo_like.observe.alarms import NODES, Alarms
 from nemo_like.observe.sinks import JsonlFile, MetricSink
 
 
@@ -23,6 +24,12 @@ def open_sinks(folder: Path, config: RunConfig, kept_step: int) -> tuple[list[Me
         make = SINKS.load("logging.sinks", spec)
         sinks.append(make(folder, config, kept_step if kept_step > 0 else None))
     return sinks, alarms
+
+
+def note_nodes(folder: Path, alarms: Alarms, hosts: dict[str, str]) -> None:
+    """Keep the node of each worker, by the name of its log, for alarms and the viewer."""
+    (folder / NODES).write_text(json.dumps(hosts, indent=1))
+    alarms.hosts = hosts
 
 
 def with_rates(numbers: dict[str, float]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from nemo_like.observe.console import (
     shorten,
 )
 from nemo_like.observe.metrics import Metrics, Spans, values
+from nemo_like.observe.phase_trace import PhaseTrace
 from nemo_like.observe.sinks import Details, Sinks
 from nemo_like.run.callbacks import Callbacks
 from nemo_like.run.checkpoint import Loader, Model, Saves
@@ -61,7 +62,9 @@ class Run:
             self._exit = stack.pop_all()
 
     def _open(self, config: RunConfig, began: float, stack: ExitStack) -> None:
-        self.spans = Spans()
+        trace = PhaseTrace(self.dir / "logs", "driver")
+        stack.callback(trace.close)
+        self.spans = Spans(ended=trace.add)
         self._start = time.monotonic()
         terminal = live_terminal()
         stack.callback(setup_logging(self.dir, terminal))
@@ -286,7 +289,7 @@ class Run:
             if (value := numbers.get(f"validation/{short}")) is not None:
                 self._totals.setdefault(f"val_{short}_start", value)
                 self._totals[f"val_{short}_end"] = value
-        for alarm in self._alarms.add({"step": step, **numbers}):
+        for alarm in self.alarms.add({"step": step, **numbers}):
             numbers[f"alarm/{alarm.name}"] = 1.0
             logger.warning("Alarm at step %d: %s.", step, alarm.text)
         self._step_values, self._last_step = numbers, step
@@ -320,5 +323,5 @@ class Run:
         kept_step = self.first_step if self._resumed else -1
         if self._resumed and self._resumed.unlogged is not None:
             kept_step -= 1
-        sinks, self._alarms = open_sinks(self.dir, self.config, kept_step)
+        sinks, self.alarms = open_sinks(self.dir, self.config, kept_step)
         return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)

@@ -2,6 +2,7 @@
 
 import argparse
 import html
+import json
 import math
 import re
 import statistics
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_like.observe.phase_trace import joined
 from nemo_like.viewer.runs import Record, RunFolder, differences, find_runs, mean_phases
 
 _END = 10
@@ -45,6 +47,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("run", help="run.dir of a run, where the report is written")
     parser.add_argument("other", nargs="?", help="run.dir of a run to compare with")
     parser.add_argument("--out", type=Path, help="folder for the report instead")
+    parser.add_argument("--trace", type=Path, help="write all processes' phases here, for Perfetto")
     options = parser.parse_args(arguments)
     runs = find_runs([options.run, *([options.other] if options.other else [])])[:2]
     blocks, out = [*report(runs)], options.out or runs[0].path
@@ -52,6 +55,9 @@ def run(arguments: Sequence[str]) -> None:
     for name, text in (("report.html", as_html(blocks)), ("report.md", as_markdown(blocks))):
         (out / name).write_text(text, encoding="utf-8")
         sys.stdout.write(f"{out / name}\n")
+    if options.trace:
+        options.trace.write_text(json.dumps(joined(runs[0].path / "logs")), encoding="utf-8")
+        sys.stdout.write(f"{options.trace}\n")
 
 
 def report(runs: Sequence[RunFolder]) -> Iterator[Block]:

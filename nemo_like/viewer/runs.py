@@ -15,7 +15,7 @@ import yaml
 
 from nemo_like.config.typed import flat
 from nemo_like.errors import UserError
-from nemo_like.observe.alarms import Alarm, Alarms
+from nemo_like.observe.alarms import NODES, Alarm, Alarms
 from nemo_like.viewer.trajectories import Trajectories, finite
 
 Record = dict[str, Any]
@@ -57,6 +57,8 @@ class RunFolder:
             return self._records
         whole = text[: text.rfind(b"\n") + 1]
         self._read_until += len(whole)
+        if not self._alarms.hosts:
+            self._alarms.hosts = self._json(NODES)
         for record in _parsed(whole.splitlines()):
             self._records.append(record)
             self.alarms += self._alarms.add(record)
@@ -93,8 +95,11 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         """What ``summary.json`` says; empty until the run has ended."""
+        return self._json("summary.json")
+
+    def _json(self, name: str) -> dict[str, Any]:
         try:
-            found = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            found = json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
