@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
         model_path=model_path,
         max_steps=max_steps,
         output=output,
-        log_dir=_LOGS.name,
+        log_dir=(logs := mkdtemp(dir=_LOGS.name)),
     )
     torch.manual_seed(0)
     trainer = Trainer(setup, torch.device("cpu"))
@@ -80,6 +80,7 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
     }
     if not (seen["compiled"] or "OffloadWrapper" in seen["modules"]):  # a minute; a GPU's
         seen["steps"] = [_step(trainer) for _ in range(2)]
+        seen["profiles"] = [one.name for one in Path(logs).glob("profile-*")]
         seen["parameters"] = {n: _digest(p) for n, p in trainer.parameters.items()}
     return seen
 

@@ -177,6 +177,8 @@ TRAINING = [
     ),
     *seen(trained, "policy.debug.metrics=true"),
     *seen(trained, "policy.debug.hang_report_s=100"),
+    *seen(trained, "policy.debug.profile_steps=[1]"),
+    *seen(trained, "policy.debug.profile_ranks=[1]", beside="policy.debug.profile_steps=[1]"),
 ]
 
 LOGITS = seen(trained, "policy.logprob_chunk_tokens=8") + seen(
@@ -479,7 +481,8 @@ _NOTHING_TRAINS = (
     "policy.batching=padded policy.micro_batch_tokens=9000 policy.micro_batch_size=1 "
     "policy.logprob_chunk_tokens=8 policy.compile=true policy.activation_checkpointing=full "
     "policy.activation_offload=true policy.debug.checks=true "
-    "policy.debug.metrics=true policy.debug.hang_report_s=100 checkpoint.every_steps=1 "
+    "policy.debug.metrics=true policy.debug.hang_report_s=100 policy.debug.profile_steps=[1] "
+    "policy.debug.profile_ranks=[1] checkpoint.every_steps=1 "
     "checkpoint.every_minutes=1 "
     "checkpoint.keep_last=1 checkpoint.metric=train/loss "
     "checkpoint.export=false"

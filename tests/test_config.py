@@ -337,6 +337,8 @@ def test_ddp_keeps_its_parameters_on_the_gpu():
             "must be below 160, the optimizer steps that grpo.max_steps=40 come to, or the peak",
         ),
         (["policy.debug.hang_report_s=0"], "hang_report_s=0 must be above 0"),
+        (["policy.debug.profile_steps=[99]"], "the run ends at optimizer step 40, before 99"),
+        (["policy.debug.profile_ranks=[1]"], "policy.debug.profile_steps is empty"),
         (["policy.debug.hang_report_s=1800"], "must be below cluster.call_timeout_s=1800"),
     ],
 )

@@ -1,5 +1,6 @@
 """What ``policy.debug`` switches on, on gloo ranks: replicas, data, memory, collectives, hangs."""
 
+import json
 import logging
 import re
 import time
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.debug import DebugConfig
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Reduce, values
 from nemo_like.policy.debug.checks import (
@@ -24,6 +26,7 @@ from nemo_like.policy.debug.checks import (
     memory_metrics,
 )
 from nemo_like.policy.debug.diagnostics import HangReport
+from nemo_like.policy.debug.profile import StepProfiles
 
 CPU = torch.device("cpu")
 ULP_AT_1 = 2.0**-23
@@ -306,3 +309,18 @@ def test_each_late_phase_is_reported_and_an_error_ends_its_watch(tmp_path):
         time.sleep(0.6)
     text = (tmp_path / "hang.txt").read_text()
     assert re.findall(r"phase '(\w+)'", text) == ["outer", "inner", "next"]
+
+
+def test_only_chosen_steps_are_profiled_on_chosen_ranks(tmp_path):
+    config = DebugConfig(profile_steps=[2], profile_ranks=[0])
+    for rank in (0, 1):
+        profiles = StepProfiles(config, rank, CPU, tmp_path / f"profile-{rank}")
+        for step in (1, 2, 3):
+            for _ in range(2):  # a step may come in parts
+                profiles.begin(step)
+                torch.ones(4, 4) @ torch.ones(4, 4)
+            profiles.end()
+    (path,) = tmp_path.iterdir()
+    assert path.name == "profile-0-step2.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(one.get("name") == "aten::mm" for one in events) == 2

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from nemo_like.cli import main
+from nemo_like.config.debug import DebugConfig
 from nemo_like.config.optimizer import Moments, OptimizerConfig
-from nemo_like.config.policy import DebugConfig, ParallelConfig, PolicyConfig
+from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.model_shape import GIB, ModelShape, Role
 from nemo_like.planning.offload import MemoryNeeds, Others, auto_line, choose, memory_needs

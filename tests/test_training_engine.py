@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_like.config.debug import DebugConfig
 from nemo_like.config.optimizer import OptimizerConfig
-from nemo_like.config.policy import DebugConfig, ParallelConfig
+from nemo_like.config.policy import ParallelConfig
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference, schedule
 from tests.layouts import LAYOUTS, layout
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from nemo_like.config.debug import DebugConfig
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
 from nemo_like.config.section import Count, OnlyIf, Positive, Section
@@ -27,11 +28,6 @@ _ON_GPU = OnlyIf(lambda _, run: run.cluster.gpus_per_node > 0, _NO_GPU)
 _DDP = OnlyIf(
     lambda _, run: run.policy.parallel.data_parallel == "ddp",
     "FSDP synchronises gradients in its own way; set policy.parallel.data_parallel=ddp",
-)
-_OWN_GRADIENTS = OnlyIf(
-    lambda _, run: run.policy.parallel.ddp.average_every_steps == 1,
-    "policy.parallel.ddp.average_every_steps above 1 lets each rank keep its own gradients; set it "
-    "to 1",
 )
 _PIPELINE = OnlyIf(
     lambda here, _: here.pipeline_parallel_size > 1,
@@ -133,30 +129,6 @@ class ParallelConfig(Section):
             yield (
                 "policy.dtype=float16 does not go with data_parallel=ddp, whose autocast is for "
                 f"bfloat16; set policy.dtype=bfloat16 or {here}.data_parallel=fsdp."
-            )
-
-
-class DebugConfig(Section):
-    """Checks that cost time; each raises or logs by itself."""
-
-    checks: Annotated[bool, _OWN_GRADIENTS] = False
-    """Stop unless ranks that should hold equal parameters have equal gradients before each step and
-    equal parameters after it, bit for bit; if two data-parallel ranks get the same rows; or if
-    ranks that should share rows do not."""
-    metrics: bool = False
-    """Log each rank's memory by phase, and count and time the collectives of logprobs, backward and
-    optimizer: ``memory/…`` and ``collective/…``, of the ranks that have the loss (the last
-    stage's)."""
-    hang_report_s: Positive | None = None
-    """Seconds in one phase after which each rank writes where it stands to ``logs/hang-*.txt``."""
-
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """A hang is reported before its limit ends the run."""
-        limit_s = run.cluster.call_timeout_s
-        if self.hang_report_s is not None and self.hang_report_s >= limit_s:
-            yield (
-                f"{here}.hang_report_s={self.hang_report_s:g} must be below "
-                f"cluster.call_timeout_s={limit_s:g}, at which the run ends; lower it."
             )
 
 

@@ -126,6 +126,7 @@ class Trainer:
         ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
         is that of all ranks.
         """
+        self.diagnostics.profiles.begin(self.num_steps + 1)
         self.diagnostics.check_rows(micro_batches)
         if on_policy and self._sums is None:
             self._sums = MismatchSums(self.device)
@@ -174,6 +175,7 @@ class Trainer:
             with self.diagnostics.phase("optimizer"):
                 self._optimizer_step()
         forget_gradients(parameters)
+        self.diagnostics.profiles.end()
         self._check_copies(parameters, "parameters")
         metrics |= self.diagnostics.pop()
         if self.loss_scale is not None:

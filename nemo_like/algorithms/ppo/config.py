@@ -102,6 +102,7 @@ class PPOConfig(PolicyGradientRunConfig):
         critic = self.critic
         return self.policy.replace(
             model=critic.model or self.policy.model,
+            debug=self.policy.debug.replace(profile_steps=[]),
             optimizer=self.policy.optimizer.replace(lr=critic.lr),
         )
 

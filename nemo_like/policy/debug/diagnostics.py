@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.policy import DebugConfig
+from nemo_like.config.debug import DebugConfig
 from nemo_like.observe.metrics import Metrics, merge, values
 from nemo_like.policy.debug.checks import (
     CollectiveTimer,
@@ -27,6 +27,7 @@ from nemo_like.policy.debug.checks import (
     fingerprint_rows,
     memory_metrics,
 )
+from nemo_like.policy.debug.profile import StepProfiles
 from nemo_like.policy.parallel.mesh import PolicyMesh
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class Diagnostics:
             path = Path(log_dir) / f"hang-{mesh.rank}.txt"
             self._hangs = HangReport(path, config.hang_report_s, lambda: f"policy rank {mesh.rank}")
         self._measured: list[Metrics] = []
+        path = Path(log_dir) / f"profile-{mesh.rank}"
+        self.profiles = StepProfiles(config, mesh.rank, device, path)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
