@@ -12,13 +12,13 @@ from nemo_like.algorithms.engine_size import engine_config, share_gpus
 from nemo_like.algorithms.self_check import (
     MismatchCheck,
     check_sampled,
+    histograms,
     mismatch_check,
     staleness,
     warn_of_adapters,
     warn_of_mismatch,
 )
 from nemo_like.algorithms.session import Session
-from nemo_like.batch import keys
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
@@ -31,7 +31,6 @@ from nemo_like.doors import absolute
 from nemo_like.errors import UserError
 from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.losses.advantages import of_trained
 from nemo_like.models.resolve import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.observe.trajectory_files import Resumed
@@ -96,18 +95,6 @@ class Sampling:
             metrics |= self.feed.loader.pop_metrics()
         found = histograms(self.batch) if self.batch is not None else {}
         self.session.run.log(metrics | self.session.meter.pop(), found)
-
-
-def histograms(batch: RemoteBatch) -> dict[str, list[float]]:
-    """Finite values of a batch's rows, for histograms."""
-    rows = batch.rows
-    found = {
-        "rollout/rewards": rows[keys.REWARDS],
-        "rollout/row_tokens": rows[keys.NUM_LOSS_TOKENS],
-    }
-    if len(advantages := of_trained(rows)):
-        found["train/advantages"] = advantages
-    return {name: one[~one.isnan()].tolist() for name, one in found.items()}
 
 
 def start_sampling(

@@ -12,6 +12,7 @@ from nemo_like.batch import keys
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
+from nemo_like.losses.advantages import of_trained
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
 logger = logging.getLogger(__name__)
@@ -218,3 +219,15 @@ def check_ratios(config: SamplingRunConfig, metrics: Metrics, num_made: int) -> 
             f"(max |log ratio| {ratio.value:.3g}, limit {MAX_LOG_RATIO[dtype]:g} in {dtype}); the "
             "logprob pass and the train step compute different things."
         )
+
+
+def histograms(batch: RemoteBatch) -> dict[str, list[float]]:
+    """Finite values of a batch's rows, for histograms."""
+    rows = batch.rows
+    found = {
+        "rollout/rewards": rows[keys.REWARDS],
+        "rollout/row_tokens": rows[keys.NUM_LOSS_TOKENS],
+    }
+    if len(advantages := of_trained(rows)):
+        found["train/advantages"] = advantages
+    return {name: one[~one.isnan()].tolist() for name, one in found.items()}
