@@ -112,11 +112,8 @@ def start_sampling(
     with run.start_phase("prompts"):
         chat = ChatTokenizer(path, config.data.template_switches)
         loader, validation_rows, longest = read_prompts(config, session.rows, path, chat)
-    trained = config.policy
-    if not config.trains and trained.offload == "auto":
-        trained = trained.replace(offload="none")  # there is no optimizer state
     policy = RemoteModel(
-        trained,
+        _trained(config),
         config.cluster,
         session.policy_group,
         model_path=path,
@@ -158,6 +155,13 @@ def start_sampling(
         feed=feed,
         validation_rows=validation_rows,
     )
+
+
+def _trained(config: SamplingRunConfig) -> PolicyConfig:
+    """The policy's configuration, which offloads nothing where there is no optimizer state."""
+    if config.trains or config.policy.offload != "auto":
+        return config.policy
+    return config.policy.replace(offload="none")
 
 
 def rollout_setup(
