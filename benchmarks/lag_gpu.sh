@@ -4,9 +4,11 @@
 #   bash benchmarks/lag_gpu.sh FOLDER           # one GPU, shared by engine and policy, both awake
 #   GPUS=2 bash benchmarks/lag_gpu.sh FOLDER    # two, shared by both (colocated), then one for each
 #
-# WORKLOADS, SEEDS, VARIANTS and STEPS pick; "tail" is the 1.5B shape with log-normal lengths.
+# WORKLOADS, SEEDS, VARIANTS and STEPS pick; "tail" is the 1.5B shape with log-normal lengths. What is
+# typed after FOLDER goes to each run.
 set -uo pipefail
 out=$(realpath -m "$1")
+shift
 mkdir -p "$out"
 cd "$(dirname "$0")/.." || exit
 shared=(generation.sleep=false)
@@ -34,7 +36,7 @@ for workload in ${WORKLOADS:-learning tail}; do
     for seed in ${SEEDS:-0 1}; do
       python3 benchmarks/grpo.py --workload "$name" --seed "$seed" --only ours \
         ${STEPS:+--steps "$STEPS"} --limit-s "${LIMIT_S:-300}" --work "$out/work" \
-        --out "$out/$workload-$seed-${GPUS:-1}gpu-$variant.jsonl" "${options[@]}" "${of_variant[@]}"
+        --out "$out/$workload-$seed-${GPUS:-1}gpu-$variant.jsonl" "${options[@]}" "${of_variant[@]}" "$@"
     done
   done
 done

@@ -231,7 +231,7 @@ def parse(text: str) -> PolicyConfig:
         key, _, value = item.partition("=")
         target, name = (parallel, key[9:]) if key.startswith("parallel.") else (changes, key)
         target[name] = value if name in _WORDS else json.loads(value)
-    return dataclasses.replace(PolicyConfig(parallel=ParallelConfig(**parallel)), **changes)
+    return PolicyConfig(parallel=ParallelConfig(**parallel)).replace(**changes)
 
 
 def matmul_rate(device: torch.device) -> float:
