@@ -334,6 +334,12 @@ POLICY_GRADIENT = [
         "loss.dual_clip=1.5",
         beside=_TWO,
     ),
+    *proven(
+        "tests/test_quantization.py::"
+        "test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old",
+        "generation.quantization=fp8",
+        beside="policy.dtype=bfloat16",
+    ),
     *seen(loop, "loss.normalization=sequence"),
     *seen(loop, "loss.constant_tokens=7", beside="loss.normalization=constant"),
     *seen(loop, "loss.importance=none", "loss.importance_level=sequence"),
@@ -395,7 +401,8 @@ _TEACHER = [
     *seen(loop, "teacher.top_k=3", "loss.kind=reverse_kl", "loss.tail=ignore"),
     *seen(loop, "loss.alpha=0.3", beside="loss.kind=jsd"),
 ]
-DISTILLATION = [*ROLLOUTS, *LOGITS, *CONTEXT_AND_TENSOR, *NO_PIPELINE, *_TEACHER]
+_EXACT = refused("this run does not correct", "generation.quantization=fp8")
+DISTILLATION = [*ROLLOUTS, *LOGITS, *CONTEXT_AND_TENSOR, *NO_PIPELINE, *_TEACHER, *_EXACT]
 
 _ONE_EPOCH = (
     "data.num_train_rows=4000",
@@ -491,6 +498,7 @@ EVAL = [
     *ANY_RUN,
     *refused("SIGTERM ends it at once", "run.stop_grace_s=5"),
     *ENGINES,
+    *_EXACT,
     *CONTEXT_AND_TENSOR[:2],
     *PIPELINE[:1],
     *refused("an evaluation trains nothing", *_NOTHING_TRAINS.split()),

@@ -28,7 +28,6 @@ KNOWN = (
     "gpu_memory_utilization",
     "logprobs_mode",
     "enable_chunked_prefill",
-    "quantization",
 )
 
 
@@ -108,7 +107,7 @@ def test_graphs_are_captured_up_to_the_most_sequences(most, last):
 
 @pytest.mark.parametrize(
     "key",
-    ["logprobs_mode", "override_generation_config", "speculative_config", "max_num_seq"],
+    ["logprobs_mode", "override_generation_config", "quantization", "max_num_seq"],
 )
 def test_arguments_that_are_ours_or_unknown_are_refused(key):
     with pytest.raises(UserError, match=f"engine_kwargs.{key} "):
@@ -122,11 +121,13 @@ def test_prompts_in_parts_are_refused_where_they_end_the_engine():
     assert args_of(engine_kwargs=kwargs)["enable_chunked_prefill"]
 
 
-def test_quantised_weights_are_refused_where_no_refit_makes_them():
-    kwargs = {"quantization": "fp8"}
-    with pytest.raises(UserError, match=r"engine_kwargs\.quantization=fp8: .*; remove it"):
-        args_of(device="cpu", engine_kwargs=kwargs)
-    assert args_of(engine_kwargs=kwargs)["quantization"] == "fp8"
+@pytest.mark.parametrize("settings", [{"kv_lora_rank": 512}, {"num_experts": 8}], ids=str)
+def test_8_bits_are_refused_where_no_refit_makes_them(settings, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=f"is for dense models .* has {next(iter(settings))}"):
+        args_of(model_path=str(tmp_path), quantization="fp8")
+    assert args_of(quantization="fp8")["quantization"] == "fp8_per_channel"
+    assert "quantization" not in args_of()
 
 
 @pytest.mark.parametrize("part", ["whole", "text_config"])

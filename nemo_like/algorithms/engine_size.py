@@ -8,9 +8,8 @@ from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.planning.model_shape import (
-    BYTES,
     MOST_SEQUENCES,
-    kv_bytes_per_sequence,
+    engine_bytes,
     read_model_shape,
 )
 from nemo_like.planning.offload import Others
@@ -57,6 +56,7 @@ def engine_config(
         eager_attention=config.policy.batching == "padded" and config.policy.attention == "eager",
         lora=config.policy.lora if travels_apart(config.policy.lora) else None,
         sleep=sleep,
+        quantization=generation.quantization,
         in_flight=config.max_lag > 0,
         engine_kwargs=dict(generation.engine_kwargs),
     )
@@ -66,13 +66,8 @@ def engine_config(
         shape = read_model_shape(Path(model_path))
     except UserError:  # A model that the formulas do not cover: the engine has to measure.
         return engine
-    size = BYTES[engine.dtype]
-    return replace(
-        engine,
-        weight_bytes=shape.num_parameters * size // engine.tensor_parallel_size,
-        kv_cache_bytes=engine.max_num_seqs
-        * kv_bytes_per_sequence(shape, engine.max_model_len, size, engine.tensor_parallel_size),
-    )
+    weights, cache = engine_bytes(generation, engine.dtype, shape, engine.max_model_len)
+    return replace(engine, weight_bytes=weights, kv_cache_bytes=engine.max_num_seqs * cache)
 
 
 def share_gpus(

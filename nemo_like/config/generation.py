@@ -12,6 +12,7 @@ from nemo_like.doors import Door
 from nemo_like.errors import UserError
 
 _KEY = "generation.backend"
+_PLAIN_KV_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 
 Transport = Literal["ipc", "broadcast"]
 
@@ -37,6 +38,8 @@ class EngineKind:
     """Largest rank of LoRA adapters that it computes with apart from the model. 0: none."""
     float32_adapters_on_gpus: bool = True
     """Whether it computes with adapters of 32 bits there."""
+    quantizes: bool = False
+    """Whether it can sample with weights of 8 bits, made anew at each refit."""
     prepare: str | None = None
     """``module:function``, called with ``EngineDevices`` before its process imports the engine."""
 
@@ -49,6 +52,7 @@ VLLM = EngineKind(
     lowest_temperature=0.01,  # it raises lower temperatures to this
     most_adapter_rank=512,
     float32_adapters_on_gpus=False,
+    quantizes=True,
     prepare="nemo_like.generation.vllm.environment:start_fork_server",
 )
 HF = EngineKind(engine="nemo_like.generation.hf_engine:HFEngine", most_adapter_rank=2**31)
@@ -101,20 +105,47 @@ class GenerationConfig(Section):
     num_engines_per_bundle: Count = 1
     """Engines that share each bundle (GPU). Two help small models, which an engine's CPU side
     slows down."""
+    quantization: Annotated[Literal["fp8"] | None, _needs("quantizes")] = None
+    """Sample with the layers' matrices in 8 bits (vllm; dense models). ``fp8``: one scale for each
+    row of a matrix, made at each refit, and one for each token. The policy keeps ``policy.dtype``,
+    so ``mismatch`` grows, and ``loss.importance`` must correct for it."""
     sleep: bool = True
     """Free the engine's GPU memory while the policy trains on the same GPU (vllm). False saves
     about 0.1 s per step where memory holds both."""
     engine_kwargs: Annotated[dict[str, Any], _needs("takes_kwargs")] = Field(default_factory=dict)
     """Passed to the engine unchanged (vllm; replay: ``folder``, an absolute path); arguments that
-    follow from other keys are refused."""
+    follow from other keys are refused. ``kv_cache_dtype: fp8`` halves the KV cache."""
 
     @property
     def kind(self) -> EngineKind:
         """What the engine can do."""
         return engine_kind(self.backend)
 
+    @property
+    def kv_cache_is_quantized(self) -> bool:
+        """Whether keys and values have fewer bits than the engine computes with."""
+        return self.engine_kwargs.get("kv_cache_dtype", "auto") not in _PLAIN_KV_CACHES
+
+    def _rounding(self, here: str, run: Any) -> Iterator[str]:
+        """Sampling in fewer bits needs a correction, and a policy in 16 bits."""
+        found = [f"{here}.quantization={self.quantization}"] * (self.quantization is not None)
+        found += [f"{here}.engine_kwargs.kv_cache_dtype"] * self.kv_cache_is_quantized
+        importance = getattr(getattr(run, "loss", None), "importance", None)
+        for key in found:
+            if importance in (None, "none"):
+                remedy = "set truncate or mask" if importance else "leave it out"
+                what = "loss.importance=none" if importance else "this run"
+                yield f"{key} rounds what samples, for which {what} does not correct; {remedy}."
+        if self.quantization is None:
+            return
+        if run.policy.dtype == "float32":
+            yield f"{found[0]} needs policy.dtype=bfloat16 or float16; set one of them."
+        if run.policy.lora.rank and run.policy.lora.refit == "adapters":
+            yield f"{found[0]} does not go with policy.lora.refit=adapters; set merged."
+
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Ids that exist, and a temperature that the engine samples at."""
+        """Ids that exist, a temperature that the engine samples at, and corrected rounding."""
+        yield from self._rounding(here, run)
         for token in self.stop_token_ids:
             if token < 0:
                 yield f"{here}.stop_token_ids: {token} is not the id of a token; leave it out."

@@ -176,6 +176,8 @@ class EngineConfig:
     lora: LoraConfig | None = None
     """Adapters that the engine applies separately from the model. None: they are merged into it, or
     there are none."""
+    quantization: str | None = None
+    """``generation.quantization``."""
     in_flight: bool = False
     """Whether ``interrupt`` may be called while completions are being sampled."""
     sleep: bool = False

@@ -20,11 +20,10 @@ from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
 from nemo_like.planning.memory import PhaseMemory, predict_memory
 from nemo_like.planning.model_shape import (
-    BYTES,
     MOST_SEQUENCES,
     ModelShape,
     Role,
-    kv_bytes_per_sequence,
+    engine_bytes,
     read_model_shape,
 )
 from nemo_like.planning.offload import Others, auto_line, lasting, memory_needs
@@ -161,13 +160,13 @@ def _engines(config: RunConfig, plan: ResourcePlan, shape: ModelShape) -> Others
     """Engines for completions of full length, without prompts."""
     if not isinstance(config, SamplingRunConfig) or not plan.colocated:
         return Others()
-    generation, size = config.generation, BYTES[config.policy.dtype]
-    tp = generation.tensor_parallel_size
+    generation = config.generation
     rows = min(MOST_SEQUENCES, math.ceil(config.rows_per_step / len(plan.generation)))
+    weights, cache = engine_bytes(generation, config.policy.dtype, shape, generation.max_new_tokens)
     return Others().and_engines(
         generation.num_engines_per_bundle,
-        shape.num_parameters * size / tp,
-        rows * kv_bytes_per_sequence(shape, generation.max_new_tokens, size, tp),
+        weights,
+        rows * cache,
         sleeps=generation.sleep and generation.kind.sleeps,
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.batch.micro_batches import USUAL_ATTENTION_TOKENS
+from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.model_files import CONFIG, read_object
 from nemo_like.errors import UserError
 
@@ -95,12 +96,17 @@ def number(settings: dict[str, Any], key: str) -> int | None:
     return None
 
 
+def experts_key(settings: dict[str, Any]) -> str | None:
+    """The key that gives several experts; None for a dense model."""
+    return next((key for key in _EXPERT_KEYS if (number(settings, key) or 0) > 1), None)
+
+
 def read_model_shape(model_folder: Path) -> ModelShape:
     """UserError for a model whose size config.json does not give, or that has experts."""
     settings = read_settings(model_folder)
-    if experts := [key for key in _EXPERT_KEYS if (number(settings, key) or 0) > 1]:
+    if experts := experts_key(settings):
         raise UserError(
-            f"{model_folder} has experts ({experts[0]}={settings[experts[0]]}), "
+            f"{model_folder} has experts ({experts}={settings[experts]}), "
             "which the formulas do not cover; they are for dense models."
         )
 
@@ -146,7 +152,7 @@ def attention_tokens(model_folder: Path) -> int:
 def _inner_width(settings: dict[str, Any], hidden: int) -> int:
     """Numbers between the two halves of the feed-forward part that a token meets."""
     whole = number(settings, "intermediate_size") or 4 * hidden
-    if not any((number(settings, key) or 0) > 1 for key in _EXPERT_KEYS):
+    if not experts_key(settings):
         return whole
     of_expert = number(settings, "moe_intermediate_size") or whole
     shared = number(settings, "shared_expert_intermediate_size")
@@ -162,3 +168,14 @@ def kv_bytes_per_sequence(
     heads = max(1, shape.kv_heads // tensor_parallel_size)
     tokens = (math.ceil(num_tokens / KV_BLOCK_TOKENS) + 1) * KV_BLOCK_TOKENS
     return tokens * shape.layers * 2 * heads * shape.head_dim * bytes_per_number
+
+
+def engine_bytes(
+    generation: GenerationConfig, dtype: str, shape: ModelShape, num_tokens: int
+) -> tuple[int, int]:
+    """An engine's weights, and its KV cache of one sequence, on each of its GPUs."""
+    size, tp = BYTES[dtype], generation.tensor_parallel_size
+    saved = shape.layers * shape.layer_matrices * (size - 1) if generation.quantization else 0
+    of_number = 1 if generation.kv_cache_is_quantized else size
+    cache = kv_bytes_per_sequence(shape, num_tokens, of_number, tp)
+    return (shape.num_parameters * size - saved) // tp, cache

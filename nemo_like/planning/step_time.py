@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.planning.activations import BYTES
-from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape, kv_bytes_per_sequence
+from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape, engine_bytes
 from nemo_like.planning.parameters import moments_bytes
 from nemo_like.planning.resources import ResourcePlan
 
@@ -47,7 +47,7 @@ def predict_step(
     forward_s = 2 * shape.num_parameters * tokens / flops_per_s
     again = 1 if policy.activation_checkpointing == "full" else 0
     phases = [
-        _rollout(config, shape, plan, size),
+        _rollout(config, shape, plan),
         PhaseTime(name="refit", seconds=refit, bound_by="copies between processes"),
         PhaseTime(name="train", seconds=(3 + again) * forward_s, bound_by="matrix products"),
     ]
@@ -68,15 +68,13 @@ def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int)
     return moments / num_ranks / OFFLOAD_BYTES_PER_S
 
 
-def _rollout(
-    config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan, size: int
-) -> PhaseTime:
+def _rollout(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> PhaseTime:
     generation = config.generation
     rows = math.ceil(config.rows_per_step / len(plan.generation))
     together = min(rows, MOST_SEQUENCES)
-    tp = generation.tensor_parallel_size
-    cache = kv_bytes_per_sequence(shape, generation.max_new_tokens // 2, size, tp)
-    read_s = (shape.num_parameters * size / tp + together * cache) / MEMORY_BYTES_PER_S
+    half = generation.max_new_tokens // 2
+    weights, cache = engine_bytes(generation, config.policy.dtype, shape, half)
+    read_s = (weights + together * cache) / MEMORY_BYTES_PER_S
     num_steps = generation.max_new_tokens * math.ceil(rows / MOST_SEQUENCES)
     by_memory = read_s > DECODE_HOST_S
     return PhaseTime(

@@ -15,7 +15,10 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
@@ -56,7 +59,10 @@ def _load(
     if current_platform.is_cpu():
         _load_as_at_start(model, config, tensors)
     elif _computes_with_loaded_weights(model):
+        if _quantize_as_loaded(model):  # from tensors kept until their layer is complete
+            tensors = ((name, tensor.clone()) for name, tensor in tensors)
         model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
+        _refuse_incomplete(model)
     else:
         _forget(model)
         # Unpacks layer by layer what start-up packed for the kernels, and keeps every tensor's
@@ -71,12 +77,38 @@ def _computes_with_loaded_weights(model: nn.Module) -> bool:
     """Whether loading in place suffices, which is five times as fast as unpacking."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if method is not None and type(method) not in _AS_LOADED:
+        if method is not None and type(method) not in _AS_LOADED and not _quantizes(method):
             return False
         # MLA absorbs matrices into others, for one; plain attention only looks after scales.
         if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
             return False
     return True
+
+
+def _quantizes(method: object) -> bool:
+    """Whether a layer's method makes matrices of 8 bits from those that files hold."""
+    return getattr(method, "uses_meta_device", False)
+
+
+def _quantize_as_loaded(model: nn.Module) -> bool:
+    """Prepare layers of 8 bits for new matrices; whether there are any.
+
+    vLLM collects the tensors of a layer, and once it has all, writes over the old copy in place.
+    """
+    layers = [one for one in model.modules() if _quantizes(getattr(one, "quant_method", None))]
+    for layer in layers:
+        initialize_layerwise_reload(layer)
+    return bool(layers)
+
+
+def _refuse_incomplete(model: nn.Module) -> None:
+    """Raise RuntimeError if a layer of 8 bits still waits for tensors."""
+    for name, layer in model.named_modules():
+        if get_layerwise_info(layer).can_load():
+            raise RuntimeError(
+                f"vLLM did not load all of {name} of {type(model).__name__}, which would leave old "
+                "weights in place; leave generation.quantization out."
+            )
 
 
 def _load_as_at_start(model: nn.Module, config: VllmConfig, tensors: Tensors) -> None:
@@ -86,8 +118,10 @@ def _load_as_at_start(model: nn.Module, config: VllmConfig, tensors: Tensors) ->
     experts, and of whatever a model copies in without vLLM's own loaders.
     """
     _unpack(model)
+    _quantize_as_loaded(model)
     _forget(model)
     model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
+    _refuse_incomplete(model)
     _refuse_unwritten(model, torch.any)
     # It would tie a head whose weights happen to be those of the embedding, for good.
     config.model_config.word_embeddings_untied_by_checkpoint = False
@@ -97,7 +131,6 @@ def _load_as_at_start(model: nn.Module, config: VllmConfig, tensors: Tensors) ->
 def _unpack(model: nn.Module) -> None:
     """Give each parameter the shape in which files have it, and drop what was packed."""
     # Of the versions for the CPU; vLLM 0.26 need not have them.
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -105,6 +138,8 @@ def _unpack(model: nn.Module) -> None:
         if hasattr(layer, _PACKED_MATRIX):
             setattr(layer, _PACKED_MATRIX, None)
         method = getattr(layer, "quant_method", None)
+        if _quantizes(method):
+            continue
         if hasattr(method, _MOE_KERNEL):
             setattr(method, _MOE_KERNEL, None)
         for name, as_loaded in get_layerwise_info(layer).restore_metadata[0].items():

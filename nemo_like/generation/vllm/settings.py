@@ -13,7 +13,7 @@ import torch
 from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.planning.model_shape import read_settings
+from nemo_like.planning.model_shape import experts_key, read_settings
 from nemo_like.planning.offload import WORKSPACE_BYTES
 
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -42,6 +42,8 @@ OWNED_KEYS = (
     "max_lora_rank",
     "lora_dtype",
     "lora_target_modules",
+    "quantization",
+    "quantization_config",
     # With drafts, logprobs of accepted tokens are not those of the distribution (0.32, on the CPU).
     "speculative_config",
 )
@@ -100,7 +102,7 @@ def engine_args(
         "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
         "disable_log_stats": True,
     }
-    args |= _adapter_args(config)
+    args |= _adapter_args(config) | _quantization_args(config)
     if config.device == "cpu":
         return args | _cpu_args(config) | config.engine_kwargs
     return args | _gpu_args(config, gpu_memory_bytes)
@@ -120,6 +122,18 @@ def _adapter_args(config: EngineConfig) -> dict[str, Any]:
         # All others stay as they are, without a place for adapters.
         "lora_target_modules": sorted(layers),
     }
+
+
+def _quantization_args(config: EngineConfig) -> dict[str, Any]:
+    if config.quantization is None:
+        return {}
+    settings = read_settings(Path(config.model_path))
+    if odd := "kv_lora_rank" if settings.get("kv_lora_rank") else experts_key(settings):
+        raise UserError(
+            f"generation.quantization={config.quantization} is for dense models without latent "
+            f"attention, and the config.json of {config.model_path} has {odd}; leave it out."
+        )
+    return {"quantization": "fp8_per_channel"}
 
 
 def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:
@@ -163,11 +177,6 @@ def _cpu_args(config: EngineConfig) -> dict[str, Any]:
         raise UserError(
             "generation.engine_kwargs.enable_chunked_prefill=true ends vLLM's engine at the first "
             "long prompt on the CPU; remove it."
-        )
-    if (method := config.engine_kwargs.get("quantization")) is not None:
-        raise UserError(
-            f"generation.engine_kwargs.quantization={method}: on the CPU vLLM quantises weights as "
-            "it starts, and not those that a refit brings; remove it."
         )
     if read_settings(Path(config.model_path)).get("kv_lora_rank"):
         raise UserError(

@@ -1,0 +1,121 @@
+"""Sampling in 8 bits: what is refused, and a real engine against matrices rounded by hand."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.config.generation import GenerationConfig
+from nemo_like.config.section import check_sections
+from nemo_like.errors import UserError
+from nemo_like.generation.vllm.engine import VLLMEngine
+from nemo_like.planning.model_shape import ModelShape, engine_bytes
+from tests.test_engines import SMALL_CACHE, Case, make_config, run
+
+__all__ = ["run"]
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+
+
+class Rounded(nn.Module):
+    """A linear layer in 8 bits with float32 sums: one scale for each output and for each token."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.dtype = linear.weight.dtype
+        self.weight = rounded(linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (rounded(x) @ self.weight.T).to(self.dtype)
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """The nearest numbers that 8 bits hold, with one scale for each row."""
+    scale = rows.float().abs().amax(-1, keepdim=True) / LARGEST
+    return (rows.float() / scale).to(FP8).float() * scale
+
+
+def round_layers(model: nn.Module) -> None:
+    """Round all layers' matrices; embedding and output head keep their 16 bits."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            model.set_submodule(name, Rounded(module))
+
+
+def mean_gap(case: Case, sampled: list) -> float:
+    """Mean difference of an engine's logprobs of ``sampled`` from those of ``case.model``."""
+    gaps = [
+        torch.tensor(completion.logprobs) - case.reference(request, completion.token_ids)
+        for request, completion in sampled
+    ]
+    return torch.cat(gaps).abs().mean().item()
+
+
+def test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old(tmp_path, run):
+    config = make_config(tmp_path, True, dtype="bfloat16", quantization="fp8", **SMALL_CACHE)
+    engine = VLLMEngine(config)
+    run(engine.start())
+    try:
+        case = Case(engine, config, run, tolerance=0)
+        case.connect()
+        for seed in range(3):
+            case.refit(seed)
+            requests = case.requests(32)
+            sampled = list(zip(requests, case.generate(requests), strict=True))
+            unrounded = mean_gap(case, sampled)
+            round_layers(case.model)
+            print(seed, unrounded, mean_gap(case, sampled))
+            assert mean_gap(case, sampled) < min(0.05, unrounded)
+    finally:
+        run(engine.shutdown())
+
+
+def config_of(**changes):
+    """A run on one GPU that samples in 8 bits."""
+    standard = GRPOConfig()
+    policy = standard.policy.replace(dtype=changes.pop("dtype", "bfloat16"))
+    policy = policy.replace(lora=policy.lora.replace(**changes.pop("lora", {})))
+    loss = standard.loss.replace(importance=changes.pop("importance", "truncate"))
+    return standard.replace(policy=policy, loss=loss, generation=GenerationConfig(**changes))
+
+
+FP8_CACHE = {"engine_kwargs": {"kv_cache_dtype": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization": "fp8", "importance": "none"}, "loss.importance=none does not correct"),
+        (FP8_CACHE | {"importance": "none"}, "kv_cache_dtype .* set truncate or mask"),
+        ({"quantization": "fp8", "dtype": "float32"}, "needs policy.dtype=bfloat16"),
+        ({"quantization": "fp8", "lora": {"rank": 4, "refit": "adapters"}}, "set merged"),
+        ({"quantization": "fp8", "backend": "hf"}, "generation.backend=vllm does"),
+    ],
+    ids=str,
+)
+def test_sampling_in_8_bits_needs_a_correction_and_16_bits(changes, message):
+    with pytest.raises(UserError, match=message):
+        check_sections(config_of(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"quantization": "fp8"}, FP8_CACHE, {"engine_kwargs": {"kv_cache_dtype": "auto"}}],
+    ids=str,
+)
+def test_sampling_in_8_bits_with_a_correction_is_taken(changes):
+    check_sections(config_of(**changes))
+
+
+def test_an_engine_in_8_bits_is_as_small_as_its_numbers():
+    shape = ModelShape(
+        layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocab=10, tied=False
+    )
+    matrices = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16)
+    rest = 2 * 10 * 8 + 2 * 2 * 8 + 8
+    cache = 64 * 2 * 2 * 4  # a block of 32 tokens and one to spare, two layers, keys and values
+    sizes = engine_bytes(GenerationConfig(), "bfloat16", shape, 32)
+    assert sizes == (2 * (matrices + rest), 2 * cache)
+    both = GenerationConfig(quantization="fp8", **FP8_CACHE)
+    assert engine_bytes(both, "bfloat16", shape, 32) == (matrices + 2 * rest, cache)
