@@ -15,7 +15,6 @@ counted.
 """
 
 import argparse
-import dataclasses
 import gc
 import json
 import os

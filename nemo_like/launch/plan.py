@@ -191,7 +191,7 @@ def _batch(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
 def _times(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> Iterator[str]:
     phases = predict_step(config, shape, plan)
     total = sum(phase.seconds for phase in phases)
-    yield "Time        of a step on H100s, predicted for completions of full length, at least:"
+    yield "Time        of a step on H200s, predicted for completions of full length, at least:"
     rows = [[phase.name, f"{phase.seconds:.3g} s", phase.bound_by] for phase in phases]
     yield from table(["phase", "seconds", "bound by"], rows)
     most = max(phases, key=lambda phase: phase.seconds)

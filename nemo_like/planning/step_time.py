@@ -1,8 +1,8 @@
-"""Predicted seconds of a step by phase on H100s or H200s, and what bounds each: arithmetic.
+"""Predicted seconds of a step by phase on H200s, and what bounds each: arithmetic.
 
-Rates are those that ``benchmarks/results/grpo-h200.jsonl`` and ``training-h100.jsonl`` measured for
-models of 1.5 B parameters and more; smaller ones train slower. Completions are taken to be as long
-as they may be; prompts, scoring and a critic are left out.
+Rates are fitted to ``benchmarks/results``: see ``benchmarks/predicted.py``. H100s train as fast,
+but read weights and cache 0.7 times as fast. Scoring, a critic and starts, which depend on what a
+machine has cached, are left out.
 """
 
 import math
@@ -11,23 +11,39 @@ from dataclasses import dataclass
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.planning.activations import BYTES
-from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape, engine_bytes
+from nemo_like.planning.model_shape import FLOAT32, MOST_SEQUENCES, ModelShape, engine_bytes
 from nemo_like.planning.parameters import moments_bytes
 from nemo_like.planning.resources import ResourcePlan
 
 PEAK_FLOPS = 989e12
 """Of an H100 or H200 in 16 bits, dense."""
-TRAINING_SHARE = 0.45
-"""Of ``PEAK_FLOPS`` that training and logprob passes reach."""
-MEMORY_BYTES_PER_S = 0.6 * 3.35e12
-"""Of weights and cache that decoding reads: 0.6 of what an H100's memory gives."""
-DECODE_HOST_S = 0.004
-"""An engine's work on the host for one token of all its sequences."""
-REFIT_BYTES_PER_S = 55e9
-"""From policy to engine, gathering and loading included."""
+PRODUCTS_SHARE = 0.94
+"""Of ``PEAK_FLOPS`` that matrix products reach."""
+BETWEEN_PRODUCTS_S, EAGER_FACTOR = 0.667e-10, 1.8
+"""Of a forward pass, for each token, layer and number of its hidden state, in compiled layers: what
+norms, activations and attention read and write; and how much longer that takes in others."""
+NARROW = 455
+"""Numbers that a hidden state seems to have on top, since kernels of narrow ones are less busy."""
+RECOMPUTED = {"none": 0.0, "selective": 0.2, "full": 1.0}
+"""Part of a forward pass that a backward pass makes again."""
+SHARDS_BYTES_PER_S = 400e9
+"""Of parameters and gradients between ranks that share them."""
+STEP_HOST_S = 0.08
+"""Of a training step: calls to workers, rows that they fetch, and launches of kernels."""
+DECODE_BYTES_PER_S = 0.57 * 4.8e12
+"""Of weights and cache that decoding reads: 0.57 of what an H200's memory gives."""
+DECODE_HOST_S, DECODE_ROW_S = 0.0036, 2.2e-6
+"""An engine's work on the host for one token of all its sequences, and for each of these."""
+REFIT_S, REFIT_BYTES_PER_S = 0.05, 1e12
+"""Of a refit: calls to workers, then copies."""
+GATHERED_BYTES_PER_S = 30e9
+"""Of weights that policy ranks hold in parts."""
+WAKE_S = 0.19
+"""Of a refit to an engine that sleeps while the policy trains."""
 OFFLOAD_BYTES_PER_S = 42e9
-"""Of AdamW's moments on their way through a GPU, in both directions at the same time
-(``benchmarks/results/offload-h200.jsonl``)."""
+"""Of AdamW's moments on their way through a GPU, in both directions at the same time."""
+MOMENT_S = {"float32": 0.9e-11, "bfloat16": 2.5e-11, "int8": 7.6e-11}
+"""Of AdamW's step on a GPU, for each parameter, by the format of its moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +53,70 @@ class PhaseTime:
     bound_by: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowTokens:
+    """Tokens of a step's rows: the mean of prompts and completions, and the longest completion."""
+
+    prompt: float = 0.0
+    completion: float
+    longest: int
+
+
 def predict_step(
-    config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan
+    config: SamplingRunConfig,
+    shape: ModelShape,
+    plan: ResourcePlan,
+    tokens: RowTokens | None = None,
 ) -> list[PhaseTime]:
-    policy, tokens = config.policy, config.rows_per_step * config.generation.max_new_tokens
-    size = BYTES[policy.dtype]
-    refit = shape.num_parameters * size / REFIT_BYTES_PER_S
-    flops_per_s = len(plan.policy) * PEAK_FLOPS * TRAINING_SHARE
-    forward_s = 2 * shape.num_parameters * tokens / flops_per_s
-    again = 1 if policy.activation_checkpointing == "full" else 0
+    """Each phase; by default completions are as long as they may be, and prompts are left out."""
+    policy, most = config.policy, config.generation.max_new_tokens
+    tokens = tokens or RowTokens(completion=most, longest=most)
+    row = tokens.prompt + tokens.completion
+    ranks, count = len(plan.policy), config.rows_per_step * row
+    train_s = STEP_HOST_S + train_seconds(policy, shape, ranks, count, row)
+    generation, products = config.generation, "matrix products"
+    sleeps = plan.colocated and generation.sleep and generation.kind.sleeps
+    refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
     phases = [
-        _rollout(config, shape, plan),
-        PhaseTime(name="refit", seconds=refit, bound_by="copies between processes"),
-        PhaseTime(name="train", seconds=(3 + again) * forward_s, bound_by="matrix products"),
+        _rollout(config, shape, plan, tokens),
+        PhaseTime(name="refit", seconds=refit_s, bound_by="copies and calls"),
+        PhaseTime(name="train", seconds=train_s, bound_by=products),
     ]
-    if (transit_s := offload_seconds(policy, shape.num_parameters, len(plan.policy))) > 0:
+    if (transit_s := offload_seconds(policy, shape.num_parameters, ranks)) > 0:
         by_bus = "moments to and from the host"
         phases.append(PhaseTime(name="optimizer", seconds=transit_s, bound_by=by_bus))
     if config.keeps_reference:
-        phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by="matrix products"))
+        forward_s = forward_seconds(policy, shape, ranks, count, row)
+        phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by=products))
     return phases
+
+
+def forward_seconds(
+    policy: PolicyConfig, shape: ModelShape, num_ranks: int, num_tokens: float, row_tokens: float
+) -> float:
+    """A pass over ``num_tokens`` of all ranks together, in rows of ``row_tokens``."""
+    gathered = _micro_batches(policy, num_ranks, num_tokens)
+    if not policy.parallel.reshard_after_forward:
+        gathered = 1
+    moved = gathered * BYTES[policy.dtype] * _from_others(policy, shape, num_ranks)
+    compute_s = _compute_seconds(policy, shape, num_tokens, row_tokens)
+    return compute_s / num_ranks + moved / SHARDS_BYTES_PER_S
+
+
+def train_seconds(
+    policy: PolicyConfig, shape: ModelShape, num_ranks: int, num_tokens: float, row_tokens: float
+) -> float:
+    """Forward and backward passes, and the optimizer where its state is on the GPU."""
+    passes = 3 + RECOMPUTED[policy.activation_checkpointing]
+    compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens)
+    micro_batches = _micro_batches(policy, num_ranks, num_tokens)
+    gathered = 2 * micro_batches if policy.parallel.reshard_after_forward else 1
+    bytes_moved = gathered * BYTES[policy.dtype] + micro_batches * FLOAT32
+    moved = bytes_moved * _from_others(policy, shape, num_ranks)
+    state_s = MOMENT_S[policy.optimizer.moments] * shape.num_parameters
+    if policy.offload == "optimizer":
+        state_s = 0.0
+    return (compute_s + state_s) / num_ranks + moved / SHARDS_BYTES_PER_S
 
 
 def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int) -> float:
@@ -64,21 +124,50 @@ def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int)
     optimizer = policy.optimizer
     if policy.offload != "optimizer" or optimizer.kind != "adamw" or policy.lora.rank:
         return 0.0
-    moments = moments_bytes(optimizer.moments, num_parameters, 0)
-    return moments / num_ranks / OFFLOAD_BYTES_PER_S
+    moved_s = moments_bytes(optimizer.moments, num_parameters, 0) / OFFLOAD_BYTES_PER_S
+    return max(moved_s, MOMENT_S[optimizer.moments] * num_parameters) / num_ranks
 
 
-def _rollout(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> PhaseTime:
+def _compute_seconds(
+    policy: PolicyConfig, shape: ModelShape, num_tokens: float, row_tokens: float
+) -> float:
+    """Of one forward pass on one GPU."""
+    numbers = shape.layers * shape.hidden
+    flops = 2 * (shape.num_parameters + numbers * row_tokens)
+    between = BETWEEN_PRODUCTS_S * shape.layers * (shape.hidden + NARROW)
+    between *= 1 if policy.compile else EAGER_FACTOR
+    return num_tokens * (flops / (PEAK_FLOPS * PRODUCTS_SHARE) + between)
+
+
+def _micro_batches(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> int:
+    return math.ceil(num_tokens / num_ranks / policy.micro_batch_tokens)
+
+
+def _from_others(policy: PolicyConfig, shape: ModelShape, num_ranks: int) -> float:
+    """Parameters that each rank gets from others when layers are gathered."""
+    return shape.num_parameters * (1 - 1 / num_ranks)
+
+
+def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool) -> float:
+    """From ``num_ranks`` of the policy to engines."""
+    size = shape.num_parameters * BYTES[dtype]
+    gathered_s = size / GATHERED_BYTES_PER_S if num_ranks > 1 else 0.0
+    return REFIT_S + size / REFIT_BYTES_PER_S + gathered_s + (WAKE_S if sleeps else 0.0)
+
+
+def _rollout(
+    config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan, tokens: RowTokens
+) -> PhaseTime:
     generation = config.generation
     rows = math.ceil(config.rows_per_step / len(plan.generation))
     together = min(rows, MOST_SEQUENCES)
-    half = generation.max_new_tokens // 2
-    weights, cache = engine_bytes(generation, config.policy.dtype, shape, half)
-    read_s = (weights + together * cache) / MEMORY_BYTES_PER_S
-    num_steps = generation.max_new_tokens * math.ceil(rows / MOST_SEQUENCES)
-    by_memory = read_s > DECODE_HOST_S
+    seen = round(tokens.prompt + tokens.completion / 2)
+    weights, cache = engine_bytes(generation, config.policy.dtype, shape, seen)
+    read_s = (weights + together * cache) / DECODE_BYTES_PER_S
+    host_s = DECODE_HOST_S + together * DECODE_ROW_S
+    num_steps = tokens.longest * math.ceil(rows / MOST_SEQUENCES)
     return PhaseTime(
         name="rollout",
-        seconds=num_steps * max(read_s, DECODE_HOST_S),
-        bound_by="reading weights and cache" if by_memory else "the engine's host process",
+        seconds=num_steps * max(read_s, host_s),
+        bound_by="reading weights and cache" if read_s > host_s else "the engine's host process",
     )
