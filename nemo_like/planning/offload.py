@@ -20,6 +20,9 @@ WORKSPACE_BYTES = 2 * GIB
 SLACK = 0.05
 """Of what is predicted: what an allocator cannot use between blocks, and padding."""
 
+_LEAST_SAVED = 0.01
+"""Of a rank's memory, for which state is worth moving at every step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Others:
@@ -27,6 +30,8 @@ class Others:
 
     training: float = 0.0
     sampling: float = 0.0
+    on_host: float = 0.0
+    """Of host memory, should the models offload too."""
     is_known: bool = True
     """False: an engine takes what it measures, or the formulas do not cover a model."""
 
@@ -52,7 +57,13 @@ class Others:
     ) -> "Others":
         """``and_model`` by its shape; raises UserError."""
         size = max(map(lasting, _phases(shape, policy, num_ranks, role))) * GIB
-        return replace(self, training=self.training + size, sampling=self.sampling + size)
+        on_host = memory_needs(shape, policy, num_ranks, role, Others()).on_host
+        return replace(
+            self,
+            training=self.training + size,
+            sampling=self.sampling + size,
+            on_host=self.on_host + on_host,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +76,8 @@ class MemoryNeeds:
     """Of its GPU, where the optimizer's state is on the host."""
     on_host: float
     """Of host memory then."""
+    others_on_host: float = 0.0
+    """Of host memory, what the others take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +102,7 @@ def memory_needs(
         resident=_on_gpu(kept, others),
         offloaded=_on_gpu(moved, others),
         on_host=max(phase.host for phases in moved for phase in phases) * GIB,
+        others_on_host=others.on_host,
     )
 
 
@@ -102,7 +116,7 @@ def choose(policy: PolicyConfig, of_rank: MemoryNeeds | None, gpu_bytes: float) 
     if of_rank is None:
         return Placement(offload="none", reason="its size is not known beforehand")
     resident, moved, size = (one / GIB for one in (of_rank.resident, of_rank.offloaded, gpu_bytes))
-    if _can_offload(policy) and resident > size:
+    if resident > size and _helps(policy, of_rank):
         return Placement(
             offload="optimizer",
             reason=f"without it a rank would take {resident:.1f} of the GPU's {size:.1f} GiB, with "
@@ -112,6 +126,8 @@ def choose(policy: PolicyConfig, of_rank: MemoryNeeds | None, gpu_bytes: float) 
     why = f"training and sampling take at most {resident:.1f} of the GPU's {size:.1f} GiB"
     if not _can_offload(policy):
         why = "DDP keeps everything on the GPU"
+    elif resident > size:
+        why = f"a rank would take {moved:.1f} of the GPU's {size:.1f} GiB with offloading, too"
     return Placement(offload="none", reason=why, too_small=resident > size)
 
 
@@ -119,11 +135,19 @@ def auto_line(policy: PolicyConfig, of_model: MemoryNeeds, ranks_per_node: int) 
     resident, moved = of_model.resident / GIB, of_model.offloaded / GIB
     if not _can_offload(policy):
         return f"none, as with DDP; a GPU of {resident:.1f} GiB holds everything"
+    if not _helps(policy, of_model):
+        return f"none, as it would save nothing; a GPU of {resident:.1f} GiB holds everything"
     host = of_model.on_host / GIB * ranks_per_node
     return (
         f"none on GPUs of {resident:.1f} GiB and more; on smaller ones, which should have "
         f"{moved:.1f} GiB, optimizer: {host:.1f} GiB of each node's memory"
     )
+
+
+def _helps(policy: PolicyConfig, needs: MemoryNeeds) -> bool:
+    """Whether offloading lowers a peak that has optimizer state in it."""
+    saved = needs.resident - needs.offloaded
+    return _can_offload(policy) and saved > _LEAST_SAVED * needs.resident
 
 
 def _can_offload(policy: PolicyConfig) -> bool:

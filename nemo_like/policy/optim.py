@@ -201,7 +201,8 @@ def place_state(
     if config.offload == "auto":
         found = choose(config, of_rank, torch.cuda.get_device_properties(device).total_memory)
     if found.offload != "none" and of_rank is not None:
-        check_host_memory(of_rank.on_host, ranks_per_node, f"policy.offload={config.offload}")
+        key = f"policy.offload={config.offload}"
+        check_host_memory(of_rank.on_host, ranks_per_node, key, of_rank.others_on_host)
         found = replace(found, host_bytes=of_rank.on_host)
     return found
 
@@ -220,9 +221,13 @@ def log_placement(placement: Placement) -> None:
         )
 
 
-def check_host_memory(num_bytes: float, ranks_per_node: int, key: str) -> None:
-    """Raise UserError unless ``ranks_per_node`` ranks of this node can each have ``num_bytes``."""
-    free = psutil.virtual_memory().available * (1 - _SPARED)
+def check_host_memory(num_bytes: float, ranks_per_node: int, key: str, others: float = 0.0) -> None:
+    """Raise UserError unless ``ranks_per_node`` ranks of this node can each have ``num_bytes``.
+
+    ``others``: what other models take beside each rank, whether they have it already or not yet.
+    """
+    memory = psutil.virtual_memory()
+    free = min(memory.available, memory.total - others * ranks_per_node) * (1 - _SPARED)
     if num_bytes * ranks_per_node > free:
         raise UserError(
             f"{key} keeps {num_bytes * ranks_per_node / GIB:.1f} GiB of optimizer state in the "
