@@ -81,6 +81,7 @@ LEAVES = {
     "rewards/reward_model.py": "grading by a reward model",
     "rewards/reward_text.py": "texts that a reward model reads",
     "rewards/sandbox/": "runs programs that a model wrote",
+    "rollout/answers.py": "answers of the endpoint",
     "rollout/endpoint.py": "the endpoint at which environments reach the model",
     "rollout/recorder.py": "trajectories of several turns",
     "rollout/turn.py": "turns of a trajectory",

@@ -309,7 +309,50 @@ def test_stop_and_max_tokens_limit_a_call_and_what_the_run_decides_stays(tmp_pat
     assert (sampling.max_new_tokens, sampling.stop, sampling.temperature) == (3, ("\n",), 1.0)
     warned = [one.message for one in caplog.records if "has no effect" in one.message]
     assert len(warned) == 2  # once each
-    assert "temperature=0.2" in warned[0]
+    assert "temperature=0.2" in warned[1]
+
+
+def test_logprobs_are_those_of_the_sampled_tokens(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    recorder = recorder_of(chat, Scripted(chat, "ab", "c", "d"))
+
+    async def call(client, _):
+        api, hi = client.chat.completions, [user("Hi")]
+        whole = await api.create(model="m", messages=hi, logprobs=True)
+        events = await api.create(model="m", messages=hi, logprobs=True, stream=True)
+        pieces = [one.choices[0].logprobs async for one in events if one.choices]
+        text = await client.completions.create(model="m", prompt="Once", logprobs=0)
+        return whole.choices[0].logprobs.content, pieces, text.choices[0].logprobs
+
+    whole, pieces, text = ask(recorder, call)
+    assert "".join(one.token for one in whole) == "ab<|im_end|>"
+    sampled = recorder._turns[0].completion
+    assert [one.logprob for one in whole] == sampled.logprobs
+    assert whole[0].bytes == list(whole[0].token.encode())
+    assert "".join(one.token for one in pieces[0].content) == "c<|im_end|>"
+    assert "".join(text.tokens) == "d<|im_end|>"
+    assert len(text.token_logprobs) == len(text.tokens)
+
+
+def test_a_developer_is_the_system_and_what_has_no_effect_is_said_once(tmp_path, caplog):
+    chat = build_chat(tmp_path, QWEN)
+    engine = Scripted(chat, "a", "b")
+    recorder = recorder_of(chat, engine)
+
+    async def call(client, _):
+        return await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "developer", "content": "Be brief."}, user("Hi")],
+            tool_choice="none",
+            response_format={"type": "text"},
+            parallel_tool_calls=True,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}, "top_k": None},
+        )
+
+    ask(recorder, call, call)
+    assert "system\nBe brief." in chat.decode(engine.requests[0].prompt_ids)
+    [warned] = [one.message for one in caplog.records if "has no effect" in one.message]
+    assert "chat_template_kwargs" in warned
 
 
 def test_completions_of_plain_text_continue_it(tmp_path):
@@ -353,6 +396,30 @@ def test_a_bad_request_is_answered_as_clients_expect(tmp_path, asked, code, said
         ask(recorder, call)
     assert refused.value.code == code
     assert said in refused.value.message
+
+
+def test_what_no_server_of_this_kind_takes_is_refused_in_its_format(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    recorder = recorder_of(chat, Scripted(chat, "a"))
+
+    async def call(client, _):
+        with pytest.raises(openai.NotFoundError, match="/v1/responses is not served"):
+            await client.responses.create(model="m", input="Hi")
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        half = '{"messages": [{"role": "user", "content": "\\ud83d"}]}'  # of an emoji; JavaScript's
+        async with (
+            aiohttp.ClientSession(str(client.base_url), headers=headers) as session,
+            session.post("chat/completions", data=half) as response,
+        ):
+            said = await response.json()
+        assert (response.status, said["error"]["code"]) == (400, "bad_json")
+        assert "surrogates not allowed" in said["error"]["message"]
+        calls = [{"role": "assistant", "content": "", "tool_calls": [{"function": 5}]}, user("Hi")]
+        with pytest.raises(openai.BadRequestError, match="'tool_calls' of message 0 are no list"):
+            await client.chat.completions.create(model="m", messages=calls)
+        return await client.chat.completions.create(model="m", messages=[user("🙂")])
+
+    assert ask(recorder, call).choices[0].message.content == "a"
 
 
 def test_a_trajectory_that_is_over_answers_no_call_and_another_key_reaches_none(tmp_path):

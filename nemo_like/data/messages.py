@@ -193,11 +193,15 @@ def fault(messages: object) -> str:
         if role != known and known in ("system", "user", "assistant", "tool"):
             return f" (the role of message {index} is '{role}', which must be '{known}')"
         calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        if not isinstance(calls, list) or not all(map(_is_function_call, calls)):
             return f" (the 'tool_calls' of message {index} are no list of objects)"
         if not all(map(_is_call, calls)):
             return f" (the arguments of a tool call of message {index} are text that is not JSON)"
     return ""
+
+
+def _is_function_call(call: object) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function", call), dict)
 
 
 def _is_call(call: Message) -> bool:

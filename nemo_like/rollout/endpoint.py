@@ -18,17 +18,23 @@ from aiohttp import web
 
 from nemo_like.data.messages import Message, cleaned, fault
 from nemo_like.errors import RunError, UserError
-from nemo_like.generation.protocol import FinishReason
+from nemo_like.rollout.answers import chat_choice, parts, send_event, text_choice
 from nemo_like.rollout.recorder import EndedError, Recorder, Turn
 
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 64 << 20
 _MOST_CHOICES = 128
-_OVERRIDDEN = {"temperature": 1, "top_p": 1, "top_k": None, "seed": None, "frequency_penalty": 0,
-               "presence_penalty": 0, "logit_bias": None, "response_format": None,
-               "tool_choice": "auto"}  # fmt: skip
-"""Parameters without effect here, and the values that need no warning."""
+_READ = {
+    "model", "messages", "prompt", "tools", "stop", "n", "max_tokens", "max_completion_tokens",
+    "logprobs", "stream", "stream_options", "user", "metadata", "store",
+}  # fmt: skip
+_HARMLESS = {
+    "temperature": (1,), "top_p": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},), "best_of": (1,),
+    "echo": (False,), "parallel_tool_calls": (True,), "top_logprobs": (0,),
+}  # fmt: skip
+"""Values of other parameters that need no warning."""
 
 
 class Address(NamedTuple):
@@ -70,6 +76,7 @@ class Endpoint:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._answering(self._chat))
         app.router.add_post("/v1/completions", self._answering(self._completions))
+        app.router.add_route("*", "/{path:.*}", self._answering(_no_such))
         self._runner = web.AppRunner(app, handle_signals=False, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -112,13 +119,7 @@ class Endpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 recorder = self._recorder(request)
-                try:
-                    asked = json.loads(await request.read())
-                except (ValueError, RecursionError) as error:
-                    raise RequestError(400, f"The body is not JSON: {error}", "bad_json") from error
-                if not isinstance(asked, dict):
-                    raise RequestError(400, "The body is not a JSON object.", "bad_json")
-                self._warn_of_overridden(asked)
+                asked = _read(await request.read()) if request.method == "POST" else {}
                 return await answer(request, recorder, asked)
             except RequestError as error:
                 return error.response()
@@ -133,13 +134,13 @@ class Endpoint:
         return handle
 
     def _warn_of_overridden(self, asked: Mapping[str, Any]) -> None:
-        for name, harmless in _OVERRIDDEN.items():
-            value = asked.get(name, harmless)
-            if value not in (harmless, None) and name not in self._warned:
+        for name in sorted(asked.keys() - _READ - self._warned):
+            value = asked[name]
+            if value not in (None, [], {}, *_HARMLESS.get(name, ())):
                 self._warned.add(name)
                 logger.warning(
-                    "A request asks for %s=%s, which has no effect; the run's own value applies.",
-                    name,
+                    "A request asks for %s=%s, which has no effect; the run's own settings apply.",
+                    name[:40],
                     json.dumps(value)[:80],
                 )
 
@@ -147,6 +148,9 @@ class Endpoint:
         self, request: web.Request, recorder: Recorder, asked: Mapping[str, Any]
     ) -> web.StreamResponse:
         messages: Any = cleaned(asked.get("messages"))
+        for one in messages if isinstance(messages, list) else ():
+            if isinstance(one, dict) and one.get("role") == "developer":
+                one["role"] = "system"  # the same, in newer clients
         wrong = fault(messages)
         if not isinstance(messages, list) or not messages or wrong:
             text = f"'messages' must be a list of messages{wrong}."
@@ -157,7 +161,10 @@ class Endpoint:
         if asked.get("tool_choice") == "none":
             tools = []
         turns = await self._sample(recorder, asked, messages, tools)
-        choices = [_chat_choice(index, turn) for index, turn in enumerate(turns)]
+        choices = [
+            chat_choice(i, turn, recorder.logprobs(turn) if asked.get("logprobs") else None)
+            for i, turn in enumerate(turns)
+        ]
         kind = "chat.completion.chunk" if asked.get("stream") else "chat.completion"
         return await self._send(request, recorder, asked, kind, turns, choices)
 
@@ -168,14 +175,10 @@ class Endpoint:
         if not isinstance(prompt, str):
             raise RequestError(400, "'prompt' must be a single string.", "bad_prompt")
         turns = await self._sample(recorder, asked, prompt, ())
+        wants = not (asked.get("logprobs") is None or asked["logprobs"] is False)  # 0 is a number
         choices = [
-            {
-                "index": index,
-                "text": turn.reply.message["content"],
-                "finish_reason": turn.completion.finish_reason.value,
-                "logprobs": None,
-            }
-            for index, turn in enumerate(turns)
+            text_choice(i, turn, recorder.logprobs(turn) if wants else None)
+            for i, turn in enumerate(turns)
         ]
         return await self._send(request, recorder, asked, "text_completion", turns, choices)
 
@@ -186,6 +189,7 @@ class Endpoint:
         messages: Sequence[Message] | str,
         tools: Sequence[Any],
     ) -> Sequence[Turn]:
+        self._warn_of_overridden(asked)
         most = asked.get("max_completion_tokens")
         most = asked.get("max_tokens") if most is None else most
         stop, count = asked.get("stop") or [], asked.get("n") or 1
@@ -264,44 +268,35 @@ class Endpoint:
         body = self._body(asked, kind, turns, [])
         usage = body.pop("usage")
         for choice in choices:
-            for part in _parts(choice):
-                await _event(response, body | {"choices": [part]})
+            for part in parts(choice):
+                await send_event(response, body | {"choices": [part]})
         if (asked.get("stream_options") or {}).get("include_usage"):
-            await _event(response, body | {"usage": usage})
+            await send_event(response, body | {"usage": usage})
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
 
+async def _no_such(request: web.Request, *_: Any) -> web.StreamResponse:
+    text = f"{request.method} {request.path} is not served; chat/completions and completions are."
+    raise RequestError(404, text, "not_found")
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    """The parameters; RequestError for what is none, or has text that no tokenizer takes."""
+    try:
+        asked = json.loads(body)
+        if b"\\ud" in body.lower():  # such as JavaScript's halves of an emoji
+            json.dumps(asked, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            400, f"The body is not JSON of valid text: {error}", "bad_json"
+        ) from error
+    if not isinstance(asked, dict):
+        raise RequestError(400, "The body is not a JSON object.", "bad_json")
+    return asked
+
+
 def _is_tool(tool: object) -> bool:
     function = tool.get("function") if isinstance(tool, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-async def _event(response: web.StreamResponse, content: Mapping[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(content).encode() + b"\n\n")
-
-
-def _chat_choice(index: int, turn: Turn) -> dict[str, Any]:
-    message = dict(turn.reply.message)
-    reason = "stop" if turn.completion.finish_reason is FinishReason.stop else "length"
-    if message.get("tool_calls"):
-        reason = "tool_calls"
-        message["content"] = message["content"] or None
-    choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
-    if turn.reply.errors:
-        choice["tool_call_errors"] = list(turn.reply.errors)
-    return choice
-
-
-def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A choice in the pieces of a stream."""
-    if "text" in choice:
-        yield dict(choice)
-        return
-    message, index = choice["message"], choice["index"]
-    delta: dict[str, Any] = {"role": "assistant", "content": message["content"]}
-    if calls := message.get("tool_calls"):
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    yield {"index": index, "delta": delta, "finish_reason": None}
-    yield {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}

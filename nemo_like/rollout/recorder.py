@@ -192,6 +192,12 @@ class Recorder:
         self._ended = EndedError(f"This trajectory is over: {why}.", end)
         return self._ended
 
+    def logprobs(self, turn: Turn) -> list[tuple[str, float]]:
+        """The text and logprob of each sampled token."""
+        sampled = turn.completion
+        texts = [self._chat.decode([one], skip_special_tokens=False) for one in sampled.token_ids]
+        return list(zip(texts, sampled.logprobs, strict=True))
+
     def forget(self, turns: Sequence[Turn]) -> None:
         """Drop turns that did not reach their client: they get no reward and do not train."""
         for turn in turns:
