@@ -103,6 +103,21 @@ def test_equal_numbers_are_one_vote_however_they_are_written(response):
     assert reward("p", rf"\boxed{{{response}}}", answer="0.5")["answer"] == "1/2"
 
 
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("The answer is B. That is wrong.", None),
+        ("The answer is B. No, wait, that's not correct!", None),
+        (r"So \boxed{B}. This is incorrect.", None),
+        ("The answer is C. That is wrong. The answer is B.", "B"),
+        ("The answer is B. Option C says 3. That is wrong.", "B"),
+        ("The answer is B. Some say the answer is C. That is wrong.", "B"),
+    ],
+)
+def test_an_answer_that_is_taken_back_at_once_is_none(response, answer):
+    assert extract(response, "B") == answer
+
+
 def test_a_box_in_the_prompt_is_not_an_answer():
     result = reward(r"Put the answer in \boxed{}. Is it \boxed{4}?", "Dunno", answer="4")
     assert result == {"reward": 0.0, "accuracy": 0.0, "answered": 0.0, "answer": None}

@@ -16,6 +16,7 @@ from nemo_like.data.thinking import after_thinking
 from nemo_like.rewards.math.statements import (
     AFTERTHOUGHT,
     HEADING,
+    SENTENCE_START,
     chosen,
     is_answer,
     is_meant,
@@ -68,6 +69,12 @@ NEXT_PROBLEM = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 """A model that does not stop may set itself another problem, and answer that."""
+TAKEN_BACK = re.compile(
+    r"(?<=[.!?])\s+(?:(?:no|wait|but|hmm|actually|sorry)\b[,.]?\s+)*(?:that|this|it)(?:\s+answer)?"
+    r"(?:\s+(?:is|was)|['’]s)\s+(?:wrong|incorrect|false|not\s+(?:right|correct)|a\s+mistake)[.!]*$",
+    re.IGNORECASE,
+)
+"""A last sentence about the one before it."""
 BARE_EXPRESSION = re.compile(r"(?!.*[a-zA-Z]{3})|.*\\")
 
 
@@ -85,8 +92,16 @@ def extract(response: str, gold: str = "") -> str | None:
     visible = after_thinking(LONG_SPACE.sub(lambda m: "\n\n" if "\n" in m[0] else " ", response))
     if visible is None:
         return None
-    read = _statement_or_box if BOX.search(visible) else _last_statement
-    return (read(visible, _kind_of(gold)) or "").strip() or None
+    if taken_back := TAKEN_BACK.search(visible.rstrip()):
+        before = visible[: taken_back.start()]
+        if _read(SENTENCE_START.sub("", before), gold) is not None:
+            return None
+    return _read(visible, gold)
+
+
+def _read(text: str, gold: str) -> str | None:
+    read = _statement_or_box if BOX.search(text) else _last_statement
+    return (read(text, _kind_of(gold)) or "").strip() or None
 
 
 class Kind(Enum):

@@ -24,6 +24,7 @@ mathematics leaves a choice, it is made as follows.
 - The letter of a choice may stand before or after the answer, and either of them for ``(A) 5``, but
   no other letter. Its case does not matter for a choice; b and B are two variables where the row's
   answer is b. "B or C" makes no choice, and neither does a sentence that only rejects some.
+- An answer that the last sentence takes back ("That is wrong.") is none.
 - An integral or a limit is the question, and no answer, unless the row's own answer has one.
 - ``]0, 1[`` is an open interval. Digits may be grouped as in 1,234, 1 234, 1'234, 1_234, 1.234.567
   and 12,34,567; a single point is that of a decimal.
