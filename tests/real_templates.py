@@ -175,6 +175,7 @@ FAMILIES = [
            thought="<|channel|>analysis<|message|>hm, {}<|end|><|start|>assistant"
                    "<|channel|>final<|message|>", rewrites=True),
     Family("lfm2.5", "lfm2_2_5_v2", specials=_LFM, plain=_THINK, bos="<|startoftext|>",
+           call="<|tool_call_start|>[add(a=1)]<|tool_call_end|>",
            thought="<think>hm, {}</think>", rewrites=True),
     Family("command", "cohere2", ("<|END_OF_TURN_TOKEN|>",), _COHERE, bos="<BOS_TOKEN>",
            closes="<|END_RESPONSE|>"),

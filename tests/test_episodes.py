@@ -462,7 +462,8 @@ def test_the_example_of_tool_use_pays_for_a_call_and_for_the_answer(tmp_path):
     bare = build_chat(tmp_path / "bare", MARKED)
     call, fails = CALL_2_2, CALL_2_2.replace("2 + 2", "two")
     scripts = [f"|{call}|4", f"|{call}|{call}|4", f"|{call}|5", f"|{fails}|4", "|4", "|5"]
-    found = conversations(bare, scripts, name=f"{ROOT}/examples/tool_use/environment.py:Calculator")
+    name = f"{ROOT}/examples/tool_use/environment.py:Calculator"
+    found = conversations(bare, scripts, name=name, options={"examples": 1})
     rewards = [one.result.reward for one in found]
     assert rewards == pytest.approx([1.2, 1.2, 0.2, 1.0, 1.0, 0.0])
     called = [one.result.metrics.get("environment/right_after_call") for one in found]

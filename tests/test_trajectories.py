@@ -411,6 +411,7 @@ GLM = (
     "<tool_call>t\n<arg_key>x</arg_key>\n<arg_value>hello</arg_value>\n"
     "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
 )
+LFM = "<|tool_call_start|>[add(a=1, b='x, y'), c.d(e=[None, True])]<|tool_call_end|>"
 PARAMETERS = {"x": {"anyOf": [{"type": "string"}, {"type": "boolean"}]}, "a": {"type": "integer"}}
 TYPED = [{"type": "function", "function": {"name": "t", "parameters": {"properties": PARAMETERS}}}]
 
@@ -438,6 +439,11 @@ TYPED = [{"type": "function", "function": {"name": "t", "parameters": {"properti
         (XML.replace("<parameter=a>", "a"), [], 1),
         (GLM, [("t", {"x": "hello", "a": 1})], 0),
         ("<tool_call>t</tool_call>", [("t", {})], 0),
+        (f"So{LFM}", [("add", {"a": 1, "b": "x, y"}), ("c.d", {"e": [None, True]})], 0),
+        (LFM.removesuffix("<|tool_call_end|>")[:-22] + "]", [("add", {"a": 1, "b": "x, y"})], 0),
+        ("<|tool_call_start|>[add(1), b(a=c), d(a={1})]<|tool_call_end|>", [], 3),
+        ("<|tool_call_start|>[add(a=1<|tool_call_end|>", [], 1),
+        ('<|tool_call_start|>{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})], 0),
         (f"<think>{CALL}?</think>No.", [], 0),
         ("The answer is {1, 2}.", [], 0),
         ('{"answer": 3}', [], 0),

@@ -8,26 +8,32 @@ from nemo_like.environments.protocol import Action, Observation, StepResult
 from nemo_like.environments.tools import Tools
 from nemo_like.rewards.math.reward import reward
 
-CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "23 * 41"}}\n</tool_call>'
-EXAMPLE = [
-    {"role": "user", "content": "Solve the following multiplication: 23 * 41."},
-    {"role": "assistant", "content": CALL},
+QUESTION = "Solve the following multiplication: {}. Give only the result as your final answer."
+CALL = '<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
+EXAMPLES = [
+    [
+        {"role": "user", "content": QUESTION.format(product)},
+        {"role": "assistant", "content": CALL.format(product)},
+    ]
+    for product in ("23 * 41", "112 * 34", "67 * 89")
 ]
 
 
 class Calculator(Tools):
     """One conversation about a row with an ``answer``."""
 
-    def __init__(self, call: float = 0.2) -> None:
-        """``call``: the reward of the first call that can be computed; a right answer earns 1."""
+    def __init__(self, call: float = 0.2, examples: int = 2) -> None:
+        """``call``: the reward of the first call that can be computed; a right answer earns 1.
+        ``examples``: of calls, in the prompt."""
         super().__init__(in_messages=True)
         self.call = call
+        self.examples = [one for pair in EXAMPLES[:examples] for one in pair]
 
     def reset(self, row: Mapping[str, Any]) -> Observation:
-        """Begin with the description of the calculator and an example of a call."""
+        """Begin with the description of the calculator and examples of calls."""
         self.row, self.called = row, False
         described, *question = super().reset(row).messages or ()
-        return Observation(messages=[described, *EXAMPLE, *question])
+        return Observation(messages=[described, *self.examples, *question])
 
     async def step(self, action: Action) -> StepResult:
         """Compute a call, or score the answer."""

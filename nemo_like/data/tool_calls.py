@@ -1,8 +1,9 @@
-"""Tool calls in the text of a completion, as Hermes, Qwen, GLM, Llama 3 and Mistral write them.
+"""Tool calls in completions, as Hermes, Qwen, GLM, Llama 3, Mistral and LFM2 write them.
 
 Nothing that looks like a call is dropped silently: if it cannot be parsed, the model gets an error.
 """
 
+import ast
 import functools
 import json
 import re
@@ -37,6 +38,7 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _LLAMA = re.compile(
     r"\A\s*(?:<\|python_tag\|>)?\s*(\{\s*\"(?:name|type|function)\".*)\Z", re.DOTALL
 )
+_PYTHON = re.compile(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _NAME = re.compile(r"\s*([\w.-]+)\s*(<arg_key>.*)?\Z", re.DOTALL)
@@ -86,6 +88,9 @@ def _split(text: str, tools: Tools) -> tuple[str, list[_Read]]:
         return text.partition("<tool_call>")[0].rstrip("\n"), calls
     if "[TOOL_CALLS]" in text:
         return text.partition("[TOOL_CALLS]")[0], [*_mistral(text)]
+    if match := _PYTHON.search(text):
+        parts = [one[1] for one in _PYTHON.finditer(text)]
+        return text[: match.start()], [call for one in parts for call in _python(one)]
     if match := _LLAMA.match(text.replace("<|eom_id|>", "")):
         return "", [_reader(one) for one in match[1].split("; ")]
     return text, []
@@ -104,7 +109,7 @@ def refuse_unread_calls(chat: ChatTokenizer, tools: Tools) -> None:
     if isinstance(name, str) and not _is_read(chat, json.dumps(tools[0])):
         raise UserError(
             "the model's chat template writes tool calls in an unsupported format (Hermes, "
-            f"Qwen, GLM, Llama 3 and Mistral work); {IN_MESSAGES}."
+            f"Qwen, GLM, Llama 3, Mistral and LFM2 work); {IN_MESSAGES}."
         )
 
 
@@ -187,6 +192,31 @@ def _mistral(text: str) -> Iterator[_Read]:
             yield _failing(error)
             continue
         yield from (lambda one=one: _call(one) for one in calls)
+
+
+def _python(text: str) -> Iterator[_Read]:
+    """Calls as a Python list, ``[add(a=1), add(a=2)]``, or as JSON."""
+    try:
+        parsed = ast.parse(text.strip(), mode="eval").body
+        calls = parsed.elts if isinstance(parsed, ast.List) else [parsed]
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        calls = []
+    if not calls or not all(isinstance(one, ast.Call) for one in calls):
+        yield _reader(text)
+    for one in calls:
+        if isinstance(one, ast.Call):
+            yield lambda one=one: _python_call(one)
+
+
+def _python_call(call: ast.Call) -> tuple[str, dict[str, Any]]:
+    name = ast.unparse(call.func)
+    if call.args or any(one.arg is None for one in call.keywords):
+        raise UnreadableCallError(f"the arguments of {name} have no names")
+    try:
+        found = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+        return name, json.loads(json.dumps(found))  # no sets, which JSON lacks
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise UnreadableCallError(f"an argument of {name} is no plain value") from error
 
 
 def _failing(error: UnreadableCallError) -> _Read:
