@@ -286,6 +286,11 @@ def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, wh
             "=packed.",
         ),
         (
+            ["policy.micro_batch_size=2", "policy.batching=shared"],
+            "policy.micro_batch_size=2 would have no effect",
+            "policy.micro_batch_tokens alone decides",
+        ),
+        (
             ["tensor_parallel_size=2", "policy.optimizer.moments=int8"],
             "policy.optimizer.moments=int8 has a scale for 256 numbers",
             "moments=bfloat16",

@@ -156,7 +156,7 @@ def test_credit_by_step_with_one_reward_each_is_that_of_trajectories(chat):
     [
         (("advantage.baseline=leave_one_out",), "leaves out one of them; set advantage.baseline"),
         (("loss.kl_coef=0.1", "loss.kl_in=reward"), "uses step rewards only"),
-        (("advantage.overlong_buffer_tokens=5",), "does not support a length penalty"),
+        (("advantage.overlong_buffer_tokens=5",), "=5 is about one completion .* may have 8; set"),
         (("environment.name=single_turn",), "a trajectory of one completion is one step"),
         (("environment.max_turns=1",), "step; set environment.name and max_turns"),
     ],

@@ -122,6 +122,7 @@ def test_a_run_of_several_tasks_logs_and_trains_each(tmp_path):
             "advantage.per_task=true",
             "advantage.baseline=mean",
             "advantage.credit=step",
+            "policy.batching=shared",
             "grpo.max_steps=1",
             "grpo.num_prompts_per_step=8",
             "grpo.num_generations_per_prompt=2",

@@ -98,6 +98,7 @@ def test_two_ranks_change_nothing(tmp_path):
         *options,
         "cluster.cpu_workers_per_node=2",
         "cluster.cpus_per_worker=0.5",
+        "policy.batching=shared",
         "policy.micro_batch_tokens=256",
     )
     assert_same(two, one, tolerance=1e-5)

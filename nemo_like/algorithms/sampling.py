@@ -184,6 +184,7 @@ def rollout_setup(
         resumed=Resumed(run.first_step or -1, run.validated_step, feed.used, feed.again),
         most_tokens=engine.max_model_len,
         most_turns=config.environment.most_turns,
+        shares_prompts=config.policy.batching == "shared",
         trajectories_gib=config.logging.trajectories_gib,
     )
 

@@ -9,6 +9,7 @@ import torch
 
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
+from nemo_like.batch.prompts import prompt_columns
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.policy import Output
 from nemo_like.config.section import value_of
@@ -102,6 +103,10 @@ def start_texts(
     passes, run = config.passes, session.run
     with run.start_phase("data"):
         train, held_out = read_texts(config, load, session.model_path)
+        if config.policy.batching == "shared":
+            for batch in (train, held_out):
+                if batch is not None:
+                    batch.rows |= prompt_columns(batch)
         loader = _loader(config, train)
         max_steps = passes.max_steps or passes.num_epochs * loader.steps_per_epoch
         for sentence in config.policy.schedule_rules("policy", config, max_steps):

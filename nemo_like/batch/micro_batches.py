@@ -54,7 +54,7 @@ def plan_micro_batches(
 
     ``prompts``: each row's prompt (a number) and its tokens. A row omits its prompt if the row
     before it in the bin has the same one, so neighbours with one prompt share a bin as far as they
-    fit, unless that gives the busiest rank more work, or ``max_rows`` bounds bins.
+    fit, unless that gives the busiest rank more work. Not with ``padded`` or ``max_rows``.
 
     Raises UserError if rows that must stay together exceed a bound alone.
 
@@ -64,11 +64,11 @@ def plan_micro_batches(
     (((2, 3), (0,), (1,)),)
     """
     assert len(lengths) % rows_per_unit == 0, f"{len(lengths)} rows, {rows_per_unit} to a unit"
-    assert prompts is None or not padded
+    assert prompts is None or not (padded or max_rows)
     rows = _Rows(lengths, prompts, attention_tokens, padded)
     units = [tuple(range(i, i + rows_per_unit)) for i in range(0, len(lengths), rows_per_unit)]
     _check_bounds(units, list(map(rows.size, units)), max_tokens, max_rows, rows_per_unit)
-    ways = [units] if prompts is None or max_rows else [rows.joined(units, max_tokens), units]
+    ways = [units] if prompts is None else [rows.joined(units, max_tokens), units]
 
     def pack(units: Sequence[tuple[int, ...]]) -> tuple[int, MicroBatchPlan]:
         sizes, costs = list(map(rows.size, units)), list(map(rows.cost, units))

@@ -92,17 +92,18 @@ class AdvantageConfig(Section):
                 f"{here}.credit=step uses step rewards only; set {here}.each_reward=false, "
                 "and loss.kl_in=loss if there is a KL."
             )
-        if self.credit == "step" and self.overlong_buffer_tokens:
-            yield (
-                f"{here}.credit=step does not support a length penalty; set "
-                f"{here}.overlong_buffer_tokens=0."
-            )
         if self.each_reward and (self.overlong_buffer_tokens or run.kl_in_reward):
             yield (
                 f"{here}.each_reward=true has no single reward to subtract from; set "
                 "advantage.overlong_buffer_tokens=0, and loss.kl_in=loss if there is a KL."
             )
         buffer, most = self.overlong_buffer_tokens, run.generation.max_new_tokens
+        if buffer and run.environment.most_turns > 1:
+            yield (
+                f"{here}.overlong_buffer_tokens={buffer} is about one completion "
+                "(arXiv:2503.14476 Eq. 13), and trajectories may have "
+                f"{run.environment.most_turns}; set it to 0, or environment.max_turns=1."
+            )
         if buffer > most:
             yield (
                 f"{here}.overlong_buffer_tokens={buffer} must be at most "

@@ -173,7 +173,14 @@ class PolicyConfig(Section):
     neighbouring rows have in common only once; ``padded``: one row per line."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] = 8192
     """Most tokens of one forward and backward pass, padding included."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: Annotated[
+        Count | None,
+        OnlyIf(
+            lambda here, _: here.batching != "shared",
+            "with policy.batching=shared, policy.micro_batch_tokens alone decides which rows share "
+            "a pass",
+        ),
+    ] = None
     """Most rows of one forward and backward pass. None: as many as ``micro_batch_tokens`` holds."""
     logprob_chunk_tokens: Count = 1024
     """Most tokens with logits in memory at one time."""

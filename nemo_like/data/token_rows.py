@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nemo_like.batch import keys
-from nemo_like.batch.prompts import prompt_columns
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.data import Overlong, TextsConfig
 from nemo_like.config.sources import Part
@@ -33,9 +32,9 @@ class TokenRow:
 
 
 def collate(rows: Sequence[TokenRow]) -> TensorBatch:
-    """Columns ``INPUT_IDS`` and ``LOSS_MASK`` [N]; of rows [B], ``SAMPLE_MASK``,
-    ``NUM_LOSS_TOKENS``, ``PROMPTS`` and ``PROMPT_TOKENS``."""
-    batch = TensorBatch(
+    """Columns ``INPUT_IDS`` and ``LOSS_MASK`` [N]; of rows [B], ``SAMPLE_MASK`` and
+    ``NUM_LOSS_TOKENS``."""
+    return TensorBatch(
         lengths=torch.tensor([len(row.ids) for row in rows], dtype=torch.int64),
         tokens={
             keys.INPUT_IDS: torch.cat([row.ids for row in rows]),
@@ -46,8 +45,6 @@ def collate(rows: Sequence[TokenRow]) -> TensorBatch:
             keys.NUM_LOSS_TOKENS: torch.stack([row.mask.sum() for row in rows]),
         },
     )
-    batch.rows |= prompt_columns(batch)
-    return batch
 
 
 def _cut(row: TokenRow, first: int, most: int) -> TokenRow:

@@ -45,12 +45,13 @@ def group_advantages(
     """
     if not valid.any():
         return torch.zeros(len(valid))
-    # One line a group, [P, G]; then each row against its siblings, [P, G, G].
+    # One line a group, [P, G]; then what rows are compared with: their group, [P, 1, G], or all
+    # others in it, [P, G, G].
     line, slot, shape = _grid(groups)
     x, ok = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
     x[line, slot] = torch.where(valid, rewards.double(), 0.0)
     ok[line, slot] = valid
-    weight = (ok[:, None, :] & ok[:, :, None]).double()
+    weight = ok[:, None, :].double()
     if config.baseline == "leave_one_out":
         weight = weight * (1 - torch.eye(shape[1], dtype=torch.float64))
     count = weight.sum(-1)
@@ -58,7 +59,8 @@ def group_advantages(
     size = (weight * x.abs()[:, None, :]).amax(-1)
     advantage = x if config.baseline == "none" else x - mean
     # Of equal rewards rounding may be left, which a scale over other groups would blow up.
-    advantage = torch.where((count > 0) & (advantage.abs() > _RELATIVE_SPREAD * size), advantage, 0)
+    counts = ok & (count > 0) & (advantage.abs() > _RELATIVE_SPREAD * size)
+    advantage = torch.where(counts, advantage, 0)
     if config.scale == "std":
         squares = (weight * (x[:, None, :] - mean[:, :, None]).square()).sum(-1)
         deviation = (squares / (count - 1).clamp(min=1)).sqrt()

@@ -133,6 +133,8 @@ def _entropy_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) 
 def _length_explosion(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
     buffer = settings.get("generation.max_new_tokens", 0) // 4
     remedy = f", or penalise the longest with advantage.overlong_buffer_tokens={buffer}"
+    if settings.get("environment.name") != "single_turn":
+        remedy = ""  # it is about one completion
     return _other_length(first, last, settings, remedy) if _growth(first, last) >= 3 else None
 
 

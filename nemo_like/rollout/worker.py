@@ -68,6 +68,8 @@ class RolloutSetup:
     """Most tokens of a training row."""
     most_turns: int
     """See ``EnvironmentConfig.most_turns``: columns do not depend on which rows a worker gets."""
+    shares_prompts: bool
+    """Whether the policy computes common prompts once (``policy.batching=shared``)."""
     trajectories_gib: float
     """Size limit of all workers' files together; 0: keep none."""
 
@@ -137,6 +139,7 @@ class RolloutWorker(GenerationWorker):
         self._pools = dict(zip(environments, pools, strict=True))
         self._reward_parts = [name for one in environments.values() for name in one.rewards]
         self._most_turns = setup.most_turns
+        self._shares_prompts = setup.shares_prompts
         talking = {name: one for name, one in environments.items() if not one.is_single_turn}
         if talking:
             from nemo_like.rollout import recorder
@@ -179,7 +182,7 @@ class RolloutWorker(GenerationWorker):
             tokens=ray.put(tokens),
             lengths=tokens.lengths,
             rows=collate_rows(trajectories, self._reward_parts, self._most_turns)
-            | prompt_columns(tokens),
+            | (prompt_columns(tokens) if self._shares_prompts else {}),
             metrics=merge([*map(_metrics, trajectories)]) | self.memory(),
             rank=self.context.rank,
             seconds=time.monotonic() - start,
