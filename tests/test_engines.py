@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -494,13 +494,11 @@ def test_a_refit_amid_sampling_is_refused(case):
     assert len(case.run(refit_amid_sampling()).token_ids) == 12
 
 
-def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_what(case):
-    """Each token has the logprob that the weights of its version give it, with a fresh cache."""
+def sampled_across_refits(case, count):
+    """Completions that were alive across five refits, and the model of each version."""
     if isinstance(case.engine, VLLMEngine) and not case.config.in_flight:
         pytest.skip("its tokens are held back until a completion ends")
     models = {}
-    count = 200 if case.config.dtype == "float32" else 24
-    requests = case.requests(count, max_new_tokens=60)
 
     async def one(request):
         parts = []
@@ -521,7 +519,7 @@ def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_w
         resumed.set()
 
     async def main():
-        sampling = asyncio.gather(*map(one, requests))
+        sampling = asyncio.gather(*map(one, case.requests(count, max_new_tokens=60)))
         for seed in range(5):
             await asyncio.sleep(0.01)
             await refit(seed)
@@ -532,8 +530,14 @@ def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_w
     case.refit(77)
     models[case.version] = case.model
     found = case.run(main())
-    last = [[one.weight_version, *(v for _, v in one.later_versions)][-1] for one in found]
-    assert set(last) == {case.version}  # all of them lived to see the fifth refit
+    assert {one.versions[-1] for one in found} == {case.version}  # all lived to see the last refit
+    assert all(one.versions == sorted(one.versions) for one in found)
+    return found, models
+
+
+def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_what(case):
+    """Each token has the logprob that the weights of its version give it, with a fresh cache."""
+    found, models = sampled_across_refits(case, 200 if case.config.dtype == "float32" else 24)
     sampled = torch.tensor([one.token_ids for one in found])
     rows = torch.cat([torch.tensor([PROMPT]).expand(len(found), -1), sampled], 1)
     with torch.no_grad():
@@ -544,11 +548,32 @@ def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_w
     # In 16 bits the largest of 1,440 differences is larger than that of a few.
     most = case.tolerance * (1 if case.config.dtype == "float32" else 2)
     for row, completion in enumerate(found):
-        starts = [(0, completion.weight_version), *completion.later_versions, (60, None)]
-        for (begin, version), (end, _) in itertools.pairwise(starts):
-            right = expected[version][row, range(begin, end), sampled[row, begin:end]]
-            got = torch.tensor(completion.logprobs[begin:end])
-            assert (got - right).abs().max() < most
+        for place, version in enumerate(completion.versions):
+            right = expected[version][row, place, sampled[row, place]].item()
+            assert abs(completion.logprobs[place] - right) < most
+
+
+def test_paused_completions_go_on_with_new_weights_and_the_cache_of_old_ones(case):
+    """Each token has the logprob of its version's weights, given the keys and values so far."""
+    if not case.config.in_flight:
+        pytest.skip("its completions are interrupted")
+    case.engine._config = replace(case.config, keep_cache=True)
+    found, models = sampled_across_refits(case, 24)
+    case.engine._config = case.config
+    assert all(len({*one.versions}) > 1 for one in found)
+    for one in found:
+        ids, versions, cache, begin = [*PROMPT, *one.token_ids], one.versions, None, 0
+        for version in sorted({*versions}):
+            # A token's keys and values are computed when the next one is sampled.
+            end = len(PROMPT) + len(versions) - versions[::-1].index(version) - 1
+            with torch.no_grad():
+                made = models[version](torch.tensor([ids[begin:end]]), past_key_values=cache)
+            first = max(begin, len(PROMPT) - 1)
+            right = made.logits[0, first - begin :].log_softmax(-1)
+            right = right.gather(1, torch.tensor(ids[first + 1 : end + 1])[:, None])[:, 0]
+            got = one.logprobs[first + 1 - len(PROMPT) : end + 1 - len(PROMPT)]
+            assert (torch.tensor(got) - right).abs().max() < case.tolerance
+            cache, begin = made.past_key_values, end
 
 
 def test_the_event_loop_turns_while_the_engine_samples(case):
