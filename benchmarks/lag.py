@@ -75,7 +75,7 @@ def measured(lag: int, order: str, seed: int, steps: int) -> dict[str, object]:
             f"grpo.max_steps={steps}",
             f"grpo.num_prompts_per_step={PROMPTS}",
             f"grpo.num_generations_per_prompt={GROUP}",
-            "policy.optimizer.lr=1e-3",
+            "policy.optimizer.lr=3e-4",
             "checkpoint.export=false",
             "logging.sinks=[]",
             f"rollout.max_lag={lag}",
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--orders", nargs="+", default=["first_in"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=24)
     args = parser.parse_args()
     for seed in args.seeds:
         for lag in args.lags:
