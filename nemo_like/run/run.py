@@ -76,6 +76,9 @@ class Run:
         self._resumed_from, self._resumed = latest or (Path(), None)
         self.first_step = self._resumed.step if self._resumed else 0
         """Steps that an earlier execution of this run has finished."""
+        resumed = self._resumed
+        self.logged_step = resumed.step - (resumed.unlogged is not None) if resumed else -1
+        """The last step that one has logged, with its validation. Without a checkpoint: -1."""
         self._totals = dict(self._resumed.totals) if self._resumed else {"wall_s": 0.0}
         self._step_values: dict[str, float] = {}
         self._step_metrics: Metrics = {}
@@ -132,13 +135,6 @@ class Run:
         self._stop.obey_before_first_step()
         logger.info("Starting: %s", name.replace("_", " "))
         return self.span(name)
-
-    @property
-    def validated_step(self) -> int:
-        """The last step that an earlier execution has validated if it was due; -1: none."""
-        if self._resumed is None:
-            return -1
-        return self._resumed.step - (self._resumed.unlogged is not None)
 
     def restore_position(self, loader: Loader) -> None:
         """Restore the position in the data from the latest checkpoint, if there is one."""
@@ -319,9 +315,6 @@ class Run:
         return self._totals | {"wall_s": wall_s}
 
     def _open_sinks(self) -> Sinks:
-        # A run that was stopped before its first checkpoint starts afresh, validation included.
-        kept_step = self.first_step if self._resumed else -1
-        if self._resumed and self._resumed.unlogged is not None:
-            kept_step -= 1
+        kept_step = self.logged_step
         sinks, self.alarms = open_sinks(self.dir, self.config, kept_step)
         return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)
