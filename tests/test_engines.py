@@ -494,8 +494,8 @@ def test_a_refit_amid_sampling_is_refused(case):
     assert len(case.run(refit_amid_sampling()).token_ids) == 12
 
 
-def sampled_across_refits(case, count):
-    """Completions that were alive across five refits, and the model of each version."""
+def sampled_across_refits(case, requests):
+    """Their completions, alive across five refits, and the model of each version."""
     if isinstance(case.engine, VLLMEngine) and not case.config.in_flight:
         pytest.skip("its tokens are held back until a completion ends")
     models = {}
@@ -519,7 +519,7 @@ def sampled_across_refits(case, count):
         resumed.set()
 
     async def main():
-        sampling = asyncio.gather(*map(one, case.requests(count, max_new_tokens=60)))
+        sampling = asyncio.gather(*map(one, requests))
         for seed in range(5):
             await asyncio.sleep(0.01)
             await refit(seed)
@@ -537,7 +537,8 @@ def sampled_across_refits(case, count):
 
 def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_what(case):
     """Each token has the logprob that the weights of its version give it, with a fresh cache."""
-    found, models = sampled_across_refits(case, 200 if case.config.dtype == "float32" else 24)
+    count = 200 if case.config.dtype == "float32" else 24
+    found, models = sampled_across_refits(case, case.requests(count, max_new_tokens=60))
     sampled = torch.tensor([one.token_ids for one in found])
     rows = torch.cat([torch.tensor([PROMPT]).expand(len(found), -1), sampled], 1)
     with torch.no_grad():
@@ -558,11 +559,15 @@ def test_paused_completions_go_on_with_new_weights_and_the_cache_of_old_ones(cas
     if not case.config.in_flight:
         pytest.skip("its completions are interrupted")
     case.engine._config = replace(case.config, keep_cache=True)
-    found, models = sampled_across_refits(case, 24)
+    requests = [  # different from the first token on, so that none uses the cache of another
+        replace(one, prompt_ids=[i, *PROMPT[1:]])
+        for i, one in enumerate(case.requests(24, max_new_tokens=60), start=10)
+    ]
+    found, models = sampled_across_refits(case, requests)
     case.engine._config = case.config
     assert all(len({*one.versions}) > 1 for one in found)
-    for one in found:
-        ids, versions, cache, begin = [*PROMPT, *one.token_ids], one.versions, None, 0
+    for request, one in zip(requests, found, strict=True):
+        ids, versions, cache, begin = [*request.prompt_ids, *one.token_ids], one.versions, None, 0
         for version in sorted({*versions}):
             # A token's keys and values are computed when the next one is sampled.
             end = len(PROMPT) + len(versions) - versions[::-1].index(version) - 1
