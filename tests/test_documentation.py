@@ -46,6 +46,16 @@ def test_every_file_that_a_page_names_exists(page):
             assert any(ROOT.glob(f"[!.]*/**/{file}")) or (ROOT / file).is_file(), file
 
 
+def test_each_view_of_the_dashboard_has_a_screenshot_on_its_page():
+    script = (ROOT / "nemo_like" / "viewer" / "page" / "app.js").read_text()
+    (views,) = re.findall(r"^const VIEWS = \{(.*)\};", script, re.MULTILINE)
+    names = [one.partition(":")[0].strip() for one in views.split(",")]
+    assert len(names) == 6
+    for name in names:
+        assert f"](viewer-{name}.png)" in text_of("docs/viewer.md")
+        assert (ROOT / "docs" / f"viewer-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", text_of(page)):
