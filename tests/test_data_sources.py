@@ -349,8 +349,10 @@ def test_a_data_set_of_the_hub_is_read_from_the_cache_or_refused_in_one_sentence
     hub_cache(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])
     assert read_offline(tmp_path, "our/numbers@train") == "['a', 'b']\n"
     told = read_offline(tmp_path, "our/letters:main@train")
-    assert told.startswith("refused: data.train=our/letters:main@train: ")
-    assert "without a network it must be in the cache" in told
+    assert told.startswith(
+        "refused: data.train=our/letters:main@train: no network reaches the hub, "
+    )
+    assert "hf download our/letters --repo-type dataset" in told
     assert told.count("\n") == 1
 
 

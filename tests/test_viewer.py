@@ -393,6 +393,12 @@ def test_a_trace_has_the_phases_of_every_process(straight, tmp_path, capsys):
     assert json.loads((straight / "nodes.json").read_text()) == {POLICY: host, GENERATION: host}
 
 
+def test_a_trace_of_a_run_without_phases_is_refused(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["report", str(folder), f"--trace={tmp_path / 'trace.json'}"])
+    assert "has no *.trace.jsonl; copy them too." in capsys.readouterr().err
+
+
 def test_calls_side_by_side_are_on_lanes_of_their_own(tmp_path):
     trace = PhaseTrace(tmp_path, "a")
     with trace.phase("first"):

@@ -6,7 +6,9 @@ out again, and the same rows come out as from JSON.
 
 import csv
 import io
+import logging
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import date, datetime, time
@@ -17,6 +19,8 @@ from typing import Any, cast
 from nemo_like.config.sources import DataSet
 from nemo_like.data.json_rows import opened
 from nemo_like.errors import UserError
+
+_NO_NETWORK = re.compile("LocalEntryNotFound|ConnectionError|OfflineMode|Max retries|resolve host")
 
 Located = tuple[str, dict[str, Any]]
 
@@ -71,6 +75,7 @@ def read_data_set(found: DataSet, key: str, source: str) -> Iterator[Located]:
     import datasets
 
     datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each of its retries
     try:
         if found.on_disk:
             rows = datasets.load_from_disk(found.name)
@@ -78,11 +83,20 @@ def read_data_set(found: DataSet, key: str, source: str) -> Iterator[Located]:
             name, _, config = found.name.partition(":")
             rows = datasets.load_dataset(name, config or None, split=found.split)
     except Exception as error:  # of network, cache, data set or its configuration
-        remedy = ""
-        if isinstance(error, ConnectionError | OSError):
-            remedy = "; without a network it must be in the cache of datasets, or give files"
-        raise UserError(f"{key}={source}: {_first_line(error)}{remedy}.") from error
+        raise UserError(f"{key}={source}: {_why_not(error, found)}.") from error
     yield from _plain_rows(rows, f"{key}={source}")
+
+
+def _why_not(error: Exception, found: DataSet) -> str:
+    """The package names a folder here first, also where a network is what is missing."""
+    if found.on_disk or not _NO_NETWORK.search(f"{type(error).__name__} {error}"):
+        return _first_line(error)
+    name = found.name.partition(":")[0]
+    return (
+        "no network reaches the hub, and the data set is not in the cache of this machine; run `hf "
+        f"download {name} --repo-type dataset --local-dir FOLDER` where there is a network, copy "
+        "the folder here, and give its files"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_like.errors import UserError
 from nemo_like.observe.phase_trace import joined
 from nemo_like.viewer.runs import Record, RunFolder, differences, find_runs, mean_phases
 
@@ -56,7 +57,9 @@ def run(arguments: Sequence[str]) -> None:
         (out / name).write_text(text, encoding="utf-8")
         sys.stdout.write(f"{out / name}\n")
     if options.trace:
-        options.trace.write_text(json.dumps(joined(runs[0].path / "logs")), encoding="utf-8")
+        if not (trace := joined(runs[0].path / "logs"))["traceEvents"]:
+            raise UserError(f"--trace: {runs[0].path}/logs has no *.trace.jsonl; copy them too.")
+        options.trace.write_text(json.dumps(trace), encoding="utf-8")
         sys.stdout.write(f"{options.trace}\n")
 
 
