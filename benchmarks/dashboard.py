@@ -1,12 +1,13 @@
 """Seconds that the dashboard takes to open a long run, to filter it and to show one group.
 
-    python benchmarks/dashboard.py [--steps 1000] [--rows 512] [--keep FOLDER]
+    python benchmarks/dashboard.py [--steps 1000] [--rows 512] [--keep FOLDER] [--out FILE]
 
 The run is made here, by the code that writes trajectories: prompts of 50 tokens, completions of
 100, rewards in [0, 1].
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 
 from nemo_like.data.datasets import Row
@@ -84,13 +86,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--keep", type=Path, help="keep the run here, and use one that is there")
+    parser.add_argument("--out", type=Path, help="append the numbers as a JSON line")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = args.keep or Path(made)
         if not (folder / "trajectories").exists():
             make_run(folder, args.steps, args.rows)
-        for name, (wall, cpu, _) in measure(folder).items():
-            sys.stdout.write(f"{name:16} {wall:.3f} s, {cpu:.3f} s of CPU\n")
+        found = {name: (wall, cpu) for name, (wall, cpu, _) in measure(folder).items()}
+    for name, (wall, cpu) in found.items():
+        sys.stdout.write(f"{name:16} {wall:.3f} s, {cpu:.3f} s of CPU\n")
+    if args.out:
+        sizes = {"steps": args.steps, "rows": args.rows, "load": psutil.getloadavg()[0]}
+        record = sizes | {
+            name: dict(zip(("s", "cpu_s"), one, strict=True)) for name, one in found.items()
+        }
+        with args.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,11 @@ import grpo_verl
 import offload
 import workloads
 from grpo_table import accuracies, floor_times, medians, steps_of, table
+from recommendations import CASES
 from workloads import WORKLOADS, coin, count_parameters, make_rows, prepare, read_rows, reward
+
+from nemo_like.observe.alarms import find_alarms
+from tests.test_alarms import FAULTS, SETTINGS, faulty
 
 TINY = WORKLOADS["tiny"]
 
@@ -272,3 +277,17 @@ def test_conversations_that_fail_or_hang_cost_their_own_rows_and_hold_up_none():
     assert (found["lost_though_good"], found["bad_though_kept"]) == (0, 0)
     assert found["ideal_s"] <= found["seconds"] < found["ideal_s"] + 15
     assert conversations.ideal_s([2, 1, 1, 1], 2) == 3
+
+
+def test_each_recommendation_that_is_measured_is_one_that_a_report_or_an_alarm_gives():
+    given = "validation.every_steps=14 (now 1) saves about 2.8 s of 5 s a step, 56%."
+    assert re.search(CASES["validation"].says, given).groupdict() == {
+        "key": "validation.every_steps",
+        "value": "14",
+        "saves": "2.8",
+    }
+    for name in CASES.keys() & FAULTS:
+        settings = SETTINGS | {"policy.lora.rank": 16, "policy.lora.refit": "merged"}
+        (alarm,) = find_alarms(faulty(name), settings)
+        assert re.search(CASES[name].says, alarm.text), alarm.text
+    assert len(CASES.keys() & FAULTS) == 7
