@@ -4,7 +4,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +204,21 @@ def shorten(value: object) -> str:
     text = str(value)
     half = _MOST_SHOWN // 2
     return text if len(text) <= _MOST_SHOWN else f"{text[:half]} [...] {text[-half:]}"
+
+
+def log_samples(step: int, samples: Sequence[Mapping[str, object]]) -> None:
+    """Log completions of a validation."""
+    for sample in samples:
+        told = [f"{name}: {printable(shorten(value))}" for name, value in sample.items()]
+        logger.info("Validation at step %d\n    %s", step, "\n    ".join(told))
+
+
+def seconds_by_phase(numbers: Mapping[str, float]) -> str:
+    """Numbers named ``time/PHASE_s`` as ``ray 1.2, train 0.3``."""
+    return ", ".join(
+        f"{name.removeprefix('time/').removesuffix('_s')} {seconds:.1f}"
+        for name, seconds in numbers.items()
+    )
 
 
 def setup_logging(run_dir: Path, terminal: Terminal | None = None) -> Callable[[], None]:

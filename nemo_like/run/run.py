@@ -19,9 +19,9 @@ from nemo_like.observe.console import (
     TRAINING_COLUMNS,
     Progress,
     live_terminal,
-    printable,
+    log_samples,
+    seconds_by_phase,
     setup_logging,
-    shorten,
 )
 from nemo_like.observe.metrics import Metrics, Spans, values
 from nemo_like.observe.phase_trace import PhaseTrace
@@ -223,9 +223,7 @@ class Run:
     def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print completions of a validation, and keep them for the sinks; see ``Details``."""
         self._samples = samples
-        for sample in samples:
-            told = [f"{name}: {printable(shorten(value))}" for name, value in sample.items()]
-            logger.info("Validation at step %d\n    %s", step, "\n    ".join(told))
+        log_samples(step, samples)
 
     def finish(self, **facts: Any) -> None:
         """Write ``summary.json``: the run's results, in numbers that it measured itself."""
@@ -275,8 +273,7 @@ class Run:
             self._log_step(self.first_step, self._resumed.unlogged | measured)
 
     def _finish_step(self, step: int, metrics: Metrics) -> None:
-        spans = self.spans.pop()
-        self._tell_start_up(step, values(spans))
+        self._tell_start_up(step, values(spans := self.spans.pop()))
         self._log_step(step, values(metrics | spans))
 
     def _log_step(self, step: int, numbers: dict[str, float]) -> None:
@@ -303,11 +300,7 @@ class Run:
             if name != "time/step_s":  # It contains others.
                 self._start_up[name] = self._start_up.get(name, 0.0) + seconds
         if step == self.first_step + 1:
-            total = time.time() - self._began
-            phases = ", ".join(
-                f"{name.removeprefix('time/').removesuffix('_s')} {seconds:.1f}"
-                for name, seconds in self._start_up.items()
-            )
+            phases, total = seconds_by_phase(self._start_up), time.time() - self._began
             logger.info("Start to the end of the first step: %.1f s (%s)", total, phases)
 
     def _totals_now(self) -> dict[str, float]:
