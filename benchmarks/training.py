@@ -34,8 +34,7 @@ from workloads import SHAPES, count_parameters
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
-from nemo_like.batch.prompts import prompt_columns
-from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.batch.tensor_batch import TensorBatch, prompt_columns
 from nemo_like.config.losses import LossConfig
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.losses.policy_gradient import ClippedPGLoss
@@ -43,9 +42,9 @@ from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.planning.step_time import PEAK_FLOPS
 from nemo_like.policy import scoring
+from nemo_like.policy.process import TrainerSetup
 from nemo_like.policy.remote_model import prompts_of
 from nemo_like.policy.trainer import Trainer
-from nemo_like.policy.trainer_setup import TrainerSetup
 
 _WORDS = ("dtype", "activation_checkpointing", "offload", "batching", "data_parallel")
 """Keys with values that are text."""

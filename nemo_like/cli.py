@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.main import run_command
-from nemo_like.config.algorithm import Algorithm
+from nemo_like.config.run import Algorithm
 from nemo_like.doors import is_path
 from nemo_like.errors import UserError
 from nemo_like.run.ending import end_on_error

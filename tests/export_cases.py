@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.models.build import architecture

@@ -108,7 +108,7 @@ ELSEWHERE = {
 """Files of an earlier ``config/`` that define no keys."""
 EXAMPLES = {
     "an algorithm (DPO)": r"DPO\w*|dpo",
-    "an engine (hf)": r"hf|HF(?!_)|HFEngine|hf_engine|HFModel|hf_model",
+    "an engine (hf)": r"hf(?!_overrides|_storage| download| upload)|HF(?!_)|HFEngine|HFModel",
     "a logger (Weights & Biases)": r"wandb\w*|Wandb\w*|WANDB\w*",
 }
 """Words that stand for one addition of each kind."""

@@ -16,8 +16,8 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import (
     DistillationLossConfig,
-    DPOLossConfig,
     PreferenceKind,
+    PreferenceLossConfig,
     RewardModelLossConfig,
     TeacherTail,
 )
@@ -134,7 +134,7 @@ class Pairs:
 
     def ours(self, **config):
         model = causal_model(self.path)
-        loss_of = PreferenceLoss(DPOLossConfig(beta=BETA, **config))
+        loss_of = PreferenceLoss(PreferenceLossConfig(beta=BETA, **config))
         loss, metrics = loss_of(
             logprobs_of(model, self.batch), self.batch, denominators_of(self.batch)
         )
@@ -233,7 +233,9 @@ def test_simpo_is_that_of_trl(tiny_model, tmp_path):
         ]
     )
     theirs = trainer.cpo_loss(means[0::2], means[1::2])[0].mean()
-    simpo = DPOLossConfig(reference_free=True, length_normalized=True, beta=2.0, target_margin=0.5)
+    simpo = PreferenceLossConfig(
+        reference_free=True, length_normalized=True, beta=2.0, target_margin=0.5
+    )
     ours, _ = PreferenceLoss(simpo)(logprobs, batch, denominators_of(batch))
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
     (gradient,) = torch.autograd.grad(ours, logprobs)

@@ -92,7 +92,7 @@ ONE_PLACE_ONLY = {
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
     "run/folder.py",
-    "config/remote_code.py",
+    "config/model_files.py",
     "environments/program.py",
     "distributed/connection.py",
     "distributed/sweeper.py",

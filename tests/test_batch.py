@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
-from nemo_like.batch.prompts import prompt_columns, shared_layout
-from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.batch.tensor_batch import TensorBatch, prompt_columns, shared_layout
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch

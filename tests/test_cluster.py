@@ -23,7 +23,7 @@ from nemo_like.distributed.waiting import DriverMeter, Pending, progress, wait_t
 from nemo_like.distributed.worker import RankLayout
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
-from nemo_like.generation.generation import Generation
+from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_resources
 from tests.probe import Ending, Probe

@@ -77,7 +77,7 @@ from omegaconf import OmegaConf
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.cli import train
-from nemo_like.config.algorithm import Algorithm
+from nemo_like.config.run import Algorithm
 
 opened = []
 checks = itertools.count(1)

@@ -1,6 +1,5 @@
 """Configuration: strict keys, the nearest valid one named, and no key without an effect."""
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -357,13 +356,6 @@ def test_a_warm_up_is_of_optimizer_steps_of_which_a_step_may_take_several():
     late = ["ppo.num_critic_warmup_steps=30", "policy.scheduler.warmup_steps=10"]
     with pytest.raises(UserError, match="must be below 10, the optimizer steps that ppo"):
         compose_config(CONFIGS, "ppo", late)
-
-
-def test_adamw8bit_needs_its_package():
-    if importlib.util.find_spec("torchao") is None:
-        assert "pip install torchao, or use adamw" in refusal("policy.optimizer.kind=adamw8bit")
-    else:
-        compose_config(CONFIGS, "grpo", ["policy.optimizer.kind=adamw8bit"])
 
 
 GPUS = "cluster.gpus_per_node=8"

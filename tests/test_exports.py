@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.adapter_places import expected_adapters

@@ -16,8 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from nemo_like.compose.load import check
-from nemo_like.config.environment import EnvironmentConfig
-from nemo_like.config.judge import JudgeConfig
+from nemo_like.config.environment import EnvironmentConfig, JudgeConfig
 from nemo_like.errors import UserError
 from nemo_like.rewards.environment import for_other_folders, start_pool
 from tests.small_runs import small_config

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import ParallelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.adapter_places import expected_adapters

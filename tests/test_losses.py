@@ -11,10 +11,10 @@ from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import (
-    DPOLossConfig,
     KLEstimator,
     LossConfig,
     Normalization,
+    PreferenceLossConfig,
     RatioLevel,
 )
 from nemo_like.config.section import choices
@@ -414,7 +414,7 @@ def test_preference_loss_of_one_pair_by_hand():
     batch = make_batch([3, 2], [0.0, 0.0], reference=[9.0, -2.0, -1.5, 9.0, -1.5])
     batch.tokens[keys.LOSS_MASK] = torch.tensor([False, True, True, False, True])
     loss, gradient, metrics = apply(
-        PreferenceLoss(DPOLossConfig(beta=0.1)), batch, [0.0, -1.0, -1.0, 0.0, -2.0]
+        PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch, [0.0, -1.0, -1.0, 0.0, -2.0]
     )
     assert loss == pytest.approx(0.598139, abs=1e-6)
     slope = 0.1 / (1 + math.exp(0.2))  # beta * sigmoid(-beta * margin)
@@ -437,7 +437,7 @@ def test_preference_loss_and_metrics_are_means_over_pairs_not_tokens():
     # Margins 2 and -2, of rows of unequal length.
     batch = make_batch([1, 1, 4, 1], [0.0] * 4, reference=[0.0] * 7)
     logprobs = [1.0, -1.0, -0.5, -0.5, -0.5, -0.5, 0.0]
-    loss, _, metrics = apply(PreferenceLoss(DPOLossConfig(beta=0.1)), batch, logprobs)
+    loss, _, metrics = apply(PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch, logprobs)
     assert loss == pytest.approx((0.598139 + 0.798139) / 2, abs=1e-6)
     assert metrics["train/accuracy"].value == 0.5
     assert metrics["train/accuracy"].weight == 2
@@ -448,7 +448,7 @@ def test_a_masked_pair_counts_nowhere():
     sample = [False, False, True, True]
     batch = make_batch([1] * 4, [0.0] * 4, reference=[float("nan")] * 2 + [0.0] * 2, sample=sample)
     logprobs = [float("nan"), 0.0, 1.0, -1.0]
-    loss, gradient, metrics = apply(PreferenceLoss(DPOLossConfig(beta=0.1)), batch, logprobs)
+    loss, gradient, metrics = apply(PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch, logprobs)
     assert loss == pytest.approx(0.598139, abs=1e-6)
     assert gradient[:2].tolist() == [0, 0]
     assert metrics["train/accuracy"].value == metrics["train/accuracy"].weight == 1
@@ -457,9 +457,9 @@ def test_a_masked_pair_counts_nowhere():
 def test_half_a_pair_is_refused():
     batch = make_batch([1, 1], [0.0] * 2, reference=[0.0] * 2, sample=[True, False])
     with pytest.raises(AssertionError, match="only one row of a pair"):
-        apply(PreferenceLoss(DPOLossConfig(beta=0.1)), batch, [0.0, 0.0])
+        apply(PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch, [0.0, 0.0])
     with pytest.raises(AssertionError, match="1 rows do not make pairs"):
-        apply(PreferenceLoss(DPOLossConfig(beta=0.1)), batch.select([0]), [0.0])
+        apply(PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch.select([0]), [0.0])
 
 
 # Rules of the configuration.
@@ -558,7 +558,7 @@ LOSSES = (
     | CORRECTED
     | {
         "cross_entropy": CrossEntropyLoss(),
-        "preference": PreferenceLoss(DPOLossConfig(beta=0.1)),
+        "preference": PreferenceLoss(PreferenceLossConfig(beta=0.1)),
     }
 )
 ROWS_PER_UNIT = {"preference": 2}

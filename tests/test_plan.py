@@ -345,7 +345,6 @@ def test_ddp_holds_everything_on_every_rank():
         ("sgd", 4 * TOTAL),
         ("muon", 4 * 288 + 8 * (TOTAL - 288)),
         ("adafactor", 0),
-        ("adamw8bit", 2 * (1 + 4 / 256) * TOTAL),
     ],
 )
 def test_each_optimizer_has_its_state(kind, size):

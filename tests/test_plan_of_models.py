@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from nemo_like.cli import main
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.planning.memory import predict_memory
 from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_shape

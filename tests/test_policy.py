@@ -310,6 +310,6 @@ def test_a_rank_waits_for_a_silent_engine_as_long_as_for_a_call_not_as_for_a_sav
         with pytest.raises(RunError, match="was silent for 1 s"):
             group.call(PolicyWorker.send_weights, 0, False)
         del silent
-        os.kill(group.contexts[0].pid, signal.SIGSTOP)
+        os.kill(group.call(PolicyWorker.ready)[0], signal.SIGSTOP)
         with pytest.raises(WaitTimeoutError, match=r"4 s.* in export: .*cluster\.call_timeout_s"):
             policy.export(str(tmp_path / "exported"))

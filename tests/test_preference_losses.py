@@ -13,8 +13,8 @@ from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import (
-    DPOLossConfig,
     PreferenceKind,
+    PreferenceLossConfig,
     RewardModelLossConfig,
     ValueLossConfig,
 )
@@ -93,7 +93,7 @@ def test_sigmoid_loss_by_margin(margin, beta, expected):
 )
 def test_pair_loss_by_hand(config, margin, expected, slope):
     margin = torch.tensor(margin, requires_grad=True)
-    loss = pair_loss(margin, DPOLossConfig(beta=0.1, **config))
+    loss = pair_loss(margin, PreferenceLossConfig(beta=0.1, **config))
     assert loss.item() == pytest.approx(expected, abs=1e-5)
     if slope is not None:
         assert torch.autograd.grad(loss, margin)[0].item() == pytest.approx(slope, abs=1e-6)
@@ -102,17 +102,17 @@ def test_pair_loss_by_hand(config, margin, expected, slope):
 @pytest.mark.parametrize("kind", get_args(PreferenceKind))
 def test_the_robust_loss_over_wrong_labels_is_the_loss_of_right_ones(kind):
     share = 0.2
-    noisy = DPOLossConfig(kind=kind, label_smoothing=share, robust=True)
+    noisy = PreferenceLossConfig(kind=kind, label_smoothing=share, robust=True)
     margin = torch.tensor([-3.0, 0.5, 4.0])
     expected = (1 - share) * pair_loss(margin, noisy) + share * pair_loss(-margin, noisy)
-    assert torch.allclose(expected, pair_loss(margin, DPOLossConfig(kind=kind)), atol=1e-5)
+    assert torch.allclose(expected, pair_loss(margin, PreferenceLossConfig(kind=kind)), atol=1e-5)
 
 
 # Preference pairs.
 
 
 def preference(**config):
-    return PreferenceLoss(DPOLossConfig(beta=0.1, **config))
+    return PreferenceLoss(PreferenceLossConfig(beta=0.1, **config))
 
 
 def one_pair():
@@ -155,7 +155,7 @@ def test_log_ratios_by_hand(config, margin, kind):
     if config.get("reference_free"):
         del batch.tokens[keys.REFERENCE_LOGPROBS]
     loss, _, metrics = apply(preference(kind=kind, **config), batch, logprobs)
-    expected = pair_loss(torch.tensor(margin), DPOLossConfig(kind=kind, beta=0.1))
+    expected = pair_loss(torch.tensor(margin), PreferenceLossConfig(kind=kind, beta=0.1))
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     assert metrics["train/reward_margin"].value == pytest.approx(0.1 * margin, abs=1e-6)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nemo_like
-from nemo_like.config.remote_code import set_trust, trust_variables
+from nemo_like.config.model_files import set_trust, trust_variables
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig

@@ -13,8 +13,7 @@ from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.session import next_command
 from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.compose.load import compose_config
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import RunSection
 from nemo_like.config.sampling import SamplingRunConfig

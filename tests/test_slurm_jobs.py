@@ -83,7 +83,7 @@ def test_a_job_that_cannot_start_says_why(slurm, cluster):
 
 
 def test_slurms_own_words_are_handed_on(slurm):
-    code, _, err = slurm("submit", SCRIPT, "cluster.slurm.extra=[--partition=nope]")
+    code, _, err = slurm("submit", SCRIPT, "cluster.slurm.extra=['--partition=nope']")
     assert (code, err.count("\n")) == (1, 1)
     assert "Error: sbatch failed with code 1: invalid partition specified: nope" in err
     code, _, err = slurm("status", "4000")

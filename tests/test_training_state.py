@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import ParallelConfig
 from nemo_like.policy.state.loading import unused_tensors
 from tests.engine_cases import CASES, TOLERANCE, largest_difference, schedule

@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
-from nemo_like.batch.prompts import prompt_columns
-from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import DPOLossConfig, LossConfig
+from nemo_like.batch.tensor_batch import TensorBatch, prompt_columns
+from nemo_like.config.losses import LossConfig, PreferenceLossConfig
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
@@ -79,7 +78,7 @@ def make_loss(kind: str) -> Any:
     return {
         "policy_gradient": lambda: ClippedPGLoss(LossConfig(kl_coef=0.1)),
         "sft": CrossEntropyLoss,
-        "preference": lambda: PreferenceLoss(DPOLossConfig(beta=0.1)),
+        "preference": lambda: PreferenceLoss(PreferenceLossConfig(beta=0.1)),
     }[kind]()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from nemo_like.cli import train
-from nemo_like.config.algorithm import Algorithm
+from nemo_like.config.run import Algorithm
 from nemo_like.config.sampling import SamplingLoop, SamplingRunConfig
 from nemo_like.config.section import Count
 

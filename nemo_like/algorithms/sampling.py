@@ -29,8 +29,8 @@ from nemo_like.distributed.waiting import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.worker import Worker
 from nemo_like.doors import absolute
 from nemo_like.errors import UserError
-from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig
+from nemo_like.generation.worker import Generation
 from nemo_like.models.resolve import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.observe.trajectory_files import Resumed

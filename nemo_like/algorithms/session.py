@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.algorithms.rows import read_rows
-from nemo_like.config.algorithm import Algorithm
+from nemo_like.config.model_files import set_trust
 from nemo_like.config.policy import PolicyConfig
-from nemo_like.config.remote_code import set_trust
-from nemo_like.config.run import RunConfig
+from nemo_like.config.run import Algorithm, RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.section import named_outside
 from nemo_like.config.typed import as_typed, flat

@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 from nemo_like.compose import registry
 from nemo_like.compose.files import find_file, schema_of
 from nemo_like.compose.names import unknown_key
-from nemo_like.config.algorithm import Algorithm
-from nemo_like.config.run import RunConfig
+from nemo_like.config.run import Algorithm, RunConfig
 from nemo_like.config.section import OnlyIf, Section, choices, keys_of, range_of, section_of
 from nemo_like.doors import Door
 from nemo_like.errors import UserError

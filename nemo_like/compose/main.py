@@ -14,8 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_like.compose.files import find_file, located
 from nemo_like.compose.load import Composed, check_algorithm, compose_raw, store_schema
 from nemo_like.compose.overrides import accept_free_keys, refuse_twice
-from nemo_like.config.algorithm import Algorithm
-from nemo_like.config.run import RunConfig
+from nemo_like.config.run import Algorithm, RunConfig
 from nemo_like.config.section import keys_of
 from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import StoppedError, UserError

@@ -2,8 +2,7 @@
 
 import functools
 
-from nemo_like.config.algorithm import Algorithm
-from nemo_like.config.run import RunConfig
+from nemo_like.config.run import Algorithm, RunConfig
 from nemo_like.doors import Door
 from nemo_like.errors import UserError
 

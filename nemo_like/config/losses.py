@@ -134,7 +134,7 @@ class LossConfig(Section):
             )
 
 
-class DPOLossConfig(Section):
+class PreferenceLossConfig(Section):
     """The loss over pairs of a chosen and a rejected completion.
 
     Its margin is the log ratio policy / reference of the chosen completion minus that of the

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_like.config.debug import DebugConfig
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimizer import OptimizerConfig, SchedulerConfig
+from nemo_like.config.optimizer import LoraConfig, OptimizerConfig, SchedulerConfig
 from nemo_like.config.section import Count, OnlyIf, Positive, Section
 
 Batching = Literal["packed", "shared", "padded"]

@@ -1,10 +1,11 @@
-"""Sections of every run, and the tree that holds them.
+"""Sections of every run, the tree that holds them, and what an algorithm registers.
 
 All of the schema is in this folder, algorithms' own sections in ``algorithms/*/config.py``: every
 key, its type, default, range and meaning. YAML files under ``configs/`` state differences only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -12,7 +13,7 @@ from pydantic import Field
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.section import Count, OnlyIf, Positive, Section
 from nemo_like.config.slurm import SlurmConfig
-from nemo_like.doors import Door
+from nemo_like.doors import Door, import_path
 
 SINKS = Door(
     "nemo_like.sinks",
@@ -212,3 +213,23 @@ NEEDS_VALIDATION_ROWS = OnlyIf(
     lambda here, run: here.every_steps == 0 or run.data.has_validation_rows,
     "there are no validation rows; set data.validation",
 )
+
+Loop = Callable[[Any, Any], None]
+"""``run(config, session)``: from a run's processes to a trained model in ``run.dir``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """One algorithm; see ``docs/extending.md`` for adding one from another package."""
+
+    name: str
+    """Command (``nemo-like NAME``), and name of its configuration."""
+    config: type[RunConfig]
+    """Class of its configuration."""
+    run: str | Loop
+    """A ``Loop``, or ``module:function``, imported only when a run starts: a command line needs no
+    torch."""
+
+    def loop(self) -> Loop:
+        """``run``, imported."""
+        return import_path(self.run) if isinstance(self.run, str) else self.run

@@ -58,9 +58,10 @@ class SlurmConfig(Section):
     """Seconds before the end of its time at which a run gets the signal to stop. Half of them are
     for the step in progress and its checkpoint."""
     extra: list[str] = Field(default_factory=list)
-    """Further options of sbatch, one ``#SBATCH`` line each: ``--partition=gpu``, ``--account=lab``,
-    ``--mem=64G``, or ``--cpus-per-task=96`` for more CPUs of each node than the run's bundles
-    reserve (``cluster.cpus_per_worker`` each)."""
+    """Further options of sbatch, one ``#SBATCH`` line each: ``--partition=gpu`` and
+    ``--account=lab`` (or set SBATCH_PARTITION and SBATCH_ACCOUNT), ``--mem=64G``, or
+    ``--cpus-per-task=96`` for more CPUs of each node than the run's bundles reserve
+    (``cluster.cpus_per_worker`` each)."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """A line break would end the comment that sbatch reads, and begin a command."""

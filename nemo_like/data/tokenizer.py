@@ -8,8 +8,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from nemo_like.config.model_files import CONFIG, GENERATION_CONFIG, read_object_if_there
-from nemo_like.config.remote_code import trusts_code
+from nemo_like.config.model_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    read_object_if_there,
+    trusts_code,
+)
 from nemo_like.errors import UserError
 
 _HEADER_CHARS = 64

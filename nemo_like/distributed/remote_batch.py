@@ -11,7 +11,9 @@ import torch
 from ray import ObjectRef
 from torch import Tensor
 
+from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.losses.protocol import Denominators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,3 +124,16 @@ class RemoteBatch:
         for source in self.sources:
             tokens |= source.fetch(self.lengths)
         return TensorBatch(lengths=self.lengths, tokens=tokens, rows=self.rows)
+
+
+def trained(batch: RemoteBatch, rows_per_unit: int = 1) -> RemoteBatch:
+    """Rows of the units in which all rows train."""
+    trains = batch.rows[keys.SAMPLE_MASK] & (batch.rows[keys.NUM_LOSS_TOKENS] > 0)
+    together = trains.view(-1, rows_per_unit).all(1).repeat_interleave(rows_per_unit)
+    return batch.select(together.nonzero(as_tuple=True)[0])
+
+
+def counts_of(batch: RemoteBatch) -> Denominators:
+    """Denominators of means over these rows."""
+    tokens = float(batch.rows[keys.NUM_LOSS_TOKENS].sum())
+    return Denominators(tokens=tokens, sequences=float(len(batch)))

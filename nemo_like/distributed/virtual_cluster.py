@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_like.config.remote_code import trust_variables
+from nemo_like.config.model_files import trust_variables
 from nemo_like.distributed.connection import check_head
 from nemo_like.errors import RunError, UserError, WaitTimeoutError
 from nemo_like.planning.resources import (

@@ -2,12 +2,11 @@
 
 import copy
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
-from nemo_like.distributed.virtual_cluster import Bundle
 from nemo_like.distributed.waiting import (
     DriverMeter,
     Pending,
@@ -21,6 +20,9 @@ from nemo_like.distributed.waiting import (
 from nemo_like.distributed.worker import AsyncHost, Host, RankLayout, Worker, WorkerContext
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 
+if TYPE_CHECKING:
+    from nemo_like.distributed.virtual_cluster import Bundle
+
 W = TypeVar("W", bound=Worker)
 _DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 P = ParamSpec("P")
@@ -32,7 +34,7 @@ Method: TypeAlias = (
 
 
 def worker_contexts(
-    role: str, bundles: Sequence[Sequence[Bundle]], log_dir: str
+    role: str, bundles: "Sequence[Sequence[Bundle]]", log_dir: str
 ) -> list[WorkerContext]:
     return [
         WorkerContext(
@@ -62,7 +64,7 @@ class WorkerGroup(Generic[W]):
         self,
         worker_class: Callable[[], type[W]],
         role: str,
-        bundles: Sequence[Sequence[Bundle]],
+        bundles: "Sequence[Sequence[Bundle]]",
         *,
         layout: RankLayout | None = None,
         timeout_s: float,

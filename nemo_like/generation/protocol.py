@@ -6,7 +6,7 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.errors import RunError
 
 if TYPE_CHECKING:

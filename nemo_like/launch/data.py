@@ -19,7 +19,7 @@ from nemo_like.algorithms.rows import read_rows
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.data import PairsConfig, RowsConfig
-from nemo_like.config.remote_code import set_trust
+from nemo_like.config.model_files import set_trust
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.texts import TextRunConfig
 from nemo_like.data import conversations, preferences

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.compose.load import compose_raw
-from nemo_like.config.remote_code import set_trust
+from nemo_like.config.model_files import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError

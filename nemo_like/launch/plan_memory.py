@@ -10,7 +10,7 @@ from nemo_like.algorithms.distillation.config import DistillationConfig, OffPoli
 from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.rm.config import RewardModelConfig
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig

@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.losses import DPOLossConfig, RewardModelLossConfig
+from nemo_like.config.losses import PreferenceLossConfig, RewardModelLossConfig
 from nemo_like.losses.protocol import (
     Denominators,
     Needs,
@@ -38,7 +38,7 @@ class PreferenceLoss:
     the other options are (arXiv:2404.19733).
     """
 
-    config: DPOLossConfig
+    config: PreferenceLossConfig
     needs = Needs()
 
     def __call__(
@@ -78,12 +78,12 @@ class PreferenceLoss:
         return loss, as_metrics(sums=sums, means=means)
 
 
-def pair_loss(margin: Tensor, config: DPOLossConfig) -> Tensor:
+def pair_loss(margin: Tensor, config: PreferenceLossConfig) -> Tensor:
     """Loss of each pair for ``margin`` = log ratio of chosen - that of rejected, any shape.
 
     >>> margin = torch.tensor(2.0)
     >>> kinds = ("sigmoid", "ipo", "hinge")
-    >>> losses = [pair_loss(margin, DPOLossConfig(kind=kind)) for kind in kinds]
+    >>> losses = [pair_loss(margin, PreferenceLossConfig(kind=kind)) for kind in kinds]
     >>> [round(loss.item(), 6) for loss in losses]
     [0.598139, 9.0, 0.8]
     """

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.errors import UserError
 from nemo_like.models.build import TensorSpec, empty_model
 from nemo_like.models.naming import Naming

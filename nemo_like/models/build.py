@@ -15,9 +15,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nemo_like.config.model_files import CONFIG
+from nemo_like.config.model_files import CONFIG, trusts_code
 from nemo_like.config.policy import Output
-from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.models.naming import Naming, Translation
 

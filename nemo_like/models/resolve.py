@@ -10,7 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object, read_object_if_there
+from nemo_like.config.model_files import (
+    CONFIG,
+    TOKENIZER_CONFIG,
+    read_object,
+    read_object_if_there,
+    trusts_code,
+)
 from nemo_like.config.paths import (
     BUILT_IN_MODELS,
     REWARD_MODEL,
@@ -18,7 +24,6 @@ from nemo_like.config.paths import (
     is_checkpoint,
     model_of_checkpoint,
 )
-from nemo_like.config.remote_code import trusts_code
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError

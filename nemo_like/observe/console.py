@@ -28,7 +28,7 @@ _REFRESH_PER_S = 2  # often enough for a clock of seconds, cheap on a busy core
 _FULL_FORMAT = "%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NOISY_LIBRARIES = (
-    *("ray", "vllm", "httpx", "httpcore", "urllib3", "filelock", "wandb"),
+    *("ray", "vllm", "httpx", "httpcore", "urllib3", "filelock"),
     "matplotlib",  # of reasoning_gym, which tells of its fonts at a first start
 )
 

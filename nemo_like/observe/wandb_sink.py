@@ -33,6 +33,7 @@ class WandbSink:
                 "logging.sinks=[wandb] needs the package wandb; pip install 'nemo-like[wandb]', or "
                 "leave it out"
             ) from error
+        logging.getLogger("wandb").setLevel(logging.WARNING)
         run_dir.mkdir(parents=True, exist_ok=True)
         run_id, is_resumed = _run_id(run_dir)
         online = os.environ.get("WANDB_MODE", "online") == "online"

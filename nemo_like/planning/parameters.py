@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimizer import Moments
+from nemo_like.config.optimizer import LoraConfig, Moments
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.activations import head_bytes
@@ -12,13 +11,12 @@ from nemo_like.planning.layout import ParallelSizes, layer_range, num_stages
 from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape, Role
 
 BLOCK = 256
-"""Numbers that share a float32 scale: of a row with ``moments=int8``, of a shard in torchao."""
+"""Numbers of a row that share a float32 scale with ``moments=int8``."""
 BUCKET_NUMBERS = 1 << 26
 """Parameters whose moments travel together to the GPU and back."""
 NUM_SLOTS = 3
 """Buckets on the GPU at one time: one comes, one is in use, one goes."""
-_8BIT_MOMENT = 1 + FLOAT32 / BLOCK
-_BOTH_MOMENTS = {"float32": 2.0 * FLOAT32, "bfloat16": 4.0, "int8": 2 * _8BIT_MOMENT}
+_BOTH_MOMENTS = {"float32": 2.0 * FLOAT32, "bfloat16": 4.0, "int8": 2 * (1 + FLOAT32 / BLOCK)}
 """Bytes for one parameter."""
 
 
@@ -122,8 +120,8 @@ class Rank:
     def optimizer_state(self) -> float:
         """Sharded.
 
-        muon: momentum for matrices of layers, two moments for all else; adamw8bit: two moments of a
-        byte with their scales; adafactor: sums over rows and columns, taken as nothing.
+        muon: momentum for matrices of layers, two moments for all else; adafactor: sums over rows
+        and columns, taken as nothing.
         """
         optimizer, trained = self.policy.optimizer, self.trained
         match optimizer.kind:
@@ -136,8 +134,6 @@ class Rank:
                 rest = trained.total - trained.matrices - trained.norms
                 size = FLOAT32 * trained.matrices
                 size += moments_bytes(optimizer.moments, rest, trained.norms)
-            case "adamw8bit":
-                size = 2 * _8BIT_MOMENT * trained.total
             case "adafactor":
                 size = 0.0
         return size / self.shards

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.batch import keys
-from nemo_like.batch.prompts import num_skipped, shared_layout
-from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.batch.tensor_batch import TensorBatch, num_skipped, shared_layout
 from nemo_like.config.policy import Batching
 from nemo_like.policy.attention import row_index
 

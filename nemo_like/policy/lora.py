@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.models.adapter_places import NAME, inject_adapters, peft_targets
 from nemo_like.models.naming import plain_name
 from nemo_like.policy.parallel.full_tensors import local_part

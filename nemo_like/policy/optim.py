@@ -37,10 +37,9 @@ def make_optimizers(
 ) -> list[Optimizer]:
     """The optimizers that together step on all parameters that require a gradient.
 
-    One, or for ``muon`` two. Sharded parameters move as those of a single process do, except with
-    ``adamw8bit``: it rounds moments in blocks of 256 numbers of a shard, and not at all in shards
-    of fewer than 4096. ``on_host``: state is kept in host memory; see ``step_with``. Raises
-    UserError if the kind's package is missing or if no parameter suits it.
+    One, or for ``muon`` two. Sharded parameters move as those of a single process do. ``on_host``:
+    state is kept in host memory; see ``step_with``. Raises UserError if no parameter suits the
+    kind.
     """
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
     match config.kind:
@@ -52,8 +51,6 @@ def make_optimizers(
             from nemo_like.policy.full_matrix import FullMatrixAdafactor
 
             return [FullMatrixAdafactor(groups_of(named, config), lr=config.lr)]
-        case "adamw8bit":
-            return [_adamw8bit(named, config)]
         case "muon":
             from nemo_like.policy.full_matrix import muon_and_adamw
 
@@ -151,22 +148,6 @@ def adamw(named: Named, config: OptimizerConfig, on_host: bool) -> AdamW:
     from nemo_like.policy.moments.flat_adamw import FlatAdamW
 
     return FlatAdamW(groups, moments=config.moments, on_host=on_host, **options)
-
-
-def _adamw8bit(named: Named, config: OptimizerConfig) -> Optimizer:
-    try:
-        from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(
-            "policy.optimizer.kind=adamw8bit needs the package torchao, which is not installed; "
-            "run pip install torchao, or set policy.optimizer.kind=adamw."
-        ) from error
-    return AdamW8bit(
-        groups_of(named, config),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-    )
 
 
 def groups_of(named: Named, config: OptimizerConfig) -> list[dict[str, Any]]:

@@ -2,12 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from ray import ObjectRef
 from torch import Tensor
 
 from nemo_like.batch import keys
@@ -16,7 +17,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import KLEstimator
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.remote_batch import RemoteBatch, counts_of, trained
 from nemo_like.distributed.waiting import IMPORTING, gb, num_bytes, writing_folder, written
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Denominators, Loss
@@ -25,7 +26,6 @@ from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.planning.model_shape import Role, attention_tokens, read_model_shape
 from nemo_like.planning.offload import MemoryNeeds, Others, memory_needs
 from nemo_like.policy.optim import log_placement
-from nemo_like.policy.trained_rows import add_columns, counts_of, trained
 from nemo_like.policy.trainer_setup import TrainerSetup
 from nemo_like.policy.worker import PolicyWorker, Shard
 
@@ -142,7 +142,7 @@ class RemoteModel:
         results = self.group.scatter(
             PolicyWorker.logprobs, self._shards(batch, plan), with_policy, kl, last="pp"
         )
-        add_columns(batch, plan, [ref for ref, _, _ in results])
+        _add_columns(batch, plan, [ref for ref, _, _ in results])
         for name in results[0][2]:
             column = batch.rows[name] = torch.zeros(len(batch), dtype=torch.float64)
             for rank, (_, _, of_rows) in enumerate(results):
@@ -154,7 +154,7 @@ class RemoteModel:
         all."""
         plan = self._plan(batch)
         shards = self._shards(batch, plan)
-        add_columns(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
+        _add_columns(batch, plan, self.group.scatter(PolicyWorker.score, shards, column, last="pp"))
 
     def top_logprobs(self, batch: RemoteBatch, k: int, vocabulary: int | None = None) -> None:
         """Add token columns ``teacher_ids`` and ``teacher_logprobs`` of the ``k`` likeliest tokens.
@@ -164,7 +164,7 @@ class RemoteModel:
         """
         plan = self._plan(batch)
         shards, method = self._shards(batch, plan), PolicyWorker.top_logprobs
-        add_columns(batch, plan, self.group.scatter(method, shards, k, vocabulary, last="pp"))
+        _add_columns(batch, plan, self.group.scatter(method, shards, k, vocabulary, last="pp"))
 
     def derive(
         self, batch: RemoteBatch, make: Callable[[TensorBatch], tuple[dict[str, Tensor], T]]
@@ -177,7 +177,7 @@ class RemoteModel:
         plan = self._plan(batch)
         shards = [batch.select(plan.rows(rank)) for rank in range(len(plan.bins))]
         results: list[Any] = self.group.scatter(PolicyWorker.derive, shards, make)
-        add_columns(batch, plan, [made[0] if made else None for made in results])
+        _add_columns(batch, plan, [made[0] if made else None for made in results])
         return [made[1] for made in results if made]
 
     def train(
@@ -301,3 +301,13 @@ def _reading(folder: str) -> Callable[[], str]:
 def prompts_of(batch: RemoteBatch | TensorBatch) -> list[tuple[int, int]]:
     columns = batch.rows[keys.PROMPTS], batch.rows[keys.PROMPT_TOKENS]
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _add_columns(
+    batch: RemoteBatch, plan: MicroBatchPlan, refs: Sequence[ObjectRef | None]
+) -> None:
+    """Add the columns that each data-parallel rank with rows has put into the object store."""
+    parts = [(ref, rows) for rank, ref in enumerate(refs) if (rows := plan.rows(rank))]
+    found = [ref for ref, _ in parts if ref is not None]
+    assert len(found) == len(parts), "the mesh's output ranks must be the layout's"
+    batch.add_columns(found, [rows for _, rows in parts])

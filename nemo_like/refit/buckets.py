@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.errors import RunError
 from nemo_like.models.build import TensorSpec, expected_tensors
 from nemo_like.models.naming import is_adapter

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.environment import CODE, EnvironmentConfig
+from nemo_like.config.model_files import TRUSTED, trusts_code
 from nemo_like.config.paths import REWARD_MODEL, REWARD_MODEL_KEY
-from nemo_like.config.remote_code import TRUSTED, trusts_code
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_like.batch import keys
-from nemo_like.config.environment import REWARDS, EnvironmentConfig
-from nemo_like.config.judge import JUDGE
+from nemo_like.config.environment import JUDGE, REWARDS, EnvironmentConfig
 from nemo_like.errors import UserError
 from nemo_like.rewards.function import BATCHED, RewardFunction, to_result
 

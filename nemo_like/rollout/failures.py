@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,7 +14,9 @@ from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.errors import RunError
 from nemo_like.observe.sinks import JsonlFile
 from nemo_like.rollout.trajectory import first_rows
-from nemo_like.rollout.worker import RolloutResult
+
+if TYPE_CHECKING:
+    from nemo_like.rollout.worker import RolloutResult
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class RewardFailures:
                 self._known |= json.loads(line)["reasons"].keys()
 
     def check(
-        self, step: int, phase: str, rows: Mapping[str, Tensor], results: Sequence[RolloutResult]
+        self, step: int, phase: str, rows: Mapping[str, Tensor], results: "Sequence[RolloutResult]"
     ) -> None:
         """Count those of a step or a validation; RunError if no completion has a
         reward, or more than ``environment.max_failed_share`` have none.

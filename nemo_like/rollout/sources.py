@@ -12,8 +12,8 @@ from nemo_like.data.datasets import Row
 from nemo_like.data.loader import GroupFeed
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.waiting import Pending
-from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import SamplingParams
+from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import Metrics
 from nemo_like.rollout.ahead import Ahead
 from nemo_like.rollout.failures import RewardFailures

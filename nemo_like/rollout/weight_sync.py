@@ -14,8 +14,8 @@ from typing import Any
 
 from nemo_like.config.generation import RefitConfig, Transport
 from nemo_like.distributed.worker_group import wait_together
-from nemo_like.generation.generation import Generation
 from nemo_like.generation.protocol import EngineConfig, EngineMemory, Link
+from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.planning.resources import ResourcePlan, refit_transport
 from nemo_like.policy.remote_model import RemoteModel

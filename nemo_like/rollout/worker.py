@@ -14,7 +14,7 @@ import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.batch.prompts import prompt_columns
+from nemo_like.batch.tensor_batch import prompt_columns
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.protocol import ENDPOINT

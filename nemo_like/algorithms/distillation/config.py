@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.data import ConversationsConfig
 from nemo_like.config.losses import DistillationLossConfig
 from nemo_like.config.policy import TeacherConfig
+from nemo_like.config.run import Algorithm
 from nemo_like.config.sampling import SamplingLoop, SamplingRunConfig
 from nemo_like.config.section import Count, Positive
 from nemo_like.config.texts import RowPassesSection, TextRunConfig

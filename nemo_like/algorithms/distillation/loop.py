@@ -18,7 +18,7 @@ from nemo_like.algorithms.policy_gradient import batch_metrics
 from nemo_like.algorithms.sampling import Sampling, start_sampling
 from nemo_like.algorithms.session import Session
 from nemo_like.algorithms.texts import Texts, in_parts, restore, start_texts
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.data import conversations
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.distributed.remote_batch import RemoteBatch

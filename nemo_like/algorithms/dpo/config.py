@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
-from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.data import PairsConfig
-from nemo_like.config.losses import DPOLossConfig
+from nemo_like.config.losses import PreferenceLossConfig
+from nemo_like.config.run import Algorithm
 from nemo_like.config.texts import PairPassesSection, TextRunConfig
 
 
@@ -18,7 +18,7 @@ class DPOConfig(TextRunConfig):
     section: ClassVar[str] = "dpo"
 
     dpo: DPOSection = DPOSection()
-    loss: DPOLossConfig = DPOLossConfig()
+    loss: PreferenceLossConfig = PreferenceLossConfig()
     data: PairsConfig = PairsConfig()
 
 

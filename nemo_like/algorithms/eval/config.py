@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.data import REASONING_GYM
 from nemo_like.config.paths import is_checkpoint
+from nemo_like.config.run import Algorithm
 from nemo_like.config.sampling import SamplingLoop, SamplingRunConfig
 from nemo_like.config.section import Section
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from nemo_like.config.advantages import AdvantageConfig
-from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.losses import ONE_UPDATE
+from nemo_like.config.run import Algorithm
 from nemo_like.config.sampling import PolicyGradientRunConfig, UpdatesLoop
 from nemo_like.config.section import Count, OnlyIf
 

@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.losses import ValueLossConfig
 from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.run import Algorithm
 from nemo_like.config.sampling import PolicyGradientRunConfig, UpdatesLoop
 from nemo_like.config.section import OnlyIf, Positive, Section
 

@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
-from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.data import PairsConfig
 from nemo_like.config.losses import RewardModelLossConfig
+from nemo_like.config.run import Algorithm
 from nemo_like.config.texts import PairPassesSection, TextRunConfig
 
 

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from nemo_like.config.algorithm import Algorithm
 from nemo_like.config.data import ConversationsConfig
+from nemo_like.config.run import Algorithm
 from nemo_like.config.texts import RowPassesSection, TextRunConfig
 
 

@@ -13,7 +13,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.generation.vllm.settings import ADAPTER_ID
 from nemo_like.models.adapter_places import A, B
 

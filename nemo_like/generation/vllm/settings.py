@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.config.remote_code import trusts_code
+from nemo_like.config.model_files import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.planning.model_shape import experts_key, read_settings

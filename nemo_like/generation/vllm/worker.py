@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import sampler
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimizer import LoraConfig
 from nemo_like.generation.vllm.loading import load_model
 from nemo_like.refit.buckets import is_adapter
 

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from nemo_like.batch import keys
-from nemo_like.batch.prompts import prompt_columns
-from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.batch.tensor_batch import TensorBatch, prompt_columns
+from nemo_like.config.model_files import trusts_code
 from nemo_like.config.policy import Attention, Batching, Output, PolicyConfig
-from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.build import Architecture, model_class, model_settings, one_line
 from nemo_like.models.naming import is_adapter, plain_name

@@ -19,8 +19,8 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from nemo_like.config.model_files import trusts_code
 from nemo_like.config.policy import Output, PolicyConfig
-from nemo_like.config.remote_code import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.models.build import architecture, model_settings, new_model
 from nemo_like.models.naming import is_adapter, plain_name

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nemo_like.config.remote_code import trusts_code
+from nemo_like.config.model_files import trusts_code
 
 logger = logging.getLogger(__name__)
 
