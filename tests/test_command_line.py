@@ -178,20 +178,6 @@ def processes_of(tmp_path):
     return found
 
 
-def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
-    options = last_of([*SMALL, "run.dir=run", "grpo.max_steps=6", "logging.sinks=[wandb]"])
-    code, output = run(tmp_path, *options, WANDB_MODE="offline")
-    assert code == 0, output
-    steps = records(tmp_path / "run")
-    assert list(steps) == list(range(7))
-    for step in range(1, 7):
-        assert steps[step]["mismatch/max_abs"] < 1e-5
-        assert steps[step]["refit/bytes"] > 0 or step == 1
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["generation_backend"] == "vllm"
-    assert list((tmp_path / "run" / "wandb").iterdir())
-
-
 @pytest.mark.full
 def test_a_tied_model_in_bfloat16_passes_its_own_checks_on_vllm(warm, tmp_path, tiny_model):
     code, output = run_in_fork(

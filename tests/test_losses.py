@@ -21,7 +21,7 @@ from nemo_like.config.section import choices
 from nemo_like.errors import UserError
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.policy_gradient import ClippedPGLoss, kl_estimate, kl_loss, kl_of_rows
-from nemo_like.losses.preference import PreferenceLoss, sigmoid_loss
+from nemo_like.losses.preference import PreferenceLoss
 from nemo_like.losses.protocol import Denominators, Needs, apply_loss
 from nemo_like.observe.metrics import merge, values
 from tests.small_runs import accept
@@ -396,70 +396,6 @@ def test_the_nll_is_of_this_micro_batch_and_the_loss_a_share_of_the_whole():
     assert loss == 0.5
     assert metrics["train/loss"].value == 0.5
     assert metrics["train/nll"].value == 2
-
-
-# Preference pairs.
-
-
-@pytest.mark.parametrize(
-    ("margin", "beta", "expected"),
-    [(2.0, 0.1, 0.598139), (0.0, 0.1, 0.693147), (-2.0, 0.1, 0.798139), (-1e4, 1.0, 1e4)],
-)
-def test_sigmoid_loss_by_margin(margin, beta, expected):
-    assert sigmoid_loss(torch.tensor(margin), beta).item() == pytest.approx(expected, abs=1e-6)
-
-
-def test_preference_loss_of_one_pair_by_hand():
-    # Log ratios: chosen (-1 + 2) + (-1 + 1.5) = 1.5, rejected -2 + 1.5 = -0.5; margin 2.
-    batch = make_batch([3, 2], [0.0, 0.0], reference=[9.0, -2.0, -1.5, 9.0, -1.5])
-    batch.tokens[keys.LOSS_MASK] = torch.tensor([False, True, True, False, True])
-    loss, gradient, metrics = apply(
-        PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch, [0.0, -1.0, -1.0, 0.0, -2.0]
-    )
-    assert loss == pytest.approx(0.598139, abs=1e-6)
-    slope = 0.1 / (1 + math.exp(0.2))  # beta * sigmoid(-beta * margin)
-    assert gradient.tolist() == pytest.approx([0, -slope, -slope, 0, slope])
-    numbers = {name: metric.value for name, metric in metrics.items()}
-    assert numbers == pytest.approx(
-        {
-            "train/loss": loss,
-            "train/accuracy": 1,
-            "train/reward_margin": 0.2,
-            "train/chosen_reward": 0.15,
-            "train/rejected_reward": -0.05,
-            "train/chosen_logprob": -2,
-            "train/rejected_logprob": -2,
-        }
-    )
-
-
-def test_preference_loss_and_metrics_are_means_over_pairs_not_tokens():
-    # Margins 2 and -2, of rows of unequal length.
-    batch = make_batch([1, 1, 4, 1], [0.0] * 4, reference=[0.0] * 7)
-    logprobs = [1.0, -1.0, -0.5, -0.5, -0.5, -0.5, 0.0]
-    loss, _, metrics = apply(PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch, logprobs)
-    assert loss == pytest.approx((0.598139 + 0.798139) / 2, abs=1e-6)
-    assert metrics["train/accuracy"].value == 0.5
-    assert metrics["train/accuracy"].weight == 2
-    assert metrics["train/reward_margin"].value == pytest.approx(0)
-
-
-def test_a_masked_pair_counts_nowhere():
-    sample = [False, False, True, True]
-    batch = make_batch([1] * 4, [0.0] * 4, reference=[float("nan")] * 2 + [0.0] * 2, sample=sample)
-    logprobs = [float("nan"), 0.0, 1.0, -1.0]
-    loss, gradient, metrics = apply(PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch, logprobs)
-    assert loss == pytest.approx(0.598139, abs=1e-6)
-    assert gradient[:2].tolist() == [0, 0]
-    assert metrics["train/accuracy"].value == metrics["train/accuracy"].weight == 1
-
-
-def test_half_a_pair_is_refused():
-    batch = make_batch([1, 1], [0.0] * 2, reference=[0.0] * 2, sample=[True, False])
-    with pytest.raises(AssertionError, match="only one row of a pair"):
-        apply(PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch, [0.0, 0.0])
-    with pytest.raises(AssertionError, match="1 rows do not make pairs"):
-        apply(PreferenceLoss(PreferenceLossConfig(beta=0.1)), batch.select([0]), [0.0])
 
 
 # Rules of the configuration.

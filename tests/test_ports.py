@@ -1,6 +1,7 @@
 """What a run listens on: loopback alone, if it has one machine."""
 
 import ipaddress
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from tests.small_runs import ROOT, SMALL, records
+from tests.small_runs import ROOT, SMALL, last_of, records
 
 LIMIT_S = 600.0
 OVERRIDES = (
@@ -49,21 +50,15 @@ def is_loopback(text):
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "vllm",
-        *(pytest.param(one, marks=pytest.mark.full) for one in ENGINES if one != "vllm"),
-    ],
-)
-def test_all_processes_of_a_run_on_one_machine_listen_on_loopback_only(engine, tmp_path):
+def run(engine, folder, *overrides, **env):
+    """Records by step of a run to its end, in which every process listens on loopback only."""
     backend = engine.partition("-")[0]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [sys.executable, "examples/run_grpo.py", *SMALL, *OVERRIDES, *ENGINES[engine]]
+    options = last_of([*SMALL, *OVERRIDES, *ENGINES[engine], *overrides])
     process = subprocess.Popen(
-        [*command, f"generation.backend={backend}", f"run.dir={tmp_path}/run"],
+        [sys.executable, "examples/run_grpo.py", *options, f"run.dir={folder}"],
         cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": str(ROOT)} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -79,10 +74,30 @@ def test_all_processes_of_a_run_on_one_machine_listen_on_loopback_only(engine, t
         process.kill()
     output, _ = process.communicate()
     assert process.returncode == 0, output
-    assert max(records(tmp_path / "run")) == 2
     elsewhere = {address: names for address, names in found.items() if not is_loopback(address)}
     assert not elsewhere
     everyone = {name for names in found.values() for name in names}
     assert {"gcs_server", "raylet"} < everyone
     assert any("PolicyWorker" in name for name in everyone), everyone
     assert backend == "hf" or "engine" in everyone, everyone
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["generation_backend"] == backend
+    return records(folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["hf", "vllm-two-ranks"])
+def test_all_processes_of_a_run_on_one_machine_listen_on_loopback_only(engine, tmp_path):
+    backend = engine.partition("-")[0]
+    assert max(run(engine, tmp_path / "run", f"generation.backend={backend}")) == 2
+
+
+def test_real_vllm_samples_what_the_policy_trains_through_five_refits(tmp_path):
+    steps = run(
+        "vllm", tmp_path / "run", "grpo.max_steps=6", "logging.sinks=[wandb]", WANDB_MODE="offline"
+    )
+    assert list(steps) == list(range(7))
+    for step in range(1, 7):
+        assert steps[step]["mismatch/max_abs"] < 1e-5
+        assert steps[step]["refit/bytes"] > 0 or step == 1
+    assert list((tmp_path / "run" / "wandb").iterdir())

@@ -134,7 +134,7 @@ class LoggingConfig(Section):
     """Where numbers go; ``metrics.jsonl`` and ``run.log`` are always written."""
 
     sinks: Annotated[list[str], SINKS] = Field(default_factory=lambda: ["tensorboard"])
-    """Further sinks for metrics: ``tensorboard``, ``wandb`` (Weights & Biases, which reads
+    """Sinks besides ``metrics.jsonl``: ``tensorboard``, ``wandb`` (Weights & Biases, which reads
     WANDB_MODE and WANDB_PROJECT), ``mlflow``, ``trackio``, ``prometheus`` (on 127.0.0.1:9464, or
     any free port if that is taken), or your own ``file.py:NAME`` or ``package.module.NAME``, which
     is called with the run's folder, its configuration and the last step before a resume (None: a
