@@ -65,7 +65,6 @@ def test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old(tmp_path, 
             sampled = list(zip(requests, case.generate(requests), strict=True))
             unrounded = mean_gap(case, sampled)
             round_layers(case.model)
-            print(seed, unrounded, mean_gap(case, sampled))
             assert mean_gap(case, sampled) < min(0.05, unrounded)
     finally:
         run(engine.shutdown())
