@@ -32,7 +32,7 @@ class Calculator(Tools):
     def reset(self, row: Mapping[str, Any]) -> Observation:
         """Begin with the description of the calculator and examples of calls."""
         self.row, self.called = row, False
-        described, *question = super().reset(row).messages or ()
+        described, *question = list(super().reset(row).messages or [])
         return Observation(messages=[described, *self.examples, *question])
 
     async def step(self, action: Action) -> StepResult:

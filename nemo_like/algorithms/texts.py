@@ -9,8 +9,7 @@ import torch
 
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
-from nemo_like.batch.prompts import prompt_columns
-from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.batch.tensor_batch import TensorBatch, prompt_columns
 from nemo_like.config.policy import Output
 from nemo_like.config.section import value_of
 from nemo_like.config.texts import TextRunConfig

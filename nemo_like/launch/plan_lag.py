@@ -181,6 +181,7 @@ def lag_lines(config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> It
         f"{max(times.lengths):.0f}, {times.token_s:.2g} s each, {times.slots} at once in an engine"
     )
     rows: list[_Choice] = []
+    best, best_of = planner.outcome(workers, None, 0), ""
     for size in (workers, *(one for one in _SIZES if one > workers)):
         shared = planner.outcome(size, None, 0)
         if size <= max(workers, _SIZES[0]):

@@ -10,10 +10,8 @@ if TYPE_CHECKING:  # a simulation of runs needs neither Ray nor torch
     from nemo_like.distributed.waiting import Pending
     from nemo_like.rollout.worker import RolloutResult
 
-Wait: TypeAlias = (
-    "Callable[[Sequence[Pending[RolloutResult]], Callable[[Set[Any]], bool]], "
-    "list[list[RolloutResult]]]"
-)
+Calls: TypeAlias = "Sequence[Pending[RolloutResult]]"
+Wait: TypeAlias = "Callable[[Calls, Callable[[Set[Any]], bool]], list[list[RolloutResult]]]"
 """See ``Generation.results``."""
 
 
