@@ -47,7 +47,7 @@ SMOLLM2 = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-_OF_THE_MACHINE = ("run.", "data.", "environment.", "policy.model=", "validation.")
+_OF_THE_MACHINE = ("run.", "data.", "environment.", "logging.", "policy.model=", "validation.")
 
 
 class Compared(NamedTuple):
