@@ -344,7 +344,11 @@ def test_a_run_with_lag_goes_on_after_a_fault_and_trains_each_group_once(tmp_pat
     assert sorted(groups) == list(range(24))
     steps = records(tmp_path)
     assert 1 <= max(steps[step]["staleness/max"] for step in steps) <= 2
-    assert steps[1]["mismatch/max_abs"] < 1e-5
+    found = {
+        step: one["mismatch/max_abs"] for step, one in steps.items() if "mismatch/max_abs" in one
+    }
+    assert 1 in found
+    assert max(found.values()) < 1e-5
 
 
 @pytest.mark.usefixtures("local_ray")
