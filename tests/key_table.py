@@ -349,11 +349,6 @@ POLICY_GRADIENT = [
         "rollout.order=ready",
         beside="rollout.max_lag=1",
     ),
-    *proven(
-        "tests/test_engines.py::test_paused_completions_go_on_with_new_weights_and_the_cache_of_old_ones",
-        "rollout.cache=keep",
-        beside="rollout.max_lag=1",
-    ),
     *seen(loop, "loss.importance_cap=1.2", "loss.entropy_coef=0.1", "loss.kl_coef=0.1"),
     *seen(loop, "loss.importance_floor=0.8", beside="loss.importance=mask"),
     *seen(loop, "loss.kl_estimator=k1", "loss.kl_in=reward", beside="loss.kl_coef=0.1"),

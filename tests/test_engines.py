@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -494,11 +494,13 @@ def test_a_refit_amid_sampling_is_refused(case):
     assert len(case.run(refit_amid_sampling()).token_ids) == 12
 
 
-def sampled_across_refits(case, requests):
-    """Their completions, alive across five refits, and the model of each version."""
+def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_what(case):
+    """Each token has the logprob that the weights of its version give it, with a fresh cache."""
     if isinstance(case.engine, VLLMEngine) and not case.config.in_flight:
         pytest.skip("its tokens are held back until a completion ends")
     models = {}
+    count = 200 if case.config.dtype == "float32" else 24
+    requests = case.requests(count, max_new_tokens=60)
 
     async def one(request):
         parts = []
@@ -530,15 +532,8 @@ def sampled_across_refits(case, requests):
     case.refit(77)
     models[case.version] = case.model
     found = case.run(main())
-    assert {one.versions[-1] for one in found} == {case.version}  # all lived to see the last refit
-    assert all(one.versions == sorted(one.versions) for one in found)
-    return found, models
-
-
-def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_what(case):
-    """Each token has the logprob that the weights of its version give it, with a fresh cache."""
-    count = 200 if case.config.dtype == "float32" else 24
-    found, models = sampled_across_refits(case, case.requests(count, max_new_tokens=60))
+    last = [[one.weight_version, *(v for _, v in one.later_versions)][-1] for one in found]
+    assert set(last) == {case.version}  # all of them lived to see the fifth refit
     sampled = torch.tensor([one.token_ids for one in found])
     rows = torch.cat([torch.tensor([PROMPT]).expand(len(found), -1), sampled], 1)
     with torch.no_grad():
@@ -549,36 +544,11 @@ def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_w
     # In 16 bits the largest of 1,440 differences is larger than that of a few.
     most = case.tolerance * (1 if case.config.dtype == "float32" else 2)
     for row, completion in enumerate(found):
-        for place, version in enumerate(completion.versions):
-            right = expected[version][row, place, sampled[row, place]].item()
-            assert abs(completion.logprobs[place] - right) < most
-
-
-def test_paused_completions_go_on_with_new_weights_and_the_cache_of_old_ones(case):
-    """Each token has the logprob of its version's weights, given the keys and values so far."""
-    if not case.config.in_flight:
-        pytest.skip("its completions are interrupted")
-    case.engine._config = replace(case.config, keep_cache=True)
-    requests = [  # different from the first token on, so that none uses the cache of another
-        replace(one, prompt_ids=[i, *PROMPT[1:]])
-        for i, one in enumerate(case.requests(24, max_new_tokens=60), start=10)
-    ]
-    found, models = sampled_across_refits(case, requests)
-    case.engine._config = case.config
-    assert all(len({*one.versions}) > 1 for one in found)
-    for request, one in zip(requests, found, strict=True):
-        ids, versions, cache, begin = [*request.prompt_ids, *one.token_ids], one.versions, None, 0
-        for version in sorted({*versions}):
-            # A token's keys and values are computed when the next one is sampled.
-            end = len(PROMPT) + len(versions) - versions[::-1].index(version) - 1
-            with torch.no_grad():
-                made = models[version](torch.tensor([ids[begin:end]]), past_key_values=cache)
-            first = max(begin, len(PROMPT) - 1)
-            right = made.logits[0, first - begin :].log_softmax(-1)
-            right = right.gather(1, torch.tensor(ids[first + 1 : end + 1])[:, None])[:, 0]
-            got = one.logprobs[first + 1 - len(PROMPT) : end + 1 - len(PROMPT)]
-            assert (torch.tensor(got) - right).abs().max() < case.tolerance
-            cache, begin = made.past_key_values, end
+        starts = [(0, completion.weight_version), *completion.later_versions, (60, None)]
+        for (begin, version), (end, _) in itertools.pairwise(starts):
+            right = expected[version][row, range(begin, end), sampled[row, begin:end]]
+            got = torch.tensor(completion.logprobs[begin:end])
+            assert (got - right).abs().max() < most
 
 
 def test_the_event_loop_turns_while_the_engine_samples(case):

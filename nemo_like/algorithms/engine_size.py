@@ -58,7 +58,6 @@ def engine_config(
         sleep=sleep,
         quantization=generation.quantization,
         in_flight=config.max_lag > 0,
-        keep_cache=config.keeps_cache,
         engine_kwargs=dict(generation.engine_kwargs),
     )
     if plan.uses_gpus and not plan.colocated and generation.num_engines_per_bundle == 1:

@@ -105,7 +105,8 @@ def start_sampling(
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
-    ``critic``: from ``new_critic``, starts at the same time; ``others`` share the GPUs later.
+    ``critic``: one of ``new_critic``, which starts at the same time. ``others``: models that share
+    the policy's GPUs and start later.
     """
     run, plan, path = session.run, session.cluster.plan, session.model_path
     with run.start_phase("prompts"):

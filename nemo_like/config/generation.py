@@ -30,8 +30,6 @@ class EngineKind:
     """Whether several workers can share it."""
     takes_kwargs: bool = False
     """Whether ``engine_kwargs`` means anything to it."""
-    keeps_cache: bool = False
-    """Whether completions can pause for a refit and go on with the cache that they have."""
     sleeps: bool = False
     """Whether ``sleep`` frees memory."""
     lowest_temperature: float = 0.0
@@ -50,7 +48,6 @@ VLLM = EngineKind(
     engine="nemo_like.generation.vllm.engine:VLLMEngine",
     tensor_parallel=True,
     takes_kwargs=True,
-    keeps_cache=True,
     sleeps=True,
     lowest_temperature=0.01,  # it raises lower temperatures to this
     most_adapter_rank=512,

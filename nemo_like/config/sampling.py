@@ -118,11 +118,6 @@ class SamplingRunConfig(RunConfig):
         return False
 
     @property
-    def keeps_cache(self) -> bool:
-        """Whether completions keep their KV cache across refits."""
-        return False
-
-    @property
     def rollout_order(self) -> str:
         """Order in which groups sampled ahead train."""
         return "first_in"
@@ -192,17 +187,6 @@ class RolloutConfig(Section):
     first, unless another group would then exceed ``max_lag``: the step waits for that one. Short
     completions train earlier, but not more often."""
 
-    cache: Annotated[
-        Literal["recompute", "keep"],
-        OnlyIf(lambda here, _: here.max_lag > 0, "with rollout.max_lag=0 no refit interrupts any"),
-        OnlyIf(
-            lambda _, run: run.generation.kind.keeps_cache,
-            "this generation.backend always computes it again; generation.backend=vllm can keep it",
-        ),
-    ] = "recompute"
-    """KV cache of completions that a refit interrupts. ``recompute``: with the new weights, whose
-    logprobs later tokens then have exactly; ``keep``: they continue with that of older weights,
-    which computes nothing twice; ``mismatch/*`` shows the difference."""
     overlap: bool = False
     """Train on groups as they finish, while others are still being sampled. There is still one
     optimizer step, with the gradient of the whole batch. Engines must not sleep."""
@@ -236,11 +220,6 @@ class PolicyGradientRunConfig(SamplingRunConfig):
     def max_lag(self) -> int:
         """Steps that sampling may be ahead of training."""
         return self.rollout.max_lag
-
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether completions keep their KV cache across refits."""
-        return self.rollout.cache == "keep"
 
     @property
     def rollout_order(self) -> str:

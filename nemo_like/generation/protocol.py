@@ -128,13 +128,6 @@ def joined(parts: Sequence[Completion]) -> Completion:
     )
 
 
-def with_changes(whole: Completion, changes: Sequence[tuple[int, int]]) -> Completion:
-    """Note which weights sampled what; ``changes``: tokens before each one, and the new version."""
-    versions = {0: whole.weight_version} | dict(changes)  # the last of those at the same token
-    later = [one for one in sorted(versions.items()) if 0 < one[0] < len(whole.token_ids)]
-    return replace(whole, weight_version=versions[0], later_versions=tuple(later))
-
-
 def stopped(
     whole: Completion, stop: Sequence[str], decode: Callable[[list[int]], str]
 ) -> Completion:
@@ -187,8 +180,6 @@ class EngineConfig:
     """``generation.quantization``."""
     in_flight: bool = False
     """Whether ``interrupt`` may be called while completions are being sampled."""
-    keep_cache: bool = False
-    """Whether these then pause, and go on with new weights and the cache that they have."""
     sleep: bool = False
     """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]
@@ -213,8 +204,7 @@ class Engine(Protocol):
     async def interrupt(self) -> None:
         """Stop all running completions; each returns the tokens it has so far.
 
-        Returns when none is left. Needs ``EngineConfig.in_flight`` if any are running. With
-        ``EngineConfig.keep_cache`` they pause instead, until the next ``load_weights``.
+        Returns when none is left. Needs ``EngineConfig.in_flight`` if any are running.
         """
         ...
 

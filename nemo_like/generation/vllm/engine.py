@@ -13,7 +13,7 @@ import os
 import pickle
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -33,7 +33,6 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     Link,
     no_weights,
-    with_changes,
 )
 from nemo_like.generation.vllm.completions import completion, sampling_params, whole
 from nemo_like.generation.vllm.environment import (
@@ -57,12 +56,6 @@ SHUTDOWN_GRACE_S = 8.0
 """An engine ends in 3 to 5 s; killed before, ranks on the CPU leave 8 MB in /dev/shm."""
 
 
-class _Sampled(NamedTuple):
-    parts: list[CompletionOutput]
-    changes: list[tuple[int, int]]
-    """Number of tokens before each change of weights, and the new version."""
-
-
 class VLLMEngine:
     """One vLLM replica in child processes of this one; see ``Engine`` for its contract.
 
@@ -75,9 +68,8 @@ class VLLMEngine:
         self._llm: AsyncLLM | None = None
         self._processes: list[psutil.Process] = []
         self._version: int | None = None
-        self._running: dict[str, _Sampled] = {}
-        """What requests that are running have so far, by their ids."""
-        self._paused = False
+        self._running = set[str]()
+        """Ids of running requests."""
         self._interrupted = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -113,26 +105,20 @@ class VLLMEngine:
                 finish_reason=FinishReason.length,
                 weight_version=version,
             )
-        so_far = self._running[request.request_id] = _Sampled([], [])
+        self._running.add(request.request_id)
         self._idle.clear()
         try:
-            sampled, num_cached = await self._sample(llm, request, max_new_tokens, so_far.parts)
+            sampled, num_cached = await self._sample(llm, request, max_new_tokens)
         finally:
-            del self._running[request.request_id]
+            self._running.remove(request.request_id)
             if not self._running:
                 self._idle.set()
         if sampled.finish_reason == "abort" and not self._interrupted:
             raise self._failure(f"request {request.request_id}", None)
-        whole = completion(request, sampled, num_cached, version)
-        return with_changes(whole, so_far.changes) if so_far.changes else whole
+        return completion(request, sampled, num_cached, version)
 
     async def interrupt(self) -> None:
         """See ``Engine``."""
-        if self._config.keep_cache:
-            assert self._llm is not None
-            await self._alive(self._llm.pause_generation(mode="keep", clear_cache=False))
-            self._paused = True
-            return
         self._interrupted = True
         while self._running:
             assert self._llm is not None
@@ -159,7 +145,7 @@ class VLLMEngine:
             self._version,
             self._config.lora,
             adapters_only=adapters_only,
-            running=0 if self._paused else len(self._running),
+            running=len(self._running),
         )
         # Without a version the engine refuses to generate, also if this fails half-way.
         self._version = None
@@ -167,18 +153,9 @@ class VLLMEngine:
         # The workers have reset their encoder and multimodal caches, the scheduler has not.
         await self._alive(llm.reset_mm_cache())
         await self._alive(llm.reset_encoder_cache())
-        if self._paused:
-            await self._go_on(llm, version)
-        elif not await self._alive(llm.reset_prefix_cache()):
+        if not await self._alive(llm.reset_prefix_cache()):
             raise RunError(f"vLLM did not reset its prefix cache after refit {version}.")
         self._version = version
-
-    async def _go_on(self, llm: AsyncLLM, version: int) -> None:
-        """Let paused requests sample with the new weights."""
-        for one in self._running.values():
-            one.changes.append((sum(len(part.token_ids) for part in one.parts), version))
-        await self._alive(llm.resume_generation())
-        self._paused = False
 
     async def sleep(self) -> None:
         """Free the memory of weights and KV cache."""
@@ -219,25 +196,19 @@ class VLLMEngine:
         self._processes = []
 
     async def _sample(
-        self,
-        llm: AsyncLLM,
-        request: GenerationRequest,
-        max_new_tokens: int,
-        parts: list[CompletionOutput],
+        self, llm: AsyncLLM, request: GenerationRequest, max_new_tokens: int
     ) -> tuple[CompletionOutput, int]:
-        """The completion, which fills ``parts``, and the number of cached prompt tokens."""
-        # Rendered form: a raw prompt would pass through vLLM's tokenizer thread for nothing.
-        prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_ids}
-        if self._config.keep_cache:
-            prompt["cache_salt"] = str(self._version)  # cache of older weights is not for others
+        """The completion, and the number of cached prompt tokens."""
         outputs = llm.generate(
-            prompt,
+            # Rendered form: a raw prompt would pass through vLLM's tokenizer thread for nothing.
+            {"type": "token", "prompt_token_ids": request.prompt_ids},
             sampling_params(
                 request.sampling, request.seed, max_new_tokens, in_flight=self._config.in_flight
             ),
             request.request_id,
             lora_request=self._adapter,
         )
+        parts: list[CompletionOutput] = []
         num_cached = 0
         try:
             async for output in outputs:
