@@ -48,6 +48,13 @@ class Acts:
         return StepResult(messages=[{"role": "user", "content": "go on"}], reward=0.25,
                           metrics={"steps": 1})
 
+class Returns(Acts):
+    """Each answer says what to return."""
+    def step(self, action):
+        results = {"none": None, "dict": {"reward": 1.0}, "text": StepResult(reward="1", done=True),
+                   "huge": StepResult(reward=10**400, done=True)}
+        return next(iter(())) if action.text == "next" else results[action.text]
+
 class Waits(Acts):
     async def reset(self, row):
         self.n = 0
@@ -156,6 +163,18 @@ def test_step_rewards_add_up_and_failures_cost_their_own_trajectory(chat, ours):
     assert [one.step_rewards for one in found[:2]] == [[1.5], [0.25, 0.25, 2.5]]
     assert [one.end for one in found] == ["final", "final", "failed", "failed", "failed", "final"]
     assert [one.counts["turns"] for one in found] == [1, 3, 1, 1, 1, 1]
+
+
+def test_what_a_step_cannot_return_is_named_in_one_sentence(chat, ours):
+    scripts = ["none", "dict", "text", "huge", "next"]
+    found = conversations(chat, scripts, name=f"{ours}:Returns")
+    assert [one.result.reward for one in found] == [None] * 5
+    none, dictionary, text, huge, stop = (one.result.error or "" for one in found)
+    assert "step() returned NoneType and must return StepResult" in none
+    assert "step() returned dict and must return StepResult" in dictionary
+    assert "is a str, not a number" in text
+    assert "not one number" in huge
+    assert "RuntimeError: StopIteration" in stop
 
 
 def test_steps_that_never_return_take_no_threads_from_others(chat, ours):

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from nemo_like.config.environment import ENVIRONMENTS
-from nemo_like.environments.protocol import ENDPOINT, Action, StepResult, ToolCall
+from nemo_like.environments.protocol import ENDPOINT, Action, Observation, StepResult, ToolCall
 from nemo_like.errors import UserError
 from nemo_like.rewards.find import load_reward
 from nemo_like.rewards.function import RewardFunction
@@ -91,6 +91,7 @@ class Episodes:
         asyncio.get_running_loop().set_default_executor(self._threads)  # asyncio.to_thread has few
         try:
             opened = await self._call(environment.reset, row)
+            _refuse_unless(Observation, "reset", opened)
             messages = list(row["messages"] if opened.messages is None else opened.messages)
             rewards: dict[str, float] = {}
             metrics = Counter[str]()
@@ -103,10 +104,11 @@ class Episodes:
                 message = choice["message"]
                 action = _action(choice)
                 text = action.text
-                result: StepResult = await self._call(environment.step, action)
+                result = await self._call(environment.step, action)
+                _refuse_unless(StepResult, "step", result)
                 metrics.update({f"environment/{k}": v for k, v in result.metrics.items()})
                 if result.reward is not None:
-                    rewards[name] = float(result.reward)
+                    rewards[name] = result.reward
                 if result.done or action.truncated:
                     break
                 if not result.messages:
@@ -143,7 +145,7 @@ class Episodes:
                 if inspect.iscoroutinefunction(inner):
                     return await method(*arguments)
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._threads, method, *arguments)
+                found = await loop.run_in_executor(self._threads, _called, method, *arguments)
                 return await found if inspect.isawaitable(found) else found
         except TimeoutError as error:
             self._num_late += 1
@@ -172,6 +174,21 @@ class Episodes:
                 raise NoRoomError
             raise UserError(answer["error"]["message"])
         return answer["id"], answer["choices"][0]
+
+
+def _refuse_unless(kind: type, name: str, found: Any) -> None:
+    if not isinstance(found, kind):
+        raise UserError(
+            f"{name}() returned {type(found).__name__} and must return {kind.__name__} "
+            "(nemo_like.environments.protocol)."
+        )
+
+
+def _called(method: Any, *arguments: Any) -> Any:
+    try:
+        return method(*arguments)
+    except StopIteration as error:  # which no future can hold
+        raise RuntimeError("StopIteration") from error
 
 
 def _action(choice: Mapping[str, Any]) -> Action:
