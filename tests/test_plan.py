@@ -606,7 +606,7 @@ def test_the_plan_names_the_bottleneck_of_a_gpu_run_and_none_of_a_cpu_run(capsys
         "generation.max_new_tokens=2000",
         "policy.micro_batch_tokens=16384",
     )
-    assert gpu[-1].startswith("bottleneck: rollout, 100% of 8 s")
+    assert gpu[-1].startswith("bottleneck: rollout, 96% of 7.6 s")
     assert not any(line.startswith("bottleneck") for line in lines(capsys))
 
 

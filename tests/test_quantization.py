@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.algorithms.self_check import mismatch_check
 from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.section import check_sections
 from nemo_like.errors import UserError
@@ -105,6 +106,15 @@ def test_sampling_in_8_bits_needs_a_correction_and_16_bits(changes, message):
 )
 def test_sampling_in_8_bits_with_a_correction_is_taken(changes):
     check_sections(config_of(**changes))
+
+
+def test_the_first_steps_may_differ_by_what_8_bits_round_away():
+    def limits(**changes):
+        return {one.metric: one.limit for one in mismatch_check(config_of(**changes), 1).limits}
+
+    both = {"mismatch/mean_abs": 0.1, "mismatch/max_abs": 2.0}
+    assert limits() == limits(engine_kwargs={"kv_cache_dtype": "auto"}) == both
+    assert limits(quantization="fp8") == limits(**FP8_CACHE) == {"mismatch/mean_abs": 0.5}
 
 
 def test_an_engine_in_8_bits_is_as_small_as_its_numbers():

@@ -91,11 +91,20 @@ def test_an_engine_with_a_gpu_to_itself_measures():
 
 
 def test_the_users_own_size_of_the_kv_cache_is_kept():
-    args = args_of(engine_kwargs={"kv_cache_memory_bytes": 7})
-    assert args["kv_cache_memory_bytes"] == 7
+    args = args_of(engine_kwargs={"kv_cache_memory_bytes": 7 * GIB})
+    assert args["kv_cache_memory_bytes"] == 7 * GIB
     on_cpu = {"device": "cpu", "kv_cache_bytes": None}
     assert args_of(**on_cpu)["kv_cache_memory_bytes"] == CPU_KV_CACHE_BYTES
     assert args_of(**on_cpu | {"kv_cache_bytes": 5})["kv_cache_memory_bytes"] == 5
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_row_that_an_empty_kv_cache_cannot_hold_is_refused(device):
+    kwargs = {"kv_cache_memory_bytes": GIB // 10}  # 100 sequences take 10 GiB
+    args_of(device=device, engine_kwargs=kwargs)
+    kwargs = {"kv_cache_memory_bytes": GIB // 10 - 1}
+    with pytest.raises(UserError, match=r"cannot hold one row of 1000 tokens, .* takes 107374182;"):
+        args_of(device=device, engine_kwargs=kwargs)
 
 
 @pytest.mark.parametrize(("most", "last"), [(100, [96, 100]), (128, [96, 128]), (1, [1])])

@@ -126,6 +126,11 @@ class GenerationConfig(Section):
         """Whether keys and values have fewer bits than the engine computes with."""
         return self.engine_kwargs.get("kv_cache_dtype", "auto") not in _PLAIN_KV_CACHES
 
+    @property
+    def samples_in_8_bits(self) -> bool:
+        """Whether weights, keys or values have fewer bits than the policy computes with."""
+        return self.quantization is not None or self.kv_cache_is_quantized
+
     def _rounding(self, here: str, run: Any) -> Iterator[str]:
         """Sampling in fewer bits needs a correction, and a policy in 16 bits."""
         found = [f"{here}.quantization={self.quantization}"] * (self.quantization is not None)
@@ -174,4 +179,4 @@ class MismatchConfig(Section):
     optimizer step."""
     max_mean_abs: Positive | None = None
     """Limit of the mean absolute difference. None: by ``policy.dtype``: 1e-3, 0.1 (bfloat16),
-    0.0125 (float16)."""
+    0.0125 (float16); 0.5 where engines sample in 8 bits."""

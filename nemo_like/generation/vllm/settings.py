@@ -104,8 +104,24 @@ def engine_args(
     }
     args |= _adapter_args(config) | _quantization_args(config)
     if config.device == "cpu":
-        return args | _cpu_args(config) | config.engine_kwargs
-    return args | _gpu_args(config, gpu_memory_bytes)
+        args |= _cpu_args(config) | config.engine_kwargs
+    else:
+        args |= _gpu_args(config, gpu_memory_bytes)
+    _refuse_small_cache(config, args.get("kv_cache_memory_bytes"))
+    return args
+
+
+def _refuse_small_cache(config: EngineConfig, cache_bytes: int | None) -> None:
+    """Raise UserError if the longest row does not fit: it would wait for ever."""
+    if config.kv_cache_bytes is None or cache_bytes is None:
+        return
+    needed = config.kv_cache_bytes // config.max_num_seqs
+    if cache_bytes < needed:
+        raise UserError(
+            f"A KV cache of {cache_bytes} bytes cannot hold one row of {config.max_model_len} "
+            f"tokens, which takes {needed}; lower generation.max_new_tokens, or raise "
+            "generation.engine_kwargs.kv_cache_memory_bytes."
+        )
 
 
 def _adapter_args(config: EngineConfig) -> dict[str, Any]:
