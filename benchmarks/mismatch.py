@@ -109,6 +109,7 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
     prompts = [ids for ids in render(model, questions) for _ in range(args.siblings)]
     arguments = {"dtype": "bfloat16", "enable_prefix_caching": False, "seed": 0}
     arguments |= {"max_num_seqs": len(prompts), "kv_cache_memory_bytes": 2**32 if cuda else 2**28}
+    arguments |= {"gpu_memory_utilization": 0.01}  # compared with what is free, beside the others
     arguments |= ENGINES[args.engine][0]
     llm = LLM(model=str(model), logprobs_mode="processed_logprobs", **arguments)
     sampling = SamplingParams(temperature=1.0, max_tokens=args.max_new_tokens, logprobs=0)
@@ -184,7 +185,10 @@ def compare(args: argparse.Namespace, sampled: dict[str, Any]) -> dict[str, Any]
 def start_alone(device: torch.device) -> None:
     """The process group of one rank that the policy's layouts need."""
     store = torch.distributed.HashStore()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+        backend = "cpu:gloo,cuda:nccl"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
 
 

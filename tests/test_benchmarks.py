@@ -9,12 +9,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # scripts, which are no package
 
 import conversations
 import grpo
 import grpo_verl
+import mismatch
 import offload
 import workloads
 from grpo_table import accuracies, floor_times, medians, steps_of, table
@@ -291,3 +293,12 @@ def test_each_recommendation_that_is_measured_is_one_that_a_report_or_an_alarm_g
         (alarm,) = find_alarms(faulty(name), settings)
         assert re.search(CASES[name].says, alarm.text), alarm.text
     assert len(CASES.keys() & FAULTS) == 7
+
+
+def test_a_mismatch_by_hand():
+    found = mismatch.gap(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0 - math.log(2)]))
+    assert found["tokens"] == 2
+    assert found["mean_abs"] == pytest.approx(math.log(2) / 2, abs=1e-6)
+    assert found["mean_exp_abs"] == pytest.approx(1.5, abs=1e-6)
+    a, b = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]]), torch.zeros(2, 1, 2)
+    assert mismatch.distances(a, b, torch.tensor([[[10.0, 0.0]], [[2.0, 0.0]]])) == [0.5, 0.5]
