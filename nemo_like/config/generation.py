@@ -140,7 +140,7 @@ class GenerationConfig(Section):
             if importance in (None, "none"):
                 remedy = "set truncate or mask" if importance else "leave it out"
                 what = "loss.importance=none" if importance else "this run"
-                yield f"{key} rounds what samples, for which {what} does not correct; {remedy}."
+                yield f"{key} samples in 8 bits, for which {what} does not correct; {remedy}."
         if self.quantization is None:
             return
         if run.policy.dtype == "float32":
