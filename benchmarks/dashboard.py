@@ -23,7 +23,7 @@ from nemo_like.data.datasets import Row
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.observe.trajectory_files import SCHEMA, TrajectoryFiles
 from nemo_like.rewards.protocol import RewardResult
-from nemo_like.rollout.trajectory import RolloutTask, collate_tokens, single_turn
+from nemo_like.rollout.trajectory import RolloutTask, Trajectory, collate_tokens, single_turn
 from nemo_like.rollout.trajectory_table import table_of
 from nemo_like.viewer.dashboard import Dashboard
 from nemo_like.viewer.runs import RunFolder
@@ -40,7 +40,8 @@ REQUESTS = {
 def make_run(folder: Path, steps: int, rows: int) -> None:
     """Trajectories of one worker in ``folder``; their groups have the same numbers at each step."""
     rng = np.random.default_rng(0)
-    table = _step(rng, rows)
+    trajectories = trajectories_of(rows, prompt_tokens=50, tokens=100)
+    table = table_of(0, "train", trajectories, collate_tokens(trajectories))
     files = TrajectoryFiles(folder / "trajectories", 0, 1e12)
     for step in range(1, steps + 1):
         ends = rng.choice(["final", "length"], rows).tolist()
@@ -52,23 +53,24 @@ def make_run(folder: Path, steps: int, rows: int) -> None:
     files.wait()
 
 
-def _step(rng: np.random.Generator, rows: int) -> pa.Table:
-    trajectories = []
+def trajectories_of(rows: int, prompt_tokens: int, tokens: int) -> list[Trajectory]:
+    """Single turns in groups of ``_GROUP``."""
+    rng, found = np.random.default_rng(0), []
     for group in range(rows // _GROUP):
         prompt = {"role": "user", "content": f"What is {group} + 2? " * 4}
-        ids = tuple(rng.integers(0, 500, 50).tolist())
+        ids = tuple(rng.integers(0, 500, prompt_tokens).tolist())
         row = Row(index=0, messages=(prompt,), prompt_ids=ids, fields={})
         for index in range(_GROUP):
             completion = Completion(
-                token_ids=rng.integers(0, 500, 100).tolist(),
-                logprobs=(-rng.random(100)).tolist(),
+                token_ids=rng.integers(0, 500, tokens).tolist(),
+                logprobs=(-rng.random(tokens)).tolist(),
                 finish_reason=FinishReason.stop,
                 weight_version=0,
             )
             task = RolloutTask(row=row, group=group, index=index, seed=0, request_id="")
             result = RewardResult(reward=1.0, metrics={"accuracy": 1.0})
-            trajectories.append(single_turn(task, completion, str(rng.random(10)), result))
-    return table_of(0, "train", trajectories, collate_tokens(trajectories))
+            found.append(single_turn(task, completion, str(rng.random(10)), result))
+    return found
 
 
 def measure(folder: Path) -> Mapping[str, tuple[float, float, Any]]:

@@ -3,9 +3,10 @@
     python benchmarks/recommendations.py [--out FILE] [--keep FOLDER] [CASE ...]
     python benchmarks/recommendations.py mismatch_growth   # needs a GPU
 
-Each case is a run with a fault, and its report; then the same run once more, side by side with one
-that has the recommended key and value, so that both get as much of a busy machine. A record has the
-recommendation, what it claims (seconds per step, or a factor) and what the last two measured.
+Each case is a run with a fault, its report, and the same run with the recommended key and value.
+A record has the recommendation, what it claims (seconds per step, or a factor), and what both runs
+measured. What a setting saves is measured in the phase that it is about: of whole steps
+(``step_s``), a busy machine may take more from one run than from the other.
 """
 
 import argparse
@@ -31,15 +32,16 @@ _SMALL = (
 _NEMO_LIKE = (sys.executable, "-c", "from nemo_like.cli import main; main()")
 _FAST_ROWS = 60
 """Rows before those that score slowly: 15 steps of four."""
+_SAVED = "s of the phase per step"
 _LAST = 10
 """Steps at the end whose means are compared."""
 
 Measure = Callable[[RunFolder], float]
 
 
-def step_s(run: RunFolder) -> float:
-    """Seconds per step, with validations and checkpoints."""
-    return mean_phases(run.steps()).total()
+def phase_s(name: str) -> Measure:
+    """Seconds of a phase, per step."""
+    return lambda run: mean_phases(run.steps())[name]
 
 
 def last(name: str) -> Measure:
@@ -74,7 +76,7 @@ class Case:
 
 
 def _case(faults: Sequence[str], key: str, measure: Measure, unit: str, **more: Any) -> Case:
-    saves = r" \(now \d+\) saves about (?P<saves>[\d.]+) s" if measure is step_s else ""
+    saves = r" \(now \d+\) saves about (?P<saves>[\d.]+) s" if unit == _SAVED else ""
     says = rf"(?P<key>{re.escape(key)})=(?P<value>[\w.-]*\w){saves}"
     return Case(faults=tuple(faults), says=says, measure=measure, unit=unit, **more)
 
@@ -87,11 +89,11 @@ CASES = {
     "validation": _case(
         ["validation.every_steps=1", "data.num_validation_rows=32"],
         "validation.every_steps",
-        step_s,
-        "s per step",
+        phase_s("validation"),
+        _SAVED,
     ),
     "checkpoint": _case(
-        ["checkpoint.every_steps=1"], "checkpoint.every_steps", step_s, "s per step"
+        ["checkpoint.every_steps=1"], "checkpoint.every_steps", phase_s("checkpoint"), _SAVED
     ),
     "driver": _case(
         ["grpo.num_prompts_per_step=1", "generation.max_new_tokens=8"],
@@ -150,20 +152,13 @@ CASES = {
 }
 
 
-def start(folder: Path, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Begin a run; later overrides win."""
+def train(folder: Path, overrides: Sequence[str]) -> RunFolder:
+    """One run; later overrides win."""
     merged = dict(one.split("=", 1) for one in (*_SMALL, *overrides))
     merged["run.dir"] = str(folder)
     words = [f"{key}={value}" for key, value in merged.items()]
-    return subprocess.Popen([*_NEMO_LIKE, "grpo", *words])
-
-
-def runs(**overrides_of: Sequence[str]) -> list[RunFolder]:
-    """Runs side by side, by folder."""
-    started = [start(Path(folder), overrides) for folder, overrides in overrides_of.items()]
-    if any(one.wait() for one in started):
-        raise SystemExit("a run failed")
-    return find_runs(overrides_of)
+    subprocess.run([*_NEMO_LIKE, "grpo", *words], check=True)
+    return find_runs([str(folder)])[0]
 
 
 def recommendations(run: RunFolder) -> str:
@@ -180,19 +175,19 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     lines = [{"prompt": f"1 + 2 + {i} =", "slow": i >= _FAST_ROWS} for i in range(200)]
     rows.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
     faults = [one.format(rows=rows) for one in case.faults]
-    (first,) = runs(**{f"{folder}/{name}": faults})
-    found = re.search(case.says, recommendations(first))
+    before = train(folder / f"{name}-before", faults)
+    found = re.search(case.says, recommendations(before))
     if found is None:
         raise SystemExit(f"{name}: the report recommends nothing that matches {case.says}")
     setting = f"{found['key']}={found['value']}"
-    changed = {"before": faults, "after": [*faults, setting]}
-    before, after = runs(**{f"{folder}/{name}-{one}": words for one, words in changed.items()})
+    after = train(folder / f"{name}-after", [*faults, setting])
     was, now = case.measure(before), case.measure(after)
     saves = found.groupdict().get("saves")
     claim = float(saves) if saves else was * case.factor if case.factor else None
     record = {"case": name, "faults": [one.rpartition("/")[2] for one in case.faults]}
     record |= {"recommended": setting, "unit": case.unit, "before": was, "after": now}
-    return record | {"claimed_gain": claim, "gain": abs(was - now)}
+    steps = [mean_phases(one.steps()).total() for one in (before, after)]
+    return record | {"claimed_gain": claim, "gain": abs(was - now), "step_s": steps}
 
 
 def main() -> None:

@@ -1,11 +1,14 @@
 """What it costs a run to record itself: trajectories, TensorBoard with histograms, alarms, phases.
 
     python benchmarks/recording.py [--steps 200] [--out FILE] [key=value ...]
+    python benchmarks/recording.py --alone [--trajectories N --tokens N --step-s S] [--out FILE]
 
 One GRPO run records every other step only. The paired difference between neighbouring steps, in
 seconds and in CPU seconds of all its processes, is what a user would notice, with the noise of the
 machine. What recording takes by itself is measured too: seconds that it holds up a step, and CPU
-seconds of its code, those of the thread that writes files included.
+seconds of its code, those of the thread that writes files included. ``--alone`` measures that code
+without a run: CPU seconds that a step waits for (``delay``, ``driver``), and those of the thread
+that writes files meanwhile.
 """
 
 import argparse
@@ -159,6 +162,50 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+def alone(count: int, length: int, step_s: float, repeats: int = 200) -> dict[str, Any]:
+    """Medians of CPU seconds per step, without a run."""
+    from dashboard import trajectories_of
+
+    from nemo_like.algorithms.grpo.config import GRPOConfig
+    from nemo_like.config.typed import flat
+    from nemo_like.observe.alarms import Alarms
+    from nemo_like.observe.phase_trace import PhaseTrace
+    from nemo_like.observe.sinks import Details, JsonlFile, Sinks, TensorBoardSink
+    from nemo_like.observe.trajectory_files import TrajectoryFiles
+    from nemo_like.rollout.trajectory import collate_tokens
+    from nemo_like.rollout.trajectory_table import table_of
+
+    known = Path(__file__).parent / "results" / "grpo-embedded-cpu-seed0.metrics.jsonl"
+    *_, numbers = map(json.loads, known.open())
+    trajectories = trajectories_of(count, prompt_tokens=30, tokens=length)
+    tokens = collate_tokens(trajectories)
+    took: dict[str, list[float]] = {"delay": [], "writing": [], "driver": []}
+    with tempfile.TemporaryDirectory() as folder:
+        files = TrajectoryFiles(Path(folder), 0, 1e12)
+        board = TensorBoardSink(Path(folder), GRPOConfig(), None)
+        sinks = Sinks([JsonlFile(Path(folder, "m")), board])
+        alarms, trace = Alarms(flat({})), PhaseTrace(Path(folder), "driver")
+        histograms = {name: [random.random() for _ in range(count)] for name in "abc"}
+        for step in range(1, repeats + 1):
+            begin = time.process_time()
+            table = table_of(step, "train", trajectories, tokens)
+            made = time.process_time()
+            files._append(table)
+            written = time.process_time()
+            alarms.add(numbers | {"step": step})
+            sinks.log(step, dict(numbers), Details(histograms=histograms))
+            for name in ("step", "rollout", "train", "refit", "logprobs") * 3:  # of all processes
+                trace.add(name, 0.0, 0.0)
+            ends = (made - begin, written - made, time.process_time() - written)
+            for name, seconds in zip(took, ends, strict=True):
+                took[name].append(seconds)
+    # Small files are put together at some steps, so means, without the first one.
+    found: dict[str, Any] = {f"{n}_cpu_s": statistics.fmean(of[1:]) for n, of in took.items()}
+    delay_s = found["delay_cpu_s"] + found["driver_cpu_s"]
+    about = {"trajectories": count, "tokens": length, "load": psutil.getloadavg()[0]}
+    return about | found | {"step_s": step_s, "delay_share": delay_s / step_s}
+
+
 def _trimmed(values: Sequence[float]) -> float:
     ordered, cut = sorted(values), len(values) // 5
     return statistics.fmean(ordered[cut : len(ordered) - cut])
@@ -175,13 +222,25 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, help="append the result as a JSON line")
+    parser.add_argument("--alone", action="store_true", help="without a run")
+    parser.add_argument("--trajectories", type=int, default=128, help="of --alone")
+    parser.add_argument("--tokens", type=int, default=60, help="of each, for --alone")
+    parser.add_argument("--step-s", type=float, default=1.1, help="seconds of a step, for --alone")
     options = parser.parse_args()
+    if options.alone:
+        found = alone(options.trajectories, options.tokens, options.step_s)
+        return _write(found, options.out)
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), options.steps, options.overrides)
-        line = json.dumps(summary(Path(folder)) | {"overrides": options.overrides})
+        _write(summary(Path(folder)) | {"overrides": options.overrides}, options.out)
+    return None
+
+
+def _write(found: dict[str, Any], out: Path | None) -> None:
+    line = json.dumps(found)
     sys.stdout.write(f"{line}\n")
-    if options.out:
-        with options.out.open("a") as file:
+    if out:
+        with out.open("a") as file:
             file.write(f"{line}\n")
 
 

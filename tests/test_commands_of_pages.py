@@ -85,7 +85,7 @@ def _config_of_a_run():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Where a reader's shell would be: a clone with what earlier commands of the page made."""
-    for name in ("examples", "configs", "slurm", "nemo_like"):
+    for name in ("benchmarks", "examples", "configs", "slurm", "nemo_like"):
         (tmp_path / name).symlink_to(ROOT / name)
     model = resolve_model("embedded")
     for made in ("policy/folder", "runs/first/final", "runs/gsm8k/final"):

@@ -111,7 +111,7 @@ TYPED = [
     ("grpo", "top_p", "validation.top_p"),
     ("grpo", "repetition_penalty", ""),
     ("grpo", "reward_weights", "environment.rewards"),
-    ("grpo", "report_to", "logging.wandb logging.tensorboard"),
+    ("grpo", "report_to", "logging.sinks"),
     ("grpo", "ref_model_mixup_alpha", ""),
     ("grpo", "dataset_name", "data.train"),
     ("sft", "dataset_text_field", "data.columns"),
@@ -124,13 +124,13 @@ TYPED = [
     ("grpo", "actor_rollout_ref.actor.fsdp_config.param_offload", "policy.offload"),
     ("grpo", "actor_rollout_ref.rollout.enforce_eager", "generation.engine_kwargs.enforce_eager"),
     ("ppo", "algorithm.lam", "ppo.lam"),
-    ("grpo", "trainer.project_name", "logging.wandb_project"),
+    ("grpo", "trainer.project_name", ""),
     ("grpo", "trainer.val_before_train", "validation.every_steps"),
     ("grpo", "init_kl_coef", "loss.kl_coef"),
     ("grpo", "input_key", "data.columns"),
     ("grpo", "ring_attn_size", "policy.parallel.context_parallel_size"),
     ("grpo", "zero_stage", "policy.parallel.data_parallel policy.parallel.reshard_after_forward"),
-    ("grpo", "use_wandb", "logging.wandb"),
+    ("grpo", "use_wandb", "logging.sinks"),
 ]
 
 
