@@ -104,7 +104,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page_can_be_typed(page, folder, capsys):
     for block in blocks(page):
-        if block.kind == "yaml" and block.title.endswith(".yaml"):
+        if block.title.endswith((".yaml", ".py")):
             (folder / block.title).write_text(block.text)
         if block.kind == "python":
             ast.parse(block.text)
@@ -164,7 +164,9 @@ def _load(command, words):
 def test_a_page_runs_from_top_to_bottom(page, tmp_path):
     for name in ("examples", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "agent.py").write_text("print(1)")
+    for one in blocks(page):
+        if one.title.endswith(".py"):
+            (tmp_path / one.title).write_text(one.text)
     text = "\n".join(one.text for one in blocks(page) if one.kind == "bash" and not one.title)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 import textwrap
 import time
@@ -251,6 +252,17 @@ def test_a_program_is_a_harness_by_two_variables(chat, tmp_path):
     assert [one.result.reward for one in found] == [0.5, None, 2.0]
     assert found[0].result.metrics == {"length": 3}
     assert "exit code 1: no luck" in str(found[1].result.error)
+
+
+def test_the_program_of_the_first_page_on_agents_is_a_harness(chat, tmp_path):
+    page = (ROOT / "docs" / "start" / "agent.md").read_text()
+    (text,) = re.findall(r'^```python title="agent.py"\n(.*?)^```', page, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "agent.py"
+    path.write_text(text)
+    options = {"command": [sys.executable, str(path)]}
+    right, wrong = "<answer>4</answer>", "<answer>5</answer>"
+    found = conversations(chat, [right, wrong], name="program", options=options)
+    assert [one.result.reward for one in found] == [1.0, 0.0]
 
 
 ROGUES = """
