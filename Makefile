@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DOCS ?= .venv-docs
 export OMP_NUM_THREADS ?= 1
-# Workers, each with a Ray of its own: much of a test is waiting. A file stays with one of them.
-WORKERS ?= 2
+# Workers, each with a Ray of its own and 3 GB: much of a test is waiting. A file stays with one of them.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast lint format install docs wheel
