@@ -56,12 +56,13 @@ VLLM = EngineKind(
     prepare="nemo_like.generation.vllm.environment:start_fork_server",
 )
 HF = EngineKind(engine="nemo_like.generation.hf_engine:HFEngine", most_adapter_rank=2**31)
+GRAPH = EngineKind(engine="nemo_like.generation.graph.engine:GraphEngine", sleeps=True)
 REPLAY = EngineKind(
     engine="nemo_like.generation.replay:ReplayEngine", takes_kwargs=True, most_adapter_rank=2**31
 )
 ENGINES = Door(
     "nemo_like.engines",
-    {name: f"{__name__}:{name.upper()}" for name in ("vllm", "hf", "replay")},
+    {name: f"{__name__}:{name.upper()}" for name in ("vllm", "graph", "hf", "replay")},
     kind="EngineKind",
 )
 
@@ -85,10 +86,11 @@ class GenerationConfig(Section):
     """The engine that samples completions for training."""
 
     backend: Annotated[str, ENGINES] = "vllm"
-    """``vllm``; ``hf``: a plain loop over the transformers model, for odd models and exact tests;
-    ``replay``: the completions that an earlier run, with the same rows, seed and sizes, left in the
-    folder ``engine_kwargs.folder`` (set ``run.self_check=false`` if its policy differed); or your
-    own ``EngineKind``, ``file.py:NAME`` or ``package.module.NAME``."""
+    """``vllm``; ``graph``: our own, which samples without waiting for the host, for dense Llama,
+    Qwen2 and Qwen3 models on one GPU each; ``hf``: a plain loop over the transformers model, for
+    odd models and exact tests; ``replay``: the completions that an earlier run, with the same rows,
+    seed and sizes, left in the folder ``engine_kwargs.folder`` (set ``run.self_check=false`` if its
+    policy differed); or your own ``EngineKind``, ``file.py:NAME`` or ``package.module.NAME``."""
     temperature: Annotated[
         Positive, Instead("only validation and evaluation have greedy sampling")
     ] = 1.0
@@ -110,8 +112,8 @@ class GenerationConfig(Section):
     row of a matrix, made at each refit, and one for each token. The policy keeps ``policy.dtype``,
     so ``mismatch`` grows, and ``loss.importance`` must correct for it."""
     sleep: bool = True
-    """Free the engine's GPU memory while the policy trains on the same GPU (vllm). False saves
-    about 0.1 s per step where memory holds both."""
+    """Free the engine's GPU memory while the policy trains on the same GPU (vllm, graph). False
+    saves about 0.1 s per step where memory holds both."""
     engine_kwargs: Annotated[dict[str, Any], _needs("takes_kwargs")] = Field(default_factory=dict)
     """Passed to the engine unchanged (vllm; replay: ``folder``, an absolute path); arguments that
     follow from other keys are refused. ``kv_cache_dtype: fp8`` halves the KV cache."""

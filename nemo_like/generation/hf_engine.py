@@ -6,57 +6,37 @@ Shapes: B requests of one batch, T tokens so far, V vocabulary.
 import asyncio
 import inspect
 import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from nemo_like.data.tokenizer import load_tokenizer
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_model import build_model, copy_weights
+from nemo_like.generation.local_engine import LocalEngine, Waiting, fail
 from nemo_like.generation.protocol import (
-    MAX_TOKENS_PER_CHARACTER,
     Completion,
     EngineConfig,
-    EngineMemory,
     FinishReason,
     GenerationRequest,
-    Link,
     SamplingParams,
-    no_weights,
 )
-from nemo_like.refit.broadcast import BroadcastReceiver
-from nemo_like.refit.buckets import Bucket, check_buckets, check_refit
-from nemo_like.refit.ipc import IpcReceiver
 
 logger = logging.getLogger(__name__)
 
-Waiting = tuple[GenerationRequest, "asyncio.Future[Completion]"]
 
-
-class HFEngine:
+class HFEngine(LocalEngine):
     """One transformers model in this process; see ``Engine`` for its contract.
 
     Requests that arrive in the same turn of the event loop form one batch, in order of arrival,
     which runs to its end in a thread; so the same requests in the same order give the same bits.
-    A refit is refused while completions are being sampled.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._model: PreTrainedModel | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._queue: asyncio.Queue[Waiting] = asyncio.Queue()
-        self._server: asyncio.Task[None] | None = None
-        self._version: int | None = None
-        self._num_running = 0
-        self._receiver: IpcReceiver | BroadcastReceiver | None = None
-        self._model_in_use = asyncio.Lock()
         self._last_logits_only: dict[str, int] = {}
-        self._interrupted = threading.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def start(self) -> None:
         """Build the model without weights; UserError for settings this engine lacks."""
@@ -73,69 +53,16 @@ class HFEngine:
         self._model = await asyncio.to_thread(build_model, self._config)
         if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
             self._last_logits_only = {"logits_to_keep": 1}
-        self._server = asyncio.create_task(self._serve())
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Sample one completion; RunError if the model fails."""
-        if self._model is None or self._version is None:
-            raise no_weights(request)
-        self._check_prompt(request)
-        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._num_running += 1
-        self._idle.clear()
-        try:
-            self._queue.put_nowait((request, done))
-            return await done
-        finally:
-            self._num_running -= 1
-            if not self._num_running:
-                self._idle.set()
-
-    async def interrupt(self) -> None:
-        """Stop the running batch after its current token; waiting requests return no tokens."""
-        self._interrupted.set()
-        await self._idle.wait()
-        self._interrupted.clear()
-
-    async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Connect to the sender of weights."""
-        dtype = getattr(torch, self._config.dtype)
-        check_buckets(buckets, self._config.model_path, dtype, self._config.lora)
-        device = torch.device(self._config.device)
-        self._receiver = await asyncio.to_thread(link.receiver, 0, buckets, device, timeout_s)
-
-    async def load_weights(self, version: int, *, adapters_only: bool = False) -> None:
-        """Replace weights; RunError as the protocol says. There is no cache to reset."""
-        if self._model is None or self._receiver is None:
-            raise RunError(f"Refit {version} came before the engine had started.")
-        check_refit(
-            version,
-            self._version,
-            self._config.lora,
-            adapters_only=adapters_only,
-            running=self._num_running,
-        )
-        # Without a version the engine refuses to generate until every tensor is in place.
-        self._version = None
-        async with self._model_in_use:  # By a batch whose callers have all given up.
-            tensors = self._receiver.tensors(version, adapters_only=adapters_only)
-            await asyncio.to_thread(copy_weights, self._model, self._config, tensors)
-        self._version = version
-
-    async def sleep(self) -> None:
-        """Nothing: this engine keeps its memory."""
-
-    async def wake(self, memory: EngineMemory) -> None:
-        """Nothing: this engine keeps its memory."""
+        self._serve_requests()
 
     async def shutdown(self) -> None:
         """Stop serving and drop the model; completions that are under way fail."""
-        if self._server is not None:
-            self._server.cancel()
-            await asyncio.wait({self._server})
-        self._model = self._server = self._version = None
-        while not self._queue.empty():
-            _fail(self._queue.get_nowait()[1], RunError("The engine was shut down."))
+        await super().shutdown()
+        self._model = None
+
+    def _copy_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        assert self._model is not None
+        copy_weights(self._model, self._config, tensors)
 
     async def _serve(self) -> None:
         """Batch what arrived and sample it, until cancelled."""
@@ -155,24 +82,16 @@ class HFEngine:
                 completions = await asyncio.to_thread(self._sample, requests, self._version)
         except asyncio.CancelledError:
             for _, done in batch:
-                _fail(done, RunError("The engine was shut down."))
+                fail(done, RunError("The engine was shut down."))
             raise
         except Exception as error:  # The boundary to a model's code, which may raise anything.
             logger.exception("A batch of %d requests failed.", len(batch))
             for request, done in batch:
-                _fail(done, RunError(f"The model failed request {request.request_id}: {error!r}"))
+                fail(done, RunError(f"The model failed request {request.request_id}: {error!r}"))
             return
         for (_, done), completion in zip(batch, completions, strict=True):
             if not done.done():  # Its caller may have given up.
                 done.set_result(completion)
-
-    def _check_prompt(self, request: GenerationRequest) -> None:
-        assert self._model is not None
-        vocab_size = self._model.config.get_text_config().vocab_size
-        bad = [token_id for token_id in request.prompt_ids if not 0 <= token_id < vocab_size]
-        if bad or not request.prompt_ids:
-            reason = f"holds token id {bad[0]}, not below {vocab_size}" if bad else "is empty"
-            raise RunError(f"The prompt of request {request.request_id} {reason}.")
 
     @torch.inference_mode()
     def _sample(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
@@ -206,7 +125,8 @@ class HFEngine:
             for row, token_id, logprob in zip(rows, ids.flatten().tolist(), chosen, strict=True):
                 if row.finish_reason is None:
                     row.append(token_id, logprob)
-                    self._stop_at_strings(row)
+                    if self.ends_with_string(row.request.sampling, row.token_ids):
+                        row.finish_reason = FinishReason.stop
             if all(row.finish_reason for row in rows):
                 return
             if self._interrupted.is_set():
@@ -215,18 +135,6 @@ class HFEngine:
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             # Idle rows must not run past the last position that the model knows.
             positions = (positions[:, -1:] + 1).clamp(max=self._config.max_model_len - 1)
-
-    def _stop_at_strings(self, row: "_Row") -> None:
-        """Finish a row whose last token completed a stop string; special tokens count as text."""
-        stop = row.request.sampling.stop
-        if not stop or row.finish_reason is FinishReason.stop:
-            return
-        tokenizer = self._tokenizer or load_tokenizer(self._config.model_path)
-        self._tokenizer = tokenizer
-        num_tokens = MAX_TOKENS_PER_CHARACTER * max(map(len, stop))
-        tail = tokenizer.decode(row.token_ids[-num_tokens:], skip_special_tokens=False)
-        if any(text in tail for text in stop):
-            row.finish_reason = FinishReason.stop
 
 
 class _Row:
@@ -297,8 +205,3 @@ def _pad_left(prompts: Sequence[list[int]], device: str) -> tuple[torch.Tensor, 
     ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def _fail(done: "asyncio.Future[Completion]", error: RunError) -> None:
-    if not done.done():  # Its caller may have given up.
-        done.set_exception(error)

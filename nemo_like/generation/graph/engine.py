@@ -1,0 +1,132 @@
+"""The ``Engine`` protocol over bursts of decoding steps that need nothing from the host.
+
+Read ``state`` first (what is on the device), then ``sampler`` (what the host decides between two
+bursts), ``decoder`` (a burst), ``model``, and the two implementations of what depends on the
+device: ``torch_ops`` and ``triton_ops``.
+"""
+
+import asyncio
+import gc
+import importlib
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nemo_like.errors import RunError, UserError
+from nemo_like.generation.graph.decoder import Decoder
+from nemo_like.generation.graph.model import Model
+from nemo_like.generation.graph.sampler import Row, Sampler
+from nemo_like.generation.graph.state import PAGE, State
+from nemo_like.generation.local_engine import LocalEngine, fail
+from nemo_like.generation.protocol import EngineConfig, EngineMemory
+
+logger = logging.getLogger(__name__)
+
+WORKSPACE_BYTES = 2**31
+"""What a GPU needs next to weights and cache: logits, prompts under way, graphs."""
+
+
+class GraphEngine(LocalEngine):
+    """One dense model on one GPU (or, without graphs, on the CPU); see ``Engine``.
+
+    Requests are admitted between bursts. A request's tokens follow from weights, seed and prompt:
+    its companions in a batch make no difference but that of rounding.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        on_gpu = config.device == "cuda"
+        self._ops = importlib.import_module(
+            f"nemo_like.generation.graph.{'triton' if on_gpu else 'torch'}_ops"
+        )
+        self._model: Model | None = None
+        self._sampler: Sampler | None = None
+
+    async def start(self) -> None:
+        """Allocate weights and cache; UserError for models that this engine does not compute."""
+        for memory in EngineMemory:
+            await self.wake(memory)
+        self._serve_requests()
+
+    async def sleep(self) -> None:
+        """Free weights, cache and graphs."""
+        self._version = self._sampler = self._model = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    async def wake(self, memory: EngineMemory) -> None:
+        """Allocate what ``sleep`` has freed; graphs are captured again as they are used."""
+        if memory is EngineMemory.weights:
+            self._model = await asyncio.to_thread(Model, self._config, self._ops)
+        else:
+            self._sampler = self._make_sampler()
+
+    async def shutdown(self) -> None:
+        """Stop serving and free memory; completions that are under way fail."""
+        await super().shutdown()
+        await self.sleep()
+
+    def _copy_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        assert self._model is not None
+        self._model.load(tensors)
+
+    def _make_sampler(self) -> Sampler:
+        assert self._model is not None
+        config, shape = self._config, self._model.shape
+        dtype = getattr(torch, config.dtype)
+        page_bytes = 2 * shape.layers * shape.key_width * PAGE * dtype.itemsize
+        most = -(-config.max_model_len // PAGE)
+        num_pages = most * config.max_num_seqs
+        if config.kv_cache_bytes is not None:
+            num_pages = min(num_pages, config.kv_cache_bytes // page_bytes)
+        if config.device == "cuda":
+            share = torch.cuda.get_device_properties(0).total_memory * config.gpu_memory_share
+            room = share - config.weight_bytes - WORKSPACE_BYTES
+            num_pages = min(num_pages, int(room) // page_bytes)
+        if num_pages < most:
+            raise UserError(
+                f"generation.backend=graph: there is memory for {num_pages * PAGE} tokens of KV "
+                f"cache and one completion may take {config.max_model_len}; set "
+                "generation.max_new_tokens to less, or generation.backend=vllm."
+            )
+        state = State(shape, self._model.angles, config.max_num_seqs, 1 + num_pages, dtype)
+        return Sampler(Decoder(self._model, self._ops, state), self.ends_with_string)
+
+    async def _serve(self) -> None:
+        while True:
+            idle = self._sampler is None or not self._sampler.rows
+            arrived = [await self._queue.get()] if idle else []
+            # Callers that became ready together all get to enqueue before the burst begins.
+            await asyncio.sleep(0)
+            while not self._queue.empty():
+                arrived.append(self._queue.get_nowait())
+            assert self._sampler is not None
+            self._sampler.waiting += (Row(*each, self._config.max_model_len) for each in arrived)
+            await self._answer(self._sampler)
+
+    async def _answer(self, sampler: Sampler) -> None:
+        """Sample a burst and answer the requests that end with it."""
+        rows = sampler.rows
+        try:
+            if self._interrupted.is_set():
+                ended = sampler.clear()
+            else:
+                async with self._model_in_use:
+                    ended = await asyncio.to_thread(sampler.burst)
+        except asyncio.CancelledError:
+            for row in rows:
+                fail(row.done, RunError("The engine was shut down."))
+            raise
+        except Exception as error:  # The boundary to kernels and drivers, which may raise anything.
+            logger.exception("A burst failed.")
+            sampler.clear()
+            for row in rows:
+                reason = f"The model failed request {row.request.request_id}: {error!r}"
+                fail(row.done, RunError(reason))
+            return
+        for row in ended:
+            if not row.done.done():  # Its caller may have given up.
+                assert self._version is not None
+                row.done.set_result(row.completion(self._version))

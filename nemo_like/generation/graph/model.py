@@ -1,0 +1,135 @@
+"""Llama, Qwen2 and Qwen3 with fused matrices, from token ids to float32 logits.
+
+Shapes: N tokens of any sequences, H query heads, K key heads, D numbers of a head, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nemo_like.errors import UserError
+from nemo_like.generation.protocol import EngineConfig
+from nemo_like.models.build import expected_tensors, model_settings
+from nemo_like.planning.model_shape import read_model_shape
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Those with frequencies that don't depend on a sequence's length."""
+
+LAYER = {
+    "norm": ("input_layernorm.weight",),
+    "qkv": tuple(f"self_attn.{each}_proj.weight" for each in "qkv"),
+    "qkv_bias": tuple(f"self_attn.{each}_proj.bias" for each in "qkv"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "output": ("self_attn.o_proj.weight",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
+}
+"""What is computed with, and the tensors on disk that it is made of, one below the other."""
+
+Attend = Callable[[Tensor, int], Tensor]
+"""Queries, keys and values [N, (H + 2 K) D] before rotation, and the layer's number -> [N, H D]."""
+
+
+class Model:
+    """A model without weights, which ``load`` copies into its fused matrices."""
+
+    def __init__(self, config: EngineConfig, ops: ModuleType) -> None:
+        settings = model_settings(config.model_path)
+        if problem := _unknown(settings):
+            raise _refusal(config.model_path, problem)
+        self.shape = read_model_shape(Path(config.model_path))
+        self._ops, self._eps = ops, settings.rms_norm_eps
+        self._options = {"device": config.device, "dtype": getattr(torch, config.dtype)}
+        self._specs = expected_tensors(config.model_path, self._options["dtype"])
+        self._named: dict[str, Tensor] = {}
+        self._embedding = self._fused("model.embed_tokens.weight")
+        self._layers = [
+            {
+                part: self._fused(*(f"model.layers.{number}.{name}" for name in names))
+                for part, names in LAYER.items()
+                if f"model.layers.{number}.{names[0]}" in self._specs
+            }
+            for number in range(self.shape.layers)
+        ]
+        self._norm = self._fused("model.norm.weight")
+        tied = "lm_head.weight" not in self._specs
+        self._head = self._embedding if tied else self._fused("lm_head.weight")
+        if others := self._specs.keys() - self._named.keys():
+            raise _refusal(config.model_path, f"the tensor {min(others)}")
+        # As transformers: angles in float32, their sine and cosine in the model's dtype.
+        positions, like = torch.arange(config.max_model_len)[None], self._norm.new_empty(0)
+        self.angles = tuple(
+            each[0, :, : self.shape.head_dim // 2].float().contiguous().to(config.device)
+            for each in LlamaRotaryEmbedding(settings)(like.cpu(), positions)
+        )
+        """Cosines and sines [positions, D / 2]."""
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Overwrite weights in place."""
+        for name, tensor in tensors:
+            self._named[name].copy_(tensor)
+
+    def hidden(self, ids: Tensor, attend: Attend) -> Tensor:
+        """Normed hidden states [N, E] of ids [N]."""
+        residual, x = functional.embedding(ids, self._embedding), None
+        for number, weights in enumerate(self._layers):
+            h = self._ops.add_norm(x, residual, weights["norm"], self._eps)
+            h = attend(self._queries_keys_values(h, weights), number) @ weights["output"].t()
+            h = self._ops.add_norm(h, residual, weights["mlp_norm"], self._eps)
+            x = self._ops.silu_mul(h @ weights["gate_up"].t()) @ weights["down"].t()
+        return self._ops.add_norm(x, residual, self._norm, self._eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 [N, V], as the trainer's are: products of 16 bits, sums of 32."""
+        if hidden.dtype == torch.float32:
+            return hidden @ self._head.t()
+        if hidden.is_cuda:
+            return torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
+        return hidden.float() @ self._head.float().t()
+
+    def _queries_keys_values(self, h: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        qkv = functional.linear(h, weights["qkv"], weights.get("qkv_bias"))
+        if "q_norm" not in weights:
+            return qkv
+        shape, dim = self.shape, self.shape.head_dim
+        widths = [shape.query_width, shape.key_width, shape.key_width]
+        q, k, v = qkv.split(widths, 1)
+        q = self._ops.add_norm(None, q.reshape(-1, dim), weights["q_norm"], self._eps)
+        k = self._ops.add_norm(None, k.reshape(-1, dim), weights["k_norm"], self._eps)
+        return torch.cat([q.view(len(h), -1), k.view(len(h), -1), v], 1)
+
+    def _fused(self, *names: str) -> Tensor:
+        """One tensor, without values, that holds those on disk one below the other."""
+        shapes = [self._specs[name][0] for name in names]
+        whole = torch.empty(sum(each[0] for each in shapes), *shapes[0][1:], **self._options)
+        views = whole.split([each[0] for each in shapes])
+        self._named.update(zip(names, views, strict=True))
+        return whole
+
+
+def _unknown(settings: PreTrainedConfig) -> str:
+    """What of a configuration this engine does not compute; empty if there is nothing."""
+    rope = (getattr(settings, "rope_parameters", None) or {}).get("rope_type", "default")
+    if settings.model_type not in MODEL_TYPES:
+        return f"model_type={settings.model_type} (it knows {', '.join(MODEL_TYPES)})"
+    if rope not in ROPE_TYPES:
+        return f"rope_type={rope}"
+    if "sliding_attention" in (getattr(settings, "layer_types", None) or ()):
+        return "sliding windows"
+    return "" if settings.hidden_act == "silu" else f"hidden_act={settings.hidden_act}"
+
+
+def _refusal(path: str, problem: str) -> UserError:
+    return UserError(
+        f"generation.backend=graph cannot compute {path} with {problem}; set "
+        "generation.backend=vllm."
+    )

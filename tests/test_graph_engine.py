@@ -1,0 +1,141 @@
+"""``generation.backend=graph``: what tests/test_engines.py does not ask of every engine."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen2Config
+
+from nemo_like.errors import UserError
+from nemo_like.generation.graph import torch_ops
+from nemo_like.generation.graph.engine import GraphEngine
+from nemo_like.generation.graph.state import PAGE
+from nemo_like.generation.protocol import (
+    Completion,
+    EngineConfig,
+    GenerationRequest,
+    SamplingParams,
+)
+from tests.graph_kernels import DEVICE, state_of
+from tests.small_runs import ROOT
+
+
+def config_of(folder: str | Path, **changes) -> EngineConfig:
+    config = EngineConfig(
+        model_path=str(folder), dtype="float32", seed=0, max_model_len=256, device=DEVICE,
+        engine_kwargs={},
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
+def requests_of(count: int, length: int = 70, **sampling) -> list[GenerationRequest]:
+    """Four to a prompt; prompts share no token at their position and differ in length."""
+    return [
+        GenerationRequest(
+            request_id=f"r{i}",
+            prompt_ids=[3 + (7 * (i // 4) + j) % 250 for j in range(length + i // 4)],
+            sampling=SamplingParams(**{"max_new_tokens": 100, "stop_token_ids": (2,)} | sampling),
+            seed=i * 2**40 + i,
+        )
+        for i in range(count)
+    ]
+
+
+def sample(config: EngineConfig, requests: list[GenerationRequest]) -> list[Completion]:
+    """By a new engine with the folder's weights."""
+
+    async def run() -> list[Completion]:
+        engine = GraphEngine(config)
+        await engine.start()
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model_path, dtype=getattr(torch, config.dtype)
+        )
+        tensors = dict(model.state_dict())
+        if model.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        engine._copy_weights(iter(tensors.items()))
+        engine._version = 1
+        try:
+            return await asyncio.gather(*map(engine.generate, requests))
+        finally:
+            await engine.shutdown()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_greedy_tokens_and_their_logprobs_are_those_of_transformers(tiny_model, architecture, tied):
+    folder = tiny_model(architecture, tied)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    requests = requests_of(6, temperature=0, max_new_tokens=40)
+    for request, found in zip(requests, sample(config_of(folder), requests), strict=True):
+        start = len(request.prompt_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([request.prompt_ids + found.token_ids])).logits[0]
+        best = logits[start - 1 : -1].log_softmax(-1).max(-1)
+        assert found.token_ids == best.indices.tolist()
+        assert found.logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_a_completion_depends_on_nothing_but_its_prompt_and_seed(tiny_model):
+    """In any order, alone, and when rows give up their cache and compute it again."""
+    folder = tiny_model("qwen2", True)
+    requests = requests_of(13)
+    whole = sample(config_of(folder), requests)
+    assert len({tuple(one.token_ids) for one in whole}) == len(whole)
+    assert len({len(one.token_ids) for one in whole}) > 3
+    backwards = sample(config_of(folder, max_num_seqs=5), requests[::-1])[::-1]
+    page_bytes = 2 * 2 * 64 * PAGE * 4
+    crowded = sample(config_of(folder, kv_cache_bytes=11 * page_bytes), requests)
+    alone = sample(config_of(folder), requests[6:7])
+    for other in (backwards, crowded, [*whole[:6], *alone, *whole[7:]]):
+        assert [one.token_ids for one in other] == [one.token_ids for one in whole]
+        for one, same in zip(other, whole, strict=True):
+            assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
+
+
+def test_siblings_do_not_compute_their_prompt_again(tiny_model):
+    found = sample(config_of(tiny_model("llama")), requests_of(8, max_new_tokens=2))
+    assert [one.num_cached_tokens for one in found] == [0, 69, 69, 69, 0, 70, 70, 70]
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says():
+    logits = 2 * torch.randn(300, generator=torch.manual_seed(0)).to(DEVICE)
+    state = state_of(20_000)
+    state.temperature.fill_(1.0)
+    state.seed.copy_(torch.arange(20_000))
+    torch_ops.sample(logits.expand(20_000, -1), state)
+    expected = 20_000 * logits.softmax(-1)
+    counts = torch.bincount(state.tokens[0], minlength=300)
+    # Chi-square with 299 degrees of freedom: mean 299, standard deviation 24.
+    assert 220 < ((counts - expected) ** 2 / expected).sum() < 420
+
+
+def test_kernels_do_what_torch_does():
+    """In a process of its own: Triton's interpreter replaces its compiler as it is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | ({} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"})
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/graph_kernels.py"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(), "model_type=gpt2"),
+        (MistralConfig(), "model_type=mistral"),
+        (Qwen2Config(use_sliding_window=True, max_window_layers=1), "sliding windows"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_other_models_are_refused_with_the_engine_that_has_them(tmp_path, config, message):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"{message}.*set generation.backend=vllm."):
+        asyncio.run(GraphEngine(config_of(tmp_path)).start())
