@@ -21,6 +21,7 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
+from tests.conftest import ARCHITECTURES
 from tests.graph_kernels import DEVICE, state_of
 from tests.small_runs import ROOT
 
@@ -68,7 +69,7 @@ def sample(config: EngineConfig, requests: list[GenerationRequest]) -> list[Comp
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_greedy_tokens_and_their_logprobs_are_those_of_transformers(tiny_model, architecture, tied):
     folder = tiny_model(architecture, tied)
@@ -81,6 +82,28 @@ def test_greedy_tokens_and_their_logprobs_are_those_of_transformers(tiny_model, 
         best = logits[start - 1 : -1].log_softmax(-1).max(-1)
         assert found.token_ids == best.indices.tolist()
         assert found.logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_in_16_bits_are_those_of_transformers(tiny_model, architecture):
+    folder = tiny_model(architecture, True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE)
+    requests = requests_of(6, max_new_tokens=40)
+    found = sample(config_of(folder, dtype="bfloat16"), requests)
+    for request, one in zip(requests, found, strict=True):
+        ids = torch.tensor([request.prompt_ids + one.token_ids], device=DEVICE)
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+        right = logprobs.gather(1, ids[0, 1:, None])[len(request.prompt_ids) - 1 :, 0]
+        # Logits of the model's own are rounded to 16 bits.
+        assert (torch.tensor(one.logprobs) - right.cpu()).abs().mean() < 6e-3
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_gpu_draws_the_tokens_that_the_cpu_does(tiny_model):
+    config, requests = config_of(tiny_model("qwen3")), requests_of(40)
+    ours, right = sample(config, requests), sample(replace(config, device="cpu"), requests)
+    assert [one.token_ids for one in ours] == [one.token_ids for one in right]
 
 
 def test_a_completion_depends_on_nothing_but_its_prompt_and_seed(tiny_model):

@@ -83,7 +83,7 @@ class GraphEngine(LocalEngine):
             num_pages = min(num_pages, config.kv_cache_bytes // page_bytes)
         if config.device == "cuda":
             share = torch.cuda.get_device_properties(0).total_memory * config.gpu_memory_share
-            room = share - config.weight_bytes - WORKSPACE_BYTES
+            room = share - self._model.num_bytes - WORKSPACE_BYTES
             num_pages = min(num_pages, int(room) // page_bytes)
         if num_pages < most:
             raise UserError(

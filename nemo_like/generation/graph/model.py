@@ -22,6 +22,9 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those with frequencies that don't depend on a sequence's length."""
 
+HEAD_DIMS = (32, 64, 128, 256)
+"""Those that kernels take."""
+
 LAYER = {
     "norm": ("input_layernorm.weight",),
     "qkv": tuple(f"self_attn.{each}_proj.weight" for each in "qkv"),
@@ -44,7 +47,7 @@ class Model:
 
     def __init__(self, config: EngineConfig, ops: ModuleType) -> None:
         settings = model_settings(config.model_path)
-        if problem := _unknown(settings):
+        if problem := _unknown(settings, config.device):
             raise _refusal(config.model_path, problem)
         self.shape = read_model_shape(Path(config.model_path))
         self._ops, self._eps = ops, settings.rms_norm_eps
@@ -72,6 +75,11 @@ class Model:
             for each in LlamaRotaryEmbedding(settings)(like.cpu(), positions)
         )
         """Cosines and sines [positions, D / 2]."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights."""
+        return sum(each.nbytes for each in self._named.values())
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Overwrite weights in place."""
@@ -116,7 +124,7 @@ class Model:
         return whole
 
 
-def _unknown(settings: PreTrainedConfig) -> str:
+def _unknown(settings: PreTrainedConfig, device: str) -> str:
     """What of a configuration this engine does not compute; empty if there is nothing."""
     rope = (getattr(settings, "rope_parameters", None) or {}).get("rope_type", "default")
     if settings.model_type not in MODEL_TYPES:
@@ -125,6 +133,10 @@ def _unknown(settings: PreTrainedConfig) -> str:
         return f"rope_type={rope}"
     if "sliding_attention" in (getattr(settings, "layer_types", None) or ()):
         return "sliding windows"
+    dim = getattr(settings, "head_dim", None)
+    dim = dim or settings.hidden_size // settings.num_attention_heads
+    if device == "cuda" and dim not in HEAD_DIMS:
+        return f"head_dim={dim}"
     return "" if settings.hidden_act == "silu" else f"hidden_act={settings.hidden_act}"
 
 

@@ -18,7 +18,7 @@ from nemo_like.generation.protocol import (
 
 PREFILL_TOKENS = 8192
 """Most tokens of prompts that one forward computes, or one longer prompt."""
-SIZES = (*(2**i for i in range(7)), *range(128, 1025, 64))
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, *range(128, 1025, 64))
 """Rows of a batch, filled up with idle ones: each has a graph."""
 
 

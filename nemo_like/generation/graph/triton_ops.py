@@ -117,6 +117,16 @@ def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _rotated(at, mask, cos, sin, HALF: tl.constexpr):
+    """Both halves of the heads at ``at``, after rotation."""
+    a = tl.load(at, mask=mask, other=0.0)
+    b = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    dtype = a.dtype
+    a = a.to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit
 def _attend(
     qkv, keys, values, out, parts, table, slot_of, position_of, cos, sin, scale, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
@@ -128,45 +138,27 @@ def _attend(
     position = tl.load(position_of + row)
     HALF: tl.constexpr = D // 2
     half, whole, g = tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, GP)
-    c = tl.load(cos + position * HALF + half)
-    s = tl.load(sin + position * HALF + half)
-    # Rotate queries and the new key.
+    c = tl.load(cos + position * HALF + half)[None, :]
+    s = tl.load(sin + position * HALF + half)[None, :]
     base = qkv + row.to(tl.int64) * (H + 2 * K) * D
-    q_at = base + (head * G + g)[:, None] * D + half[None, :]
     real = (g < G)[:, None]
-    q1 = tl.load(q_at, mask=real, other=0.0)
-    q2 = tl.load(q_at + HALF, mask=real, other=0.0)
-    dtype = q1.dtype
-    a, b = q1.to(tl.float32), q2.to(tl.float32)
-    q1 = (a * c[None, :] - b * s[None, :]).to(dtype)
-    q2 = (b * c[None, :] + a * s[None, :]).to(dtype)
-    k_at = base + (H + head) * D + half
-    a, b = tl.load(k_at).to(tl.float32), tl.load(k_at + HALF).to(tl.float32)
-    k1 = (a * c - b * s).to(dtype)
-    k2 = (b * c + a * s).to(dtype)
-    new_value = tl.load(base + (H + K + head) * D + whole)
-    # The first split writes and attends to the new position; no program reads it from the cache.
+    q1, q2 = _rotated(base + (head * G + g)[:, None] * D + half[None, :], real, c, s, HALF)
+    k1, k2 = _rotated(base + (H + head) * D + half[None, :], half[None, :] < HALF, c, s, HALF)
+    value = tl.load(base + (H + K + head) * D + whole)[None, :]
+    # The first split attends to the new position, which no program reads from the cache.
     first = split == 0
-    new_page = tl.load(pages + position // PAGE).to(tl.int64)
-    new_at = ((new_page * K + head) * PAGE + position % PAGE) * D
-    if first:
-        tl.store(keys + new_at + half, k1)
-        tl.store(keys + new_at + HALF + half, k2)
-        tl.store(values + new_at + whole, new_value)
-    products = q1.to(tl.float32) * k1.to(tl.float32)[None, :]
-    products += q2.to(tl.float32) * k2.to(tl.float32)[None, :]
+    products = q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32)
     peak = tl.where(first, tl.sum(products, 1) * scale, -1e30)
-    total = tl.where(first, tl.full([GP], 1.0, tl.float32), tl.zeros([GP], tl.float32))
-    sums = tl.zeros([GP, D], tl.float32) + new_value.to(tl.float32)[None, :]
-    sums = tl.where(first, 1.0, 0.0) * sums
-    share = ((position + SPLITS - 1) // SPLITS + BLOCK - 1) // BLOCK * BLOCK
-    start = split * share
+    total = tl.where(first, 1.0, 0.0) + tl.zeros([GP], tl.float32)
+    sums = tl.where(first, 1.0, 0.0) * (tl.zeros([GP, D], tl.float32) + value.to(tl.float32))
+    share = tl.cdiv(tl.cdiv(position, SPLITS), BLOCK) * BLOCK
+    start, n = split * share, tl.arange(0, BLOCK)
     end = tl.minimum(start + share, position)
-    n = tl.arange(0, BLOCK)
+    page = tl.load(pages + tl.minimum(start, position) // PAGE)
     for j in range(start, end, BLOCK):
         ok = j + n < end
-        page = tl.load(pages + j // PAGE).to(tl.int64)
-        at = ((page * K + head) * PAGE + j % PAGE + n) * D
+        at = ((page.to(tl.int64) * K + head) * PAGE + j % PAGE + n) * D
+        page = tl.load(pages + tl.minimum(j + BLOCK, position) // PAGE)  # before it is needed
         old = keys + at[None, :] + half[:, None]
         c1 = tl.load(old, mask=ok[None, :], other=0.0)
         c2 = tl.load(old + HALF, mask=ok[None, :], other=0.0)
@@ -176,12 +168,18 @@ def _attend(
         p = tl.where(ok[None, :], tl.exp(x - higher[:, None]), 0.0)
         kept = tl.exp(peak - higher)
         v = tl.load(values + at[:, None] + whole[None, :], mask=ok[:, None], other=0.0)
-        sums = sums * kept[:, None] + tl.dot(p.to(dtype), v, input_precision="ieee")
+        sums = sums * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         total = total * kept + tl.sum(p, 1)
         peak = higher
+    if first:
+        new_page = tl.load(pages + position // PAGE).to(tl.int64)
+        new = ((new_page * K + head) * PAGE + position % PAGE) * D
+        tl.store(keys + new + half[None, :], k1)
+        tl.store(keys + new + HALF + half[None, :], k2)
+        tl.store(values + new + whole[None, :], value)
     query = row.to(tl.int64) * H + head * G + g
     if SPLITS == 1:
-        result = (sums / total[:, None]).to(dtype)
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + query[:, None] * D + whole[None, :], result, mask=real)
     else:
         part = parts + (query * SPLITS + split) * (D + 2)
