@@ -22,68 +22,68 @@ SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, *range(128, 1025, 64))
 """Rows of a batch, filled up with idle ones: each has a graph."""
 
 
+Ends = Callable[[SamplingParams, Sequence[int]], bool]
+"""Whether sampled tokens end with a stop string."""
+
+
 class Row:
     """A completion that grows."""
 
     def __init__(
         self, request: GenerationRequest, done: "asyncio.Future[Completion]", max_model_len: int
     ) -> None:
-        sampling = request.sampling
+        sampling, num_prompt = request.sampling, len(request.prompt_ids)
         self.request, self.done = request, done
-        self.ids = list(request.prompt_ids)
+        self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.most = min(sampling.max_new_tokens, max_model_len - len(self.ids))
+        self.most = min(sampling.max_new_tokens, max_model_len - num_prompt)
         self.finish_reason = FinishReason.length if self.most <= 0 else None
         self.slot = -1
         self.pages: list[int] = []
         self.num_cached_tokens = 0
         self._stop_ids = frozenset(sampling.stop_token_ids)
-        seed = request.seed ^ request.seed >> 32
-        self._seed = (seed & 0xFFFFFFFF) - 2**31  # of 32 bits, signed
+        self._seed = ((request.seed ^ request.seed >> 32) & 0xFFFFFFFF) - 2**31  # 32 bits, signed
+        self.end = num_prompt + self.most - 1
+        """Positions to compute until the last token is drawn."""
 
     @property
-    def end(self) -> int:
-        """Positions that have to be computed for the last token."""
-        return len(self.request.prompt_ids) + self.most - 1
+    def ids(self) -> list[int]:
+        """Prompt and completion; all but the last have keys and values in the cache."""
+        return self.request.prompt_ids + self.token_ids
 
     @property
     def ints(self) -> tuple[int, ...]:
         """See ``INTS``."""
+        prompt, sampled = self.request.prompt_ids, self.token_ids
+        position = len(prompt) + len(sampled) - 1
         top_k = self.request.sampling.top_k
-        return self.ids[-1], len(self.ids) - 1, self.end - 1, self.slot, self._seed, top_k
+        return (sampled or prompt)[-1], position, self.end - 1, self.slot, self._seed, top_k
 
     @property
     def floats(self) -> tuple[float, float]:
         """See ``FLOATS``."""
         return self.request.sampling.temperature, self.request.sampling.top_p
 
-    def extend(
-        self,
-        token_ids: list[int],
-        logprobs: list[float],
-        ends: Callable[[SamplingParams, Sequence[int]], bool],
-    ) -> None:
-        """Take tokens up to the one that ends the completion; ``ends``: with a stop string."""
-        room = self.most - len(self.logprobs)
-        if room <= len(token_ids):
-            token_ids, self.finish_reason = token_ids[:room], FinishReason.length
-        count = len(token_ids)
-        if not self._stop_ids.isdisjoint(token_ids):
-            count = 1 + next(i for i, each in enumerate(token_ids) if each in self._stop_ids)
+    def extend(self, token_ids: list[int], logprobs: list[float], ends: Ends) -> None:
+        """Take tokens up to the one that ends the completion."""
+        sampling = self.request.sampling
+        new = token_ids[: self.most - len(self.token_ids)]
+        if not self._stop_ids.isdisjoint(new):
+            new = new[: 1 + next(i for i, each in enumerate(new) if each in self._stop_ids)]
             self.finish_reason = FinishReason.stop
-        if self.request.sampling.stop:
-            sampled = self.ids[len(self.request.prompt_ids) :]
-            for i in range(1, count + 1):
-                if ends(self.request.sampling, sampled + token_ids[:i]):
-                    count, self.finish_reason = i, FinishReason.stop
-                    break
-        self.ids += token_ids[:count]
-        self.logprobs += logprobs[:count]
+        for part in [[each] for each in new] if sampling.stop else [new]:
+            self.token_ids += part
+            if sampling.stop and ends(sampling, self.token_ids):
+                self.finish_reason = FinishReason.stop
+                break
+        self.logprobs += logprobs[: len(self.token_ids) - len(self.logprobs)]
+        if self.finish_reason is None and len(self.token_ids) == self.most:
+            self.finish_reason = FinishReason.length
 
     def completion(self, version: int) -> Completion:
         """The finished or interrupted completion."""
         return Completion(
-            token_ids=self.ids[len(self.request.prompt_ids) :],
+            token_ids=self.token_ids,
             logprobs=self.logprobs,
             finish_reason=self.finish_reason or FinishReason.interrupted,
             weight_version=version,
@@ -99,9 +99,7 @@ class Sampler:
     keys and values again. Its tokens don't change: they follow from seed and position.
     """
 
-    def __init__(
-        self, decoder: Decoder, ends: Callable[[SamplingParams, Sequence[int]], bool]
-    ) -> None:
+    def __init__(self, decoder: Decoder, ends: Ends) -> None:
         self.waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._decoder, self._ends = decoder, ends
@@ -174,7 +172,7 @@ class Sampler:
 
     def _cover(self, row: Row) -> bool:
         """Give a row the pages of its next burst; False if there are too few."""
-        num_positions = min(len(row.ids) + BURST - 1, row.end)
+        num_positions = min(row.ints[1] + BURST, row.end)
         missing = -(-num_positions // PAGE) - len(row.pages)
         if missing > len(self._pages):
             return False
@@ -202,9 +200,9 @@ class Sampler:
         siblings: dict[tuple[int, ...], list[Row]] = defaultdict(list)
         for row in rows:
             siblings[tuple(row.ids[:-1])].append(row)
-        for group in siblings.values():
+        for prompt, group in siblings.items():
             for row in group[1:]:
-                row.num_cached_tokens = row.num_cached_tokens or len(row.ids) - 1
+                row.num_cached_tokens = row.num_cached_tokens or len(prompt)
         for prompts in _portions(sorted(filter(None, siblings), key=len)):
             length = len(prompts[-1])
             ids = np.zeros((len(prompts), length), dtype=np.int64)
