@@ -126,9 +126,10 @@ class LocalEngine:
         """Whether the last token completed a stop string; special tokens count as text."""
         if not sampling.stop or token_ids[-1] in sampling.stop_token_ids:
             return False
-        self._tokenizer = self._tokenizer or load_tokenizer(self._config.model_path)
+        tokenizer = self._tokenizer or load_tokenizer(self._config.model_path)
+        self._tokenizer = tokenizer
         num_tokens = MAX_TOKENS_PER_CHARACTER * max(map(len, sampling.stop))
-        tail = self._tokenizer.decode(list(token_ids[-num_tokens:]), skip_special_tokens=False)
+        tail = tokenizer.decode(list(token_ids[-num_tokens:]), skip_special_tokens=False)
         return any(text in tail for text in sampling.stop)
 
     def _check_prompt(self, request: GenerationRequest) -> None:

@@ -72,7 +72,7 @@ class Model:
         positions, like = torch.arange(config.max_model_len)[None], self._norm.new_empty(0)
         self.angles = tuple(
             each[0, :, : self.shape.head_dim // 2].float().contiguous().to(config.device)
-            for each in LlamaRotaryEmbedding(settings)(like.cpu(), positions)
+            for each in LlamaRotaryEmbedding(settings)(like.cpu(), positions)  # pyright: ignore
         )
         """Cosines and sines [positions, D / 2]."""
 

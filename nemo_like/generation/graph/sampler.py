@@ -136,8 +136,8 @@ class Sampler:
         floats = [*(row.floats for row in rows), *[(1.0, 1.0)] * idle]
         num_steps = min(BURST, max(row.most - len(row.logprobs) for row in rows))
         tokens, logprobs = self._decoder.run(ints, floats, num_steps)
-        for row, *new in zip(rows, tokens, logprobs, strict=False):
-            row.extend(*new, self._ends)
+        for row, drawn, their in zip(rows, tokens, logprobs, strict=False):
+            row.extend(drawn, their, self._ends)
         return ended + self._end(row for row in rows if row.finish_reason is not None)
 
     def _admit(self) -> list[Row]:

@@ -1,4 +1,5 @@
 # ruff: noqa: N803, N806 (in Triton, what is constant for the compiler has capitals)
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """Kernels of a decoding step, for GPUs; ``torch_ops`` says the same in torch.
 
 Each function checks nothing and waits for nothing, so that a CUDA graph can hold it.
