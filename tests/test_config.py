@@ -569,6 +569,6 @@ def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, mo
         compose_config(CONFIGS, name, [*own, "validation.every_steps=7"])
 
 
-@pytest.mark.parametrize("backend", ["vllm", "hf"])
+@pytest.mark.parametrize("backend", ["vllm", "graph", "hf"])
 def test_engines_may_be_told_to_stay_awake_where_they_never_sleep(backend):
     compose_config(CONFIGS, "grpo", ["generation.sleep=false", f"generation.backend={backend}"])

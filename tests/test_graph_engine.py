@@ -69,8 +69,9 @@ def sample(config: EngineConfig, requests: list[GenerationRequest]) -> list[Comp
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)]
+)
 def test_greedy_tokens_and_their_logprobs_are_those_of_transformers(tiny_model, architecture, tied):
     folder = tiny_model(architecture, tied)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -77,7 +77,7 @@ class LocalEngine:
                 self._idle.set()
 
     async def interrupt(self) -> None:
-        """Stop the running batch after its current token; waiting requests return no tokens."""
+        """Stop what runs after its current token or burst; waiting requests return no tokens."""
         self._interrupted.set()
         await self._idle.wait()
         self._interrupted.clear()
