@@ -19,7 +19,7 @@ from nemo_like.generation.graph.decoder import Decoder
 from nemo_like.generation.graph.model import Model
 from nemo_like.generation.graph.sampler import Row, Sampler
 from nemo_like.generation.graph.state import PAGE, State
-from nemo_like.generation.local_engine import LocalEngine, fail
+from nemo_like.generation.local_engine import LocalEngine, Waiting, fail
 from nemo_like.generation.protocol import EngineConfig, EngineMemory
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class GraphEngine(LocalEngine):
         )
         self._model: Model | None = None
         self._sampler: Sampler | None = None
+        self._rows: list[Row] = []
+        """Requests without an answer."""
 
     async def start(self) -> None:
         """Allocate weights and cache; UserError for models that this engine does not compute."""
@@ -53,8 +55,9 @@ class GraphEngine(LocalEngine):
     async def sleep(self) -> None:
         """Free weights, cache and graphs."""
         self._version = self._sampler = self._model = None
-        gc.collect()
-        torch.cuda.empty_cache()
+        if self._config.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     async def wake(self, memory: EngineMemory) -> None:
         """Allocate what ``sleep`` has freed; graphs are captured again as they are used."""
@@ -95,38 +98,42 @@ class GraphEngine(LocalEngine):
         return Sampler(Decoder(self._model, self._ops, state), self.ends_with_string)
 
     async def _serve(self) -> None:
-        while True:
-            idle = self._sampler is None or not self._sampler.rows
-            arrived = [await self._queue.get()] if idle else []
-            # Callers that became ready together all get to enqueue before the burst begins.
-            await asyncio.sleep(0)
-            while not self._queue.empty():
-                arrived.append(self._queue.get_nowait())
-            assert self._sampler is not None
-            self._sampler.waiting += (Row(*each, self._config.max_model_len) for each in arrived)
-            await self._answer(self._sampler)
+        try:
+            while True:
+                if not self._rows:
+                    self._take(await self._queue.get())
+                # Callers that became ready together all get to enqueue before the burst begins.
+                await asyncio.sleep(0)
+                while not self._queue.empty():
+                    self._take(self._queue.get_nowait())
+                await self._answer()
+        finally:
+            for row in self._rows:
+                fail(row.done, RunError("The engine was shut down."))
 
-    async def _answer(self, sampler: Sampler) -> None:
+    def _take(self, waiting: Waiting) -> None:
+        assert self._sampler is not None
+        self._rows.append(Row(*waiting, self._config.max_model_len))
+        self._sampler.waiting.append(self._rows[-1])
+
+    async def _answer(self) -> None:
         """Sample a burst and answer the requests that end with it."""
-        rows = sampler.rows
+        assert self._sampler is not None
         try:
             if self._interrupted.is_set():
-                ended = sampler.clear()
+                ended = self._sampler.clear()
             else:
                 async with self._model_in_use:
-                    ended = await asyncio.to_thread(sampler.burst)
-        except asyncio.CancelledError:
-            for row in rows:
-                fail(row.done, RunError("The engine was shut down."))
-            raise
+                    ended = await asyncio.to_thread(self._sampler.burst)
         except Exception as error:  # The boundary to kernels and drivers, which may raise anything.
             logger.exception("A burst failed.")
-            sampler.clear()
-            for row in rows:
+            self._sampler.clear()
+            for row in self._rows:
                 reason = f"The model failed request {row.request.request_id}: {error!r}"
                 fail(row.done, RunError(reason))
-            return
+            ended = []
         for row in ended:
             if not row.done.done():  # Its caller may have given up.
                 assert self._version is not None
                 row.done.set_result(row.completion(self._version))
+        self._rows = [row for row in self._rows if not row.done.done()]
