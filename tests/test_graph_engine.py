@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen2Config
 
-from nemo_like.errors import UserError
+from nemo_like.errors import RunError, UserError
 from nemo_like.generation.graph import torch_ops
 from nemo_like.generation.graph.engine import GraphEngine
 from nemo_like.generation.graph.state import PAGE
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
+    EngineMemory,
     GenerationRequest,
     SamplingParams,
 )
@@ -47,20 +48,24 @@ def requests_of(count: int, length: int = 70, **sampling) -> list[GenerationRequ
     ]
 
 
+def give_weights(engine: GraphEngine, config: EngineConfig) -> None:
+    """Those of its folder."""
+    dtype = getattr(torch, config.dtype)
+    model = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=dtype)
+    tensors = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    engine._copy_weights(iter(tensors.items()))
+    engine._version = 1
+
+
 def sample(config: EngineConfig, requests: list[GenerationRequest]) -> list[Completion]:
     """By a new engine with the folder's weights."""
 
     async def run() -> list[Completion]:
         engine = GraphEngine(config)
         await engine.start()
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model_path, dtype=getattr(torch, config.dtype)
-        )
-        tensors = dict(model.state_dict())
-        if model.config.tie_word_embeddings:
-            del tensors["lm_head.weight"]
-        engine._copy_weights(iter(tensors.items()))
-        engine._version = 1
+        give_weights(engine, config)
         try:
             return await asyncio.gather(*map(engine.generate, requests))
         finally:
@@ -122,6 +127,28 @@ def test_a_completion_depends_on_nothing_but_its_prompt_and_seed(tiny_model):
         assert [one.token_ids for one in other] == [one.token_ids for one in whole]
         for one, same in zip(other, whole, strict=True):
             assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
+
+
+def test_an_engine_that_slept_samples_as_before(tiny_model):
+    config = config_of(tiny_model("llama"))
+    before, after = requests_of(2, max_new_tokens=20)
+
+    async def run() -> list[Completion]:
+        engine = GraphEngine(config)
+        await engine.start()
+        give_weights(engine, config)
+        found = [await engine.generate(before)]
+        await engine.sleep()
+        with pytest.raises(RunError, match="no usable weights"):
+            await engine.generate(after)
+        await engine.wake(EngineMemory.weights)
+        give_weights(engine, config)
+        await engine.wake(EngineMemory.kv_cache)
+        found.append(await engine.generate(after))
+        await engine.shutdown()
+        return found
+
+    assert asyncio.run(run()) == [*sample(config, [before]), *sample(config, [after])]
 
 
 def test_siblings_do_not_compute_their_prompt_again(tiny_model):
