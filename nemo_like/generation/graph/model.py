@@ -112,7 +112,8 @@ class Model:
         widths = [shape.query_width, shape.key_width, shape.key_width]
         q, k, v = qkv.split(widths, 1)
         q = self._ops.add_norm(None, q.reshape(-1, dim), weights["q_norm"], self._eps)
-        k = self._ops.add_norm(None, k.reshape(-1, dim), weights["k_norm"], self._eps)
+        # With one key head reshape gives a view, whose rows have gaps that kernels don't know of.
+        k = self._ops.add_norm(None, k.reshape(-1, dim).contiguous(), weights["k_norm"], self._eps)
         return torch.cat([q.view(len(h), -1), k.view(len(h), -1), v], 1)
 
     def _fused(self, *names: str) -> Tensor:
