@@ -42,9 +42,9 @@ from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.planning.step_time import PEAK_FLOPS
 from nemo_like.policy import scoring
-from nemo_like.policy.process import TrainerSetup
 from nemo_like.policy.remote_model import prompts_of
 from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
 
 _WORDS = ("dtype", "activation_checkpointing", "offload", "batching", "data_parallel")
 """Keys with values that are text."""

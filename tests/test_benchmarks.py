@@ -1,4 +1,6 @@
 import argparse
+import ast
+import importlib
 import json
 import math
 import os
@@ -26,6 +28,7 @@ from workloads import WORKLOADS, coin, count_parameters, make_rows, prepare, rea
 from nemo_like.observe.alarms import find_alarms
 from tests.test_alarms import FAULTS, SETTINGS, faulty
 
+ROOT = Path(__file__).parents[1]
 TINY = WORKLOADS["tiny"]
 
 
@@ -302,3 +305,14 @@ def test_a_mismatch_by_hand():
     assert found["mean_exp_abs"] == pytest.approx(1.5, abs=1e-6)
     a, b = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]]), torch.zeros(2, 1, 2)
     assert mismatch.distances(a, b, torch.tensor([[[10.0, 0.0]], [[2.0, 0.0]]])) == [0.5, 0.5]
+
+
+def test_scripts_import_what_the_package_has():
+    """Also where they import it late, or run on a GPU alone."""
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    for script in scripts:
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_like"):
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    assert hasattr(module, name.name), f"{script.name}: {ast.unparse(node)}"
