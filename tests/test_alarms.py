@@ -119,7 +119,7 @@ def test_a_straggler_is_named_with_its_node():
     alarms.hosts = {"generation-3": "gpu17"}
     (found,) = [one for row in faulty("straggler") for one in alarms.add(row)]
     assert "generation rank 3 on node gpu17 takes " in found.text
-    assert "cluster.slurm.extra=[--exclude=gpu17]" in found.text
+    assert "cluster.slurm.extra=\"['--exclude=gpu17']\"" in found.text
 
 
 def test_the_value_depends_on_the_run():

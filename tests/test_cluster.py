@@ -325,6 +325,7 @@ def test_ranks_follow_nodes_which_are_different_however_much_one_could_hold(tmp_
     result = run_script(SEVERAL_NODES, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "placed on 3 nodes" in result.stdout
+    assert "There are 9 GPUs, and the run uses none; set cluster.gpus_per_node." in result.stderr
     assert "Unhandled error" not in result.stderr
 
 

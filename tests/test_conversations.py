@@ -602,7 +602,7 @@ def test_a_message_may_be_empty_where_others_speak_or_tools_are_called(tmp_path)
         ({"prompt": "x", "completion": "y", "label": 0.0}, r"'label' is 0\.0, which marks a bad"),
         ({"prompt": "x", "completion": "y", "label": "0"}, "'label' is 0, which marks a bad"),
         ({"messages": TURNS, "label": "False"}, "'label' is false, which marks a bad answer"),
-        ({"messages": TURNS, "label": False}, "pair both kinds for run_dpo.py"),
+        ({"messages": TURNS, "label": False}, "pair both kinds for nemo-like dpo"),
         (
             {"messages": [{"role": "system", "content": "x"}, *TURNS], "system": "y"},
             "take it out of the row, or out of 'messages'",
@@ -655,7 +655,10 @@ def test_a_bad_row_is_named_by_key_file_and_line(tmp_path, row, message):
         ),
         ({"question": 1, "chosen": "x", "rejected": "y"}, "'{prompt: question, completion: chos"),
         ({"chosen": "\n\nHuman: x", "rejected": "y"}, "set data.columns='{messages: chosen}'."),
-        ({"prompt": "x"}, "rows without an answer are for runs that sample, such as run_grpo.py."),
+        (
+            {"prompt": "x"},
+            "without an answer are for runs that sample, such as nemo-like grpo.",
+        ),
         ({"tokens": [1]}, "it has tokens."),
     ],
 )

@@ -181,8 +181,8 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path):
         ('{"messages": [{"role": "user", "content": "x", "tool_calls": "f"}]}', "no list of obj"),
         ('{"prompt": "x", "tools": [{"name": "f"}]}', "'tools' has no effect here"),
         ('{"problem": "x", "solution": "y"}', "set data.columns='{prompt: problem}'; other entri"),
-        ('{"text": "x"}', "it has text; texts are for run_sft.py."),
-        ('{"chosen": "x", "rejected": "y"}', "; pairs are for run_dpo.py and run_rm.py."),
+        ('{"text": "x"}', "it has text; texts are for nemo-like sft."),
+        ('{"chosen": "x", "rejected": "y"}', "; pairs are for nemo-like dpo and nemo-like rm."),
         ('{"prompt": "x", "messages": [{}]}', "set data.columns.prompt to the one to use"),
         (
             '{"prompt": "x", "messages": [{"role": "assistant"}]}',

@@ -137,9 +137,11 @@ def test_a_users_file_finds_its_schema_through_what_it_is_based_on(tmp_path):
 
 
 def test_a_script_runs_its_own_algorithm_only():
-    check_algorithm("run_sft.py", SFTConfig, SFTConfig)
-    with pytest.raises(UserError, match=r"run_sft\.py cannot run .* one of run_grpo\.py; use that"):
-        check_algorithm("run_sft.py", GRPOConfig, SFTConfig)
+    check_algorithm("nemo-like sft", SFTConfig, SFTConfig)
+    with pytest.raises(
+        UserError, match=r"nemo-like sft cannot run .* one of nemo-like grpo; use that"
+    ):
+        check_algorithm("nemo-like sft", GRPOConfig, SFTConfig)
 
 
 @pytest.mark.parametrize(

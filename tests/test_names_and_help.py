@@ -155,7 +155,7 @@ SILENT = [
     "policy.batch_size",
     "grpo.temperature",
     "actor_rollout_ref.actor.megatron.seed",
-    "trainer.balance_batch",
+    "trainer.ray_wait_register_center_timeout",
     "generation.top",
     "debug",
     "reward_model.micro_batch_size",

@@ -165,8 +165,8 @@ def test_scores_that_agree_and_numbers_that_are_none_are_read(tmp_path):
             "set data.columns='{prompt: question}'",
         ),
         ({"prompt": "x", "completion": "y", "label": True}, "rows for KTO.* no run trains on; put"),
-        ({"prompt": "x", "completion": "y"}, "one answer prefers nothing: it is for run_sft.py"),
-        ({"messages": [USER, GOOD]}, "one answer prefers nothing: it is for run_sft.py"),
+        ({"prompt": "x", "completion": "y"}, "one answer prefers nothing: it is for nemo-like sft"),
+        ({"messages": [USER, GOOD]}, "one answer prefers nothing: it is for nemo-like sft"),
         ({"prompt": "x"}, "rows without an answer are for runs that sample"),
         (
             {"prompt": "other?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},

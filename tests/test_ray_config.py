@@ -124,7 +124,7 @@ def test_the_command_of_a_job_says_what_was_said(ray_config):
     tasks = "data.tasks={chain_sum: {min_terms: 2, max_terms: 2}}"
     words = ("--config-name", "recipes/dapo", RUN_DIR, tasks)
     command = shlex.split(ray_config("rayjob", *KUBERNETES, *words)["spec"]["entrypoint"])
-    assert command[:2] == ["python", "examples/run_grpo.py"]
+    assert command[:2] == ["nemo-like", "grpo"]
     assert command[-2:] == ["--config-name", "recipes/dapo"]
     assert compose_raw(CONFIGS, "recipes/dapo", command[2:-2]) == (
         compose_raw(CONFIGS, "recipes/dapo", [RUN_DIR, tasks])

@@ -288,7 +288,7 @@ WRONG_WORDS = [
     (["render", SCRIPT, "polcy.lr=1"], 2, "did you mean policy.optimizer.lr?"),
     (["render", SCRIPT, "run.seed=0,1"], 2, "needs --multirun"),
     (["render", SCRIPT, "--gpus=8"], 2, "unrecognized arguments: --gpus=8"),
-    (["render", SCRIPT, "--config-name=dpo"], 2, "one of run_dpo.py; use that"),
+    (["render", SCRIPT, "--config-name=dpo"], 2, "one of nemo-like dpo; use that"),
     (["render", SCRIPT, "-m", "run.seed=0,1", "run.dir=a,b"], 2, "run.dir=a would be written"),
     (["render", SCRIPT, "-m", "cluster.num_nodes=1,2"], 2, "have the same machines"),
     (

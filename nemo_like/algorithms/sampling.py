@@ -70,7 +70,8 @@ class Sampling:
     ) -> Iterator[tuple[int, RemoteBatch, Metrics]]:
         """A batch for each step and what its rollout measured; arguments as of ``next_batch``.
 
-        Validates, logs and saves between steps.
+        It runs inside ``Run.steps``: when the loop asks for its next batch, the step before is
+        validated, logged and saved.
         """
         config, run = self.config, self.session.run
         models = _by_role(self.policy, self.critic)
@@ -89,7 +90,7 @@ class Sampling:
         return mismatch_check(self.config, self.num_made)
 
     def log(self, metrics: Metrics) -> None:
-        """Log the metrics of the step in progress."""
+        """Keep the metrics of the step in progress for ``Run.log``; a second call replaces them."""
         warn_of_mismatch(self.config, metrics)
         if isinstance(self.feed.loader, MixtureLoader):
             metrics |= self.feed.loader.pop_metrics()

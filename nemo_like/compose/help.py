@@ -144,18 +144,18 @@ def run(arguments: Sequence[str]) -> None:
 
 def render() -> str:
     seen: set[tuple[str, type]] = set()
-    lines = [_HEADER, "| script | sections |", "|---|---|"]
+    lines = [_HEADER, "| command | sections |", "|---|---|"]
     pages: list[str] = []
     for name in registry.names():
-        schema, script = registry.find(name).config, f"examples/run_{name}.py"
+        schema, command = registry.find(name).config, f"nemo-like {name}"
         fields = ", ".join(f"`{field}`" for field in schema.model_fields)
-        lines.append(f"| `{script}` | {fields} |")
-        pages += _sections(schema, "", seen, script)
+        lines.append(f"| `{command}` | {fields} |")
+        pages += _sections(schema, "", seen, command)
     return "\n".join([*lines, "", *pages]) + "\n"
 
 
 def _sections(
-    kind: type[Section], prefix: str, seen: set[tuple[str, type]], script: str
+    kind: type[Section], prefix: str, seen: set[tuple[str, type]], command: str
 ) -> Iterator[str]:
     """Lines of the sections that are not ``seen``; same name and type mean the same section."""
     nested, lines = [], []
@@ -172,13 +172,13 @@ def _sections(
         about = "\n\n".join(textwrap.fill(" ".join(one.split()), 120) for one in paragraphs)
         section = prefix.rstrip(".")
         shared = all(section != other or kind is of for other, of in seen)
-        yield f"## {section}{'' if shared else f' ({script})'}\n\n{about}\n"
+        yield f"## {section}{'' if shared else f' ({command})'}\n\n{about}\n"
         yield "| key | default | meaning |\n|---|---|---|"
         yield from lines
         yield ""
     for name, inner in nested:
         if (name, inner) not in seen:
-            yield from _sections(inner, f"{name}.", seen, script)
+            yield from _sections(inner, f"{name}.", seen, command)
             seen.add((name, inner))
 
 

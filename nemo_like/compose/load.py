@@ -93,12 +93,12 @@ class Composed:
         return load(self.raw, self.schema, files_are_here=files_are_here, runs=runs)
 
 
-def check_algorithm(script: str, schema: type[RunConfig], own: type[RunConfig]) -> None:
-    """``run_sft.py`` cannot run a configuration of DPO; ``own``: what ``script`` runs."""
+def check_algorithm(command: str, schema: type[RunConfig], own: type[RunConfig]) -> None:
+    """``nemo-like sft`` cannot run a configuration of DPO; ``own``: what ``command`` runs."""
     if schema is not own:
         raise UserError(
-            f"{script} cannot run this configuration, which is one of "
-            f"run_{registry.name_of(schema)}.py; use that, or another --config-name."
+            f"{command} cannot run this configuration, which is one of nemo-like "
+            f"{registry.name_of(schema)}; use that, or another --config-name."
         )
 
 

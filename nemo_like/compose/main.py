@@ -102,7 +102,7 @@ def _composed(algorithm: Algorithm, config_dir: Path, parsed: argparse.Namespace
     refuse_twice(parsed.overrides)
     for job in typed:
         found.append(compose_raw(directory, name, job, extra_dir))
-        check_algorithm(sys.argv[0], found[-1].schema, algorithm.config)
+        check_algorithm(f"nemo-like {algorithm.name}", found[-1].schema, algorithm.config)
         if parsed.resolve:
             try:
                 OmegaConf.resolve(found[-1].raw)

@@ -26,6 +26,17 @@ What people type in TRL, verl, OpenRLHF and NeMo RL, and the key that does it he
 algorithm's own section, such as `grpo`. Names that mean the same in two projects stand under the
 first. A command that gets one of these names answers with the same words, and
 [config.md](config.md) says what each key means.
+
+| there | here |
+|---|---|
+| `GRPOTrainer(model, reward_funcs, args, train_dataset)` | `nl.grpo(model=, reward=, ...)` |
+| `RayPPOTrainer.fit` | `train` in `nemo_like/algorithms/grpo/loop.py` |
+| `ActorRolloutRefWorker` | `nemo_like/policy/worker.py`, `nemo_like/rollout/worker.py` |
+| `DataProto` | `TensorBatch`, `RemoteBatch` |
+| `ResourcePoolManager` | `VirtualCluster` |
+| sharding manager | `nemo_like/rollout/weight_sync.py`, `nemo_like/refit/` |
+| reward manager | `nemo_like/rewards/pool.py` |
+| `AgentLoop` | an environment or a harness ([agents.md](agents.md)) |
 """
 
 

@@ -1,4 +1,4 @@
-"""The typed configuration: its schema, how it is loaded, and the checks made before Ray starts.
+"""The schema, and the rules on its fields.
 
 Nothing in this package imports torch, ray, vllm or transformers, so a wrong key is refused in
 well under two seconds.

@@ -8,7 +8,7 @@ from pydantic import Field
 from nemo_like.config.section import OnlyIf, Section
 from nemo_like.doors import Door
 
-ADVANTAGES = Door("nemo_like.losses.advantages")
+ADVANTAGES = Door("nemo_like.advantages")
 
 
 class AdvantageConfig(Section):

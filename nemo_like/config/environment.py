@@ -143,14 +143,14 @@ class EnvironmentConfig(Section):
     if a row's prompt is one."""
     rewards: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Several rewards in place of one: ``{name: {function: ..., weight: 1}}``, where a function is
-    what ``environment.reward`` may be, but for a reward model. The reward is their weighted sum,
-    and each is logged as ``rollout/reward_NAME``. If one fails, so does the row."""
+    what ``environment.reward`` may be, but for ``reward_model`` and ``code``. The reward is their
+    weighted sum, and each is logged as ``rollout/reward_NAME``. If one fails, so does the row."""
     timeout_s: Positive = 10.0
     """Seconds that one completion may take to score, or one step of an environment; after them its
     row is masked and counted. The first completion that a reward process scores may take six times
     as long, but at most 60 s more, since the function may import."""
     num_processes: Count = 1
-    """Reward processes of each generation worker."""
+    """Reward processes of each rollout worker."""
     rows_at_once: Annotated[
         Count | None,
         OnlyIf(
@@ -177,11 +177,12 @@ class EnvironmentConfig(Section):
             f"environment.reward is not {REWARD_MODEL}",
         ),
     ] = None
-    """Folder ``final/`` of a run of ``run_rm.py``, or another of transformers' models for sequence
-    classification with one label; or a hub name. It runs on the CPU, and every reward process
-    holds a copy of it. Its own tokenizer and chat template render prompt and completion (with those
-    of ``data.template_switches`` that it uses), and the score is read at the token that ends the
-    completion, as in training it. A completion that was cut off is scored as if it ended there."""
+    """Folder ``final/`` of a run of ``nemo-like rm``, or another of transformers' models for
+    sequence classification with one label; or a hub name. It runs on the CPU, and every reward
+    process holds a copy of it. Its own tokenizer and chat template render prompt and completion
+    (with those of ``data.template_switches`` that it uses), and the score is read at the token
+    that ends the completion, as in training it. A completion that was cut off is scored as if it
+    ended there."""
 
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a step's or a validation's trajectories whose reward may fail; above it the run

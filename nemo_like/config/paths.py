@@ -173,7 +173,7 @@ def _check_reward_model(model: str | None, *, has_tokenizer: bool) -> None:
     if model is None:
         raise UserError(
             f"{key} is not set, and environment.reward={REWARD_MODEL} scores by it; give the "
-            "folder final/ of a run of examples/run_rm.py."
+            "folder final/ of a run of nemo-like rm."
         )
     if is_checkpoint(model):
         raise UserError(f"{key}={model} is a checkpoint; give the folder final/ of its run.")
@@ -195,7 +195,7 @@ def check_scores(folder: Path) -> None:
     if not kind.endswith(_SCORES):
         raise UserError(
             f"{key}={folder} is not a reward model: a {kind} has no scalar head; give the folder "
-            f"final/ of a run of examples/run_rm.py, or another ...{_SCORES} with one label."
+            f"final/ of a run of nemo-like rm, or another ...{_SCORES} with one label."
         )
     if num_labels != 1:
         raise UserError(

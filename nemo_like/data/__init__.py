@@ -1,1 +1,4 @@
-"""Prompts: where rows come from, how they become token ids, and in which order they are used."""
+"""Rows of prompts, conversations and pairs.
+
+Where they come from, how they become token ids, and in which order they are used.
+"""

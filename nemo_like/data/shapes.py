@@ -14,7 +14,7 @@ _REMEDIES = {"chat_template_kwargs": "set data.template_switches, which are thos
 _QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
 _MORE = ("input", "context")
 _ANSWERS = ("completion", "output", "response", "solution", "answer")
-_WITHOUT_ANSWER = "rows without an answer are for runs that sample, such as run_grpo.py"
+_WITHOUT_ANSWER = "rows without an answer are for runs that sample, such as nemo-like grpo"
 _CONVERSATIONS = ("conversations", "conversation")
 
 
@@ -48,7 +48,7 @@ def refuse_bad_answer(record: Mapping[str, Any], where: str) -> None:
         raise UserError(
             f"{where}: 'label' is {str(label).lower()}, which marks a bad answer (rows for KTO), "
             "and SFT would train on it; keep the rows whose label is true only, or pair both kinds "
-            "for run_dpo.py (rename 'label' if it means something else, such as a class)."
+            "for nemo-like dpo (rename 'label' if it means something else, such as a class)."
         )
 
 
@@ -72,7 +72,7 @@ def _answers(record: Mapping[str, Any]) -> str:
         is_text = isinstance(dialogue(record["chosen"]), str)
         new = {"prompt": _prompt(record), "completion": "chosen"} if is_text else {}
         return (
-            "pairs are for run_dpo.py and run_rm.py; to train on the better answers alone, "
+            "pairs are for nemo-like dpo and nemo-like rm; to train on the better answers alone, "
             + _columns(**(new or {"messages": "chosen"}))
         )
     prompt = _prompt(record)
@@ -102,7 +102,7 @@ def _pairs(record: Mapping[str, Any]) -> str:
         )
     others = ("messages", "text", *_CONVERSATIONS, *_ANSWERS)
     if any(name in record for name in others):
-        return "one answer prefers nothing: it is for run_sft.py"
+        return "one answer prefers nothing: it is for nemo-like sft"
     return _WITHOUT_ANSWER if "prompt" in record or _prompt(record) else ""
 
 
@@ -122,9 +122,9 @@ def _prompts(record: Mapping[str, Any]) -> str:
     if "chosen" in record and "rejected" in record:
         is_list = isinstance(record["chosen"], list)
         question = "; to sample, set data.columns.prompt=chosen.0.content" if is_list else ""
-        return f"pairs are for run_dpo.py and run_rm.py{question}"
+        return f"pairs are for nemo-like dpo and nemo-like rm{question}"
     if "text" in record:
-        return "texts are for run_sft.py"
+        return "texts are for nemo-like sft"
     return ""
 
 

@@ -53,15 +53,10 @@ def read_csv(path: Path, key: str) -> Iterator[Located]:
 
 
 def read_parquet(path: Path, key: str) -> Iterator[Located]:
-    """Rows of a Parquet file; raises UserError, also without pyarrow."""
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UserError(
-            f"{key}={path} is a file in Parquet format, which pyarrow reads; pip install "
-            "'nemo-like[data]', or write it as .jsonl."
-        ) from error
+    """Rows of a Parquet file; raises UserError."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
     try:
         with ParquetFile(path) as file:
             rows = (row for part in file.iter_batches(1024) for row in part.to_pylist())

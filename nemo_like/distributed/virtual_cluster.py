@@ -171,7 +171,13 @@ class VirtualCluster:
     ) -> None:
         self.plan = plan
         self._network_interface = network_interface
-        check_fits(plan, alive_nodes())
+        nodes = alive_nodes()
+        check_fits(plan, nodes)
+        num_gpus = sum(node.resources.get("GPU", 0) for node in nodes)
+        if num_gpus and not plan.uses_gpus:
+            logger.warning(
+                "There are %d GPUs, and the run uses none; set cluster.gpus_per_node.", num_gpus
+            )
         # Ray grants all nodes or none: two runs never wait for each other's half. To Ray a
         # node is one bundle: our workers take nothing from it, so it need not be cut up.
         self._group = placement_group(

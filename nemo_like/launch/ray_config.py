@@ -156,7 +156,7 @@ def _entrypoint(
             f"share; set run.dir={path}/NAME."
         )
     script = registry.name_of(type(config))
-    command = ["python", f"examples/run_{script}.py", *overrides]
+    command = ["nemo-like", script, *overrides]
     given = {
         "--config-name": name if name != script else None,
         "--config-dir": options.config_dir,

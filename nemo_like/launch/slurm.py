@@ -126,7 +126,7 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
     if not is_command and not (script.endswith(".py") and Path(script).is_file()):
         raise UserError(
             f"SCRIPT={script!r} is no Python file; use nemo-like slurm {command} {_RUN_USAGE}, "
-            "for example with examples/run_grpo.py, or with grpo alone for nemo-like grpo."
+            "for example with grpo, or with a script of yours."
         )
     own = Path(script).stem.removeprefix("run_")
     named = options.config_name
@@ -141,7 +141,8 @@ def _batch_job(command: str, arguments: Sequence[str]) -> BatchJob:
         _check_run_dir(one.raw, configs)
     check_run_dirs(configs)
     if own in registry.names():  # Scripts of the user's own may run any.
-        check_algorithm(script, type(configs[0]), registry.find(own).config)
+        ours = f"nemo-like {own}" if is_command else script
+        check_algorithm(ours, type(configs[0]), registry.find(own).config)
     head = ["nemo-like" if is_command else "python", script]
     if named:
         head.append(f"--config-name={named}")

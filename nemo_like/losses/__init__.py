@@ -1,1 +1,4 @@
-"""Pure functions of logprobs and batch: float32, no collectives, one global denominator."""
+"""Pure functions of logprobs, rewards and batch, with one global denominator.
+
+Only ``mismatch`` sums over ranks.
+"""

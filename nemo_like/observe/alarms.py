@@ -225,7 +225,7 @@ def _straggler(_: _Steps, last: _Steps, __: Mapping[str, Any]) -> str | None:
     return (
         f"generation rank {rank:.0f}{where} takes {ratio:.1f} times as long as most others, which "
         "wait for it; check what else runs there, or leave the node out "
-        f"(cluster.slurm.extra=[--exclude={host or 'NODE'}])"
+        f"(cluster.slurm.extra=\"['--exclude={host or 'NODE'}']\")"
     )
 
 

@@ -1,1 +1,1 @@
-"""Which resources a run takes, and whether a model fits its layout."""
+"""Resources, layout, memory and time of a run: arithmetic."""

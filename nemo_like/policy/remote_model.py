@@ -38,6 +38,11 @@ T = TypeVar("T")
 
 
 class RemoteModel:
+    """A model on its ranks, as the driver sees it.
+
+    Batches go out by reference, metrics come back.
+    """
+
     def __init__(
         self,
         config: PolicyConfig,

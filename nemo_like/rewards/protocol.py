@@ -1,8 +1,7 @@
-"""An environment turns a prompt, a completion and the row's fields into a reward."""
+"""What a reward process gets for a row, and what it answers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 MOST = 3e38
 """Nearly float32's largest number: what losses compute with."""
@@ -47,18 +46,3 @@ class RewardRow(NamedTuple):
 def failed(why: str, spent: str | None = None) -> RewardResult:
     """The result of a row that could not be scored."""
     return RewardResult(reward=None, error=why, spent=spent)
-
-
-class Environment(Protocol):
-    """Scores completions; safe for many concurrent calls from one event loop."""
-
-    async def score(self, prompt: str, completion: str, fields: Mapping[str, Any]) -> RewardResult:
-        """Score one completion within the environment's time limit; never raises for one row.
-
-        ``fields``: the row's own, and ``messages``, all of the prompt.
-        """
-        ...
-
-    def shutdown(self) -> None:
-        """End the reward processes."""
-        ...

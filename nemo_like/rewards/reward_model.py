@@ -58,7 +58,7 @@ class RewardModel:
         if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
             raise UserError(
                 f"{REWARD_MODEL_KEY}={self.text.folder} is no whole reward model: its files lack "
-                f"{missing[0]}; give the folder final/ of a run of examples/run_rm.py."
+                f"{missing[0]}; give the folder final/ of a run of nemo-like rm."
             )
         self._model = ValueModel(loaded, HeadSettings(chunk_tokens=_CHUNK_TOKENS))
         self._known: dict[bytes, float] = {}

@@ -22,8 +22,10 @@ from nemo_like.rollout.trajectory import RolloutTask, Sample, trajectory_seed
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
 
-_SHOWN, _RECORDED = 2, 4
+_SHOWN = 2
 """Completions of each validation to show."""
+_RECORDED = 4
+"""Trajectories of each training step in ``trajectories.jsonl``."""
 
 
 class RolloutSource:
@@ -132,7 +134,7 @@ class RolloutSource:
         replica = group % replicas.world_size
         record = place // replicas.world_size < _RECORDED
         size = config.loop.num_generations_per_prompt
-        tasks = self._tasks(f"train-{step}", group, row, size, record=replica == 0 and record)
+        tasks = self._tasks("train", step, group, row, size, record=replica == 0 and record)
         request = RolloutRequest(step=planned, phase="train", tasks=tuple(tasks), sampling=sampling)
         return replicas.submit_rank(replica, RolloutWorker.rollout, request)
 
@@ -239,7 +241,7 @@ class RolloutSource:
             replica = position % num_replicas
             # The first replica writes; one trajectory each of several prompts.
             record = replica == 0 and position // num_replicas < num_recorded
-            tasks[replica] += self._tasks(f"{phase}-{step}", group, row, group_size, record=record)
+            tasks[replica] += self._tasks(phase, step, group, row, group_size, record=record)
         requests = [
             RolloutRequest(
                 step=step,
@@ -255,20 +257,16 @@ class RolloutSource:
         return [result for result in results if len(result.lengths)]
 
     def _tasks(
-        self, when: str, group: int, row: Row, group_size: int, *, record: bool
+        self, phase: str, step: int, group: int, row: Row, group_size: int, *, record: bool
     ) -> list[RolloutTask]:
-        """Tasks of a group; ``when``: phase and step, as in ``train-3``.
-
-        Seeds depend on the number of the group, not on step or replica.
-        """
-        phase = when.partition("-")[0]
+        """Tasks of a group; seeds depend on its number, not on step or replica."""
         return [
             RolloutTask(
                 row=row,
                 group=group,
                 index=index,
                 seed=trajectory_seed(self._config.run.seed, phase, group, index),
-                request_id=f"{when}-{group}-{index}",
+                request_id=f"{phase}-{step}-{group}-{index}",
                 record=record and index == 0,
             )
             for index in range(group_size)

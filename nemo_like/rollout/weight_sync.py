@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """See the module."""
+    """Moves weights by version, and hands over shared GPUs."""
 
     def __init__(
         self,

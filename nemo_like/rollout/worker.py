@@ -116,8 +116,8 @@ class RolloutWorker(GenerationWorker):
 
     _pools: Mapping[str, RewardPool] = {}
     _endpoint: "Endpoint | None" = None
-    _limits: "Mapping[str, Limits]" = MappingProxyType({})
     """Serves environments with several turns."""
+    _limits: "Mapping[str, Limits]" = MappingProxyType({})
     _files: TrajectoryFiles | None = None
 
     async def start(self, setup: RolloutSetup) -> None:

@@ -217,7 +217,11 @@ class Run:
     def log(
         self, metrics: Metrics, histograms: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Take the metrics of the step in progress."""
+        """Keep the metrics of the step in progress.
+
+        They are logged, with a validation's, when its body has ended. A second call replaces the
+        first.
+        """
         self._step_metrics, self._histograms = metrics, histograms or {}
 
     def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

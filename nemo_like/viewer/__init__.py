@@ -1,1 +1,1 @@
-"""Looking at runs: ``nemo-like show`` in a terminal, ``nemo-like dashboard`` in a browser."""
+"""Looking at runs: ``nemo-like show`` and ``report`` in a terminal, ``dashboard`` in a browser."""

@@ -3,7 +3,7 @@
 Rows come from ``data/conversations.py``, which says what of them trains; the loss is the mean of
 -log p(token) over all trained tokens of a step, whatever their rows, ranks and micro-batches
 (``losses/cross_entropy.py``). Left out here: a mean over rows instead of tokens, and sampling from
-the model for validation (``examples/run_eval.py`` does that).
+the model for validation (``nemo-like eval`` does that).
 """
 
 from nemo_like.algorithms.session import Session

@@ -1,1 +1,1 @@
-"""What ``policy.debug`` switches on: checks across ranks, and reports of hangs."""
+"""What ``policy.debug`` switches on: checks across ranks, profiles, and reports of hangs."""
