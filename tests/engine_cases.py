@@ -20,7 +20,6 @@ from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.policy import scoring
 from nemo_like.policy.gradients import LossScale
 from nemo_like.policy.parallel.full_tensors import local_part
-from nemo_like.policy.scoring import warm_up
 from nemo_like.policy.state.state import (
     load_checkpoint,
     load_weights,
@@ -30,6 +29,7 @@ from nemo_like.policy.state.state import (
 )
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup
+from nemo_like.policy.warm_up import warm_up
 from tests.three_steps import LENGTHS, TEMPERATURE, denominators, make_loss, make_rows
 
 CASES = __name__

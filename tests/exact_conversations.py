@@ -8,7 +8,7 @@ from nemo_like.data.datasets import Row
 from nemo_like.environments.protocol import ENDPOINT
 from nemo_like.generation.protocol import GenerationRequest
 from nemo_like.policy import scoring
-from nemo_like.rewards.environment import start_pool
+from nemo_like.rewards.start import start_pool
 from nemo_like.rollout.endpoint import Endpoint
 from nemo_like.rollout.recorder import Recorder
 from nemo_like.rollout.trajectory import RolloutTask, collate_tokens, single_turn

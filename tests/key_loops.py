@@ -295,7 +295,7 @@ class SessionHere(Session):
     def new_group(self, config: Any, model_path: str, role: str, on: Any = ()) -> Any:
         bundles = on or self.cluster.plan.policy
         self.others[role] = _models(config, role, len(bundles), self.run.log_dir)
-        self.ask_for(self.others[role], model_path)
+        self.look_for_folders(self.others[role], model_path)
         return self.others[role]
 
 
@@ -328,7 +328,7 @@ def looped(config: Any, folder: Path, of_policy: Ranks | None = None) -> str:
             rows=read_rows(config) if samples else {},
             others={},
         )
-        session.ask_for(policy, model)
+        session.look_for_folders(policy, model)
         registry.find(name).loop()(config, session)
     groups = {"policy": policy, "generation": generation, **session.others}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]

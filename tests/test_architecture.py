@@ -31,7 +31,7 @@ LAYERS = [
     {"launch", "viewer"},
     {"cli", "api"},
 ]
-DOORS = {
+CROSSINGS = {
     ("compose/load.py", "compose/refusals.py"),
     ("compose/main.py", "compose/help.py"),
     ("compose/main.py", "compose/names.py"),
@@ -61,7 +61,7 @@ DOORS = {
     ("policy/worker.py", "policy/state/checks.py"),
     ("policy/worker.py", "refit/broadcast.py"),
     ("refit/buckets.py", "models/adapter_places.py"),
-    ("rewards/environment.py", "rewards/reward_text.py"),
+    ("rewards/start.py", "rewards/reward_text.py"),
     ("rollout/weight_sync.py", "refit/broadcast.py"),
     ("rollout/worker.py", "rollout/endpoint.py"),
     ("rollout/worker.py", "rollout/recorder.py"),
@@ -72,7 +72,7 @@ ALWAYS_OPEN = {
     ("policy/trainer.py", "policy/debug/diagnostics.py"),
     ("run/outputs.py", "observe/alarms.py"),
 }
-"""Doors that are not inside a function."""
+"""Crossings that are not inside a function."""
 ONE_PLACE_ONLY = {
     "wandb": {"observe/wandb_sink.py"},
     # The engine on our side, and what runs inside its own processes.
@@ -169,11 +169,11 @@ def core_imports_of_leaves(imports):
     }
 
 
-def test_the_core_imports_leaves_at_doors_only():
-    assert core_imports_of_leaves(House(PACKAGE.parent).all_imports) == DOORS
+def test_the_core_imports_leaves_at_crossings_only():
+    assert core_imports_of_leaves(House(PACKAGE.parent).all_imports) == CROSSINGS
 
 
-def test_a_door_opens_when_it_is_needed():
+def test_a_crossing_is_taken_when_it_is_needed():
     assert core_imports_of_leaves(House(PACKAGE.parent).imports) == ALWAYS_OPEN
 
 

@@ -16,11 +16,11 @@ from nemo_like.rewards.code.cases import Asserted, Printed, Returned, cases_of
 from nemo_like.rewards.code.compare import same_output, same_value
 from nemo_like.rewards.code.extract import program_of
 from nemo_like.rewards.code.reward import CodeReward, reward
-from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.find import resolve_reward
 from nemo_like.rewards.sandbox.limits import Limits
 from nemo_like.rewards.sandbox.program import isolation
 from nemo_like.rewards.sandbox.walls import has_namespaces
+from nemo_like.rewards.start import start_pool
 from tests.hostile_programs import AGAIN, HOSTILE
 from tests.not_here import MARK
 from tests.small_runs import small_config

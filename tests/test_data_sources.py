@@ -199,7 +199,9 @@ def test_every_shape_is_read_as_it_is_or_answered_in_one_sentence_with_what_to_d
         except UserError as refused:
             text = str(refused)
             assert "\n" not in text
-            assert re.search(r"set data\.columns|run_(sft|dpo|rm|grpo)\.py|write |put ", text), text
+            assert re.search(r"set data\.columns|nemo-like (sft|dpo|rm|grpo)|write |put ", text), (
+                text
+            )
     assert num_read >= {"sft": 12, "dpo": 5, "grpo": 1}[run]
 
 

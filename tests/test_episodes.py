@@ -19,7 +19,7 @@ from nemo_like.environments.search import Index, Search
 from nemo_like.environments.tools import Tools, calculate, python, shortened
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import Completion, FinishReason, SamplingParams
-from nemo_like.rewards.environment import start_pool
+from nemo_like.rewards.start import start_pool
 from nemo_like.rollout.endpoint import Endpoint
 from nemo_like.rollout.recorder import Limits, Recorder
 from nemo_like.rollout.trajectory import RolloutTask

@@ -6,13 +6,13 @@ from itertools import chain
 import pytest
 import torch
 
+from nemo_like.algorithms.checks import RewardWatch, warn_of_adapters
 from nemo_like.algorithms.grpo.loop import (
     add_advantages,
     choose_rows,
     signal,
 )
-from nemo_like.algorithms.policy_gradient import batch_metrics, make_loss, mini_batches
-from nemo_like.algorithms.self_check import RewardWatch, warn_of_adapters
+from nemo_like.algorithms.policy_gradient import make_loss, mini_batches, training_metrics
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
@@ -224,7 +224,7 @@ def test_metrics_of_a_batch_count_what_trains_and_what_was_scored():
         },
     )
     advantages(batch, "grpo.mask_truncated=true")
-    found = values(batch_metrics(batch))
+    found = values(training_metrics(batch))
     assert found == {
         "train/num_tokens": 8,
         "rollout/reference_kl": 1.5,

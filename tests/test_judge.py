@@ -18,7 +18,7 @@ from starlette.routing import Route
 from nemo_like.compose.load import check
 from nemo_like.config.environment import EnvironmentConfig, JudgeConfig
 from nemo_like.errors import UserError
-from nemo_like.rewards.environment import for_other_folders, start_pool
+from nemo_like.rewards.start import start_pool, with_absolute_paths
 from tests.small_runs import small_config
 
 
@@ -182,7 +182,7 @@ def test_a_template_has_the_row_and_only_the_named_key_is_sent(server, monkeypat
     path.write_text("{{ answer }} or {{ completion }}?{% for m in messages %}{{ m }}{% endfor %}")
     monkeypatch.chdir(tmp_path)
     config = environment(url, template=path.name, parameters={"temperature": 0})
-    config = for_other_folders(config)
+    config = with_absolute_paths(config)
     monkeypatch.chdir("/")
     [found] = judged(config, "Score: 1", answer="42")
     assert found.reward == 0.1

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nemo_like.algorithms.checks import check_sampled, check_versions
 from nemo_like.algorithms.engine_size import engine_config
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.ppo.config import PPOConfig, PPOSection
-from nemo_like.algorithms.self_check import check_sampled, check_versions, staleness
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
@@ -37,6 +37,7 @@ from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_run
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.failures import RewardFailures
+from nemo_like.rollout.rounds import staleness
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.trajectory import collate_rows, collate_tokens, single_turn
 from tests.small_runs import SMALL, accept, records, run, small_config

@@ -228,6 +228,11 @@ def test_what_people_type_instead_gets_its_sentence(said, typed, sentence):
         assert sentence in said("slurm", "render", "grpo", *typed)
 
 
+def test_help_says_of_each_command_what_it_does(said):
+    named = re.findall(r"^([a-z_-]+) {2,}\w", said("--help"), re.MULTILINE)
+    assert named == [*registry.names(), *COMMANDS]
+
+
 def test_help_is_a_page_of_this_algorithm_only(said):
     page = said("sft", "--help")
     assert len(page.splitlines()) < 60

@@ -13,7 +13,7 @@ from nemo_like.config.optimizer import Moments, OptimizerConfig
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.model_shape import GIB, ModelShape, Role
-from nemo_like.planning.offload import MemoryNeeds, Others, auto_line, choose, memory_needs
+from nemo_like.planning.offload import MemoryNeeds, Neighbours, auto_line, choose, memory_needs
 from nemo_like.policy.moments.flat_adamw import FlatAdamW, HostMemory
 from nemo_like.policy.optim import ShardwiseAdamW, check_host_memory, make_optimizers
 from tests.engine_cases import CASES, largest_difference
@@ -276,11 +276,11 @@ def test_auto_moves_nothing_where_that_saves_nothing():
 
 
 def test_models_that_share_a_node_share_its_memory():
-    alone = memory_needs(SEVEN_B, policy(), 1, Role(), Others())
-    others = Others().and_shape(SEVEN_B, policy(), 1, Role())
+    alone = memory_needs(SEVEN_B, policy(), 1, Role(), Neighbours())
+    others = Neighbours().and_shape(SEVEN_B, policy(), 1, Role())
     both = memory_needs(SEVEN_B, policy(), 1, Role(), others)
     assert both.others_on_host == both.on_host == alone.on_host > 50 * GIB
-    teacher = Others().and_shape(SEVEN_B, policy(), 1, Role(trains=False))
+    teacher = Neighbours().and_shape(SEVEN_B, policy(), 1, Role(trains=False))
     assert teacher.on_host == 0
     total = psutil.virtual_memory().total
     check_host_memory(2**20, 2, "policy.offload=auto", others=total / 4)
@@ -298,7 +298,7 @@ def test_a_plan_says_what_auto_comes_to_for_each_model_that_trains(capsys):
 def test_needs_are_the_larger_of_training_and_sampling():
     parameters = SEVEN_B.num_parameters
     state = policy(micro_batch_tokens=64, logprob_chunk_tokens=64)
-    others = Others().and_engines(1, 40 * GIB, 60 * GIB, sleeps=True)
+    others = Neighbours().and_engines(1, 40 * GIB, 60 * GIB, sleeps=True)
     assert others.sampling == 102 * GIB
     found = memory_needs(SEVEN_B, state, 1, Role(), others)
     # While it samples: parameters and moments of float32, and the engine.
@@ -308,9 +308,9 @@ def test_needs_are_the_larger_of_training_and_sampling():
     assert found.offloaded == pytest.approx(
         1.05 * (4 * parameters + transit + 102 * GIB) + 1.2 * GIB
     )
-    awake = Others().and_engines(2, 1 * GIB, 1 * GIB, sleeps=False)
+    awake = Neighbours().and_engines(2, 1 * GIB, 1 * GIB, sleeps=False)
     assert awake.training == awake.sampling == 8 * GIB
-    more = Others().and_shape(SEVEN_B, state, 1, Role(trains=False))
+    more = Neighbours().and_shape(SEVEN_B, state, 1, Role(trains=False))
     assert more.training == more.sampling == pytest.approx(4 * parameters)
     assert not awake.and_engines(1, 1, None, sleeps=False).is_known
 
@@ -321,7 +321,7 @@ def test_predicted_host_memory_is_what_the_optimizer_takes(moments, size):
     config = OptimizerConfig(moments=moments)
     (optimizer,) = make_optimizers(model.named_parameters(), config, on_host=True)
     assert len(optimizer._memory.bytes) == size * 512 * 2048
-    found = memory_needs(SEVEN_B, policy(optimizer=config), 1, Role(), Others())
+    found = memory_needs(SEVEN_B, policy(optimizer=config), 1, Role(), Neighbours())
     norms = 57 * SEVEN_B.hidden + 28 * (SEVEN_B.query_width + 2 * SEVEN_B.key_width)
     assert found.on_host == pytest.approx(size * SEVEN_B.num_parameters, abs=8 * norms)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nemo_like.algorithms.checks import mismatch_check
 from nemo_like.algorithms.grpo.config import GRPOConfig
-from nemo_like.algorithms.self_check import mismatch_check
 from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.section import check_sections
 from nemo_like.errors import UserError

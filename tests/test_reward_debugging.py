@@ -12,8 +12,8 @@ from nemo_like.batch import keys
 from nemo_like.cli import main
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.errors import RunError
-from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
+from nemo_like.rewards.start import start_pool
 from nemo_like.rollout.failures import FILE, RewardFailures
 
 REWARDS = """

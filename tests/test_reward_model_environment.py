@@ -16,8 +16,8 @@ from nemo_like.compose.load import compose_config
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.paths import REWARD_MODEL_KEY
 from nemo_like.errors import UserError
-from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.reward_model import RewardModel
+from nemo_like.rewards.start import start_pool
 from tests.small_runs import ROOT, SEEDS, prompts_of, records, run, run_config, small_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")

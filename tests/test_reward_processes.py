@@ -21,7 +21,6 @@ from nemo_like.config.run import ClusterConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.resources import plan_resources
 from nemo_like.rewards import variables
-from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.frames import (
     FrameError,
     Frames,
@@ -34,6 +33,7 @@ from nemo_like.rewards.frames import (
 )
 from nemo_like.rewards.pool import RewardPool, memory_share
 from nemo_like.rewards.protocol import RewardResult, RewardRow
+from nemo_like.rewards.start import start_pool
 from nemo_like.rollout.rounds import warn_of_dropped
 from tests.not_here import MARK
 from tests.small_runs import small_config

@@ -19,7 +19,7 @@ from nemo_like.observe.metrics import merge, values
 from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.failures import FILE, RewardFailures
-from nemo_like.rollout.rounds import batch_metrics
+from nemo_like.rollout.rounds import rollout_metrics
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.trajectory import (
     RolloutTask,
@@ -217,7 +217,7 @@ def test_a_replica_that_has_one_group_more_is_not_slower():
     """With ``rollout.overlap`` or ``max_lag`` each group is a call of its own."""
     batch, _ = source_of(num_replicas=1)[0].next_batch(1)
     results = [SimpleNamespace(rank=r, seconds=s, metrics={}) for r, s in ((0, 2), (0, 4), (1, 4))]
-    found = values(batch_metrics("rollout", batch.rows, results))
+    found = values(rollout_metrics("rollout", batch.rows, results))
     assert (found["rollout/slowest_rank"], found["rollout/slowest_over_median"]) == (1, 4 / 3.5)
 
 
@@ -266,7 +266,7 @@ def test_a_completion_without_a_reward_is_masked_and_one_that_was_cut_off_is_mar
 def test_the_mean_reward_is_over_those_that_have_one_beside_the_count_of_others():
     rows = [trajectory([7] * n, [3], one) for n, one in enumerate((1.0, 1.0, 0.0, None), 1)]
     results = [SimpleNamespace(rank=0, seconds=1.0, metrics={})]
-    found = values(batch_metrics("rollout", collate_rows(rows), results))
+    found = values(rollout_metrics("rollout", collate_rows(rows), results))
     assert found["rollout/reward"] == pytest.approx(0.666667, abs=1e-6)
     assert found["rollout/num_failed"] == 1
 

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 import torch
 
+from nemo_like.algorithms.checks import check_seeds
 from nemo_like.algorithms.grpo.loop import add_advantages
-from nemo_like.algorithms.self_check import check_seeds
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose.load import check
 from nemo_like.errors import RunError, UserError
-from nemo_like.losses.advantages import of_steps, of_trained
+from nemo_like.losses.advantages import advantages_of_turns, of_trained
 from nemo_like.losses.value import TokenAdvantages
 from nemo_like.rewards.frames import Frames, read_result, result_frame
 from nemo_like.rewards.function import to_result
@@ -127,7 +127,7 @@ def test_credit_by_step_is_what_the_paper_says(chat):
     batch = batch_of(first, second)
     config = small_config("never", *SEVERAL)
     add_advantages(batch, config)
-    made = of_steps(batch)[0][keys.ADVANTAGES]
+    made = advantages_of_turns(batch)[0][keys.ADVANTAGES]
     mean, deviation = 0.25, 0.4375**0.5
     step = [(one - mean) / deviation for one in (-0.25, 1.0, 0.0)]
     of_steps_alone = [step[0] + step[1], step[1], step[2]]
@@ -144,7 +144,7 @@ def test_credit_by_step_with_one_reward_each_is_that_of_trajectories(chat):
         batch = batch_of(*found)
         add_advantages(batch, small_config("never", *SEVERAL, f"advantage.credit={credit}"))
         if credit == "step":
-            made[credit] = of_steps(batch)[0][keys.ADVANTAGES]
+            made[credit] = advantages_of_turns(batch)[0][keys.ADVANTAGES]
         else:
             made[credit] = batch.rows[keys.ADVANTAGES][batch.row_of_token]
     mask = batch.tokens[keys.LOSS_MASK]

@@ -39,7 +39,7 @@ class RaftConfig(SamplingRunConfig):
 def run(config: RaftConfig, session: Any) -> None:
     """From a run's processes to a trained model in ``run.dir``."""
     # Imported here, as torch comes with them: a command line that is only checked needs none.
-    from nemo_like.algorithms.policy_gradient import batch_metrics
+    from nemo_like.algorithms.policy_gradient import training_metrics
     from nemo_like.algorithms.sampling import start_sampling
     from nemo_like.batch import keys
     from nemo_like.losses.cross_entropy import CrossEntropyLoss
@@ -52,7 +52,7 @@ def run(config: RaftConfig, session: Any) -> None:
         )
         with session.run.span("train"):
             trained = live.policy.train(batch, loss, check=live.mismatch_check())
-        live.log(metrics | batch_metrics(batch) | trained)
+        live.log(metrics | training_metrics(batch) | trained)
     session.finish({"final": live.policy})
 
 

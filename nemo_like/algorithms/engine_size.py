@@ -12,7 +12,7 @@ from nemo_like.planning.model_shape import (
     engine_bytes,
     read_model_shape,
 )
-from nemo_like.planning.offload import Others
+from nemo_like.planning.offload import Neighbours
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.refit.buckets import travels_apart
@@ -74,20 +74,23 @@ def share_gpus(
     config: SamplingRunConfig,
     engine: EngineConfig,
     plan: ResourcePlan,
-    others: Others,
+    neighbours: Neighbours,
     policy: RemoteModel,
     critic: RemoteModel | None,
 ) -> None:
-    """Give each model what else takes memory of its GPUs; ``others``: a teacher."""
+    """Give each model what else takes memory of its GPUs; ``neighbours``: a teacher."""
     if not plan.uses_gpus:
         return
     if plan.colocated:
-        others = others.and_engines(
+        neighbours = neighbours.and_engines(
             config.generation.num_engines_per_bundle,
             engine.weight_bytes,
             engine.kv_cache_bytes,
             sleeps=engine.sleep,
         )
-    policy.others = others
+    policy.gpu_neighbours = neighbours
     if critic is not None and not plan.critic:
-        policy.others, critic.others = critic.taking(others), policy.taking(others)
+        policy.gpu_neighbours, critic.gpu_neighbours = (
+            critic.with_this_model(neighbours),
+            policy.with_this_model(neighbours),
+        )

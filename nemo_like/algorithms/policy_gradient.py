@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_like.algorithms.self_check import RewardWatch, check_ratios, max_mean_mismatch
+from nemo_like.algorithms.checks import RewardWatch, check_ratios, max_mean_mismatch
 from nemo_like.batch import keys
 from nemo_like.config.sampling import PolicyGradientRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
@@ -29,15 +29,11 @@ class PolicyGradient:
         self._loss = make_loss(config)
         self._count = 0.0
         """Denominators of the groups added so far."""
-        self._watch_rewards = RewardWatch(config.environment.reward)
+        self.watch_rewards = RewardWatch(config.environment.reward)
 
-    def logprobs(self, batch: RemoteBatch, measured: Metrics) -> Metrics:
-        """Token columns of logprobs from before the step, as far as this run needs them.
-
-        ``measured``: what the batch's rollout measured.
-        """
+    def logprobs(self, batch: RemoteBatch) -> Metrics:
+        """Token columns of logprobs from before the step, as far as this run needs them."""
         config, live = self._config, self._live
-        self._watch_rewards(batch, measured)
         reuse = config.reuses_logprobs
         if reuse and (config.loss.kl_coef == 0 or config.rollout.overlap):
             return {}
@@ -126,7 +122,7 @@ def mini_batches(
             yield batch.select(torch.isin(prompts, part).nonzero(as_tuple=True)[0])
 
 
-def batch_metrics(batch: RemoteBatch) -> Metrics:
+def training_metrics(batch: RemoteBatch) -> Metrics:
     """What the driver knows about a batch that trains, besides what its workers reported."""
     rows = batch.rows
     trained = rows[keys.NUM_LOSS_TOKENS][rows[keys.SAMPLE_MASK]]

@@ -29,14 +29,14 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
     found = {"data.train": train, "data.validation": validation}
     for key, rows in found.items():
         _check_environments(rows, config.environment, key)
-        for name, one in config.environment.each.items():
+        for name, one in config.environment.by_name.items():
             _check_fields([row for row in rows if row.environment == name], one, key)
     return found
 
 
 def _check_environments(rows: Sequence[Row], environment: EnvironmentConfig, key: str) -> None:
     """Refuse rows that name an unknown environment."""
-    known = environment.each
+    known = environment.by_name
     for row in rows:
         if row.environment not in known:
             names = ", ".join(environment.tasks) or "empty"

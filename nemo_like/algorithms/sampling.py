@@ -8,16 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_like.algorithms.engine_size import engine_config, share_gpus
-from nemo_like.algorithms.self_check import (
+from nemo_like.algorithms.checks import (
     MismatchCheck,
     check_sampled,
-    histograms,
     mismatch_check,
-    staleness,
     warn_of_adapters,
     warn_of_mismatch,
 )
+from nemo_like.algorithms.engine_size import engine_config, share_gpus
 from nemo_like.algorithms.session import Session
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
@@ -34,11 +32,12 @@ from nemo_like.generation.worker import Generation
 from nemo_like.models.resolve import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.observe.trajectory_files import Resumed
-from nemo_like.planning.offload import Others
+from nemo_like.planning.offload import Neighbours
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.rewards.environment import check_reward_model, for_other_folders
+from nemo_like.rewards.start import check_reward_model, with_absolute_paths
 from nemo_like.rollout.failures import RewardFailures
+from nemo_like.rollout.rounds import histograms, staleness
 from nemo_like.rollout.sources import RolloutSource
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutSetup, RolloutWorker
@@ -102,12 +101,12 @@ def start_sampling(
     config: SamplingRunConfig,
     session: Session,
     critic: RemoteModel | None = None,
-    others: Others | None = None,
+    neighbours: Neighbours | None = None,
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
-    ``critic``: one of ``new_critic``, which starts at the same time. ``others``: models that share
-    the policy's GPUs and start later.
+    ``critic``: one of ``new_critic``, which starts at the same time. ``neighbours``: models that
+    share the policy's GPUs and start later.
     """
     run, plan, path = session.run, session.cluster.plan, session.model_path
     with run.start_phase("prompts"):
@@ -127,12 +126,12 @@ def start_sampling(
     session.stack.callback(generation.shutdown)
     models = _by_role(policy, critic)
     engine = engine_config(config, path, longest, plan)
-    share_gpus(config, engine, plan, others or Others(), policy, critic)
+    share_gpus(config, engine, plan, neighbours or Neighbours(), policy, critic)
     run.restore_position(feed := GroupFeed(loader))
     setup = rollout_setup(config, session, engine, feed)
     with run.start_phase("workers"):
         models_asked = filter(None, (e.reward_model for e in setup.environments.values()))
-        session.ask_for(generation.group, *models_asked)
+        session.look_for_folders(generation.group, *models_asked)
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
     run.restore(models)
@@ -171,7 +170,7 @@ def rollout_setup(
     """The setup of a generation worker, with only the environments that rows use."""
     run, rows = session.run, [row for rows in session.rows.values() for row in rows]
     used = {row.environment for row in rows}
-    each = for_other_folders(config.environment).each
+    each = with_absolute_paths(config.environment).by_name
     environments = {name: one for name, one in each.items() if name in used}
     num_processes = sum(one.num_processes for one in environments.values())
     return RolloutSetup(
@@ -243,7 +242,7 @@ def read_prompts(
     if config.trains:
         warn_of_adapters(config)
     most = longest + most_new
-    for environment in config.environment.each.values():
+    for environment in config.environment.by_name.values():
         if not environment.is_single_turn:
             most = max(most, min(room, environment.max_tokens or room))
     return _loader(config, train), checked["data.validation"], most

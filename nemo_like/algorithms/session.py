@@ -52,7 +52,7 @@ class Session:
     rollout_group: "WorkerGroup[RolloutWorker] | None"
     rows: Mapping[str, list[Row]] = field(default_factory=dict)
     """Rows of a run that samples, by key: ``data.train`` and ``data.validation``."""
-    _asked: list[Pending[list[str]]] = field(default_factory=list)
+    _looking: list[Pending[list[str]]] = field(default_factory=list)
 
     def new_group(
         self, config: PolicyConfig, model_path: str, role: str, on: Sequence[int] = ()
@@ -69,26 +69,26 @@ class Session:
             meter=self.meter,
         )
         self.stack.callback(group.shutdown)
-        self.ask_for(group, model_path)
+        self.look_for_folders(group, model_path)
         return group
 
-    def ask_for(self, group: WorkerGroup[Any], *folders: str) -> None:
+    def look_for_folders(self, group: WorkerGroup[Any], *folders: str) -> None:
         """Start checking that the nodes of a group see the shared folders."""
         starting = group.waiting(
             self.run.config.cluster.start_timeout_s, "start_timeout_s", "Ray starts its process"
         )
-        self._asked.append(starting.submit_missing(list(folders)))
+        self._looking.append(starting.submit_missing(list(folders)))
 
     def check_folders(self) -> None:
         """Refuse a run folder or model that a worker's node does not see."""
-        for call, found in zip(self._asked, wait_together(*self._asked), strict=True):
+        for call, found in zip(self._looking, wait_together(*self._looking), strict=True):
             for context, missing in zip(call.group.contexts, found, strict=True):
                 if missing:
                     raise UserError(
                         f"{context.name} on {context.address} does not see {missing[0]}; run.dir "
                         "and the model must be in folders that every node of the run shares."
                     )
-        self._asked.clear()
+        self._looking.clear()
 
     def finish(self, models: "Mapping[str, RemoteModel]", **facts: Any) -> None:
         """Export each model to its folder in ``run.dir``, and write the summary with ``facts``."""
@@ -178,7 +178,7 @@ def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator
         hosts = {one.log_path.stem: one.host for each in groups for one in each.contexts}
         note_nodes(run.dir, run.alarms, hosts)
         for group in groups:
-            session.ask_for(group, str(run.dir / "config.yaml"), model_path)
+            session.look_for_folders(group, str(run.dir / "config.yaml"), model_path)
         for group in groups:
             group.submit(Worker.ready)  # A process imports at its first call; nobody waits for it.
         yield session

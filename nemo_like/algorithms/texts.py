@@ -20,7 +20,7 @@ from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
 from nemo_like.models.resolve import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
-from nemo_like.planning.offload import Others
+from nemo_like.planning.offload import Neighbours
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.run.run import Run
 
@@ -44,6 +44,8 @@ class Texts:
     rows_per_unit: int
     max_steps: int
     session: Session
+    batch: RemoteBatch | None = None
+    """The batch of the step in progress."""
 
     def batches(self, loss: Loss) -> Iterator[RemoteBatch]:
         """The rows of each step; measures ``loss`` on held-out rows, logs and saves between."""
@@ -51,11 +53,13 @@ class Texts:
         validator = None if self.held_out is None else HeldOutLoss(self, loss, run)
         every = value_of(run.config, "validation.every_steps")
         for _ in run.steps(self.max_steps, {"policy": self.policy}, self.loader, validator, every):
-            yield self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
+            self.batch = self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
+            yield self.batch
 
-    def log(self, batch: RemoteBatch, metrics: Metrics) -> None:
-        """Log the metrics of the step that trained on ``batch``."""
-        num_tokens = int(batch.rows[keys.NUM_LOSS_TOKENS].sum())
+    def log(self, metrics: Metrics) -> None:
+        """Keep the metrics of the step in progress; see ``Run.log``."""
+        assert self.batch is not None
+        num_tokens = int(self.batch.rows[keys.NUM_LOSS_TOKENS].sum())
         if isinstance(self.loader, MixtureLoader):
             metrics |= self.loader.pop_metrics()
         self.session.run.log(
@@ -92,12 +96,12 @@ def start_texts(
     *,
     output: Output = "logprobs",
     temperature: float = 1.0,
-    others: Others | None = None,
+    neighbours: Neighbours | None = None,
 ) -> Texts:
     """Tokenize all rows by ``load`` (of ``conversations`` or ``preferences``), start the model.
 
-    The model is not restored yet; see ``restore``. ``others``: models that share its GPUs. Raises
-    UserError.
+    The model is not restored yet; see ``restore``. ``neighbours``: models that share its GPUs.
+    Raises UserError.
     """
     passes, run = config.passes, session.run
     with run.start_phase("data"):
@@ -128,7 +132,7 @@ def start_texts(
         temperature=temperature,
         with_reference=config.keeps_reference,
     )
-    policy.others = others or Others()
+    policy.gpu_neighbours = neighbours or Neighbours()
     with run.start_phase("workers"):
         session.check_folders()
         policy.start()

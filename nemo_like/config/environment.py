@@ -205,12 +205,12 @@ class EnvironmentConfig(Section):
     """GiB of address space of each process of a program, and of memory of all together."""
 
     @property
-    def each(self) -> dict[str, "EnvironmentConfig"]:
+    def by_name(self) -> dict[str, "EnvironmentConfig"]:
         """The run's own environment, under the empty name, and those of ``tasks``."""
         return {"": self, **self.tasks}
 
     @property
-    def told(self) -> str:
+    def name_in_messages(self) -> str:
         """What scores, in messages."""
         if self.tasks:
             return "a reward of environment or environment.tasks"
@@ -224,7 +224,7 @@ class EnvironmentConfig(Section):
     @property
     def most_turns(self) -> int:
         """Most completions of any trajectory of the run."""
-        each = self.each.values()
+        each = self.by_name.values()
         return max(1 if one.is_single_turn else one.max_turns for one in each)
 
     @property

@@ -48,7 +48,7 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
         environment = config.environment
         alone = environment.is_single_turn and not environment.rewards and not environment.tasks
         _check_data(config.data, environment.reward if alone else None)
-        for one in environment.each.values():
+        for one in environment.by_name.values():
             if one.reward == REWARD_MODEL:
                 _check_reward_model(one.reward_model, has_tokenizer=runs)
     else:

@@ -107,7 +107,7 @@ def _prompts(
             Sample(one.prompt_ids, [False] * len(one.prompt_ids), one.part, _fields(one))
             for one in kept
         ]
-        each = config.environment.each
+        each = config.environment.by_name
         _warn_of_answers(name, [row for row in rows if each[row.environment].reward == "math"])
     return found
 

@@ -26,7 +26,7 @@ from nemo_like.planning.model_shape import (
     engine_bytes,
     read_model_shape,
 )
-from nemo_like.planning.offload import Others, auto_line, lasting, memory_needs
+from nemo_like.planning.offload import Neighbours, auto_line, lasting, memory_needs
 from nemo_like.planning.resources import ResourcePlan, plan_run
 
 # Rows of a table at most, and how many of its end are among them.
@@ -143,27 +143,29 @@ def _offload_lines(config: RunConfig, predicted: _Predicted) -> Iterator[str]:
     for model, _ in predicted:
         if not model.role.trains or model.config.offload != "auto":
             continue
-        others = Others()
+        neighbours = Neighbours()
         if model.shares:
-            others = _engines(config, plan, predicted[0][0].shape)
+            neighbours = _engines(config, plan, predicted[0][0].shape)
             for one, _ in predicted:
                 if one.shares and one is not model:
-                    others = others.and_shape(one.shape, one.config, one.sizes.num_ranks, one.role)
+                    neighbours = neighbours.and_shape(
+                        one.shape, one.config, one.sizes.num_ranks, one.role
+                    )
         of_model = memory_needs(
-            model.shape, model.config, model.sizes.num_ranks, model.role, others
+            model.shape, model.config, model.sizes.num_ranks, model.role, neighbours
         )
         line = auto_line(model.config, of_model, ranks_per_node)
         yield from ("", f"policy.offload=auto, {model.name}: {line}")
 
 
-def _engines(config: RunConfig, plan: ResourcePlan, shape: ModelShape) -> Others:
+def _engines(config: RunConfig, plan: ResourcePlan, shape: ModelShape) -> Neighbours:
     """Engines for completions of full length, without prompts."""
     if not isinstance(config, SamplingRunConfig) or not plan.colocated:
-        return Others()
+        return Neighbours()
     generation = config.generation
     rows = min(MOST_SEQUENCES, math.ceil(config.rows_per_step / len(plan.generation)))
     weights, cache = engine_bytes(generation, config.policy.dtype, shape, generation.max_new_tokens)
-    return Others().and_engines(
+    return Neighbours().and_engines(
         generation.num_engines_per_bundle,
         weights,
         rows * cache,

@@ -15,9 +15,9 @@ from nemo_like.config.environment import SINGLE_TURN
 from nemo_like.data.datasets import Row
 from nemo_like.errors import RunError, UserError
 from nemo_like.launch.command import ConfigParser
-from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rewards.start import start_pool
 
 _USAGE = "nemo-like try-reward REWARD DATA [key=value ...] [--rows N] [--completion TEXT]"
 _COLUMNS = ("reference", "answer", "solution")

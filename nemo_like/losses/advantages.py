@@ -85,16 +85,16 @@ def by_task(make: Callable[..., Tensor], tasks: Tensor, *columns: Tensor) -> Ten
     return made
 
 
-def still_to_come(steps: Tensor) -> Tensor:
+def reward_to_go(steps: Tensor) -> Tensor:
     """Sum of each step [..., K] and all later ones.
 
-    >>> still_to_come(torch.tensor([[1.0, 0.0, 2.0]])).tolist()
+    >>> reward_to_go(torch.tensor([[1.0, 0.0, 2.0]])).tolist()
     [[3.0, 2.0, 2.0]]
     """
     return steps.flip(-1).cumsum(-1).flip(-1)
 
 
-def of_steps(batch: TensorBatch) -> tuple[dict[str, Tensor], None]:
+def advantages_of_turns(batch: TensorBatch) -> tuple[dict[str, Tensor], None]:
     """Token column ``advantages``: each trained token gets that of its completion."""
     at, row = trained_tokens(batch)
     advantages = torch.zeros(batch.num_tokens)

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import KLEstimator, ValueLossConfig
-from nemo_like.losses.advantages import Moments, gae, still_to_come
+from nemo_like.losses.advantages import Moments, gae, reward_to_go
 from nemo_like.losses.policy_gradient import kl_estimate
 from nemo_like.losses.protocol import Denominators, Needs, as_metrics, trained_tokens
 from nemo_like.observe.metrics import Metrics
@@ -125,7 +125,7 @@ class TokenAdvantages:
         else:  # a row that does not train may have no reward at all
             earned = batch.rows[keys.REWARDS].double().nan_to_num(0.0)[:, None]
             turn = torch.zeros_like(at)
-        to_come = still_to_come(earned)[row, turn]
+        to_come = reward_to_go(earned)[row, turn]
         rewards[at] += to_come
         rewards[at[:-1]] -= to_come[1:] * (row[1:] == row[:-1])  # minus what the next token keeps
         return rewards

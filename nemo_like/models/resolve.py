@@ -59,7 +59,7 @@ def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
 def refuse_other_models(config: RunConfig) -> None:
     """UserError for critics, teachers and reward models that cannot serve, by their config.json."""
     others = list(config.other_models())
-    environments = config.environment.each if isinstance(config, SamplingRunConfig) else {}
+    environments = config.environment.by_name if isinstance(config, SamplingRunConfig) else {}
     for one in environments.values():
         if one.reward == REWARD_MODEL:
             assert one.reward_model is not None

@@ -25,7 +25,7 @@ _LEAST_SAVED = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Others:
+class Neighbours:
     """Bytes that engines and other models take of the GPU of a model's rank."""
 
     training: float = 0.0
@@ -37,7 +37,7 @@ class Others:
 
     def and_engines(
         self, count: int, weight_bytes: float, kv_cache_bytes: float | None, *, sleeps: bool
-    ) -> "Others":
+    ) -> "Neighbours":
         """Also ``count`` engines; those without a size of their cache measure it."""
         if kv_cache_bytes is None:
             return replace(self, is_known=False)
@@ -45,7 +45,9 @@ class Others:
         training = count * CONTEXT_BYTES if sleeps else awake
         return replace(self, training=self.training + training, sampling=self.sampling + awake)
 
-    def and_model(self, path: str, policy: PolicyConfig, num_ranks: int, role: Role) -> "Others":
+    def and_model(
+        self, path: str, policy: PolicyConfig, num_ranks: int, role: Role
+    ) -> "Neighbours":
         """Also another model, all the time, taken as without offloading."""
         try:
             return self.and_shape(read_model_shape(Path(path)), policy, num_ranks, role)
@@ -54,10 +56,10 @@ class Others:
 
     def and_shape(
         self, shape: ModelShape, policy: PolicyConfig, num_ranks: int, role: Role
-    ) -> "Others":
+    ) -> "Neighbours":
         """``and_model`` by its shape; raises UserError."""
         size = max(map(lasting, _phases(shape, policy, num_ranks, role))) * GIB
-        on_host = memory_needs(shape, policy, num_ranks, role, Others()).on_host
+        on_host = memory_needs(shape, policy, num_ranks, role, Neighbours()).on_host
         return replace(
             self,
             training=self.training + size,
@@ -92,17 +94,17 @@ class Placement:
 
 
 def memory_needs(
-    shape: ModelShape, policy: PolicyConfig, num_ranks: int, role: Role, others: Others
+    shape: ModelShape, policy: PolicyConfig, num_ranks: int, role: Role, neighbours: Neighbours
 ) -> MemoryNeeds:
     away = "all" if policy.offload == "all" else "optimizer"
     kept, moved = (
         _phases(shape, policy.replace(offload=where), num_ranks, role) for where in ("none", away)
     )
     return MemoryNeeds(
-        resident=_on_gpu(kept, others),
-        offloaded=_on_gpu(moved, others),
+        resident=_on_gpu(kept, neighbours),
+        offloaded=_on_gpu(moved, neighbours),
         on_host=max(phase.host for phases in moved for phase in phases) * GIB,
-        others_on_host=others.on_host,
+        others_on_host=neighbours.on_host,
     )
 
 
@@ -165,9 +167,9 @@ def _phases(
     ]
 
 
-def _on_gpu(of_ranks: "Iterable[tuple[PhaseMemory, ...]]", others: Others) -> float:
+def _on_gpu(of_ranks: "Iterable[tuple[PhaseMemory, ...]]", neighbours: Neighbours) -> float:
     most = 0.0
     for phases in of_ranks:
-        peak = max(phase.total for phase in phases) * GIB + others.training
-        most = max(most, peak, lasting(phases) * GIB + others.sampling)
+        peak = max(phase.total for phase in phases) * GIB + neighbours.training
+        most = max(most, peak, lasting(phases) * GIB + neighbours.sampling)
     return most * (1 + SLACK) + CONTEXT_BYTES

@@ -24,7 +24,7 @@ from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
 from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.planning.model_shape import Role, attention_tokens, read_model_shape
-from nemo_like.planning.offload import MemoryNeeds, Others, memory_needs
+from nemo_like.planning.offload import MemoryNeeds, Neighbours, memory_needs
 from nemo_like.policy.optim import log_placement
 from nemo_like.policy.trainer_setup import TrainerSetup
 from nemo_like.policy.worker import PolicyWorker, Shard
@@ -38,10 +38,7 @@ T = TypeVar("T")
 
 
 class RemoteModel:
-    """A model on its ranks, as the driver sees it.
-
-    Batches go out by reference, metrics come back.
-    """
+    """A model on its ranks: batches go out by reference, metrics come back."""
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class RemoteModel:
         self.config = config
         self.temperature = temperature
         self.weight_version = 0
-        self.others = Others()
+        self.gpu_neighbours = Neighbours()
         """What else takes memory of its GPUs; known before ``start``."""
         self._start_timeout_s = cluster_config.start_timeout_s
         self._attention_tokens = attention_tokens(Path(model_path))
@@ -111,19 +108,23 @@ class RemoteModel:
             PolicyWorker.warm_up
         )
 
-    def taking(self, others: Others) -> Others:
-        """``others``, and what this model takes of its GPUs while they work."""
+    def with_this_model(self, neighbours: Neighbours) -> Neighbours:
+        """``neighbours``, and what this model takes of its GPUs while they work."""
         setup = self._setup
-        return others.and_model(setup.model_path, setup.config, self.group.world_size, self._role)
+        return neighbours.and_model(
+            setup.model_path, setup.config, self.group.world_size, self._role
+        )
 
     def _memory(self) -> MemoryNeeds | None:
         """None without GPUs or training, and for a model that the formulas do not cover."""
         uses_gpus = bool(self.group.contexts[0].gpu_ids)
-        if not (uses_gpus and self._setup.trains and self.others.is_known):
+        if not (uses_gpus and self._setup.trains and self.gpu_neighbours.is_known):
             return None
         try:
             shape = read_model_shape(Path(self._setup.model_path))
-            return memory_needs(shape, self.config, self.group.world_size, self._role, self.others)
+            return memory_needs(
+                shape, self.config, self.group.world_size, self._role, self.gpu_neighbours
+            )
         except UserError:
             return None
 

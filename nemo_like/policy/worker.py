@@ -29,7 +29,6 @@ from nemo_like.observe.metrics import Metrics
 from nemo_like.planning.offload import Placement
 from nemo_like.policy import scoring
 from nemo_like.policy.model import MicroBatches
-from nemo_like.policy.scoring import warm_up
 from nemo_like.policy.state.loading import unused_tensors
 from nemo_like.policy.state.state import (
     export_folder,
@@ -41,6 +40,7 @@ from nemo_like.policy.state.state import (
 )
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup
+from nemo_like.policy.warm_up import warm_up
 from nemo_like.refit.buckets import Bucket, plan_refit, travels_apart
 from nemo_like.refit.ipc import IpcAddress, IpcSender
 

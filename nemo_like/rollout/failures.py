@@ -32,7 +32,7 @@ class RewardFailures:
 
     def __init__(self, environment: EnvironmentConfig, run_dir: Path, resumed_step: int) -> None:
         """Drops counts of steps after ``resumed_step``; -1: a new run."""
-        self._reward = environment.told
+        self._reward = environment.name_in_messages
         self._most = environment.max_failed_share
         self._path = run_dir / FILE
         self._file: JsonlFile | None = None

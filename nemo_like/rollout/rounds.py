@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from nemo_like.batch import keys
+from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.losses.advantages import of_trained
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.rollout.trajectory import first_rows
 from nemo_like.rollout.worker import RolloutResult
@@ -46,7 +48,7 @@ def join(rounds: Sequence[Round], num_prompts: int, refit: Metrics) -> tuple[Rem
     """
     sampled = RemoteBatch.concatenate([one.batch for one in rounds])
     results = [result for one in rounds for result in one.results]
-    metrics = refit | batch_metrics("rollout", sampled.rows, results)
+    metrics = refit | rollout_metrics("rollout", sampled.rows, results)
     if len(rounds) == 1 and len(rounds[0].kept) == len(sampled):
         return sampled, metrics
     metrics["rollout/num_rounds"] = Metric(len(rounds))
@@ -69,7 +71,7 @@ def join(rounds: Sequence[Round], num_prompts: int, refit: Metrics) -> tuple[Rem
     return batch.select(first.nonzero(as_tuple=True)[0]), metrics
 
 
-def batch_metrics(
+def rollout_metrics(
     area: str, rows: dict[str, torch.Tensor], results: Sequence[RolloutResult]
 ) -> Metrics:
     """Means over trajectories, each over those that it is defined for."""
@@ -126,3 +128,37 @@ def warn_of_dropped(reward: str, results: Sequence[RolloutResult], known: set[st
                     name,
                     why,
                 )
+
+
+def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int) -> Metrics:
+    """Metrics of how many versions the sampling weights lag behind the policy.
+
+    Marks tokens of the newest weights: only on these can engine and policy be compared.
+    """
+    if not config.max_lag:
+        return {}
+    rows = batch.rows
+    oldest = weight_version - rows[keys.WEIGHT_VERSIONS]
+    has_fresh = rows[keys.NEWEST_VERSIONS] == weight_version
+    rows[keys.FRESH_FROM] = rows[keys.NUM_OLDER].where(has_fresh, rows[keys.NUM_LOSS_TOKENS])
+    tokens = rows[keys.NUM_LOSS_TOKENS].double()
+    mean = (weight_version - rows[keys.MEAN_VERSIONS]) * tokens
+    shares = torch.bincount(oldest.clamp(min=0)) / len(oldest)
+    return {
+        "staleness/max": Metric(int(oldest.max()), reduce=Reduce.max),
+        "staleness/mean": Metric(oldest.double().mean().item()),
+        "staleness/mean_of_tokens": Metric((mean.sum() / tokens.sum().clamp(min=1)).item()),
+        **{f"staleness/share_{i}": Metric(one) for i, one in enumerate(shares.tolist())},
+    }
+
+
+def histograms(batch: RemoteBatch) -> dict[str, list[float]]:
+    """Finite values of a batch's rows, for histograms."""
+    rows = batch.rows
+    found = {
+        "rollout/rewards": rows[keys.REWARDS],
+        "rollout/row_tokens": rows[keys.NUM_LOSS_TOKENS],
+    }
+    if len(advantages := of_trained(rows)):
+        found["train/advantages"] = advantages
+    return {name: one[~one.isnan()].tolist() for name, one in found.items()}

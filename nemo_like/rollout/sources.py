@@ -17,7 +17,7 @@ from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import Metrics
 from nemo_like.rollout.ahead import Ahead
 from nemo_like.rollout.failures import RewardFailures
-from nemo_like.rollout.rounds import Round, batch_metrics, join, rows_of, warn_of_dropped
+from nemo_like.rollout.rounds import Round, join, rollout_metrics, rows_of, warn_of_dropped
 from nemo_like.rollout.trajectory import RolloutTask, Sample, trajectory_seed
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
@@ -104,7 +104,9 @@ class RolloutSource:
             self._admit(step, count, sampling)
             used = self._ahead.next(step, count, self._generation.results)
             results = [one.result for one in used if one.result is not None]
-            warn_of_dropped(self._config.environment.told, results, self._dropped_metrics)
+            warn_of_dropped(
+                self._config.environment.name_in_messages, results, self._dropped_metrics
+            )
             self._feed.use_up(one.group for one in used)
             return results
         drawn = self._feed.draw(max(count, self._generation.group.world_size))
@@ -148,7 +150,7 @@ class RolloutSource:
             calls = [call for call, one in zip(calls, found, strict=True) if not one]
             early(Round(new, None).batch)
             results += new
-        warn_of_dropped(self._config.environment.told, results, self._dropped_metrics)
+        warn_of_dropped(self._config.environment.name_in_messages, results, self._dropped_metrics)
         return sorted(results, key=lambda one: int(one.rows[keys.GROUP_IDS][0]))
 
     def validate(self, step: int) -> Metrics:
@@ -180,7 +182,7 @@ class RolloutSource:
                 for sample in result.samples
             ],
         )
-        return batch_metrics("validation", rows, results)
+        return rollout_metrics("validation", rows, results)
 
     def sample(
         self, step: int, rows: Sequence[Row], first_group: int, config: ValidationConfig
@@ -203,7 +205,7 @@ class RolloutSource:
         self._failures.check(step, "validation", columns, results)
         samples = [sample for result in results for sample in result.samples]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
-        return samples, batch_metrics("rollout", columns, results)
+        return samples, rollout_metrics("rollout", columns, results)
 
     def refit(self) -> Metrics:
         """Bring engines to the policy's weight version; metrics of the refit, if there was one."""
@@ -253,7 +255,7 @@ class RolloutSource:
             for of_replica in tasks
         ]
         results = self._generation.group.scatter(RolloutWorker.rollout, requests)
-        warn_of_dropped(self._config.environment.told, results, self._dropped_metrics)
+        warn_of_dropped(self._config.environment.name_in_messages, results, self._dropped_metrics)
         return [result for result in results if len(result.lengths)]
 
     def _tasks(

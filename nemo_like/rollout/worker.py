@@ -29,9 +29,9 @@ from nemo_like.generation.worker import GenerationWorker
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.sinks import JsonlFile
 from nemo_like.observe.trajectory_files import VOCABULARY, Resumed, TrajectoryFiles
-from nemo_like.rewards.environment import start_pool
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rewards.protocol import IS_CHAT
+from nemo_like.rewards.start import start_pool
 from nemo_like.rollout.trajectory import (
     ENDS,
     RolloutTask,
@@ -56,7 +56,7 @@ class RolloutSetup:
     backend: str
     engine: EngineConfig
     environments: Mapping[str, EnvironmentConfig]
-    """By the name in the rows; see ``EnvironmentConfig.each``."""
+    """By the name in the rows; see ``EnvironmentConfig.by_name``."""
     template_switches: Mapping[str, Any]
     num_reward_threads: int
     """Threads of each reward process that has a reward model."""

@@ -14,7 +14,7 @@ ids that only one model has are left out of its distributions, as if their logit
 from dataclasses import dataclass
 
 from nemo_like.algorithms.distillation.config import DistillationConfig, OffPolicyDistillationConfig
-from nemo_like.algorithms.policy_gradient import batch_metrics
+from nemo_like.algorithms.policy_gradient import training_metrics
 from nemo_like.algorithms.sampling import Sampling, start_sampling
 from nemo_like.algorithms.session import Session
 from nemo_like.algorithms.texts import Texts, in_parts, restore, start_texts
@@ -27,7 +27,7 @@ from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.model_shape import Role, number, read_settings
-from nemo_like.planning.offload import Others
+from nemo_like.planning.offload import Neighbours
 from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.remote_model import RemoteModel
@@ -49,8 +49,8 @@ class Compared:
 def run(config: DistillationConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``, on the student's own samples."""
     teacher_path, compared = find_teacher(config, session.model_path)
-    others = teacher_memory(config, session, teacher_path)
-    live = start_sampling(config, session, others=others)
+    neighbours = teacher_memory(config, session, teacher_path)
+    live = start_sampling(config, session, neighbours=neighbours)
     teacher = start_teacher(config, session, live.policy, teacher_path)
     train(config, live, teacher, compared)
     session.finish({"final": live.policy}, teacher=config.teacher.model)
@@ -68,15 +68,17 @@ def train(
         with span("train"):
             check = live.mismatch_check()
             metrics |= live.policy.train(batch, loss, check=check)
-        live.log(metrics | batch_metrics(batch))
+        live.log(metrics | training_metrics(batch))
 
 
 def run_off_policy(config: OffPolicyDistillationConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``, on given texts."""
     teacher_path, compared = find_teacher(config, session.model_path)
     temperature = config.distillation.temperature
-    others = teacher_memory(config, session, teacher_path)
-    live = start_texts(config, session, conversations.load, temperature=temperature, others=others)
+    neighbours = teacher_memory(config, session, teacher_path)
+    live = start_texts(
+        config, session, conversations.load, temperature=temperature, neighbours=neighbours
+    )
     teacher = start_teacher(config, session, live.policy, teacher_path)
     restore(config, live)
     train_on_texts(config, live, teacher, compared)
@@ -97,7 +99,7 @@ def train_on_texts(
             batch = with_teacher(batch, teacher, compared)
         with span("train"):
             metrics = live.policy.train(batch, loss)
-        live.log(batch, metrics)
+        live.log(metrics)
 
 
 def with_teacher(batch: RemoteBatch, teacher: RemoteModel, compared: Compared) -> RemoteBatch:
@@ -150,12 +152,12 @@ def _check_slices(config: AnyConfig, vocabulary: int, common: int) -> None:
         )
 
 
-def teacher_memory(config: AnyConfig, session: Session, model_path: str) -> Others:
+def teacher_memory(config: AnyConfig, session: Session, model_path: str) -> Neighbours:
     """What the teacher will take of the policy's GPUs."""
     plan, teacher = session.cluster.plan, config.policy.replace(lora=LoraConfig())
     if not plan.uses_gpus:
-        return Others()
-    return Others().and_model(model_path, teacher, len(plan.policy), Role(trains=False))
+        return Neighbours()
+    return Neighbours().and_model(model_path, teacher, len(plan.policy), Role(trains=False))
 
 
 def start_teacher(

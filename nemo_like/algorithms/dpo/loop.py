@@ -32,7 +32,7 @@ def train(config: DPOConfig, live: Texts) -> None:
     for batch in live.batches(loss):
         with span("train"):
             metrics = live.policy.train(batch, loss, rows_per_unit=2)
-        live.log(batch, metrics)
+        live.log(metrics)
 
 
 def score_by_reference(live: Texts) -> None:

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
-from nemo_like.algorithms.policy_gradient import PolicyGradient, batch_metrics, mask_mismatch
+from nemo_like.algorithms.policy_gradient import PolicyGradient, mask_mismatch, training_metrics
 from nemo_like.algorithms.sampling import Sampling, start_sampling
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
 from nemo_like.config.advantages import ADVANTAGES
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.advantages import (
+    advantages_of_turns,
     by_task,
     group_advantages,
     has_signal,
-    of_steps,
     overlong_penalty,
-    still_to_come,
+    reward_to_go,
     whiten,
     zero_variance_share,
 )
@@ -45,7 +45,7 @@ def run(config: GRPOConfig, session: Session) -> None:
 
 def train(config: GRPOConfig, live: Sampling) -> None:
     """The loop."""
-    grpo, steps = config.grpo, PolicyGradient(config, live)
+    grpo, updates = config.grpo, PolicyGradient(config, live)
     if config.reuses_logprobs:
         logger.info(
             "One optimizer step per batch: its own forward pass gives the policy's logprobs."
@@ -57,23 +57,25 @@ def train(config: GRPOConfig, live: Sampling) -> None:
     def advantages(batch: RemoteBatch) -> None:
         add_advantages(batch, config)
         if config.advantage.credit == "step":
-            live.policy.derive(batch, of_steps)
+            live.policy.derive(batch, advantages_of_turns)
 
     def early(part: RemoteBatch) -> None:
         choose_rows(part, config)
         advantages(part)
-        steps.add(part)
+        updates.add(part)
 
     for step, batch, metrics in live.batches(
-        keep if grpo.dynamic_sampling else None,
-        grpo.max_sampling_rounds,
-        early if config.rollout.overlap else None,
+        keep=keep if grpo.dynamic_sampling else None,
+        max_rounds=grpo.max_sampling_rounds,
+        early=early if config.rollout.overlap else None,
     ):
-        metrics |= steps.logprobs(batch, metrics)
+        updates.watch_rewards(batch, metrics)
+        metrics |= updates.logprobs(batch)
+        # With overlap each part had columns of its own; these are for the metrics.
         metrics |= choose_rows(batch, config)
         advantages(batch)
-        metrics |= batch_metrics(batch)
-        metrics |= steps.train(step, batch)
+        metrics |= training_metrics(batch)
+        metrics |= updates.train(step, batch)
         live.log(metrics)
 
 
@@ -134,30 +136,34 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
         )
     if config.kl_in_reward:
         rewards = rewards - config.loss.kl_coef * total(rows[keys.REFERENCE_KL])
-    made: Callable[..., Tensor] = group_advantages
+    function: Callable[..., Tensor] = group_advantages
     if advantage.function is not None:
-        made = ADVANTAGES.load("advantage.function", advantage.function)
+        function = ADVANTAGES.load("advantage.function", advantage.function)
     groups, valid = rows[keys.GROUP_IDS][first], counted(batch, config)[first]
     tasks = rows[keys.TASKS][first] if advantage.per_task else torch.zeros_like(groups)
 
-    def make(rewards: Tensor, valid: Tensor, of: Tensor | slice = slice(None)) -> Tensor:
-        return by_task(lambda *part: made(*part, advantage), tasks[of], rewards, groups[of], valid)
+    def advantages_of(rewards: Tensor, valid: Tensor, of: Tensor | slice = slice(None)) -> Tensor:
+        return by_task(
+            lambda *part: function(*part, advantage), tasks[of], rewards, groups[of], valid
+        )
 
     if advantage.credit == "step":
-        steps = rows[keys.STEP_REWARDS][first]
-        given = ~steps.isnan() & valid[:, None]
-        made_of, of = torch.zeros(steps.shape), given.nonzero(as_tuple=True)[0]
-        made_of[given] = make(steps[given], torch.ones(len(of), dtype=torch.bool), of)
-        rows[keys.STEP_ADVANTAGES] = still_to_come(made_of)[trajectory]
+        turn_rewards = rows[keys.STEP_REWARDS][first]
+        given = ~turn_rewards.isnan() & valid[:, None]
+        of_turns, of_trajectory = torch.zeros(turn_rewards.shape), given.nonzero(as_tuple=True)[0]
+        of_turns[given] = advantages_of(
+            turn_rewards[given], torch.ones(len(of_trajectory), dtype=torch.bool), of_trajectory
+        )
+        rows[keys.STEP_ADVANTAGES] = reward_to_go(of_turns)[trajectory]
         return
     if not advantage.each_reward:
-        rows[keys.ADVANTAGES] = make(rewards, valid)[trajectory]
+        rows[keys.ADVANTAGES] = advantages_of(rewards, valid)[trajectory]
         return
     joined = torch.zeros_like(rewards, dtype=torch.float32)
     for name, part in config.environment.rewards.items():
         of_part = rows[f"{keys.REWARD_OF}{name}"][first]
         # A function with TRL's signature may give none for a row.
-        joined += part.get("weight", 1) * make(of_part, valid & ~of_part.isnan())
+        joined += part.get("weight", 1) * advantages_of(of_part, valid & ~of_part.isnan())
     rows[keys.ADVANTAGES] = by_task(whiten, tasks, joined, valid)[trajectory]
 
 

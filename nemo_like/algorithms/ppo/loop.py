@@ -15,9 +15,9 @@ from pathlib import Path
 
 from nemo_like.algorithms.policy_gradient import (
     PolicyGradient,
-    batch_metrics,
     mask_mismatch,
     mini_batches,
+    training_metrics,
 )
 from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.sampling import Sampling, new_critic, start_sampling
@@ -55,21 +55,22 @@ def run(config: PPOConfig, session: Session) -> None:
 def train(config: PPOConfig, live: Sampling) -> None:
     """The loop."""
     ppo, critic, span = config.ppo, live.critic, live.session.run.span
-    steps, value_loss = PolicyGradient(config, live), ValueLoss(config.value_loss)
+    updates, value_loss = PolicyGradient(config, live), ValueLoss(config.value_loss)
     for step, batch, metrics in live.batches():
-        metrics |= steps.logprobs(batch, metrics)
+        updates.watch_rewards(batch, metrics)
+        metrics |= updates.logprobs(batch)
         metrics |= mask_mismatch(batch, config)
         with span("advantages"):
             if critic is not None:
                 critic.score(batch, keys.VALUES)
             metrics |= add_advantages(batch, live.policy, config)
-        metrics |= batch_metrics(batch)
+        metrics |= training_metrics(batch)
         parts = list(mini_batches(batch, config, step))
         if critic is not None:
             with span("train_critic"):
                 metrics |= train_critic(critic, parts, value_loss, ppo.num_mini_batches)
         if step > ppo.num_critic_warmup_steps:
-            metrics |= steps.train(step, batch, parts)
+            metrics |= updates.train(step, batch, parts)
         live.log(metrics)
 
 

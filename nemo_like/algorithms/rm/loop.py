@@ -27,4 +27,4 @@ def train(config: RewardModelConfig, live: Texts) -> None:
     for batch in live.batches(loss):
         with live.session.run.span("train"):
             metrics = live.policy.train(batch, loss, rows_per_unit=2)
-        live.log(batch, metrics)
+        live.log(metrics)

@@ -27,4 +27,4 @@ def train(live: Texts) -> None:
     for batch in live.batches(loss):
         with live.session.run.span("train"):
             metrics = live.policy.train(batch, loss)
-        live.log(batch, metrics)
+        live.log(metrics)

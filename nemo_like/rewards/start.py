@@ -33,7 +33,7 @@ def check_reward_model(
 
     ``rows_of``: by the key that they are from; ``chat`` is the policy's. Raises UserError.
     """
-    for name, one in environment.each.items():
+    for name, one in environment.by_name.items():
         if one.reward == REWARD_MODEL:
             answered = {
                 key: [row for row in rows if row.environment == name]
@@ -70,7 +70,7 @@ def _check_reward_model(
     )
 
 
-def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
+def with_absolute_paths(environment: EnvironmentConfig) -> EnvironmentConfig:
     """The same for a process that works in another folder."""
     model = environment.reward_model
     if environment.reward == REWARD_MODEL:
@@ -90,7 +90,7 @@ def for_other_folders(environment: EnvironmentConfig) -> EnvironmentConfig:
         reward=absolute(environment.reward),
         rewards=parts,
         reward_model=model,
-        tasks={name: for_other_folders(one) for name, one in environment.tasks.items()},
+        tasks={name: with_absolute_paths(one) for name, one in environment.tasks.items()},
     )
 
 

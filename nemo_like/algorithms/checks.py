@@ -1,6 +1,6 @@
-"""Checks of the first steps, for errors that would look like slow learning.
+"""What a step's batch and metrics must pass, and what is said of them.
 
-A run that fails one stops and says which; ``run.self_check=false`` turns them off.
+``run.self_check=false`` turns off the comparisons of the first steps.
 """
 
 import logging
@@ -12,8 +12,7 @@ from nemo_like.batch import keys
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
-from nemo_like.losses.advantages import of_trained
-from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -55,28 +54,6 @@ def check_versions(batch: RemoteBatch, allowed: range) -> None:
             f"Completions were sampled with weight versions {sorted(versions)}, and the policy is "
             f"at {allowed[-1]}: a refit was missed."
         )
-
-
-def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int) -> Metrics:
-    """Metrics of how many versions the sampling weights lag behind the policy.
-
-    Marks tokens of the newest weights: only on these can engine and policy be compared.
-    """
-    if not config.max_lag:
-        return {}
-    rows = batch.rows
-    oldest = weight_version - rows[keys.WEIGHT_VERSIONS]
-    has_fresh = rows[keys.NEWEST_VERSIONS] == weight_version
-    rows[keys.FRESH_FROM] = rows[keys.NUM_OLDER].where(has_fresh, rows[keys.NUM_LOSS_TOKENS])
-    tokens = rows[keys.NUM_LOSS_TOKENS].double()
-    mean = (weight_version - rows[keys.MEAN_VERSIONS]) * tokens
-    shares = torch.bincount(oldest.clamp(min=0)) / len(oldest)
-    return {
-        "staleness/max": Metric(int(oldest.max()), reduce=Reduce.max),
-        "staleness/mean": Metric(oldest.double().mean().item()),
-        "staleness/mean_of_tokens": Metric((mean.sum() / tokens.sum().clamp(min=1)).item()),
-        **{f"staleness/share_{i}": Metric(one) for i, one in enumerate(shares.tolist())},
-    }
 
 
 def check_seeds(batch: RemoteBatch) -> None:
@@ -230,15 +207,3 @@ def check_ratios(config: SamplingRunConfig, metrics: Metrics, num_made: int) -> 
             f"(max |log ratio| {ratio.value:.3g}, limit {MAX_LOG_RATIO[dtype]:g} in {dtype}); the "
             "logprob pass and the train step compute different things."
         )
-
-
-def histograms(batch: RemoteBatch) -> dict[str, list[float]]:
-    """Finite values of a batch's rows, for histograms."""
-    rows = batch.rows
-    found = {
-        "rollout/rewards": rows[keys.REWARDS],
-        "rollout/row_tokens": rows[keys.NUM_LOSS_TOKENS],
-    }
-    if len(advantages := of_trained(rows)):
-        found["train/advantages"] = advantages
-    return {name: one[~one.isnan()].tolist() for name, one in found.items()}
