@@ -88,9 +88,8 @@ def _run(command: str, rest: Sequence[str]) -> None:
     elif command == "--version":
         sys.stdout.write(versions())
     elif command not in COMMANDS:
-        raise UserError(
-            f"'{command}' is not a command of nemo-like; use {', '.join((*registry.names(), *COMMANDS))}."
-        )
+        known = ", ".join((*registry.names(), *COMMANDS))
+        raise UserError(f"'{command}' is not a command of nemo-like; use {known}.")
     else:
         importlib.import_module(COMMANDS[command]).run(rest)
 

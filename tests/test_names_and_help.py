@@ -9,7 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_like.cli import main
+from nemo_like.cli import COMMANDS, main
 from nemo_like.compose import names, registry
 from nemo_like.compose.load import compose_config, compose_raw
 from nemo_like.compose.names import hint_for, unknown_key

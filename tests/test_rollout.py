@@ -26,8 +26,8 @@ from nemo_like.rollout.trajectory import (
     collate_rows,
     collate_tokens,
     first_rows,
+    seed_of,
     single_turn,
-    trajectory_seed,
 )
 from nemo_like.rollout.worker import RolloutResult, _metrics
 from tests.small_runs import records, small_config
@@ -101,10 +101,10 @@ def seeds(batch):
 
 def test_a_seed_depends_on_every_part_of_a_trajectorys_place():
     digest = hashlib.blake2b(b"0/train/2/3", digest_size=8).digest()
-    first = trajectory_seed(0, "train", 2, 3)
+    first = seed_of(0, "train", 2, 3)
     assert first == int.from_bytes(digest, "big") // 2  # other seeds would be other runs
     others = [(9, "train", 2, 3), (0, "validation", 2, 3), (0, "train", 9, 3), (0, "train", 2, 9)]
-    assert len({first, *(trajectory_seed(*other) for other in others)}) == 5
+    assert len({first, *(seed_of(*other) for other in others)}) == 5
 
 
 def test_each_step_draws_with_seeds_of_its_own_however_many_replicas_there_are():

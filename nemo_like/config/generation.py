@@ -62,7 +62,12 @@ REPLAY = EngineKind(
 )
 ENGINES = Door(
     "nemo_like.engines",
-    {name: f"{__name__}:{name.upper()}" for name in ("vllm", "graph", "hf", "replay")},
+    {
+        "vllm": "nemo_like.config.generation:VLLM",
+        "graph": "nemo_like.config.generation:GRAPH",
+        "hf": "nemo_like.config.generation:HF",
+        "replay": "nemo_like.config.generation:REPLAY",
+    },
     kind="EngineKind",
 )
 

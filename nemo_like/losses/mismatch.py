@@ -12,14 +12,13 @@ from torch import Tensor
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.losses.protocol import row_means, trained_tokens
+from nemo_like.losses.protocol import MAX_EXPONENT, row_means, trained_tokens
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
 QUANTILE = 0.999
 _LOWEST, _HIGHEST, _BINS_PER_DECADE = 1e-9, 1e2, 115
 """Upper edges of the bins of |d|; neighbours differ by 2 %, as exact as the quantile is."""
 _NUM_BINS = 11 * _BINS_PER_DECADE + 1
-_MAX_LOG_WEIGHT = 20.0
 
 
 def mismatch_of_rows(policy_logprobs: Tensor, batch: TensorBatch) -> Tensor:
@@ -51,7 +50,7 @@ class MismatchSums:
             at = at[torch.arange(len(row), device=row.device) - starts >= fresh_from[row]]
         policy = policy_logprobs[at].double()
         d = policy - batch.tokens[keys.GENERATION_LOGPROBS][at]
-        logprob_diff, bounded = d.abs(), d.clamp(max=_MAX_LOG_WEIGHT)
+        logprob_diff, bounded = d.abs(), d.clamp(max=MAX_EXPONENT)
         weight = bounded.exp()
         per_token = [
             torch.ones_like(d),

@@ -13,6 +13,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import OBJECTIVES, KLEstimator, LossConfig, RatioLevel
 from nemo_like.losses.protocol import (
+    MAX_EXPONENT,
     Denominators,
     GlobalMean,
     Needs,
@@ -22,9 +23,6 @@ from nemo_like.losses.protocol import (
     trained_tokens,
 )
 from nemo_like.observe.metrics import Metrics
-
-# A ratio of e^20 has long left any trust region; above it float32 would overflow in the backward.
-_MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def probability_ratio(
     log_ratio = current - policy
     if level == "sequence":
         log_ratio = row_means(log_ratio, row, num_rows)[row]
-    return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
+    return log_ratio.clamp(max=MAX_EXPONENT).exp()
 
 
 def policy_objective(
@@ -147,7 +145,7 @@ def importance_weights(
     exponent = logprob_diff
     if config.importance_level == "sequence":
         exponent = row_sums(logprob_diff, row, num_rows)[row]
-    raw = exponent.clamp(max=_MAX_LOG_RATIO).exp()
+    raw = exponent.clamp(max=MAX_EXPONENT).exp()
     match config.importance:
         case "none":
             return torch.ones_like(raw), torch.zeros_like(raw, dtype=torch.bool)
@@ -165,17 +163,12 @@ def _advantages(batch: TensorBatch, at: Tensor, row: Tensor) -> Tensor:
     return batch.rows[keys.ADVANTAGES][row]
 
 
-# exp(20) = 4.9e8 is finite in float32 and bfloat16, and so is its gradient; 0 * inf never appears.
-_MAX_EXPONENT = 20.0
-
-
 def kl_estimate(log_ratio: Tensor, kind: KLEstimator) -> Tensor:
     """Estimate of KL(policy || reference) from d = ``log_ratio`` = reference - policy logprobs.
 
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (http://joschu.net/blog/kl-approx.html), any shape.
     Value and gradient are finite for finite input; NaN stays NaN.
 
-    >>> import torch
     >>> [round(v, 6) for v in kl_estimate(torch.tensor([-1.0, 0.0, 1.0]), "k3").tolist()]
     [0.367879, 0.0, 0.718282]
     """
@@ -183,7 +176,7 @@ def kl_estimate(log_ratio: Tensor, kind: KLEstimator) -> Tensor:
         return -log_ratio
     if kind == "k2":
         return log_ratio.square() / 2
-    return log_ratio.clamp(max=_MAX_EXPONENT).exp() - log_ratio - 1
+    return log_ratio.clamp(max=MAX_EXPONENT).exp() - log_ratio - 1
 
 
 def kl_loss(log_ratio: Tensor, importance: Tensor, kind: KLEstimator) -> Tensor:
@@ -197,7 +190,6 @@ def kl_loss(log_ratio: Tensor, importance: Tensor, kind: KLEstimator) -> Tensor:
 
     ``importance`` = current policy / sampling policy, with gradient, same shape as ``log_ratio``.
 
-    >>> import torch
     >>> current = torch.zeros(3, requires_grad=True)
     >>> d = torch.tensor([1.0, 25.0, -100.0]) - current
     >>> kl_loss(d, current.exp(), "k3").sum().backward()

@@ -15,6 +15,10 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import Normalization
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 
+MAX_EXPONENT = 20.0
+"""Largest exponent in losses. Such a ratio has long left any trust region; exp(20) = 4.9e8 and its
+gradient are finite in float32 and bfloat16, so 0 * inf never appears."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Denominators:

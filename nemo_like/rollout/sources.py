@@ -18,7 +18,7 @@ from nemo_like.observe.metrics import Metrics
 from nemo_like.rollout.ahead import Ahead
 from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.rounds import Round, join, rollout_metrics, rows_of, warn_of_dropped
-from nemo_like.rollout.trajectory import RolloutTask, Sample, trajectory_seed
+from nemo_like.rollout.trajectory import RolloutTask, Sample, seed_of
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
 
@@ -267,7 +267,7 @@ class RolloutSource:
                 row=row,
                 group=group,
                 index=index,
-                seed=trajectory_seed(self._config.run.seed, phase, group, index),
+                seed=seed_of(self._config.run.seed, phase, group, index),
                 request_id=f"{phase}-{step}-{group}-{index}",
                 record=record and index == 0,
             )

@@ -149,15 +149,6 @@ def single_turn(
     )
 
 
-def trajectory_seed(run_seed: int, phase: str, group: int, index: int) -> int:
-    """Seed of trajectory ``index`` of ``group``; it depends on neither step nor replica.
-
-    >>> trajectory_seed(0, "train", 2, 3) == trajectory_seed(0, "train", 2, 3)
-    True
-    """
-    return seed_of(run_seed, phase, group, index)
-
-
 def seed_of(*parts: object) -> int:
     """A seed that fits an int64 column, hashed from what identifies a draw."""
     text = "/".join(map(str, parts))
