@@ -68,7 +68,7 @@ def report(runs: Sequence[RunFolder]) -> Iterator[Block]:
     yield "title", " and ".join(run.name for run in runs)
     yield "list", [line for run in runs for line in (_about(run), *run.outcome())]
     yield "title", "Metrics"
-    yield "text", f"First and last: means over {_END} steps (or validations)."
+    yield "text", f"First and last: means over {_END} steps or validations, or over half of fewer."
     yield "table", _numbers(runs)
     yield "title", "Where the time went"
     yield "table", _times(runs)
@@ -95,7 +95,8 @@ def _numbers(runs: Sequence[RunFolder]) -> list[list[Any]]:
         for run in runs:
             values = [one[name] for one in run.records() if one.get(name) is not None]
             if values:
-                ends = map(statistics.fmean, (values[:_END], values[-_END:]))
+                count = min(_END, (len(values) + 1) // 2)
+                ends = map(statistics.fmean, (values[:count], values[-count:]))
                 cells = [f"{value:.4g}" for value in (*ends, min(values), max(values))]
                 rows.append([name, run.name, *cells, values])
     return rows

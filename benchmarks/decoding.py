@@ -1,0 +1,123 @@
+"""Rollouts of ``generation.backend=graph`` alone, in one process, with random weights.
+
+    python benchmarks/decoding.py --out decoding.jsonl smollm2 qwen1.5b qwen7b
+
+A record has the seconds of three rollouts of the workload's size, of which the first captures CUDA
+graphs; those that ran on the device; tokens; and the share of completions equal to the run before.
+Lengths of ``smollm2`` are drawn (mean 150), those of the other shapes are the longest.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from workloads import SHAPES, WORKLOADS
+
+from nemo_like.generation.graph.engine import GraphEngine
+from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
+
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+PROMPT_TOKENS = 60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workloads", nargs="+", choices=("smollm2", "qwen1.5b", "qwen7b", "tiny"))
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    for name in args.workloads:
+        record = {"workload": name, **asyncio.run(measured(name))}
+        with args.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+async def measured(name: str) -> dict[str, Any]:
+    """Three rollouts with the same seeds."""
+    workload = WORKLOADS[name]
+    shape = SMOLLM2 if name == "smollm2" else SHAPES[name.replace("qwen", "qwen2.5-")]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = AutoConfig.for_model("llama" if name == "smollm2" else "qwen2", **shape)
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    folder = tempfile.mkdtemp()
+    config.save_pretrained(folder)
+    engine = GraphEngine(
+        EngineConfig(
+            model_path=folder,
+            dtype="bfloat16",
+            seed=0,
+            max_model_len=64 + workload.max_new_tokens,
+            max_num_seqs=workload.num_completions,
+            device=device,
+            gpu_memory_share=0.6,
+            engine_kwargs={},
+        )
+    )
+    await engine.start()
+    draw = torch.Generator(device).manual_seed(0)
+    for key, weight in engine._model._named.items():
+        if "norm" in key:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0, 0.02, generator=draw)
+    engine._version = 1
+    on_device = 0.0
+    run = engine._sampler._decoder.run
+
+    def timed(*arguments: Any) -> Any:
+        nonlocal on_device
+        begin = time.perf_counter()
+        found = run(*arguments)
+        on_device += time.perf_counter() - begin
+        return found
+
+    engine._sampler._decoder.run = timed  # pyright: ignore[reportAttributeAccessIssue]
+    runs, before = [], None
+    for _ in range(3):
+        on_device, begin = 0.0, time.perf_counter()
+        found = await asyncio.gather(*map(engine.generate, requests(name, shape["vocab_size"])))
+        seconds, ids = time.perf_counter() - begin, [one.token_ids for one in found]
+        same = before and sum(a == b for a, b in zip(ids, before, strict=True)) / len(ids)
+        tokens = sum(map(len, ids))
+        runs.append({"s": seconds, "on_device_s": on_device, "tokens": tokens, "same": same})
+        before = ids
+    await engine.shutdown()
+    return {"device": torch.cuda.get_device_name() if device == "cuda" else device, "runs": runs}
+
+
+def requests(name: str, vocab: int) -> list[GenerationRequest]:
+    """One rollout, the same each time."""
+    workload, draw = WORKLOADS[name], torch.Generator().manual_seed(0)
+    count, most = workload.num_completions, workload.max_new_tokens
+    limits = [most] * count
+    if name == "smollm2":
+        normal = torch.randn(count, generator=draw) * 70 + 150
+        limits = normal.round().clamp(16, most).int().tolist()
+    shape = workload.num_prompts, PROMPT_TOKENS
+    prompts = torch.randint(0, vocab, shape, generator=draw).tolist()
+    return [
+        GenerationRequest(
+            request_id=str(i),
+            prompt_ids=prompts[i // workload.num_generations],
+            sampling=SamplingParams(max_new_tokens=limits[i]),
+            seed=i,
+        )
+        for i in range(count)
+    ]
+
+
+if __name__ == "__main__":
+    main()
