@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen2C
 
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.graph import torch_ops
+from nemo_like.generation.graph.decoder import mask_unlikely
 from nemo_like.generation.graph.engine import GraphEngine
 from nemo_like.generation.graph.state import PAGE
 from nemo_like.generation.protocol import (
@@ -190,3 +191,17 @@ def test_other_models_are_refused_with_the_engine_that_has_them(tmp_path, config
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"{message}.*set generation.backend=vllm."):
         asyncio.run(GraphEngine(config_of(tmp_path)).start())
+
+
+def test_rows_are_filtered_by_their_own_settings_in_parts_too():
+    state = state_of(6)
+    state.temperature.copy_(torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 0.0]))
+    state.top_p.copy_(torch.tensor([0.9, 0.5, 1.0, 0.3, 1.0, 0.5]))
+    state.top_k.copy_(torch.tensor([0, 7, 3, 0, 0, 2]))
+    logits = 3 * torch.randn(6, 50, device=DEVICE)
+    whole, parts = logits.clone(), logits.clone()
+    mask_unlikely(whole, state)
+    for start in (0, 4):
+        mask_unlikely(parts[start : start + 4], state, start)
+    assert torch.equal(whole, parts)
+    assert whole.isinf().sum(1).tolist()[2:] == [47, *whole[3:4].isinf().sum(1).tolist(), 0, 0]

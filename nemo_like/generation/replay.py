@@ -23,7 +23,8 @@ from nemo_like.refit.buckets import Bucket, check_buckets
 
 _IDENTITY = ("phase", "step", "group", "index")
 _COLUMNS = ("turns", "end", "input_ids", "generation_logprobs")
-_GROUPS_HELD = 4
+_GROUPS_HELD = 2
+"""Row groups of each file that stay in memory."""
 Key = tuple[str, int, int, int]
 """Phase, step (0 unless validation), group, index."""
 
@@ -38,7 +39,7 @@ class ReplayEngine:
         self._config = config
         self._places: dict[Key, tuple[Path, int, int]] = {}
         """File, row group and row of each completion."""
-        self._rows_of = lru_cache(_GROUPS_HELD)(_rows_of)
+        self._rows_of = _rows_of
         self._receiver: Any = None
         self._version: int | None = None
 
@@ -53,6 +54,8 @@ class ReplayEngine:
                         zip(*(one.to_pylist() for one in columns), strict=True)
                     ):
                         self._places[_key(*one)] = path, number, place
+        num_files = len({path for path, _, _ in self._places.values()})
+        self._rows_of = lru_cache(_GROUPS_HELD * max(2, num_files))(_rows_of)
         if not self._places:
             raise UserError(
                 f"generation.backend=replay: {folder} has no trajectories; set "

@@ -142,7 +142,7 @@ class Generation(Generic[W]):
         return wait_together(*calls, enough=enough)
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache; CUDA graphs stay."""
+        """Free the memory of weights and KV cache; vLLM's CUDA graphs stay."""
         self.group.call(GenerationWorker.sleep)
         self.weight_version = None
         self._asleep = True

@@ -144,8 +144,10 @@ def _micro_batches(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> i
 
 
 def _from_others(policy: PolicyConfig, shape: ModelShape, num_ranks: int) -> float:
-    """Parameters that each rank gets from others when layers are gathered."""
-    return shape.num_parameters * (1 - 1 / num_ranks)
+    """Parameters that each rank gets from others when layers are gathered; for FSDP and DDP."""
+    parallel = policy.parallel
+    num_shards = 1 if parallel.data_parallel == "ddp" else num_ranks // parallel.replicate_size
+    return shape.num_parameters * (1 - 1 / num_shards)
 
 
 def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool) -> float:

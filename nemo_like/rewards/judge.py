@@ -1,8 +1,8 @@
 """The reward ``judge``: a model on an OpenAI-compatible server scores completions.
 
 A row without a verdict (the server is down, refuses, or answers something else) has no reward: it
-is masked and counted, never treated as a bad answer. What it answered is
-below the first line of the message, by which failures are counted (``rollout/failures.py``).
+is masked and counted, never treated as a bad answer. What it answered is below the first line of
+the message, by which failures are counted (``rollout/failures.py``).
 """
 
 import asyncio

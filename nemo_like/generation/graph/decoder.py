@@ -16,6 +16,10 @@ Place = tuple[Tensor, Tensor, Tensor]
 its offset there."""
 
 
+FILTERED_ROWS = 64
+"""Rows whose vocabularies are sorted at once, which takes some 40 bytes for each of their ids."""
+
+
 class Decoder:
     """A model with a batch's state; on a GPU each size of a batch has a CUDA graph of one step.
 
@@ -88,19 +92,22 @@ class Decoder:
             return self._ops.attend(qkv, layer, state)
 
         logits = self._model.logits(self._model.hidden(state.token[:num_rows], attend))
-        if filtered:
-            mask_unlikely(logits, state)
+        for start in range(0, num_rows if filtered else 0, FILTERED_ROWS):
+            mask_unlikely(logits[start : start + FILTERED_ROWS], state, start)
         self._ops.sample(logits, state)
         state.step += 1
 
 
-def mask_unlikely(logits: Tensor, state: State) -> None:
-    """Set to -inf, in place, the logits [N, V] that top-k and then top-p leave out of each row."""
-    num_rows, vocab = logits.shape
-    temperature, top_p = state.temperature[:num_rows, None], state.top_p[:num_rows, None]
+def mask_unlikely(logits: Tensor, state: State, first: int = 0) -> None:
+    """Set to -inf, in place, the logits [N, V] that top-k and then top-p leave out of each row.
+
+    ``first``: the row of the state that is the first one here.
+    """
+    vocab, rows = logits.shape[1], slice(first, first + len(logits))
+    temperature, top_p = state.temperature[rows, None], state.top_p[rows, None]
     greedy = temperature == 0
     ordered, order = (logits / torch.where(greedy, 1.0, temperature)).sort(descending=True)
-    top_k = state.top_k[:num_rows, None].long()
+    top_k = state.top_k[rows, None].long()
     top_k = torch.where((top_k == 0) | greedy, vocab, top_k).clamp(max=vocab)
     ordered.masked_fill_(ordered < ordered.gather(1, top_k - 1), -torch.inf)
     probs = ordered.softmax(-1)
