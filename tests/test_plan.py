@@ -28,7 +28,7 @@ from nemo_like.planning.memory import predict_memory
 from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_shape
 from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
-from nemo_like.planning.step_time import predict_step
+from nemo_like.planning.step_time import forward_seconds, predict_step
 
 
 def policy(**sizes):
@@ -732,3 +732,12 @@ def test_every_algorithm_has_a_plan(name, rows, capsys):
     assert f"{rows} a step; 2 data-parallel rank(s) get at most" in text
     assert ("Generation" in text) == (name == "grpo")
     assert "peak:" in text
+
+
+def test_a_forward_pass_waits_only_for_parameters_of_others():
+    def seconds(ranks, **sizes):
+        return forward_seconds(policy(**sizes), TINY, ranks, 8192, 1024)
+
+    alone = seconds(1) / 8
+    assert seconds(8, data_parallel="ddp") == seconds(8, replicate=8) == pytest.approx(alone)
+    assert alone < seconds(8, replicate=4) < seconds(8)
