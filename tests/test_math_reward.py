@@ -112,10 +112,13 @@ def test_equal_numbers_are_one_vote_however_they_are_written(response):
         ("The answer is C. That is wrong. The answer is B.", "B"),
         ("The answer is B. Option C says 3. That is wrong.", "B"),
         ("The answer is B. Some say the answer is C. That is wrong.", "B"),
+        ("The answer is 4. Let me check: is x = 5 a solution? 5 + 1 = 7. This is wrong.", "4"),
+        ("**The answer is 4.** A student wrote 2 + 2 = 5. That is wrong.", "4"),
+        ("The statement is false. The answer: No. It is false.", "No"),
     ],
 )
 def test_an_answer_that_is_taken_back_at_once_is_none(response, answer):
-    assert extract(response, "B") == answer
+    assert extract(response, answer or "B") == answer
 
 
 def test_a_box_in_the_prompt_is_not_an_answer():

@@ -71,7 +71,7 @@ NEXT_PROBLEM = re.compile(
 """A model that does not stop may set itself another problem, and answer that."""
 TAKEN_BACK = re.compile(
     r"(?<=[.!?])\s+(?:(?:no|wait|but|hmm|actually|sorry)\b[,.]?\s+)*(?:that|this|it)(?:\s+answer)?"
-    r"(?:\s+(?:is|was)|['’]s)\s+(?:wrong|incorrect|false|not\s+(?:right|correct)|a\s+mistake)[.!]*$",
+    r"(?:\s+(?:is|was)|['’]s)\s+(?:wrong|incorrect|not\s+(?:right|correct)|a\s+mistake)[.!]*$",
     re.IGNORECASE,
 )
 """A last sentence about the one before it."""
@@ -94,7 +94,8 @@ def extract(response: str, gold: str = "") -> str | None:
         return None
     if taken_back := TAKEN_BACK.search(visible.rstrip()):
         before = visible[: taken_back.start()]
-        if _read(SENTENCE_START.sub("", before), gold) is not None:
+        last = _read(SENTENCE_START.sub("", before), gold)
+        if last is not None and last == _read(before, gold):
             return None
     return _read(visible, gold)
 

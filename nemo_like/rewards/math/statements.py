@@ -88,7 +88,7 @@ DENIED = re.compile(
 )
 CONCLUSION = re.compile(r".*\b(?:so|thus|hence|therefore)\b", re.IGNORECASE | re.DOTALL)
 CLAUSE_START = re.compile(r".*(?:[,:;]\s|\band\s|[，：、])", re.DOTALL)
-SENTENCE_START = re.compile(r".*(?:[.!?]\s|[\n。；;])", re.DOTALL)
+SENTENCE_START = re.compile(r".*(?:[.!?](?:\*\*)?\s|[\n。；;])", re.DOTALL)
 AT_END = re.compile(
     r"(?:[\s*_`]*(?:[✓✔✅∎□■]|\\checkmark|\\blacksquare|\\square)+[\s*_`$]*|\s+[-–—]"
     r"|(?<=[A-J])!|(?<=[A-J][)\]])!)$"
