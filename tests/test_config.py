@@ -11,6 +11,7 @@ from nemo_like.compose.load import check, compose_config, compose_raw
 from nemo_like.compose.overrides import check_overrides
 from nemo_like.config.run import ClusterConfig
 from nemo_like.config.section import keys_of
+from nemo_like.config.typed import as_typed
 from nemo_like.errors import UserError
 from nemo_like.planning.resources import NodeResources, check_fits, plan_resources
 
@@ -434,6 +435,14 @@ def test_free_dicts_take_any_key():
     config = compose_config(CONFIGS, "grpo", overrides)
     assert config.data.tasks == {"gcd": {"min_numbers": 2}}
     assert config.generation.engine_kwargs == {"max_num_seqs": 8}
+
+
+def test_values_of_python_calls_may_be_in_any_script():
+    values = {"run.dir": "runs/grüße", "generation.stop": ["答案", "a答"]}
+    composed = compose_raw(CONFIGS, "grpo", as_typed(values | {"policy.model": "/home/józef/m"}))
+    assert composed.raw.run.dir == "runs/grüße"
+    assert composed.raw.generation.stop == ["答案", "a答"]
+    assert composed.raw.policy.model == "/home/józef/m"
 
 
 def test_documentation_of_every_key_is_current():

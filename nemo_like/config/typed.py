@@ -4,7 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$|\.\d)[A-Za-z_./][\w./:@%+-]*", re.IGNORECASE)
+_PLAIN = re.compile(
+    r"(?!(?:true|false|null|nan|inf)$|\.\d)[a-z_./][\w./:@%+-]*", re.IGNORECASE | re.ASCII
+)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
