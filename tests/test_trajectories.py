@@ -427,6 +427,8 @@ TYPED = [{"type": "function", "function": {"name": "t", "parameters": {"properti
         (CALL.removesuffix("</tool_call>"), [("add", {"a": 1})], 0),
         ('<tool_call>{"name": "t", "arguments": "{\\"c\\": 1}"}</tool_call>', [("t", {"c": 1})], 0),
         ('<tool_call>{"name": "t", "arguments": [1]}</tool_call>', [], 1),
+        (CALL.replace("1", '"\\ud83d"'), [], 1),
+        (CALL.replace('"add"', '"\\ud83d"').replace('{"a": 1}', "[1]"), [], 1),
         ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', [("add", {"a": 1})], 0),
         ('[TOOL_CALLS]b[ARGS]{"a": 1}[TOOL_CALLS]b{"c": 2}', [("b", {"a": 1}), ("b", {"c": 2})], 0),
         ("[TOOL_CALLS][{]", [], 1),
@@ -457,6 +459,7 @@ def test_tool_calls_are_read_or_told_as_errors(text, calls, errors):
         for one in reply.message.get("tool_calls", ())
     ]
     assert (found, len(reply.errors)) == (calls, errors)
+    "".join(reply.errors).encode()  # as text that a server takes
     assert (not found) == (reply.message["content"] == "content")
     assert reply_of("content", None, 0).message == {"role": "assistant", "content": "content"}
 

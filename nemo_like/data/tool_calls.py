@@ -62,14 +62,16 @@ def reply_of(text: str, whole: str | None, number: int, tools: Tools = ()) -> Re
     for one in raw:
         try:
             name, arguments = one()
-        except UnreadableCallError as error:
-            errors.append(str(error))
+            written = json.dumps(arguments, ensure_ascii=False)
+            f"{name}{written}".encode()  # half of a surrogate pair is no text
+        except (UnreadableCallError, UnicodeEncodeError) as error:
+            errors.append(str(error).encode(errors="replace").decode())
             continue
         calls.append(
             {
                 "id": f"{number:05}{len(calls):04}",  # nine characters, for Mistral's templates
                 "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+                "function": {"name": name, "arguments": written},
             }
         )
     if not calls:
