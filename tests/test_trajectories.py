@@ -445,6 +445,7 @@ TYPED = [{"type": "function", "function": {"name": "t", "parameters": {"properti
         (LFM.removesuffix("<|tool_call_end|>")[:-22] + "]", [("add", {"a": 1, "b": "x, y"})], 0),
         ("<|tool_call_start|>[add(1), b(a=c), d(a={1})]<|tool_call_end|>", [], 3),
         ("<|tool_call_start|>[add(a=1<|tool_call_end|>", [], 1),
+        (f"<|tool_call_start|>[{'a.' * 400}a()]<|tool_call_end|>", [], 1),
         ('<|tool_call_start|>{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})], 0),
         (f"<think>{CALL}?</think>No.", [], 0),
         ("The answer is {1, 2}.", [], 0),

@@ -211,7 +211,10 @@ def _python(text: str) -> Iterator[_Read]:
 
 
 def _python_call(call: ast.Call) -> tuple[str, dict[str, Any]]:
-    name = ast.unparse(call.func)
+    try:
+        name = ast.unparse(call.func)
+    except RecursionError as error:
+        raise UnreadableCallError("the name of the function has too many parts") from error
     if call.args or any(one.arg is None for one in call.keywords):
         raise UnreadableCallError(f"the arguments of {name} have no names")
     try:
