@@ -5,6 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.algorithms.checks import mismatch_check
+from nemo_like.algorithms.distillation.config import DistillationConfig, TeacherConfig
+from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.section import check_sections
@@ -106,6 +108,18 @@ def test_sampling_in_8_bits_needs_a_correction_and_16_bits(changes, message):
 )
 def test_sampling_in_8_bits_with_a_correction_is_taken(changes):
     check_sections(config_of(**changes))
+
+
+@pytest.mark.parametrize("changes", [{"quantization": "fp8"}, FP8_CACHE], ids=str)
+def test_an_evaluation_may_sample_in_8_bits_and_distillation_may_not(changes):
+    def of(config):
+        return config.replace(
+            policy=config.policy.replace(dtype="bfloat16"), generation=GenerationConfig(**changes)
+        )
+
+    check_sections(of(EvalConfig()))
+    with pytest.raises(UserError, match="this run does not correct"):
+        check_sections(of(DistillationConfig(teacher=TeacherConfig(model="large"))))
 
 
 def test_the_first_steps_may_differ_by_what_8_bits_round_away():

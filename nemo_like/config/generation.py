@@ -139,12 +139,12 @@ class GenerationConfig(Section):
         return self.quantization is not None or self.kv_cache_is_quantized
 
     def _rounding(self, here: str, run: Any) -> Iterator[str]:
-        """Sampling in fewer bits needs a correction, and a policy in 16 bits."""
+        """Sampling in fewer bits needs a policy in 16 bits, and a correction where it trains."""
         found = [f"{here}.quantization={self.quantization}"] * (self.quantization is not None)
         found += [f"{here}.engine_kwargs.kv_cache_dtype"] * self.kv_cache_is_quantized
         importance = getattr(getattr(run, "loss", None), "importance", None)
         for key in found:
-            if importance in (None, "none"):
+            if run.trains and importance in (None, "none"):
                 remedy = "set truncate or mask" if importance else "leave it out"
                 what = "loss.importance=none" if importance else "this run"
                 yield f"{key} samples in 8 bits, for which {what} does not correct; {remedy}."
