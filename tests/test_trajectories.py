@@ -412,6 +412,7 @@ GLM = (
     "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
 )
 LFM = "<|tool_call_start|>[add(a=1, b='x, y'), c.d(e=[None, True])]<|tool_call_end|>"
+JSON_CALL = '{"name": "add", "arguments": {"a": true}}'
 PARAMETERS = {"x": {"anyOf": [{"type": "string"}, {"type": "boolean"}]}, "a": {"type": "integer"}}
 TYPED = [{"type": "function", "function": {"name": "t", "parameters": {"properties": PARAMETERS}}}]
 
@@ -447,6 +448,8 @@ TYPED = [{"type": "function", "function": {"name": "t", "parameters": {"properti
         ("<|tool_call_start|>[add(a=1<|tool_call_end|>", [], 1),
         (f"<|tool_call_start|>[{'a.' * 400}a()]<|tool_call_end|>", [], 1),
         ('<|tool_call_start|>{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})], 0),
+        (f"<|tool_call_start|>[{JSON_CALL}, {JSON_CALL}]", [("add", {"a": True})] * 2, 0),
+        ("[TOOL_CALLS][]", [], 1),
         (f"<think>{CALL}?</think>No.", [], 0),
         ("The answer is {1, 2}.", [], 0),
         ('{"answer": 3}', [], 0),

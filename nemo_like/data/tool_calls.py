@@ -188,12 +188,18 @@ def _mistral(text: str) -> Iterator[_Read]:
                 {"name": name.strip(), "arguments": _json(arguments)}
             )
             continue
-        try:
-            calls = _json(part)
-        except UnreadableCallError as error:
-            yield _failing(error)
-            continue
-        yield from (lambda one=one: _call(one) for one in calls)
+        yield from _listed(part)
+
+
+def _listed(text: str) -> Iterator[_Read]:
+    """Calls as a JSON list, or one call."""
+    try:
+        found = _json(text)
+    except UnreadableCallError:
+        yield _reader(text)  # which says why
+        return
+    calls = found if found and isinstance(found, list) else [found]
+    yield from (lambda one=one: _call(one) for one in calls)
 
 
 def _python(text: str) -> Iterator[_Read]:
@@ -204,7 +210,7 @@ def _python(text: str) -> Iterator[_Read]:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         calls = []
     if not calls or not all(isinstance(one, ast.Call) for one in calls):
-        yield _reader(text)
+        yield from _listed(text)
     for one in calls:
         if isinstance(one, ast.Call):
             yield lambda one=one: _python_call(one)
@@ -222,13 +228,6 @@ def _python_call(call: ast.Call) -> tuple[str, dict[str, Any]]:
         return name, json.loads(json.dumps(found))  # no sets, which JSON lacks
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise UnreadableCallError(f"an argument of {name} is no plain value") from error
-
-
-def _failing(error: UnreadableCallError) -> _Read:
-    def read() -> tuple[str, dict[str, Any]]:
-        raise error
-
-    return read
 
 
 def _json(text: str) -> Any:
