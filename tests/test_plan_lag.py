@@ -95,6 +95,18 @@ def test_a_plan_from_an_earlier_run_has_its_times_and_says_which_split_is_best(t
 
 
 @pytest.mark.parametrize(
+    "words", [[], ["run.dir=x"], ["lr=1e-4,seed=0/config.yaml", "run.dir=x"]], ids=str
+)
+def test_a_part_of_a_sweep_is_planned_by_its_folder_or_file(tmp_path, monkeypatch, capsys, words):
+    part = tmp_path / "lr=1e-4,seed=0"
+    earlier_run(tmp_path)
+    (tmp_path / "run").rename(part)
+    monkeypatch.chdir(tmp_path)
+    main(["plan", "--from", str(part), *words])
+    assert "Simulated   3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (["--simulate"], "add --from with the folder of a run on these CPUs"),

@@ -8,10 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.session import next_command
 from nemo_like.algorithms.sft.config import SFTConfig
+from nemo_like.cli import main
 from nemo_like.compose.load import compose_config
 from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
@@ -104,16 +106,20 @@ def test_a_job_that_is_queued_again_and_again_without_progress_ends(tmp_path, ca
     ],
 )
 def test_the_log_says_what_ended_a_run_and_how_to_go_on(tmp_path, capsys, error, said):
-    folder = tmp_path / "a run"
-    with pytest.raises(type(error)), Run(small_config(folder), "grpo"):
+    folder = tmp_path / "a run" / "lr=1e-4,seed=0"  # as of a sweep
+    config = small_config(tmp_path)
+    config = config.replace(run=config.run.replace(dir=str(folder)))
+    with pytest.raises(type(error)), Run(config, "grpo"):
         raise error
     log = (folder / "run.log").read_text()
     assert said in log
-    command = f"nemo-like grpo '{folder}/config.yaml' 'run.dir={folder}' run.resume=true\n"
+    command = f"nemo-like grpo '{folder}/config.yaml' 'run.dir=\"{folder}\"' run.resume=true\n"
     assert f"To continue from its latest checkpoint: {command}" in log
     assert ("Traceback" in log) == isinstance(error, KeyError)
     assert (" ERROR " in log) == isinstance(error, Exception)  # not where one asked for the end
     assert "ended here" not in capsys.readouterr().err
+    main([*shlex.split(command)[1:], "--cfg=job"])
+    assert yaml.safe_load(capsys.readouterr().out)["run"]["dir"] == str(folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert f"The run ended here: {summary['error']}" in log
     assert summary["next"] == command.strip()
@@ -121,7 +127,7 @@ def test_the_log_says_what_ended_a_run_and_how_to_go_on(tmp_path, capsys, error,
     run = find_runs([str(folder)])[0]
     assert run.state() == f"no step yet, ended with exit code {exit_code(error)}"
     assert run.outcome() == [f"It ended with: {summary['error']}", f"Next: {command.strip()}"]
-    with Run(small_config(folder), "grpo") as again:
+    with Run(config, "grpo") as again:
         assert run.state() == "no step yet"
         again.finish()
     assert run.state() == "no step yet, finished"

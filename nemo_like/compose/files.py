@@ -106,6 +106,14 @@ def _of_whole_file(found: Any) -> str | None:
     return None
 
 
+def is_name(word: str) -> bool:
+    """Whether a typed word is a configuration, not ``key=value``.
+
+    Folders of a sweep's parts have an ``=`` too: ``runs/a/seed=0/config.yaml``.
+    """
+    return "=" not in word or (word.endswith(".yaml") and Path(word).is_file())
+
+
 def located(file: str, folders: Sequence[Path]) -> tuple[Path | None, str]:
     """Folder and name for Hydra of a path that was typed; no folder if it is in one of ``folders``.
 

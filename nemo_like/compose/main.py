@@ -11,7 +11,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_like.compose.files import find_file, located
+from nemo_like.compose.files import find_file, is_name, located
 from nemo_like.compose.load import Composed, check_algorithm, compose_raw, store_schema
 from nemo_like.compose.overrides import accept_free_keys, refuse_twice
 from nemo_like.config.run import Algorithm, RunConfig
@@ -142,7 +142,7 @@ def _parse(arguments: Sequence[str], algorithm: Algorithm, config_dir: Path) -> 
         if word.startswith("-"):
             raise UserError(_no_option(word, algorithm.config))
     parsed.overrides += unknown  # words behind an option
-    files = [one for one in parsed.overrides if one.endswith((".yaml", ".yml")) and "=" not in one]
+    files = [one for one in parsed.overrides if one.endswith((".yaml", ".yml")) and is_name(one)]
     parsed.overrides = [one for one in parsed.overrides if one not in files]
     files += parsed.files
     name = parsed.config_name

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_like.compose.files import SHIPPED, find_file, located
+from nemo_like.compose.files import SHIPPED, find_file, is_name, located
 from nemo_like.compose.load import compose_raw
 from nemo_like.compose.overrides import refuse_twice
 from nemo_like.errors import UserError
@@ -40,8 +40,8 @@ class ConfigParser(CommandParser):
 
     def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
         """Folder, name, overrides and the user's folder, for ``compose_raw``; raises UserError."""
-        # Words without "=" are no overrides, but Hydra's ~key deletes one.
-        names = [word for word in options.words if "=" not in word and not word.startswith("~")]
+        # Hydra's ~key deletes an override.
+        names = [word for word in options.words if is_name(word) and not word.startswith("~")]
         if len(names) + (options.config_name is not None) > 1:
             raise UserError(f"{names[-1]} is one config name too many; use {self.usage}.")
         folder = options.config_path or SHIPPED

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.compose.files import is_name
 from nemo_like.compose.load import compose_raw
 from nemo_like.config.model_files import set_trust
 from nemo_like.config.run import RunConfig
@@ -43,8 +44,10 @@ def run(arguments: Sequence[str]) -> None:
     )
     options = parser.parse_intermixed_args(arguments)
     earlier = options.earlier and earlier_run(options.earlier)
-    if earlier and not options.config_name and all("=" in word for word in options.words):
-        options.words += [f"{options.earlier}/config.yaml", "run.dir=null"]  # that folder is full
+    if earlier and not options.config_name and not any(map(is_name, options.words)):
+        options.config_name = f"{options.earlier}/config.yaml"
+        if not any(word.startswith("run.dir=") for word in options.words):
+            options.words.append("run.dir=null")  # that folder is full
     config = parser.load(options, runs=False)
     set_trust(config.policy.trust_remote_code)
     folder = resolve_policy(config, only_config=True)

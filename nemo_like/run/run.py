@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.typed import as_typed
 from nemo_like.errors import UserError
 from nemo_like.observe.console import (
     ROLLOUT_COLUMNS,
@@ -114,7 +115,8 @@ class Run:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            words = ["nemo-like", self._name, str(self.dir / "config.yaml"), f"run.dir={self.dir}"]
+            words = ["nemo-like", self._name, f"{self.dir}/config.yaml"]
+            words += as_typed({"run.dir": str(self.dir)})
             again = shlex.join(words if self.config.evaluates else [*words, "run.resume=true"])
             why, code = note_error(error, again)
             with suppress(OSError):  # the disk may be full
