@@ -15,8 +15,8 @@ from nemo_like.config.model_files import set_trust
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import Algorithm, RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
-from nemo_like.config.section import named_outside
-from nemo_like.config.typed import as_typed, flat
+from nemo_like.config.section import keys_of, named_outside, section_of
+from nemo_like.config.typed import as_typed
 from nemo_like.data.datasets import Row
 from nemo_like.distributed.connection import connect
 from nemo_like.distributed.virtual_cluster import VirtualCluster
@@ -37,6 +37,12 @@ if TYPE_CHECKING:
     from nemo_like.policy.remote_model import RemoteModel
     from nemo_like.policy.worker import PolicyWorker
     from nemo_like.rollout.worker import RolloutWorker
+
+_MEASURED = (
+    *("run.seed", "policy.dtype", "policy.trust_remote_code", "data.", "environment."),
+    *("generation.backend", "generation.max_new_tokens", "generation.stop", "validation."),
+)
+"""Beginnings of keys that change what a validation measures."""
 
 
 @dataclass(kw_only=True)
@@ -104,7 +110,7 @@ def next_command(config: RunConfig, final: str) -> str:
     """A command that uses the model in ``final``: evaluate it, or train on its scores."""
     words = ["nemo-like", "eval", f"policy.model={final}"]
     if isinstance(config, SamplingRunConfig):
-        words += as_typed(flat(_measured_as(config)))
+        words += as_typed(_measured_as(config))
     elif config.scalar_heads:
         words = ["nemo-like", "grpo", "environment.reward=reward_model"]
         words.append(f"environment.reward_model={final}")
@@ -114,15 +120,24 @@ def next_command(config: RunConfig, final: str) -> str:
 
 
 def _measured_as(config: SamplingRunConfig) -> dict[str, Any]:
-    """Settings with which an evaluation scores as the run's validations do."""
-    names = {
-        "policy": {"dtype"},
-        "data": {*type(config.data).model_fields} - {"train", "num_train_rows", "shuffle"},
-        "environment": True,
-        "generation": {"backend", "max_new_tokens", "stop", "stop_token_ids"},
-        "validation": {*type(config.validation).model_fields} - {"every_steps"},
+    """Settings with which an evaluation scores as the run's validations do, by key."""
+    generated = {part.generates for part in config.data.validation_parts}
+    unused = {
+        *("data.train", "data.num_train_rows", "data.shuffle", "validation.every_steps"),
+        *(["data.tasks"] if True not in generated else []),
+        *(["data.columns"] if False not in generated else []),
+        *(["generation.backend"] if config.generation.backend == "replay" else []),
+        *(["generation.max_new_tokens"] if config.validation.max_new_tokens else []),
+        *(["validation.num_generations_per_prompt"] if not config.validation.temperature else []),
     }
-    return config.model_dump(mode="json", exclude_defaults=True, include=names)
+    changed, found = config.model_dump(mode="json", exclude_defaults=True), {}
+    for key, one in keys_of(SamplingRunConfig):
+        if key.startswith(_MEASURED) and key not in unused and section_of(one) is None:
+            value: Any = changed
+            for part in key.split("."):
+                value = value.get(part, {})
+            found |= {key: value} if value != {} else {}
+    return found
 
 
 def launch(algorithm: Algorithm, config: RunConfig, began: float | None = None) -> None:

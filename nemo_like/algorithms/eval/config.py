@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from nemo_like.config.data import REASONING_GYM
 from nemo_like.config.paths import is_checkpoint
 from nemo_like.config.run import Algorithm
 from nemo_like.config.sampling import SamplingLoop, SamplingRunConfig
@@ -150,7 +149,8 @@ class EvalConfig(SamplingRunConfig):
             ),
             (
                 f"data.tasks={self.data.tasks} would have no effect: data.validation is a file.",
-                bool(self.data.tasks) and self.data.validation not in (None, REASONING_GYM),
+                bool(self.data.tasks)
+                and not any(part.generates for part in self.data.validation_parts),
             ),
         ):
             if changed:
