@@ -44,6 +44,10 @@ class Talks:
     def on_validation(self, step, metrics):
         return metrics
 
+class Leaves:
+    def on_end(self, summary):
+        raise OSError("no network")
+
 class Empty:
     pass
 """
@@ -70,6 +74,19 @@ def test_a_callback_hears_of_everything_and_may_end_the_run(ours, tmp_path):
     assert (
         "Ending after step 3 of 9; run.callbacks.notes: step 3" in (folder / "run.log").read_text()
     )
+
+
+def test_a_failure_after_the_end_leaves_the_results_in_the_summary(ours, tmp_path):
+    with pytest.raises(RunError, match="on_end failed: OSError: no network"):
+        run_counter(
+            tmp_path,
+            f"run.callbacks.mine={{callback: '{ours}:Leaves'}}",
+            final="here",
+            next="eval it",
+        )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["final"], summary["exit_code"]) == (4, "here", 1)
+    assert summary["next"].endswith("run.resume=true")
 
 
 def test_early_stopping_waits_for_its_patience_also_over_a_resume(tmp_path):

@@ -57,7 +57,7 @@ def composed(*overrides):
     return compose_config(ROOT / "configs", "sft", [*always, *overrides])
 
 
-def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2, began=None):
+def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2, began=None, **facts):
     """``steps`` steps that add one; ``act`` gets the name of each phase. Returns the model."""
     config = composed(*overrides)
     config = config.replace(run=config.run.replace(dir=str(folder)))
@@ -73,7 +73,7 @@ def run_counter(folder, *overrides, act=lambda phase: None, steps=4, every=2, be
             model.value += 1
             run.log({"train/loss": Metric(float(model.value))})
         act("export")
-        run.finish()
+        run.finish(**facts)
     return model
 
 

@@ -86,6 +86,7 @@ class Run:
         self._histograms: Mapping[str, Sequence[float]] = {}
         self._samples: Sequence[Mapping[str, Any]] = ()
         self._max_steps, self._last_step = 0, self.first_step
+        self._facts: dict[str, Any] = {}
         self._stop = StopRequest()
         samples = isinstance(config, SamplingRunConfig)
         self._progress = Progress(
@@ -120,7 +121,7 @@ class Run:
             again = shlex.join(words if self.config.evaluates else [*words, "run.resume=true"])
             why, code = note_error(error, again)
             with suppress(OSError):  # the disk may be full
-                self._write_summary(self._last_step, error=why, exit_code=code, next=again)
+                self._write_summary(error=why, exit_code=code, next=again)
         self._exit.__exit__(kind, error, trace)
 
     @contextmanager
@@ -235,18 +236,20 @@ class Run:
         """Write ``summary.json``: the run's results, in numbers that it measured itself."""
         self._stop.when_done()
         note_end(self.dir)
-        summary = self._write_summary(max(self.first_step, self._max_steps), **facts)
+        self._last_step = max(self.first_step, self._max_steps)
+        summary = self._write_summary(**facts)
         logger.info("Summary: %s", json.dumps(summary))
         if "final" in summary:
             logger.info("The model is in %s. Next: %s", summary["final"], summary["next"])
         self.callbacks.tell("on_end", summary)
 
-    def _write_summary(self, steps: int, **facts: Any) -> dict[str, Any]:
+    def _write_summary(self, **facts: Any) -> dict[str, Any]:
+        self._facts |= facts
         summary = {
-            "steps": steps,
+            "steps": self._last_step,
             "wall_s": round(self._totals_now()["wall_s"], 1),
             **{name: value for name, value in self._totals.items() if name.startswith("val_")},
-            **facts,
+            **self._facts,
             "model": self.config.policy.model,
             "seed": self.config.run.seed,
         }
@@ -310,10 +313,8 @@ class Run:
             logger.info("Start to the end of the first step: %.1f s (%s)", total, phases)
 
     def _totals_now(self) -> dict[str, float]:
-        wall_s = self._totals["wall_s"] + time.monotonic() - self._start
-        return self._totals | {"wall_s": wall_s}
+        return self._totals | {"wall_s": self._totals["wall_s"] + time.monotonic() - self._start}
 
     def _open_sinks(self) -> Sinks:
-        kept_step = self.logged_step
-        sinks, self.alarms = open_sinks(self.dir, self.config, kept_step)
-        return Sinks([*sinks, self._progress], kept_step if kept_step > 0 else None)
+        sinks, self.alarms = open_sinks(self.dir, self.config, self.logged_step)
+        return Sinks([*sinks, self._progress], self.logged_step if self.logged_step > 0 else None)
