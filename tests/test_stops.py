@@ -143,6 +143,7 @@ def test_a_validation_is_left_for_a_stop_and_made_when_the_run_continues(tmp_pat
     with pytest.raises(StoppedError, match="after step 2 of 4"):
         run_counter(tmp_path / "run", act=at("validate", 2, send(TERM)))
     assert saved(tmp_path / "run") == [2]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
     assert [one["step"] for one in lines(tmp_path / "run")] == [0, 1]
     with pytest.raises(StoppedError, match="before the first step"):
         run_counter(tmp_path / "run", act=at("validate", 1, send(TERM)))

@@ -190,6 +190,7 @@ class Run:
             with self.spans.span("step"):
                 yield step
             unlogged = self._measure(step, validator, validate_every)
+            self._last_step = step
             ends = self._stop.came or self.callbacks.stop or step == max_steps
             if ends or self.saves.is_due(step):
                 numbers = {} if unlogged is not None else self._step_values
@@ -220,10 +221,8 @@ class Run:
     def log(
         self, metrics: Metrics, histograms: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Keep the metrics of the step in progress.
-
-        They are logged, with a validation's, when its body has ended. A second call replaces the
-        first.
+        """Keep the metrics of the step in progress, to be logged with a validation's when its body
+        has ended. A second call replaces the first.
         """
         self._step_metrics, self._histograms = metrics, histograms or {}
 
