@@ -91,6 +91,7 @@ FP8_CACHE = {"engine_kwargs": {"kv_cache_dtype": "fp8"}}
         ({"quantization": "fp8", "importance": "none"}, "loss.importance=none does not correct"),
         (FP8_CACHE | {"importance": "none"}, "kv_cache_dtype .* set truncate or mask"),
         ({"quantization": "fp8", "dtype": "float32"}, "needs policy.dtype=bfloat16"),
+        (FP8_CACHE | {"dtype": "float32"}, "kv_cache_dtype needs policy.dtype=bfloat16"),
         ({"quantization": "fp8", "lora": {"rank": 4, "refit": "adapters"}}, "set merged"),
         ({"quantization": "fp8", "backend": "hf"}, "generation.backend=vllm does"),
     ],

@@ -148,11 +148,9 @@ class GenerationConfig(Section):
                 remedy = "set truncate or mask" if importance else "leave it out"
                 what = "loss.importance=none" if importance else "this run"
                 yield f"{key} samples in 8 bits, for which {what} does not correct; {remedy}."
-        if self.quantization is None:
-            return
-        if run.policy.dtype == "float32":
-            yield f"{found[0]} needs policy.dtype=bfloat16 or float16; set one of them."
-        if run.policy.lora.rank and run.policy.lora.refit == "adapters":
+            if run.policy.dtype == "float32":
+                yield f"{key} needs policy.dtype=bfloat16 or float16; set one of them."
+        if self.quantization and run.policy.lora.rank and run.policy.lora.refit == "adapters":
             yield f"{found[0]} does not go with policy.lora.refit=adapters; set merged."
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
