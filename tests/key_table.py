@@ -178,7 +178,11 @@ TRAINING = [
     *seen(trained, "policy.debug.metrics=true"),
     *seen(trained, "policy.debug.hang_report_s=100"),
     *seen(trained, "policy.debug.profile_steps=[1]"),
-    *seen(trained, "policy.debug.profile_ranks=[1]", beside="policy.debug.profile_steps=[1]"),
+    *seen(
+        trained,
+        "policy.debug.profile_ranks=[1]",
+        beside=f"{_RANKS} policy.debug.profile_steps=[1]",
+    ),
 ]
 
 LOGITS = seen(trained, "policy.logprob_chunk_tokens=8") + seen(

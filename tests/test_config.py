@@ -344,6 +344,10 @@ def test_ddp_keeps_its_parameters_on_the_gpu():
         (["policy.debug.hang_report_s=0"], "hang_report_s=0 must be above 0"),
         (["policy.debug.profile_steps=[99]"], "the run ends at optimizer step 40, before 99"),
         (["policy.debug.profile_ranks=[1]"], "policy.debug.profile_steps is empty"),
+        (
+            ["policy.debug.profile_ranks=[0,7]", "policy.debug.profile_steps=[1]"],
+            "policy.debug.profile_ranks=[0, 7] must be ranks of the policy, which has 1,",
+        ),
         (["policy.debug.hang_report_s=1800"], "must be below cluster.call_timeout_s=1800"),
     ],
 )

@@ -60,6 +60,12 @@ def _broken_rules(config: RunConfig, sizes: ParallelSizes, plan: ResourcePlan) -
             "policy.debug.checks=true would have no effect: the policy has one rank; use more "
             "workers."
         )
+    debug, last = config.policy.debug, sizes.num_ranks - 1
+    if debug.profile_steps and not 0 <= max(debug.profile_ranks, default=-1) <= last:
+        yield (
+            f"policy.debug.profile_ranks={debug.profile_ranks} must be ranks of the policy, which "
+            f"has {last + 1}, counted from 0; set [0] or some up to {last}."
+        )
     replicas = len(plan.generation)
     if isinstance(config, SamplingRunConfig) and config.loop.num_prompts_per_step < replicas:
         yield (
