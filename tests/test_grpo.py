@@ -41,7 +41,8 @@ def test_a_run_leaves_everything_that_it_promises(straight):
     assert summary["generation_backend"] == "hf"
     assert summary["final"] == str(straight / "final")
     assert summary["next"] == (
-        f"nemo-like eval policy.model={straight}/final generation.backend=hf"
+        f"nemo-like eval policy.model={straight}/final generation.backend=hf "
+        "generation.max_new_tokens=32 data.num_validation_rows=8"
     )
     log = (straight / "run.log").read_text()
     assert f"The model is in {straight}/final. Next: nemo-like eval" in log

@@ -94,9 +94,14 @@ def find_alarms(rows: Iterable[Row], settings: Mapping[str, Any]) -> list[Alarm]
     return [alarm for row in rows for alarm in alarms.add(row)]
 
 
+def _is_learned(last: _Steps) -> bool:
+    """Whether completions earn nearly the most that any of them does: then they may be alike."""
+    return last.mean("rollout/reward") >= 0.95 * last.mean("rollout/reward_max") > 0
+
+
 def _groups_without_signal(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
     share = last.mean("rollout/zero_variance_share")
-    if not share >= 0.95 or last.mean("rollout/reward_std") == 0:
+    if not share >= 0.95 or last.mean("rollout/reward_std") == 0 or _is_learned(last):
         return None
     remedy = "sample others in their place with grpo.dynamic_sampling=true"
     if settings.get("grpo.dynamic_sampling"):
@@ -121,7 +126,7 @@ def _equal_rewards(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str 
 
 def _entropy_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
     before, now = first.mean("policy/entropy"), last.mean("policy/entropy")
-    if not (now < 0.01 and now < before / 10):
+    if not (now < 0.01 and now < before / 10) or _is_learned(last):
         return None
     return (
         f"the policy's entropy fell from {before:.3g} to {now:.3g}, so completions of a "
