@@ -398,7 +398,7 @@ async def run(row, base_url, api_key):
 def test_a_call_after_the_end_is_refused(chat, tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     told = tmp_path / "told"
-    scripts = [str(told), "0.9"]  # the second one lets the first one's task run on
+    scripts = [str(told), str(tmp_path / "too")]  # the second lets the first one's task run on
 
     found = conversations(chat, scripts, name=f"{tmp_path}/late.py:run", linger_s=1.5)
     assert [one.result.reward for one in found] == [1.0, 1.0]
