@@ -502,7 +502,12 @@ EVAL = [
     *ANY_RUN,
     *refused("SIGTERM ends it at once", "run.stop_grace_s=5"),
     *ENGINES,
-    *_EXACT,
+    *proven(
+        "tests/test_quantization.py::"
+        "test_an_evaluation_may_sample_in_8_bits_and_distillation_may_not",
+        "generation.quantization=fp8",
+        beside="policy.dtype=bfloat16",
+    ),
     *CONTEXT_AND_TENSOR[:2],
     *PIPELINE[:1],
     *refused("an evaluation trains nothing", *_NOTHING_TRAINS.split()),
