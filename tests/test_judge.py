@@ -143,7 +143,7 @@ def test_a_failure_of_the_server_is_tried_again_and_a_refusal_is_not(server):
 def test_processes_share_the_requests_that_may_be_under_way(server):
     found_by, url = server
     config = environment(url, max_requests=8, num_processes=2, timeout_s=30.0)
-    scripts = [f"wait 0.05{n:02}" for n in range(64)]
+    scripts = [f"wait 0.3{n:02}" for n in range(64)]
     pools = []
 
     def one_engine(half):
