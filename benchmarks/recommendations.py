@@ -25,7 +25,7 @@ from nemo_like.viewer.runs import RunFolder, find_runs, mean_phases
 
 _REWARDS = Path(__file__).with_name("faulty_rewards.py")
 _SMALL = (
-    *("generation.backend=hf", "logging.console=plain"),
+    "generation.backend=hf",
     *("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "grpo.max_steps=30"),
     *("validation.every_steps=0", "checkpoint.export=false", "generation.max_new_tokens=64"),
 )

@@ -130,7 +130,7 @@ def run(folder: Path, steps: int, overrides: Sequence[str]) -> None:
     Sinks.log = some
     ours = [f"run.dir={folder}", f"grpo.max_steps={steps}", "validation.every_steps=0"]
     ours += [f"generation.backend={Path(__file__).resolve()}:ENGINE", "checkpoint.export=false"]
-    config = compose_config(SHIPPED, "grpo", [*ours, "logging.console=plain", *overrides])
+    config = compose_config(SHIPPED, "grpo", [*ours, *overrides])
     launch(registry.find("grpo"), config)
 
 

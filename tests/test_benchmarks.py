@@ -25,6 +25,8 @@ from grpo_table import accuracies, floor_times, medians, steps_of, table
 from recommendations import CASES
 from workloads import WORKLOADS, coin, count_parameters, make_rows, prepare, read_rows, reward
 
+from nemo_like.compose import registry
+from nemo_like.config.section import keys_of
 from nemo_like.observe.alarms import find_alarms
 from tests.test_alarms import FAULTS, SETTINGS, faulty
 
@@ -316,3 +318,14 @@ def test_scripts_import_what_the_package_has():
                 module = importlib.import_module(node.module)
                 for name in node.names:
                     assert hasattr(module, name.name), f"{script.name}: {ast.unparse(node)}"
+
+
+def test_scripts_set_keys_that_exist():
+    schemas = [registry.find(name).config for name in registry.names()]
+    known = {key for schema in schemas for key, _ in keys_of(schema)}
+    sections = {key.partition(".")[0] for key in known}
+    scripts = {*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*.sh")}
+    for script in scripts - {ROOT / "benchmarks" / "grpo_verl.py"}:  # those keys are verl's
+        for key in re.findall(r"""(?<=["' (])([a-z]+(?:\.[a-z0-9_]+)+)=""", script.read_text()):
+            if key.partition(".")[0] in sections:
+                assert key in known, f"{script.name}: {key}"
