@@ -17,20 +17,11 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig
-from workloads import SHAPES, WORKLOADS
+from workloads import SHAPES, SMOLLM2, WORKLOADS
 
 from nemo_like.generation.graph.engine import GraphEngine
 from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
 
-SMOLLM2 = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
 PROMPT_TOKENS = 60
 
 

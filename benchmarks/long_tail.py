@@ -1,4 +1,4 @@
-"""vLLM whose completions have log-normal lengths, at most ten times the median.
+"""Run vLLM with log-normal completion lengths, at most ten times the median.
 
     python benchmarks/grpo.py --workload qwen1.5b --only ours \
         generation.backend=benchmarks/long_tail.py:KIND generation.max_new_tokens=1024

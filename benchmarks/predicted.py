@@ -1,12 +1,11 @@
-"""What ``nemo-like plan`` predicts beside what the records in ``results/`` measured.
+"""Compare what ``nemo-like plan`` predicts with the records in ``results/``.
 
     python benchmarks/predicted.py
 
 One line for each record and phase: predicted and measured seconds, and their ratio. Memory is
-compared by ``tests/test_plan.py``. Not predicted are the steps of records whose kind is no GRPO run
-(SFT, DPO, PPO, distillation), that others shared the GPU with (``*-smollm2-h200.metrics.jsonl``),
-of other contenders, on a CPU, and the starts of runs, which depend on what was cached: the same
-command took 49 to 151 s.
+compared by ``tests/test_plan.py``. It leaves out other algorithms than GRPO, runs that shared their
+GPU (``*-smollm2-h200.metrics.jsonl``), other contenders, runs on a CPU, and starts, which depend on
+what was cached: the same command took 49 to 151 s.
 """
 
 import json
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workloads import SHAPES, read_rows
+from workloads import SHAPES, SMOLLM2, read_rows
 
 from nemo_like.compose.load import compose_config
 from nemo_like.config.optimizer import OptimizerConfig
@@ -38,15 +37,6 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 STEPS = ("grpo-h200", "peers-h200", "scaling-h200", "learning-h200", "learning-225-steps-h200")
 PROMPT_TOKENS = 50
 """Of the workloads' prompts, by their tokenizer."""
-SMOLLM2 = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
 _OF_THE_MACHINE = ("run.", "data.", "environment.", "logging.", "policy.model=", "validation.")
 
 

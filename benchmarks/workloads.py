@@ -53,6 +53,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+"""The shape of SmolLM2-135M, a Llama, whose weights are real."""
 ONE_GPU = (
     "cluster.gpus_per_node=1",
     "policy.dtype=bfloat16",
