@@ -109,14 +109,9 @@ class Sampler:
         most = len(self._slots)
         self._sizes = [*(size for size in SIZES if size < most), most]
 
-    @property
-    def rows(self) -> list[Row]:
-        """All that have not ended."""
-        return [*self._running, *self.waiting]
-
     def clear(self) -> list[Row]:
         """Give up all rows, which are returned."""
-        rows = self.rows
+        rows = [*self._running, *self.waiting]
         self._release(self._running)
         self._running, self.waiting = [], deque()
         return rows
