@@ -4,7 +4,8 @@
 
 For verl 0.9.1, which must be installed with its flash-attn. Settings are for speed on one GPU that
 has the memory: float32 master weights and bfloat16 compute, packed rows, dynamic micro-batches, the
-engine awake beside the trainer (large workloads: asleep, with checkpointing), and logprobs of the
+engine awake beside the trainer (large workloads: asleep, with checkpointing and the optimizer's
+states on the host), and logprobs of the
 engine as those of the old policy, as this project has it, so that no pass is made for them.
 
 verl looks for a finished rollout every two seconds, which no setting reaches. ``--poll`` sets
@@ -93,6 +94,7 @@ def verl_settings(workload: Workload, inputs: Inputs, args: argparse.Namespace) 
         f"{actor}.fsdp_config.model_dtype=fp32",
         f"{actor}.fsdp_config.dtype=bfloat16",
         f"{actor}.fsdp_config.reshard_after_forward={large}",
+        f"{actor}.fsdp_config.optimizer_offload={large}",
         f"{actor}.ppo_mini_batch_size={workload.num_prompts}",
         f"{actor}.ppo_epochs=1",
         f"{actor}.use_dynamic_bsz=true",

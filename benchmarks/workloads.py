@@ -43,6 +43,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
+    "qwen2.5-14b": {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -69,6 +78,13 @@ ONE_GPU = (
     "policy.compile=true",
     "policy.parallel.reshard_after_forward=false",
     "generation.sleep=false",
+)
+LARGE = (
+    "cluster.gpus_per_node=1",
+    "policy.dtype=bfloat16",
+    "policy.compile=true",
+    "policy.activation_checkpointing=full",
+    "policy.logprob_chunk_tokens=4096",
 )
 
 
@@ -148,14 +164,33 @@ WORKLOADS = {
             reward="coin",
             trl_rows=8,
             is_large=True,
-            overrides=(
-                "cluster.gpus_per_node=1",
-                "policy.dtype=bfloat16",
-                "policy.compile=true",
-                "policy.activation_checkpointing=full",
-                "policy.micro_batch_tokens=16384",
-                "policy.logprob_chunk_tokens=4096",
-            ),
+            overrides=(*LARGE, "policy.micro_batch_tokens=16384"),
+        ),
+        Workload(
+            name="qwen14b-lora",
+            model=f"qwen2.5-14b{RANDOM}",
+            num_prompts=16,
+            num_generations=8,
+            max_new_tokens=512,
+            lr=1e-5,
+            steps=10,
+            reward="coin",
+            trl_rows=8,
+            is_large=True,
+            overrides=(*LARGE, "policy.micro_batch_tokens=16384", "policy.lora.rank=16"),
+        ),
+        Workload(
+            name="qwen7b-long",
+            model=f"qwen2.5-7b{RANDOM}",
+            num_prompts=2,
+            num_generations=8,
+            max_new_tokens=8192,
+            lr=1e-6,
+            steps=10,
+            reward="coin",
+            trl_rows=1,
+            is_large=True,
+            overrides=(*LARGE, "policy.micro_batch_tokens=17408"),  # two rows
         ),
         Workload(
             name="learning",
@@ -331,7 +366,7 @@ def make_random_model(shape: str, folder: Path) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = AutoConfig.for_model("qwen2", **SHAPES[shape], **ends, max_position_embeddings=4096)
+    config = AutoConfig.for_model("qwen2", **SHAPES[shape], **ends, max_position_embeddings=16384)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # seconds, not minutes
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
