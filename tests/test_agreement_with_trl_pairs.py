@@ -165,7 +165,7 @@ def pairs(tiny_model, tmp_path):
     return lambda **rows: Pairs(tiny_model(), tmp_path, **rows)
 
 
-SIGMOID, IPO, HINGE = get_args(PreferenceKind)
+SIGMOID, IPO, HINGE, ROBUST = get_args(PreferenceKind)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ SIGMOID, IPO, HINGE = get_args(PreferenceKind)
         ("hinge", {}, {"kind": HINGE}),
         ("ipo", {}, {"kind": IPO, "length_normalized": True}),
         ("sigmoid_norm", {}, {"length_normalized": True}),
-        ("robust", {"label_smoothing": 0.2}, {"label_smoothing": 0.2, "robust": True}),
+        ("robust", {"label_smoothing": 0.2}, {"label_smoothing": 0.2, "kind": ROBUST}),
     ],
 )
 def test_dpo_is_that_of_trl(pairs, loss_type, their_config, our_config):

@@ -372,7 +372,6 @@ TOKENIZER_ERRORS = [
         "generation.max_new_tokens=5000 does not fit the model's context",
     ),
     ("data.train=long.jsonl environment.reward=rewards.py:raises", "the prompt of row 0 has"),
-    ("generation.stop_token_ids=[99999]", "stop_token_ids: 99999 is not a token of the model's"),
 ]
 
 

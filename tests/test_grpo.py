@@ -205,7 +205,7 @@ def same_steps(steps, straight):
     ids=lambda overrides: overrides[-1],
 )
 def test_every_placement_and_transport_takes_the_same_steps(tmp_path, straight_steps, overrides):
-    same_steps(run(tmp_path, "grpo.max_steps=2", "refit.bucket_mib=1", *overrides), straight_steps)
+    same_steps(run(tmp_path, "grpo.max_steps=2", *overrides), straight_steps)
 
 
 EARLY_LOGPROBS = ["loss.kl_coef=0.1", "loss.kl_in=reward"]

@@ -81,11 +81,12 @@ def server():
         yield found
 
 
-def environment(url, timeout_s=6.0, num_processes=1, **judge):
+def environment(url, timeout_s=6.0, num_processes=1, rows_at_once=None, **judge):
     return EnvironmentConfig(
         reward="judge",
         timeout_s=timeout_s,
         num_processes=num_processes,
+        rows_at_once=rows_at_once,
         judge=JudgeConfig(url=url, model="judge-1", **judge),
     )
 
@@ -110,8 +111,6 @@ def test_a_verdict_is_the_last_score_in_the_judges_words(server):
     found = judged(environment(url), *scripts)
     assert [one.reward for one in found] == [0.7, 0.25, 0.0]
     assert [one.metrics["judge_requests"] for one in found] == [1, 1, 1]
-    found = judged(environment(url, highest=2), "Score: 0.5")
-    assert found[0].reward == 0.25
     words = environment(url, pattern=r"\b([ABC])\b", verdicts={"A": 1.0, "B": 0.0})
     found = judged(words, "It is A", "not A but B", "C", "?")
     assert [one.reward for one in found] == [1.0, 0.0, None, None]
@@ -142,7 +141,7 @@ def test_a_failure_of_the_server_is_tried_again_and_a_refusal_is_not(server):
 
 def test_processes_share_the_requests_that_may_be_under_way(server):
     found_by, url = server
-    config = environment(url, max_requests=8, num_processes=2, timeout_s=30.0)
+    config = environment(url, rows_at_once=2, num_processes=2, timeout_s=30.0)
     scripts = [f"wait 0.3{n:02}" for n in range(64)]
     pools = []
 
@@ -156,8 +155,8 @@ def test_processes_share_the_requests_that_may_be_under_way(server):
         thread.join()
     assert [one.reward for pool in pools for one in pool] == [0.5] * 64
     assert 6 <= found_by.most_open <= 8
-    with pytest.raises(UserError, match="max_requests=8 is less than the 10 reward processes"):
-        judged(config, num_engines=5)
+    with pytest.raises(UserError, match="less than the 34 reward processes"):
+        judged(environment(url, num_processes=2), num_engines=17)
 
 
 def test_a_judge_that_hangs_or_is_down_costs_its_rows_in_time(server):
@@ -177,7 +176,7 @@ def test_a_judge_that_hangs_or_is_down_costs_its_rows_in_time(server):
 def test_a_template_has_the_row_and_only_the_named_key_is_sent(server, monkeypatch, tmp_path):
     found_by, url = server
     monkeypatch.setenv("OPENAI_API_KEY", "secret-a")
-    monkeypatch.setenv("JUDGE_KEY", "secret-b")
+    monkeypatch.setenv("JUDGE_API_KEY", "secret-b")
     path = tmp_path / "template.j2"
     path.write_text("{{ answer }} or {{ completion }}?{% for m in messages %}{{ m }}{% endfor %}")
     monkeypatch.chdir(tmp_path)
@@ -191,12 +190,13 @@ def test_a_template_has_the_row_and_only_the_named_key_is_sent(server, monkeypat
         "messages": [{"role": "user", "content": "42 or SAY Score: 1 END?"}],
         "temperature": 0,
     }
-    judged(environment(url, key_variable="JUDGE_KEY"), "Score: 1")
+    judged(environment(url).replace(pass_variables=["JUDGE_API_KEY"]), "Score: 1")
     assert found_by.keys == [None, "Bearer secret-b"]
     [lacks] = judged(config, "Score: 1")
     assert "the row lacks answer, which judge needs" in str(lacks.error)
-    with pytest.raises(UserError, match="ABSENT_KEY is not set where the engines run"):
-        judged(environment(url, key_variable="ABSENT_KEY"))
+    monkeypatch.delenv("JUDGE_API_KEY")
+    with pytest.raises(UserError, match="JUDGE_API_KEY is not set where the engines run"):
+        judged(environment(url).replace(pass_variables=["JUDGE_API_KEY"]))
     assert "secret" not in json.dumps(config.model_dump())
 
 
@@ -222,7 +222,6 @@ def test_a_judge_scores_among_others_by_weight(server, tmp_path):
         ("{url: 'http://x', model: a, pattern: yes}", r"pattern=yes has no group"),
         ("{url: 'http://x', model: a, pattern: '('}", "is no regular expression"),
         ("{url: 'http://x', model: a, template: none.j2}", "neither a file nor a template"),
-        ("{url: 'http://x', model: a, highest: 0}", "judge.highest=0 must be above 0"),
     ],
 )
 def test_a_judge_that_cannot_be_asked_is_refused(keys, message):
@@ -231,5 +230,5 @@ def test_a_judge_that_cannot_be_asked_is_refused(keys, message):
 
 
 def test_keys_of_the_judge_are_refused_without_one():
-    with pytest.raises(UserError, match=r"judge\.max_requests=5 would have no effect"):
-        check(small_config("never", "environment.judge.max_requests=5"))
+    with pytest.raises(UserError, match=r"judge\.url=a would have no effect"):
+        check(small_config("never", "environment.judge.url=a"))

@@ -168,7 +168,7 @@ def test_groups_that_take_the_place_of_others_do_not_raise_the_lag():
         return batch.rows[keys.GROUP_IDS] % 2 == 1
 
     for step in range(1, 8):
-        groups = trained(source, replicas, step, odd, 4)
+        groups = trained(source, replicas, step, odd)
         assert len(groups) == 4
         assert all(step - replicas.began[group] <= 1 for group in groups)
 
@@ -314,7 +314,7 @@ def test_the_bound_is_in_steps_also_where_the_critic_trains_alone_at_first():
     config = PPOConfig(
         ppo=PPOSection(max_steps=4, num_critic_warmup_steps=2),
         rollout=CONFIG.rollout.replace(max_lag=1),
-        run=CONFIG.run.replace(self_check=False),
+        mismatch=CONFIG.mismatch.replace(action="ignore"),
     )
     check_sampled(config, rows_of_versions(1, 0), 1, 4)  # pyright: ignore
     with pytest.raises(RunError, match="a refit was missed"):

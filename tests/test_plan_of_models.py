@@ -120,9 +120,6 @@ def test_the_plan_has_every_model_and_their_sum_where_they_share_bundles(capsys)
     ppo = plan_lines(capsys, "ppo")
     assert total(ppo, "of a critic rank, embedded") < total(ppo, "of a policy rank")
     assert "together: 0.212 GiB in the policy's train, beside what lasts of the critic" in ppo
-    apart = plan_lines(capsys, "ppo", "critic.num_workers=1", "cluster.cpu_workers_per_node=2")
-    assert "of a critic rank" in apart
-    assert "together" not in apart
     taught = plan_lines(capsys, "distillation", "teacher.model=embedded")
     assert total(taught, "of a teacher rank, embedded") < 0.2 * total(taught, "of a policy rank")
     assert "beside what lasts of the teacher" in taught

@@ -12,6 +12,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_like.algorithms.processes import policy_group
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
@@ -25,7 +26,6 @@ from nemo_like.errors import RunError, WaitTimeoutError
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_resources
-from nemo_like.policy.process import policy_group
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.refit.ipc import IpcLink

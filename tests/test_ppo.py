@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from nemo_like.algorithms.ppo import loop as ppo
 from nemo_like.algorithms.ppo.config import CriticConfig, PPOConfig, PPOSection
 from nemo_like.algorithms.ppo.loop import find_critic
+from nemo_like.algorithms.processes import policy_group
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.compose.load import check, compose_config
@@ -22,7 +23,6 @@ from nemo_like.errors import UserError
 from nemo_like.losses.advantages import Moments
 from nemo_like.losses.value import TokenAdvantages, WhitenedAdvantages
 from nemo_like.planning.resources import plan_resources
-from nemo_like.policy.process import policy_group
 from nemo_like.policy.remote_model import RemoteModel
 from tests.conftest import build_model
 from tests.key_loops import Ranks, looped
@@ -279,14 +279,9 @@ def test_without_a_critic_it_is_reinforce_with_kl_in_each_tokens_reward(tmp_path
     assert not (tmp_path / "final_critic").exists()
 
 
-@pytest.mark.parametrize(
-    "apart",
-    [pytest.param((), marks=pytest.mark.full), ("critic.num_workers=1",)],
-    ids=["shared", "apart"],
-)
-def test_two_workers_take_the_steps_of_one(tmp_path, straight, apart):
-    """Two ranks of each model, or one rank of each on bundles of their own."""
-    steps = run(tmp_path, "ppo.max_steps=2", *FULL, "cluster.cpu_workers_per_node=2", *apart)
+def test_two_workers_take_the_steps_of_one(tmp_path, straight):
+    """Two ranks of each model."""
+    steps = run(tmp_path, "ppo.max_steps=2", *FULL, "cluster.cpu_workers_per_node=2")
     for step in (1, 2):
         for name, value in numbers(straight.steps[step]).items():
             if name.startswith(("rollout/", "train/", "critic/")):
@@ -331,11 +326,6 @@ def test_stop_and_resume_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, str
         ("critic.model=./nowhere", "critic.model=./nowhere: no such folder"),
         ("loss.kl_in=reward", "loss.kl_coef is 0"),
         ("critic.enabled=false", "ppo.lam=0.95 weighs values"),
-        ("critic.num_workers=1", "critic.num_workers=1 must leave at least one of the 1 workers"),
-        (
-            "critic.enabled=false ppo.lam=1 critic.num_workers=1 cluster.cpu_workers_per_node=2",
-            "critic.num_workers=1 would have no effect: critic.enabled=false",
-        ),
         (
             "critic.enabled=false ppo.lam=1 critic.lr=1e-3",
             "critic.lr=0.001 would have no effect: critic.enabled=false",

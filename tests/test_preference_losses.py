@@ -25,7 +25,7 @@ from nemo_like.losses.value import ValueLoss, explained_variance
 from nemo_like.observe.metrics import merge, values
 from tests.small_runs import accept
 
-SIGMOID, IPO, HINGE = get_args(PreferenceKind)
+SIGMOID, IPO, HINGE, ROBUST = get_args(PreferenceKind)
 NAN = math.nan
 
 
@@ -85,9 +85,7 @@ def test_sigmoid_loss_by_margin(margin, beta, expected):
         ({"label_smoothing": 0.25}, 2.0, 0.75 * 0.598139 + 0.25 * 0.798139, None),
         ({"kind": HINGE, "label_smoothing": 0.25}, 2.0, 0.9, -0.05),
         ({"kind": IPO, "label_smoothing": 0.25}, 2.0, 19.0, -1.0),
-        ({"label_smoothing": 0.25, "robust": True}, 2.0, 0.498139, None),
-        ({"kind": HINGE, "label_smoothing": 0.25, "robust": True}, 2.0, 0.6, -0.2),
-        ({"kind": IPO, "label_smoothing": 0.25, "robust": True}, 2.0, -11.0, -16.0),
+        ({"kind": ROBUST, "label_smoothing": 0.25}, 2.0, 0.498139, None),
     ],
     ids=str,
 )
@@ -99,13 +97,12 @@ def test_pair_loss_by_hand(config, margin, expected, slope):
         assert torch.autograd.grad(loss, margin)[0].item() == pytest.approx(slope, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", get_args(PreferenceKind))
-def test_the_robust_loss_over_wrong_labels_is_the_loss_of_right_ones(kind):
+def test_the_robust_loss_over_wrong_labels_is_the_loss_of_right_ones():
     share = 0.2
-    noisy = PreferenceLossConfig(kind=kind, label_smoothing=share, robust=True)
+    noisy = PreferenceLossConfig(kind=ROBUST, label_smoothing=share)
     margin = torch.tensor([-3.0, 0.5, 4.0])
     expected = (1 - share) * pair_loss(margin, noisy) + share * pair_loss(-margin, noisy)
-    assert torch.allclose(expected, pair_loss(margin, PreferenceLossConfig(kind=kind)), atol=1e-5)
+    assert torch.allclose(expected, pair_loss(margin, PreferenceLossConfig()), atol=1e-5)
 
 
 # Preference pairs.
@@ -315,7 +312,6 @@ LOSSES = {
     for kind in get_args(PreferenceKind)
 } | {
     "simpo": preference(reference_free=True, length_normalized=True, target_margin=0.4),
-    "robust": preference(label_smoothing=0.1, robust=True),
     "reward_model": reward_model(center_coef=0.1, label_smoothing=0.1),
     "value": ValueLoss(ValueLossConfig(clip=0.2)),
 }
@@ -428,7 +424,7 @@ def distillation_run(**loss):
         (dpo_run(beta=0.0), "loss.beta=0.0 must be above 0"),
         (dpo_run(sft_coef=-1.0), "loss.sft_coef=-1.0 must be"),
         (dpo_run(label_smoothing=0.5), "must be in [0, 0.5); if most"),
-        (dpo_run(robust=True), "loss.robust=true would have no effect: loss.label_smoothing is 0"),
+        (dpo_run(kind=ROBUST), "loss.kind=robust would be sigmoid: set loss.label_smoothing too"),
         (
             dpo_run(kind=IPO, target_margin=0.5),
             "loss.target_margin=0.5 would have no effect: loss.kind=ipo aims at",
@@ -455,7 +451,7 @@ def test_what_cannot_work_or_has_no_effect_is_refused_by_name(given, message):
     ("schema", "sections"),
     [
         dpo_run(),
-        dpo_run(kind=HINGE, target_margin=0.5, label_smoothing=0.1, robust=True),
+        dpo_run(kind=HINGE, target_margin=0.5, label_smoothing=0.1),
         reward_model_run(),
         ppo_run(),
         ppo_run(clip=None),

@@ -131,7 +131,7 @@ def test_prompts_sampled_in_place_of_others_have_numbers_and_seeds_of_their_own(
     def odd(batch):
         return batch.rows[keys.GROUP_IDS] % 2 == 1
 
-    batch, metrics = source.next_batch(1, odd, 4)
+    batch, metrics = source.next_batch(1, odd)
     first, second, third = replicas.rounds
     assert [len(tasks) // 2 for tasks in replicas.rounds] == [4, 2, 2]  # 4, then what is missing
     assert {task.group for task in second} == {4, 5}
@@ -171,7 +171,7 @@ def test_a_round_whose_rewards_all_fail_is_a_part_of_its_step(tmp_path):
         return results
 
     replicas.scatter = failing
-    source.next_batch(1, lambda batch: batch.rows[keys.GROUP_IDS] > 0, 2)
+    source.next_batch(1, lambda batch: batch.rows[keys.GROUP_IDS] > 0)
     (record,) = map(json.loads, (tmp_path / FILE).read_text().splitlines())
     assert (record["failed"], record["of"], record["reasons"]) == (2, 10, {"late": 2})
 
@@ -199,7 +199,7 @@ def test_of_more_groups_than_a_step_takes_the_first_are_kept():
     def all_but_the_first(batch):
         return batch.rows[keys.GROUP_IDS] > 0
 
-    batch, _ = source.next_batch(1, all_but_the_first, 4)
+    batch, _ = source.next_batch(1, all_but_the_first)
     assert sorted(set(batch.rows[keys.GROUP_IDS].tolist())) == [1, 2, 3, 4]
 
 

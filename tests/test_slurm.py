@@ -83,7 +83,6 @@ def submitted(
         batch = {
             "time": "30",
             "requeue": True,
-            "signal_before_s": 120,  # half of it is for the step and its checkpoint
             "setup": f"{SETUP} STEPS={steps}",
         }
         sections = {

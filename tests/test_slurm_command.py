@@ -217,7 +217,6 @@ REFUSED = [
     ({"container": "x", "mounts": ["/a:/b,/c:/d"]}, "must be /outside:/inside"),
     ({"container": ""}, "container='': empty text has no meaning here"),
     ({"requeue": True}, "needs run.resume=true and run.dir"),
-    ({"signal_before_s": 60}, "requeue=false lets the job end with its time"),
     ({"extra": ["hello"]}, "extra='hello' must be an option of sbatch"),
     ({"extra": ["--comment=it's"]}, 'extra="--comment=it\'s": No closing quotation'),
     ({"extra": ["--nodes=3"]}, "cluster.num_nodes decides that"),
@@ -270,8 +269,8 @@ def test_a_requeued_job_must_find_its_own_checkpoints():
     run, checkpoint = RunSection(dir="runs/mine", resume=True), CheckpointConfig(every_minutes=0)
     assert "needs checkpoint.every_steps or every_minutes" in refusal()
     checkpoint = CheckpointConfig(every_minutes=0, every_steps=5)
-    assert "signal_before_s=120 leaves nothing of cluster.slurm.time=0:02:00" in refusal(
-        time="0:02:00"
+    assert "cluster.slurm.time=0:02:00 leaves nothing for the run, which is stopped 120 s" in (
+        refusal(time="0:02:00")
     )
     fits = job(requeue=True, time="0:02:01").config
     check(fits.replace(run=run, checkpoint=checkpoint))

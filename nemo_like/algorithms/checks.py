@@ -1,6 +1,6 @@
 """What a step's batch and metrics must pass, and what is said of them.
 
-``run.self_check=false`` turns off the comparisons of the first steps.
+``mismatch.action=ignore`` turns off the comparisons of the first steps.
 """
 
 import logging
@@ -38,7 +38,7 @@ def check_sampled(
     """Check a batch; the first ones of an execution more thoroughly."""
     lag = config.max_lag * config.loop.num_updates
     check_versions(batch, range(weight_version - lag, weight_version + 1))
-    if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
+    if config.mismatch.action != "ignore" and num_made <= NUM_CHECKED_STEPS:
         check_seeds(batch)
 
 
@@ -95,10 +95,10 @@ class MismatchCheck:
 def mismatch_check(config: SamplingRunConfig, num_made: int) -> MismatchCheck:
     """What the ``num_made``-th step of an execution must pass before its optimizer step."""
     limits: list[MismatchLimit] = []
-    if config.run.self_check and num_made <= NUM_CHECKED_STEPS:
+    if config.mismatch.action != "ignore" and num_made <= NUM_CHECKED_STEPS:
         remedy = (
             "Self-check failed: either the refit is wrong or the engine computes this model in "
-            "another way; run.self_check=false goes on regardless."
+            "another way; mismatch.action=ignore goes on regardless."
         )
         limits.append(MismatchLimit("mismatch/mean_abs", usual_mean_mismatch(config), remedy))
         if not config.generation.samples_in_8_bits:
@@ -129,7 +129,8 @@ def usual_mean_mismatch(config: SamplingRunConfig) -> float:
 def warn_of_mismatch(config: SamplingRunConfig, metrics: Metrics) -> None:
     """Warn if a step's mismatch is above the limit."""
     mismatch, limit = metrics.get("mismatch/mean_abs"), max_mean_mismatch(config)
-    if mismatch is not None and not mismatch.value <= limit:
+    ignored = mismatch is None or config.mismatch.action == "ignore"
+    if not ignored and not mismatch.value <= limit:
         logger.warning(
             "The logprobs of generation and policy differ by %.3g on average (limit %.3g, "
             "mismatch.max_mean_abs); mismatch.action=%s.",
@@ -199,7 +200,7 @@ def check_ratios(config: SamplingRunConfig, metrics: Metrics, num_made: int) -> 
     ``metrics`` are that update's; without a logprob pass before it they have no ratio.
     """
     ratio, dtype = metrics.get("train/max_log_ratio"), config.policy.dtype
-    if not config.run.self_check or num_made > 1 or ratio is None:
+    if config.mismatch.action == "ignore" or num_made > 1 or ratio is None:
         return
     if not ratio.value <= MAX_LOG_RATIO[dtype]:
         raise RunError(

@@ -89,7 +89,7 @@ def share_gpus(
             sleeps=engine.sleep,
         )
     policy.gpu_neighbours = neighbours
-    if critic is not None and not plan.critic:
+    if critic is not None:
         policy.gpu_neighbours, critic.gpu_neighbours = (
             critic.with_this_model(neighbours),
             policy.with_this_model(neighbours),

@@ -26,7 +26,6 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.waiting import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.worker import Worker
 from nemo_like.doors import absolute
-from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.worker import Generation
 from nemo_like.models.resolve import context_for
@@ -64,7 +63,6 @@ class Sampling:
     def batches(
         self,
         keep: Callable[[RemoteBatch], Tensor] | None = None,
-        max_rounds: int = 1,
         early: Callable[[RemoteBatch], None] | None = None,
     ) -> Iterator[tuple[int, RemoteBatch, Metrics]]:
         """A batch for each step and what its rollout measured; arguments as of ``next_batch``.
@@ -78,7 +76,7 @@ class Sampling:
         every = config.validation.every_steps
         for step in run.steps(config.max_steps, models, self.feed, validator, every):
             self.session.meter.pop()  # what a validation before this step came to
-            batch, metrics = self.rollouts.next_batch(step, keep, max_rounds, early)
+            batch, metrics = self.rollouts.next_batch(step, keep, early)
             self.num_made, self.batch = step - run.first_step, batch
             check_sampled(config, batch, self.policy.weight_version, self.num_made)
             metrics |= staleness(config, batch, self.policy.weight_version)
@@ -192,8 +190,8 @@ def rollout_setup(
 def new_critic(
     config: PolicyConfig, session: Session, model_path: str, max_updates: int
 ) -> RemoteModel:
-    """A model that gives values, on the policy's bundles or its own; not started yet."""
-    group = session.new_group(config, model_path, "critic", session.cluster.plan.critic)
+    """A model that gives values, on the policy's bundles; not started yet."""
+    group = session.new_group(config, model_path, "critic")
     return RemoteModel(
         config,
         session.run.config.cluster,
@@ -218,7 +216,6 @@ def read_prompts(
 
     ``rows_of``: see ``Session.rows``. Raises UserError for a row that does not fit.
     """
-    _check_stop_ids(config, chat)
     key, most_new = config.longest_completion
     context = context_for(model_path, key, most_new)
     check_reward_model(config.environment, rows_of, chat)
@@ -263,17 +260,6 @@ def _loader(
         seed=seed,
         shuffle=data.shuffle,
     )
-
-
-def _check_stop_ids(config: SamplingRunConfig, chat: ChatTokenizer) -> None:
-    """Raise UserError for a stop id that the model never writes."""
-    known = set(chat.token_ids().values())
-    for one in config.generation.stop_token_ids:
-        if one not in known:
-            raise UserError(
-                f"generation.stop_token_ids: {one} is not a token of the model's tokenizer; leave "
-                "it out."
-            )
 
 
 def _start_workers(

@@ -5,11 +5,12 @@ import at the same time. Nothing here imports torch; the algorithm's loop is imp
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nemo_like.algorithms.processes import policy_group, rollout_group
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.config.model_files import set_trust
 from nemo_like.config.policy import PolicyConfig
@@ -28,8 +29,6 @@ from nemo_like.imports import without_collector
 from nemo_like.models.resolve import refuse_other_models, resolve_policy
 from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
-from nemo_like.policy.process import policy_group
-from nemo_like.rollout.process import rollout_group
 from nemo_like.run.outputs import note_nodes
 from nemo_like.run.run import Run
 
@@ -61,9 +60,9 @@ class Session:
     _looking: list[Pending[list[str]]] = field(default_factory=list)
 
     def new_group(
-        self, config: PolicyConfig, model_path: str, role: str, on: Sequence[int] = ()
+        self, config: PolicyConfig, model_path: str, role: str
     ) -> "WorkerGroup[PolicyWorker]":
-        """Processes of another model, on the policy's bundles or ``on`` its own."""
+        """Processes of another model, on the policy's bundles."""
         cluster_config = self.run.config.cluster
         group = policy_group(
             config,
@@ -71,7 +70,6 @@ class Session:
             self.cluster,
             log_dir=self.run.log_dir,
             role=role,
-            on=on,
             meter=self.meter,
         )
         self.stack.callback(group.shutdown)

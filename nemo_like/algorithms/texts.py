@@ -22,7 +22,6 @@ from nemo_like.models.resolve import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.planning.offload import Neighbours
 from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +45,12 @@ class Texts:
     session: Session
     batch: RemoteBatch | None = None
     """The batch of the step in progress."""
+    loss: Loss | None = None
 
     def batches(self, loss: Loss) -> Iterator[RemoteBatch]:
         """The rows of each step; measures ``loss`` on held-out rows, logs and saves between."""
-        run = self.session.run
-        validator = None if self.held_out is None else HeldOutLoss(self, loss, run)
+        run, self.loss = self.session.run, loss
+        validator = None if self.held_out is None else self
         every = value_of(run.config, "validation.every_steps")
         for _ in run.steps(self.max_steps, {"policy": self.policy}, self.loader, validator, every):
             self.batch = self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
@@ -71,21 +71,12 @@ class Texts:
             | self.session.meter.pop()
         )
 
-
-class HeldOutLoss:
-    """The loss's own metrics on rows that never train, as ``validation/...``."""
-
-    def __init__(self, texts: Texts, loss: Loss, run: Run) -> None:
-        self._texts, self._loss, self._run = texts, loss, run
-
     def validate(self, step: int) -> Metrics:
-        """See ``Validator``."""
-        texts = self._texts
-        assert texts.held_out is not None
-        with self._run.span("validation"):
-            found = texts.policy.evaluate(
-                texts.held_out, self._loss, rows_per_unit=texts.rows_per_unit
-            )
+        """The loss's own metrics on rows that never train; see ``Validator``."""
+        assert self.held_out is not None
+        assert self.loss is not None
+        with self.session.run.span("validation"):
+            found = self.policy.evaluate(self.held_out, self.loss, rows_per_unit=self.rows_per_unit)
         return {f"validation/{name.rpartition('/')[2]}": metric for name, metric in found.items()}
 
 

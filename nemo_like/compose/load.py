@@ -40,12 +40,11 @@ def store_schema(schema: type[RunConfig], folders: Sequence[Path]) -> None:
     An algorithm without a YAML file of its name in ``folders`` gets one that changes nothing.
     """
     name, node = registry.name_of(schema), schema().model_dump(mode="json")
-    defaults = [f"{name}{registry.SUFFIX}", "hydra_settings", "_self_"]
-    ConfigStore.instance().store(name=defaults[0], node=node)
+    base = f"{name}{registry.SUFFIX}"
+    ConfigStore.instance().store(name=base, node=node)
     ConfigStore.instance().repo.pop(f"{name}.yaml", None)  # Hydra takes it for the file's schema
     if find_file(folders, name) is None:
-        quiet = [{f"override hydra/{one}_logging": "none"} for one in ("job", "hydra")]
-        ConfigStore.instance().store(name=name, node={"defaults": [*defaults, *quiet]})
+        ConfigStore.instance().store(name=name, node={"defaults": [base, "_self_"]})
 
 
 def load(

@@ -9,20 +9,29 @@ from nemo_like.errors import UserError
 SUFFIX = "_schema"
 """Ends the name by which a YAML file's ``defaults`` ask for an algorithm's schema."""
 
+_OURS = {
+    "grpo": ("grpo.config:ALGORITHM", "GRPO and its relatives"),
+    "ppo": ("ppo.config:ALGORITHM", "PPO with a critic"),
+    "sft": ("sft.config:ALGORITHM", "supervised fine-tuning on conversations"),
+    "dpo": ("dpo.config:ALGORITHM", "DPO and its relatives, on pairs"),
+    "rm": ("rm.config:ALGORITHM", "a reward model, from pairs"),
+    "distillation": (
+        "distillation.config:DISTILLATION",
+        "learn from a teacher on the student's own samples",
+    ),
+    "off_policy_distillation": (
+        "distillation.config:OFF_POLICY",
+        "learn from a teacher on given texts",
+    ),
+    "eval": ("eval.config:ALGORITHM", "measure a model"),
+}
+"""Where each algorithm is, below ``nemo_like.algorithms``, and what ``nemo-like --help`` says."""
 ALGORITHMS = Door(
     "nemo_like.algorithms",
-    {
-        "grpo": "nemo_like.algorithms.grpo.config:ALGORITHM",
-        "ppo": "nemo_like.algorithms.ppo.config:ALGORITHM",
-        "sft": "nemo_like.algorithms.sft.config:ALGORITHM",
-        "dpo": "nemo_like.algorithms.dpo.config:ALGORITHM",
-        "rm": "nemo_like.algorithms.rm.config:ALGORITHM",
-        "distillation": "nemo_like.algorithms.distillation.config:DISTILLATION",
-        "off_policy_distillation": "nemo_like.algorithms.distillation.config:OFF_POLICY",
-        "eval": "nemo_like.algorithms.eval.config:ALGORITHM",
-    },
+    {name: f"nemo_like.algorithms.{place}" for name, (place, _) in _OURS.items()},
     kind="ALGORITHM",
 )
+MEANINGS = {name: meaning for name, (_, meaning) in _OURS.items()}
 _of_scripts: dict[str, Algorithm] = {}
 
 

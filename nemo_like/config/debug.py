@@ -28,14 +28,9 @@ class DebugConfig(Section):
     hang_report_s: Positive | None = None
     """Seconds in one phase after which each rank writes where it stands to ``logs/hang-*.txt``."""
     profile_steps: list[Count] = Field(default_factory=list)
-    """Optimizer steps, counted from 1, that are profiled by ``torch.profiler``:
-    ``logs/profile-RANK-stepN.json`` is a Chrome trace (Perfetto). On a GPU a memory snapshot
+    """Optimizer steps, counted from 1, that rank 0 of the policy profiles by ``torch.profiler``:
+    ``logs/profile-0-stepN.json`` is a Chrome trace (Perfetto). On a GPU a memory snapshot
     ``.pickle`` is written too, for pytorch.org/memory_viz. These steps are slower."""
-    profile_ranks: Annotated[
-        list[Annotated[int, Field(ge=0)]],
-        OnlyIf(lambda here, _: here.profile_steps, "policy.debug.profile_steps is empty"),
-    ] = Field(default_factory=lambda: [0])
-    """Ranks of the policy that write them."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """A hang is reported before its limit ends the run; steps to profile exist."""

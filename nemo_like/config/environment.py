@@ -15,29 +15,27 @@ JUDGE = "judge"
 
 
 class JudgeConfig(Section):
-    """A model on an OpenAI-compatible server that scores completions."""
+    """A model on an OpenAI-compatible server that scores completions.
+
+    With ``environment.pass_variables=[JUDGE_API_KEY]`` it is sent the key in that variable; no
+    other is. At most 32 requests of the run are in flight, which reward processes share evenly, or
+    ``environment.rows_at_once`` of each.
+    """
 
     url: str | None = None
     """Base URL of the server, including the version: ``http://localhost:8000/v1``."""
     model: str | None = None
     """The model's name on that server."""
-    key_variable: str | None = None
-    """Environment variable with the API key, such as ``JUDGE_API_KEY``. None: no key is sent, even
-    if the environment has one."""
     template: str | None = None
     """The judge's prompt: a Jinja template, or a file with one, with ``prompt``, ``completion``,
-    ``messages`` (of the prompt) and the row's fields. None: ask for a score from 0 to
-    ``highest``."""
+    ``messages`` (of the prompt) and the row's fields. None: ask for a score from 0 to 10."""
     pattern: str = r"[Ss]core\W+?(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the verdict; the last match counts."""
     verdicts: dict[str, float] = Field(default_factory=dict)
-    """The reward for each verdict in words, ``{yes: 1, no: 0}``. Empty: verdicts are numbers."""
-    highest: Positive = 10.0
-    """Score that gives reward 1; 0 gives 0. Others than those in between are not a verdict."""
+    """The reward for each verdict in words, ``{yes: 1, no: 0}``. Empty: numbers from 0, which
+    gives reward 0, to 10, which gives 1. Anything else is not a verdict."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Extra request parameters, such as ``{temperature: 0, max_tokens: 500}``."""
-    max_requests: Count = 32
-    """Most requests of the whole run in flight at once, shared evenly by the reward processes."""
 
     def faults(self, here: str) -> Iterator[str]:
         """Errors in a section that the run uses."""
@@ -89,7 +87,7 @@ _SEVERAL_TURNS = OnlyIf(
     lambda here, _: here.name != SINGLE_TURN, f"environment.name={SINGLE_TURN} takes one completion"
 )
 _OWN_FUNCTION = OnlyIf(
-    lambda here, _: here.runs_other_than(*REWARDS.ours),
+    lambda here, _: here.judges or here.runs_other_than(*REWARDS.ours),
     "environment.reward is not a function of your own",
 )
 _NO_PARTS = OnlyIf(lambda here, _: not here.rewards, "environment.rewards takes its place")
@@ -157,12 +155,11 @@ class EnvironmentConfig(Section):
             lambda here, _: here.runs_other_than(REASONING_GYM, "math", CODE),
             "this environment.reward scores one completion after the other",
         ),
-        OnlyIf(lambda here, _: not here.judges, "environment.judge.max_requests sets the limit"),
     ] = None
     """Completions that each reward process scores at once: of a reward function that is an ``async
     def``, on one event loop that lives as long as the process; for a function that takes lists,
     the waiting completions passed in one call; None: 32. For a reward model, those in one forward
-    pass; None: 8."""
+    pass; None: 8. For a judge, its requests; None: an equal part of 32 for the whole run."""
     process_memory_gib: Positive | None = None
     """GiB of data that each reward process may hold; a process that keeps half of them is
     replaced. None: half of the node's memory, shared by all of the run's on that node."""

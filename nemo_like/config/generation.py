@@ -94,7 +94,7 @@ class GenerationConfig(Section):
     """``vllm``; ``graph``: our own, which samples without waiting for the host, for dense Llama,
     Qwen2 and Qwen3 models on one GPU each; ``hf``: a plain loop over the transformers model, for
     odd models and exact tests; ``replay``: the completions that an earlier run, with the same rows,
-    seed and sizes, left in the folder ``engine_kwargs.folder`` (set ``run.self_check=false`` if its
+    seed and sizes, left in the folder ``engine_kwargs.folder`` (``mismatch.action=ignore`` if its
     policy differed); or your own ``EngineKind``, ``file.py:NAME`` or ``package.module.NAME``."""
     temperature: Annotated[
         Positive, Instead("only validation and evaluation have greedy sampling")
@@ -104,9 +104,8 @@ class GenerationConfig(Section):
     max_new_tokens: Count = 64
     """Most tokens of one completion."""
     stop: list[str] = Field(default_factory=list)
-    """Strings that end a completion; the tokens that form them are kept and trained."""
-    stop_token_ids: list[int] = Field(default_factory=list)
-    """Token ids that end a completion, in addition to the model's end-of-sequence ids."""
+    """Strings that end a completion, special tokens such as ``<|im_end|>`` too, besides the model's
+    end tokens; the tokens that form them are kept and trained."""
     tensor_parallel_size: Annotated[Count, _needs("tensor_parallel")] = 1
     """Workers that share one engine (vllm)."""
     num_engines_per_bundle: Count = 1
@@ -154,11 +153,8 @@ class GenerationConfig(Section):
             yield f"{found[0]} does not go with policy.lora.refit=adapters; set merged."
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Ids that exist, a temperature that the engine samples at, and corrected rounding."""
+        """A temperature that the engine samples at, and corrected rounding."""
         yield from self._rounding(here, run)
-        for token in self.stop_token_ids:
-            if token < 0:
-                yield f"{here}.stop_token_ids: {token} is not the id of a token; leave it out."
         if self.temperature < (least := self.kind.lowest_temperature):
             yield f"{here}.temperature={self.temperature:g} must be at least {least:g}."
 
@@ -170,18 +166,19 @@ class RefitConfig(Section):
     """``ipc``: each bundle's policy rank shares its memory with the engines on it (CUDA IPC; mapped
     memory on the CPU); ``broadcast``: policy rank 0 sends to all engines (NCCL; gloo on the CPU).
     None: ``ipc`` where both sides share bundles, else ``broadcast``."""
-    bucket_mib: Count = 512
-    """Most MiB of tensors in one bucket (a larger tensor gets its own). A sender holds three: two
-    on their way and one that is gathered."""
 
 
 class MismatchConfig(Section):
     """Difference between the logprobs of the sampling engine and of the policy, same weights."""
 
-    action: Literal["warn", "mask", "stop"] = "warn"
+    action: Literal["warn", "mask", "stop", "ignore"] = "warn"
     """What to do above the limit. ``warn``: log it; ``mask``: completions above it do not train,
     which takes a pass for the policy's logprobs before the step; ``stop``: end the run before the
-    optimizer step."""
-    max_mean_abs: Positive | None = None
+    optimizer step. Unless it is ``ignore``, the first steps also stop where engine and policy
+    differ far more, a ratio is not 1 or two seeds are equal."""
+    max_mean_abs: Annotated[
+        Positive | None,
+        OnlyIf(lambda here, _: here.action != "ignore", "mismatch.action=ignore has no limit"),
+    ] = None
     """Limit of the mean absolute difference. None: by ``policy.dtype``: 1e-3, 0.1 (bfloat16),
     0.0125 (float16); 0.5 where engines sample in 8 bits."""

@@ -16,7 +16,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 RatioLevel = Literal["token", "sequence"]
 Normalization = Literal["token", "sequence", "constant"]
 TeacherTail = Literal["bucket", "renormalize", "ignore"]
-PreferenceKind = Literal["sigmoid", "ipo", "hinge"]
+PreferenceKind = Literal["sigmoid", "ipo", "hinge", "robust"]
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "mixed"]
 
 OBJECTIVES = Door(
@@ -143,8 +143,9 @@ class PreferenceLossConfig(Section):
 
     kind: PreferenceKind = "sigmoid"
     """Loss of a margin m. ``sigmoid``: -log sigmoid(beta * m) (DPO, arXiv:2305.18290); ``ipo``:
-    (m - 1 / (2 * beta))^2 (arXiv:2310.12036); ``hinge``: max(0, 1 - beta * m)
-    (arXiv:2305.10425)."""
+    (m - 1 / (2 * beta))^2 (arXiv:2310.12036); ``hinge``: max(0, 1 - beta * m) (arXiv:2305.10425);
+    ``robust``: an unbiased estimate of what ``sigmoid`` would be if the share ``label_smoothing``
+    of pairs were labelled the right way round (arXiv:2403.00409)."""
     beta: Positive = 0.1
     """How closely the policy is held to the reference; ``ipo`` aims at a margin of
     1 / (2 * beta)."""
@@ -165,18 +166,14 @@ class PreferenceLossConfig(Section):
     label_smoothing: _Smoothing = 0.0
     """Share of pairs taken to be labelled the wrong way round, in [0, 0.5). The loss is the
     expected one (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
-    robust: Annotated[
-        bool,
-        OnlyIf(
-            lambda here, _: here.label_smoothing > 0,
-            "loss.label_smoothing is 0, so no label is wrong; set loss.label_smoothing too",
-        ),
-    ] = False
-    """With ``label_smoothing``: an unbiased estimate of the loss that right labels would give where
-    that share is wrong (arXiv:2403.00409)."""
     sft_coef: NonNegative = 0.0
     """Weight of the chosen completions' negative log-likelihood, a mean over pairs of the mean over
     tokens (RPO, arXiv:2404.19733)."""
+
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """A robust loss needs labels that are wrong."""
+        if self.kind == "robust" and not self.label_smoothing:
+            yield f"{here}.kind=robust would be sigmoid: set {here}.label_smoothing too."
 
 
 class RewardModelLossConfig(Section):

@@ -47,15 +47,13 @@ class RunSection(Section):
     stop_grace_s: Annotated[float, Field(ge=0)] = 20.0
     """Longest time, after SIGTERM, to finish the step in progress and save it. A longer step is
     abandoned, and the latest checkpoint stands. Ending takes up to 8 s more: the default fits the
-    30 s after which Kubernetes kills. SIGUSR1 has no such limit."""
+    30 s after which Kubernetes kills. SIGUSR1 has no such limit (``cluster.slurm.requeue``)."""
     callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Objects that the run calls at its start, after steps and validations, and at its end; they
     may stop it. ``{name: {callback: ..., key: value}}``, where a callback is ``early_stopping``
     (``patience``, ``metric``, ``min_delta``), ``push_to_hub`` (``repo``, ``private``),
     ``file.py:Class`` or ``package.module.Class`` (``nemo_like/run/callbacks.py``), and the other
     keys are its arguments."""
-    self_check: bool = True
-    """On the first steps, stop unless engine and policy agree, ratios are 1 and seeds differ."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         for name, part in self.callbacks.items():

@@ -128,11 +128,6 @@ class SamplingRunConfig(RunConfig):
         return True
 
     @property
-    def num_critic_workers(self) -> int | None:
-        """Bundles set apart for a critic."""
-        return None
-
-    @property
     def longest_completion(self) -> tuple[str, int]:
         """The key that limits completions, and its value."""
         return "generation.max_new_tokens", self.generation.max_new_tokens

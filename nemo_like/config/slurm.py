@@ -1,5 +1,6 @@
 """Section ``cluster.slurm``, whose rules are those of sbatch and of bash."""
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ _OPTIONS_OF_KEYS = {
     "the folder that you submit from": ("chdir", "D"),
     "cluster.slurm.time": ("time", "t"),
     "cluster.slurm.requeue": ("requeue", "no-requeue", "open-mode"),
-    "cluster.slurm.signal_before_s": ("signal",),
+    "run.stop_grace_s": ("signal",),
     "the folder slurm-logs": ("output", "o", "error", "e"),
 }
 _SUBMITS_OTHERWISE = ("wait", "W", "test-only", "wrap")
@@ -49,14 +50,9 @@ class SlurmConfig(Section):
     """Line of bash to run on each node before Ray, such as ``source .venv/bin/activate``."""
     requeue: bool = False
     """Queue the job again when its time is nearly over or a node failed; it continues from its
-    latest checkpoint. Needs ``run.resume``."""
-    signal_before_s: Annotated[
-        int,
-        Field(ge=1, le=65535),  # Slurm keeps it in 16 bits
-        OnlyIf(lambda here, _: here.requeue, "{here}.requeue=false lets the job end with its time"),
-    ] = 120
-    """Seconds before the end of its time at which a run gets the signal to stop. Half of them are
-    for the step in progress and its checkpoint."""
+    latest checkpoint. Needs ``run.resume``. The run gets the signal to stop twice
+    ``run.stop_grace_s`` before the end, but at least 120 s, of which half are for the step in
+    progress and its checkpoint."""
     extra: list[str] = Field(default_factory=list)
     """Further options of sbatch, one ``#SBATCH`` line each: ``--partition=gpu`` and
     ``--account=lab`` (or set SBATCH_PARTITION and SBATCH_ACCOUNT), ``--mem=64G``, or
@@ -95,11 +91,16 @@ class SlurmConfig(Section):
                 f"{here}.requeue=true needs checkpoint.every_steps or every_minutes, or a job that "
                 "is killed would start afresh each time."
             )
-        if time_s and self.signal_before_s >= time_s:
+        if time_s and (before_s := signal_before_s(run.run.stop_grace_s)) >= time_s:
             yield (
-                f"{here}.signal_before_s={self.signal_before_s} leaves nothing of {here}.time="
-                f"{self.time}; lower it, or raise that."
+                f"{here}.time={self.time} leaves nothing for the run, which is stopped {before_s} "
+                "s before; raise it, or lower run.stop_grace_s."
             )
+
+
+def signal_before_s(stop_grace_s: float) -> int:
+    """Seconds before a job's end at which it is signalled; Slurm keeps them in 16 bits."""
+    return min(max(120, math.ceil(2 * stop_grace_s)), 2**16 - 1)
 
 
 def _option_rules(told: str, option: str) -> Iterator[str]:

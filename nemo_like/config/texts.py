@@ -78,7 +78,6 @@ class TextRunConfig(RunConfig):
         for key in (
             "cluster.num_generation_workers",
             "logging.trajectories_gib",
-            "run.self_check",
         )
     )
 

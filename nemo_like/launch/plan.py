@@ -122,9 +122,7 @@ def _summary(config: RunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Ite
     if plan.generation:
         roles = "policy, then generation"
         if plan.colocated:
-            roles = f"policy and generation share {'them' if plan.critic else 'all bundles'}"
-        if plan.critic:
-            roles += f", but for {len(plan.critic)} of the critic"
+            roles = "policy and generation share all bundles"
     data_parallel = config.policy.parallel.data_parallel
     yield (
         f"Cluster     {len(plan.bundles_per_node)} node(s) x {plan.bundles_per_node[0]} {kind}(s), "
@@ -142,13 +140,12 @@ def _summary(config: RunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Ite
 def _places(plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
     """One row a bundle: its node, policy rank with coordinates, and generation replica."""
     rank_of = {bundle: rank for rank, bundle in enumerate(plan.policy)}
-    critic_of = {bundle: str(rank) for rank, bundle in enumerate(plan.critic)}
     replicas_of: dict[int, list[str]] = {}
     for i, replica in enumerate(plan.generation):
         for bundle in replica:
             replicas_of.setdefault(bundle, []).append(str(i))
     axes = list(sizes.coordinates(0))
-    header = ["node", "bundle", "policy", *axes, "generation", *(["critic"] if critic_of else [])]
+    header = ["node", "bundle", "policy", *axes, "generation"]
 
     def row(bundle: int) -> list[str]:
         rank = rank_of.get(bundle)
@@ -156,7 +153,6 @@ def _places(plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
         if rank is not None:
             where = [str(position) for position in sizes.coordinates(rank).values()]
         names = ["-" if rank is None else str(rank), *where, ",".join(replicas_of.get(bundle, "-"))]
-        names += [critic_of.get(bundle, "-")] if critic_of else []
         return [str(plan.node_of(bundle)), str(bundle), *names]
 
     yield from table(header, [row(bundle) for bundle in abbreviated(sum(plan.bundles_per_node))])

@@ -52,8 +52,6 @@ class _Model:
     shape: ModelShape
     sizes: ParallelSizes
     role: Role
-    shares: bool = True
-    """Whether it is on the policy's bundles."""
 
 
 _Predicted = Sequence[tuple[_Model, dict[int, tuple[PhaseMemory, ...]]]]
@@ -79,9 +77,8 @@ def predict_models(config: RunConfig, plan: ResourcePlan, folder: Path) -> _Pred
                 name="critic",
                 config=critic,
                 shape=_shape_of(critic.model, "critic.model"),
-                sizes=parallel_sizes(critic, len(plan.critic or plan.policy)),
+                sizes=parallel_sizes(critic, len(plan.policy)),
                 role=Role(scalar_head=True),
-                shares=not plan.critic,
             )
         )
     if distills:
@@ -132,7 +129,7 @@ def memory_lines(config: RunConfig, predicted: _Predicted) -> Iterator[str]:
             if model.sizes.pp > 1:
                 yield _stage_name(model.sizes, pipeline_rank)
             yield from _phase_table(phases)
-    yield from _together([(one.name, of[0]) for one, of in predicted if one.shares])
+    yield from _together([(one.name, of[0]) for one, of in predicted])
     if gpu and not isinstance(config, EvalConfig):
         yield from _offload_lines(config, predicted)
 
@@ -143,14 +140,12 @@ def _offload_lines(config: RunConfig, predicted: _Predicted) -> Iterator[str]:
     for model, _ in predicted:
         if not model.role.trains or model.config.offload != "auto":
             continue
-        neighbours = Neighbours()
-        if model.shares:
-            neighbours = _engines(config, plan, predicted[0][0].shape)
-            for one, _ in predicted:
-                if one.shares and one is not model:
-                    neighbours = neighbours.and_shape(
-                        one.shape, one.config, one.sizes.num_ranks, one.role
-                    )
+        neighbours = _engines(config, plan, predicted[0][0].shape)
+        for one, _ in predicted:
+            if one is not model:
+                neighbours = neighbours.and_shape(
+                    one.shape, one.config, one.sizes.num_ranks, one.role
+                )
         of_model = memory_needs(
             model.shape, model.config, model.sizes.num_ranks, model.role, neighbours
         )

@@ -24,6 +24,7 @@ from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.load import check_algorithm, compose_raw
 from nemo_like.compose.sweep import check_run_dirs, jobs, part_folders
 from nemo_like.config.run import RunConfig
+from nemo_like.config.slurm import signal_before_s
 from nemo_like.errors import UserError
 from nemo_like.launch.command import CommandParser, ConfigParser
 from nemo_like.launch.slurm_jobs import cancel, print_log, status_lines, submit
@@ -200,7 +201,7 @@ def _options(job: BatchJob) -> Iterator[str]:
         yield f"--time={_word(slurm.time)}"
     if slurm.requeue:
         yield "--requeue"
-        yield f"--signal=B:USR1@{slurm.signal_before_s}"
+        yield f"--signal=B:USR1@{signal_before_s(job.config.run.stop_grace_s)}"
         yield "--open-mode=append"
     else:
         # Many clusters queue a job again when a node fails; this run would not continue.
@@ -251,4 +252,4 @@ def _variables(job: BatchJob) -> Iterator[tuple[str, str]]:
     yield "START_TIMEOUT_S", str(math.ceil(cluster.start_timeout_s))
     yield "REQUEUE", "1" if slurm.requeue else "''"
     # What is left of it is for Ray to end, and for Slurm, which may give the signal late.
-    yield "STOP_TIMEOUT_S", str(slurm.signal_before_s // 2)
+    yield "STOP_TIMEOUT_S", str(signal_before_s(job.config.run.stop_grace_s) // 2)

@@ -90,14 +90,14 @@ def pair_loss(margin: Tensor, config: PreferenceLossConfig) -> Tensor:
 
     def clean(margin: Tensor) -> Tensor:
         match config.kind:
-            case "sigmoid":
+            case "sigmoid" | "robust":
                 return sigmoid_loss(margin, config.beta, config.target_margin)
             case "hinge":
                 return (1 + config.target_margin - config.beta * margin).relu()
             case "ipo":  # Eq. 17 of arXiv:2310.12036, where tau is our beta
                 return (margin - 1 / (2 * config.beta)).square()
 
-    return smoothed(clean, margin, config.label_smoothing, robust=config.robust)
+    return smoothed(clean, margin, config.label_smoothing, robust=config.kind == "robust")
 
 
 def sigmoid_loss(margin: Tensor, beta: float = 1.0, target: float = 0.0) -> Tensor:

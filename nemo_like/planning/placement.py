@@ -17,8 +17,6 @@ from nemo_like.planning.resources import ResourcePlan, plan_run, refit_transport
 def check_placement(config: RunConfig) -> None:
     plan = plan_run(config)
     sizes = parallel_sizes(config.policy, len(plan.policy))
-    if plan.critic:
-        parallel_sizes(config.policy, len(plan.critic))
     if isinstance(config, SamplingRunConfig):
         transport, usable = refit_transport(config.refit, plan), config.generation.kind.transports
         if transport not in usable:
@@ -59,12 +57,6 @@ def _broken_rules(config: RunConfig, sizes: ParallelSizes, plan: ResourcePlan) -
         yield (
             "policy.debug.checks=true would have no effect: the policy has one rank; use more "
             "workers."
-        )
-    debug, last = config.policy.debug, sizes.num_ranks - 1
-    if debug.profile_steps and not 0 <= max(debug.profile_ranks, default=-1) <= last:
-        yield (
-            f"policy.debug.profile_ranks={debug.profile_ranks} must be ranks of the policy, which "
-            f"has {last + 1}, counted from 0; set [0] or some up to {last}."
         )
     replicas = len(plan.generation)
     if isinstance(config, SamplingRunConfig) and config.loop.num_prompts_per_step < replicas:

@@ -26,8 +26,6 @@ class ResourcePlan:
     bundle_resources: dict[str, float]
     """What each bundle takes: one GPU with its CPUs, or CPUs."""
     policy: tuple[int, ...]
-    critic: tuple[int, ...] = ()
-    """Bundle of each critic rank, where the critic does not share the policy's."""
     generation: tuple[tuple[int, ...], ...]
     """Bundles of each generation replica: one per tensor-parallel rank, the first leads. Several
     replicas may share a bundle."""
@@ -70,9 +68,8 @@ def plan_resources(
     cluster: ClusterConfig,
     tensor_parallel_size: int,
     num_engines_per_bundle: int = 1,
-    num_critic_workers: int | None = None,
 ) -> ResourcePlan:
-    """Split the configured bundles between policy, generation and critic, in this order.
+    """Split the configured bundles between policy and generation, in this order.
 
     >>> plan_resources(ClusterConfig(gpus_per_node=4, num_generation_workers=2), 2).generation
     ((2, 3),)
@@ -80,14 +77,13 @@ def plan_resources(
     ((0,), (0,), (1,), (1,))
     """
     per_node = cluster.gpus_per_node or cluster.cpu_workers_per_node
-    num_bundles = cluster.num_nodes * per_node
-    if num_bundles * num_engines_per_bundle > _MOST_ENGINES:
+    total = cluster.num_nodes * per_node
+    if total * num_engines_per_bundle > _MOST_ENGINES:
         raise UserError(
             f"cluster.num_nodes={cluster.num_nodes} with {per_node} worker(s) each, and "
             f"{num_engines_per_bundle} engine(s) a worker, are more than {_MOST_ENGINES}; lower "
             "them."
         )
-    total = num_bundles - _critic_workers(num_critic_workers, num_bundles)
     separate = cluster.num_generation_workers
     if separate is not None and separate < 1:
         raise UserError(
@@ -117,7 +113,6 @@ def plan_resources(
         bundles_per_node=(per_node,) * cluster.num_nodes,
         bundle_resources=resources,
         policy=tuple(range(first if separate is not None else total)),
-        critic=tuple(range(total, num_bundles)),
         generation=tuple(
             engines[i : i + tensor_parallel_size]
             for i in range(0, len(engines), tensor_parallel_size)
@@ -136,23 +131,7 @@ def plan_run(config: RunConfig) -> ResourcePlan:
         config.cluster,
         generation.tensor_parallel_size,
         generation.num_engines_per_bundle,
-        config.num_critic_workers,
     )
-
-
-def _critic_workers(count: int | None, num_bundles: int) -> int:
-    """``count``, which must leave the policy a bundle; 0 where the critic shares the policy's."""
-    if count is not None and count < 1:
-        raise UserError(
-            f"critic.num_workers={count} must be at least 1, or null to share the policy's "
-            "workers; critic.enabled=false leaves the critic out."
-        )
-    if count is not None and count >= num_bundles:
-        raise UserError(
-            f"critic.num_workers={count} must leave at least one of the {num_bundles} workers to "
-            "the policy; use null to share the policy's, or more workers per node."
-        )
-    return count or 0
 
 
 def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:

@@ -12,6 +12,8 @@ from nemo_like.rewards.function import BATCHED, RewardFunction, to_result
 
 _KEY = "environment.reward"
 _OWN = frozenset({"prompt", "completion"})
+MOST_REQUESTS = 32
+"""Of a run to a judge, under way at once."""
 _OF_TRL = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"})
 
 
@@ -103,12 +105,12 @@ def combined(
 def reward_spec(environment: EnvironmentConfig, num_processes: int = 1) -> str:
     """A text from which ``load_reward`` makes an environment's reward.
 
-    ``num_processes`` of the whole run share ``environment.judge.max_requests``.
+    ``num_processes``: those of the whole run, which share requests to a judge.
     """
     if not environment.rewards and not environment.judges:
         return environment.reward
     judge = environment.judge.model_dump() | {"timeout_s": environment.timeout_s}
-    judge["max_requests"] = max(1, judge["max_requests"] // num_processes)
+    judge["max_requests"] = environment.rows_at_once or max(1, MOST_REQUESTS // num_processes)
     parts = environment.rewards
     return json.dumps({"reward": environment.reward, "rewards": parts, "judge": judge})
 

@@ -29,9 +29,10 @@ Question:
 Answer:
 {{ completion }}
 
-How good is the answer, from 0 to {{ highest }}? Say why in a few sentences. End with one
+How good is the answer, from 0 to 10? Say why in a few sentences. End with one
 line: "Score: " and the number."""
-_GIVEN = {"prompt", "completion", "messages", "highest"}
+_GIVEN = {"prompt", "completion", "messages"}
+_KEY = "JUDGE_API_KEY"
 _TRIES = 3
 _FIRST_WAIT_S = 0.5
 _MOST_CHARS = 200
@@ -62,9 +63,8 @@ class Judge:
 
     async def __call__(self, prompt: str, completion: str, **fields: Any) -> dict[str, float]:
         """The reward of one completion, with the number of requests and seconds it took."""
-        most = {"highest": f"{self._settings['highest']:g}"}
         try:
-            text = self._template.render(most | fields, prompt=prompt, completion=completion)
+            text = self._template.render(fields, prompt=prompt, completion=completion)
         except TemplateError as error:
             raise UserError(f"environment.judge.template: {error}.") from error
         async with self._slots:
@@ -105,12 +105,12 @@ class Judge:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), trust_env=True
             )
-        key = settings["key_variable"]
+        key = os.environ.get(_KEY)  # which the process has only if it is to be sent
         async with self._session.post(
             f"{settings['url'].rstrip('/')}/chat/completions",
             json={"model": settings["model"], "messages": [{"role": "user", "content": text}]}
             | settings["parameters"],
-            headers={"Authorization": f"Bearer {os.environ[key]}"} if key else {},
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=aiohttp.ClientTimeout(total=settings["timeout_s"] / _TRIES),
         ) as response:
             try:
@@ -124,16 +124,16 @@ class Judge:
     def _reward(self, answer: str) -> float:
         settings = self._settings
         found = [match[1] for match in re.finditer(settings["pattern"], answer)]
-        verdicts, highest = settings["verdicts"], settings["highest"]
+        verdicts = settings["verdicts"]
         if found and found[-1] in verdicts:
             return verdicts[found[-1]]
         try:
             number = float(found[-1]) if found and not verdicts else float("nan")
         except (TypeError, ValueError):  # the group matched nothing, or no number
             number = float("nan")
-        if not 0 <= number <= highest:
+        if not 0 <= number <= 10:
             raise UserError(f"{self._name} gave no verdict\n{answer[-_MOST_CHARS:]!r}")
-        return number / highest
+        return number / 10
 
 
 def _content(body: Any) -> str:

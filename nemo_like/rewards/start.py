@@ -14,7 +14,7 @@ from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute
 from nemo_like.errors import UserError
-from nemo_like.rewards.find import reward_spec
+from nemo_like.rewards.find import MOST_REQUESTS, reward_spec
 from nemo_like.rewards.pool import RewardPool, memory_share
 
 logger = logging.getLogger(__name__)
@@ -140,15 +140,13 @@ def _functions(
 ) -> RewardPool:
     """The pool for functions and environments; ``num_processes``: of the whole run."""
     rows_at_once, passed = environment.rows_at_once, environment.pass_variables
-    judge = environment.judge
-    if environment.judges:
-        rows_at_once = judge.max_requests // num_processes
-        passed = [*passed, *([judge.key_variable] if judge.key_variable else [])]
+    if environment.judges and rows_at_once is None:
+        rows_at_once = MOST_REQUESTS // num_processes
         if not rows_at_once:
             raise UserError(
-                f"environment.judge.max_requests={judge.max_requests} is less than the "
-                f"{num_processes} reward processes of the run; raise it, or lower "
-                "environment.num_processes."
+                f"A judge gets at most {MOST_REQUESTS} requests at once, which is less than the "
+                f"{num_processes} reward processes of the run; lower environment.num_processes, "
+                "or set environment.rows_at_once=1."
             )
     reward = reward_spec(environment, num_processes)
     if not environment.is_single_turn:

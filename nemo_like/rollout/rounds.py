@@ -57,8 +57,7 @@ def join(rounds: Sequence[Round], num_prompts: int, refit: Metrics) -> tuple[Rem
     metrics["rollout/kept_share"] = Metric(num_kept / num_sampled, weight=num_sampled)
     if num_kept < num_prompts:
         logger.warning(
-            "Only %d of the %d groups of this step have a signal, after %d rounds of sampling "
-            "(grpo.max_sampling_rounds).",
+            "Only %d of the %d groups of this step have a signal, after %d rounds of sampling.",
             num_kept,
             num_prompts,
             len(rounds),

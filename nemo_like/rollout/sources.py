@@ -26,6 +26,8 @@ _SHOWN = 2
 """Completions of each validation to show."""
 _RECORDED = 4
 """Trajectories of each training step in ``trajectories.jsonl``."""
+_MOST_ROUNDS = 4
+"""Times that prompts are sampled for one step, where groups are left out."""
 
 
 class RolloutSource:
@@ -54,7 +56,7 @@ class RolloutSource:
         self._feed = feed
         self._ahead = Ahead.of(config)
         self._validation_rows = validation_rows
-        self._stop_token_ids = tuple(sorted({*stop_token_ids, *config.generation.stop_token_ids}))
+        self._stop_token_ids = stop_token_ids
         self._failures = failures
         self._span, self._show = span, show
         self._refit_metrics: Metrics = {}
@@ -65,22 +67,21 @@ class RolloutSource:
         self,
         step: int,
         keep: Callable[[RemoteBatch], Tensor] | None = None,
-        max_rounds: int = 1,
         early: Callable[[RemoteBatch], None] | None = None,
     ) -> tuple[RemoteBatch, Metrics]:
         """The next groups, scored. Refits first if generation is stale.
 
         ``keep`` gives bool [B], equal within a group: other groups are dropped, and more prompts
-        are sampled in their place until there are enough, or ``max_rounds`` times. ``early`` gets
-        groups as they finish, while others are being sampled. Raises RunError if rewards failed
-        for every completion of the step.
+        are sampled in their place until there are enough, or four times. ``early`` gets groups as
+        they finish, while others are being sampled. Raises RunError if rewards failed for every
+        completion of the step.
         """
         self.refit()
         rounds: list[Round] = []
         num_prompts = self._config.loop.num_prompts_per_step
         missing = num_prompts
         with self._span("rollout"):
-            while missing > 0 and len(rounds) < max_rounds:
+            while missing > 0 and len(rounds) < (_MOST_ROUNDS if keep is not None else 1):
                 rounds.append(Round(self._round(step, missing, early), keep))
                 missing -= rounds[-1].num_kept
             results = [result for one in rounds for result in one.results]

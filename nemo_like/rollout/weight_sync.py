@@ -25,6 +25,10 @@ from nemo_like.refit.ipc import IpcLink
 
 logger = logging.getLogger(__name__)
 
+_BUCKET_BYTES = 512 << 20
+"""Of a bucket at most, unless one tensor is larger. A sender holds three: two on their way and one
+that is gathered."""
+
 
 class WeightSync:
     """Moves weights by version, and hands over shared GPUs."""
@@ -44,7 +48,7 @@ class WeightSync:
         self._adapters_apart = engine.lora is not None
         transport = refit_transport(config, plan)
         opened = policy.group.submit_each(
-            PolicyWorker.open_sender, receivers(transport, plan), transport, config.bucket_mib << 20
+            PolicyWorker.open_sender, receivers(transport, plan), transport, _BUCKET_BYTES
         )
         senders = wait_together(opened)[0]
         links = links_to(transport, plan, senders, policy.group.contexts[0].meeting_address)

@@ -106,7 +106,7 @@ def note_start(folder: Path, step: int) -> None:
     told = (
         f"The run in {folder} has been started {count - 1} times after step {step} without saving "
         "a later one; lower checkpoint.every_steps, or give it more time (in a Slurm job by "
-        "cluster.slurm.time and, for a last step and its checkpoint, signal_before_s)."
+        "cluster.slurm.time and, for a last step and its checkpoint, run.stop_grace_s)."
     )
     if requeued:
         raise RunError(f"{told} Submit it again to try once more.")

@@ -92,7 +92,6 @@ class EvalConfig(SamplingRunConfig):
         *((key, "an evaluation trains nothing") for key in _TRAINING_KEYS),
         ("run.resume", "an evaluation saves no checkpoint to continue from; start it again"),
         ("run.stop_grace_s", "an evaluation saves nothing: SIGTERM ends it at once"),
-        ("run.self_check", _NOTHING_COMPARED),
         ("run.callbacks", "an evaluation has no steps to follow"),
         ("mismatch", _NOTHING_COMPARED),
         ("data.train", _NO_TRAINING_ROWS),

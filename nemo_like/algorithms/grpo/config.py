@@ -1,15 +1,13 @@
 """Configuration of GRPO and its relatives; ``loop`` has the algorithm."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
-
-from pydantic import Field
+from typing import Any, ClassVar
 
 from nemo_like.config.advantages import AdvantageConfig
 from nemo_like.config.losses import ONE_UPDATE
 from nemo_like.config.run import Algorithm
 from nemo_like.config.sampling import PolicyGradientRunConfig, UpdatesLoop
-from nemo_like.config.section import Count, OnlyIf
+from nemo_like.config.section import Count
 
 
 class GRPOSection(UpdatesLoop):
@@ -20,14 +18,8 @@ class GRPOSection(UpdatesLoop):
     dynamic_sampling: bool = False
     """Leave out groups whose raw rewards are all equal (of completions that count, see
     ``advantage.count_untrained``), and sample others in their place (DAPO, arXiv:2503.14476
-    section 3.2)."""
-    max_sampling_rounds: Annotated[
-        int,
-        Field(ge=2),
-        OnlyIf(lambda here, _: here.dynamic_sampling, "grpo.dynamic_sampling is off; set it too"),
-    ] = 4
-    """Most times that prompts are sampled for one step (dynamic_sampling). The groups with a signal
-    that were found by then train; if there is none, the step trains on nothing."""
+    section 3.2). After four rounds the groups with a signal found so far train; if there is none,
+    the step trains on nothing."""
     mask_truncated: bool = False
     """Completions that were cut off do not train (overlong filter of DAPO, section 3.4, with
     ``advantage.count_untrained``)."""

@@ -66,7 +66,6 @@ def train(config: GRPOConfig, live: Sampling) -> None:
 
     for step, batch, metrics in live.batches(
         keep=keep if grpo.dynamic_sampling else None,
-        max_rounds=grpo.max_sampling_rounds,
         early=early if config.rollout.overlap else None,
     ):
         updates.watch_rewards(batch, metrics)

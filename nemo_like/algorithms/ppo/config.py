@@ -49,9 +49,6 @@ class CriticConfig(Section):
     model: Annotated[str | None, _CRITIC] = None
     """As ``policy.model``, with the same tokens; a reward model's head is kept. None: the
     policy's."""
-    num_workers: Annotated[int | None, _CRITIC] = None
-    """Bundles set apart for the critic, which sizes of ``policy.parallel`` must fit too. None: it
-    shares those of the policy. The two train in turns either way."""
     lr: Annotated[Positive, _CRITIC] = 1e-4
     """Peak learning rate; the rest of optimizer and schedule is the policy's."""
 
@@ -80,11 +77,6 @@ class PPOConfig(PolicyGradientRunConfig):
     def scalar_heads(self) -> bool:
         """Whether a model with a scalar head trains."""
         return self.critic.enabled
-
-    @property
-    def num_critic_workers(self) -> int | None:
-        """Bundles set apart for the critic."""
-        return self.critic.num_workers
 
     @property
     def max_updates(self) -> int:

@@ -85,8 +85,7 @@ def find_critic(config: PPOConfig, model_path: str) -> str:
                 f"policy.model={config.policy.model}, whose completions it reads; use a model with "
                 "the same tokenizer, or null for the policy's."
             )
-    plan = plan_run(config)
-    check_model_fits(config.critic_policy, len(plan.critic or plan.policy), Path(folder))
+    check_model_fits(config.critic_policy, len(plan_run(config).policy), Path(folder))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Profiles of chosen optimizer steps on chosen ranks: torch's profiler, and CUDA's memory."""
+"""Profiles of chosen optimizer steps on the first rank: torch's profiler, and CUDA's memory."""
 
 import logging
 from pathlib import Path
@@ -16,7 +16,7 @@ class StepProfiles:
 
     def __init__(self, config: DebugConfig, rank: int, device: torch.device, path: Path) -> None:
         """``path`` begins the names of files."""
-        self._steps = config.profile_steps if rank in config.profile_ranks else ()
+        self._steps = config.profile_steps if rank == 0 else ()
         self._on_gpu = device.type == "cuda"
         self._path = path
         self._running: tuple[int, profile] | None = None
