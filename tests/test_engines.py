@@ -600,6 +600,27 @@ def test_the_end_of_an_engine_fails_what_is_pending_and_leaves_no_process(case):
     assert not any(process.is_running() for process in processes)
 
 
+@pytest.mark.parametrize("kind", [HFEngine, GraphEngine])
+def test_a_request_fails_wherever_the_end_of_its_engine_finds_it(tmp_path, run, kind):
+    """In the queue, taken from it, or being sampled: after any turn of the event loop."""
+    config = make_config(tmp_path)
+    (request,) = Case(kind(config), config, run, tolerance=0).requests(1, max_new_tokens=60)
+
+    async def ended_after(turns: int) -> None:
+        engine = kind(config)
+        await engine.start()
+        engine._version = 1
+        sampling = asyncio.create_task(engine.generate(request))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await engine.shutdown()
+        with pytest.raises(RunError, match="shut down"):
+            await asyncio.wait_for(sampling, 10)
+
+    for turns in range(6):
+        run(ended_after(turns))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

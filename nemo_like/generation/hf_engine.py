@@ -66,13 +66,18 @@ class HFEngine(LocalEngine):
 
     async def _serve(self) -> None:
         """Batch what arrived and sample it, until cancelled."""
-        while True:
-            batch = [await self._queue.get()]
-            # Callers that became ready together all get to enqueue before the batch closes.
-            await asyncio.sleep(0)
-            while len(batch) < self._config.max_num_seqs and not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-            await self._answer(batch)
+        batch: list[Waiting] = []
+        try:
+            while True:
+                batch = [await self._queue.get()]
+                # Callers that became ready together all get to enqueue before the batch closes.
+                await asyncio.sleep(0)
+                while len(batch) < self._config.max_num_seqs and not self._queue.empty():
+                    batch.append(self._queue.get_nowait())
+                await self._answer(batch)
+        finally:
+            for _, done in batch:
+                fail(done, RunError("The engine was shut down."))
 
     async def _answer(self, batch: list[Waiting]) -> None:
         requests = [request for request, _ in batch]
@@ -80,10 +85,6 @@ class HFEngine(LocalEngine):
         try:
             async with self._model_in_use:
                 completions = await asyncio.to_thread(self._sample, requests, self._version)
-        except asyncio.CancelledError:
-            for _, done in batch:
-                fail(done, RunError("The engine was shut down."))
-            raise
         except Exception as error:  # The boundary to a model's code, which may raise anything.
             logger.exception("A batch of %d requests failed.", len(batch))
             for request, done in batch:
