@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 
 from nemo_like.errors import RunError, UserError
@@ -56,6 +57,22 @@ def test_each_request_gets_its_recorded_tokens_whatever_the_step_in_which_it_com
     for request_id, prompt in (("train-1-5-0", (7, 8)), ("train-1-4-0", (7, 9))):
         with pytest.raises(RunError, match="No single-turn completion is recorded"):
             asked(engine, request_id, prompt)
+
+
+def test_each_part_of_each_workers_file_is_read_once_however_steps_alternate_between_them(tmp_path):
+    """Three steps of six workers with a file each: a part is one step's, and groups take turns."""
+    folder = tmp_path / "trajectories"
+    folder.mkdir()
+    for worker in range(6):
+        given = [one(group=6 * step + worker, index=i) for step in range(3) for i in range(2)]
+        name = f"00000000-{worker:04d}-0000000-0000000.parquet"
+        pq.write_table(table(1, *given), folder / name, row_group_size=2)
+    engine = engine_of(str(tmp_path))
+    for step in range(3):
+        for index in range(2):
+            for group in range(6 * step, 6 * step + 6):
+                assert asked(engine, f"train-{step}-{group}-{index}").token_ids == [1, 2, 3]
+    assert engine._rows_of.cache_info().misses == 18
 
 
 def test_a_folder_without_trajectories_is_refused(tmp_path):
