@@ -56,9 +56,11 @@ def test_one_success_in_four(config, expected):
     assert advantages([1, 0, 0, 0], config) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.95, 0.35, 0.4, 0.3])
-def test_equal_float32_rewards_leave_no_residue_to_divide_by(value):
-    rewards = torch.tensor([0.0] + [value] * 7, dtype=torch.float32).tolist()
+def test_equal_rewards_leave_no_residue_to_divide_by(value, dtype):
+    """Seven times 0.95, or 0.4, have a mean in float64 that is not quite theirs."""
+    rewards = torch.tensor([0.0] + [value] * 7, dtype=dtype).tolist()
     first, *others = advantages(rewards, LOO_STD)
     assert first == pytest.approx(-value)
     assert others == pytest.approx([0.377964] * 7, abs=1e-5)

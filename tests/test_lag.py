@@ -54,12 +54,13 @@ class Clocked:
     def __init__(self, seconds, num=2):
         self.world_size, self.group, self.seconds = num, self, seconds
         self.now, self.step, self.most_open = 0.0, 0, 0
-        self.began, self.ends, self.open = {}, {}, set()
+        self.began, self.planned, self.ends, self.open = {}, {}, {}, set()
 
     def submit_rank(self, rank, method, request):
         group = request.tasks[0].group
         assert rank == group % self.world_size
         self.began[group], self.ends[group] = self.step, self.now + self.seconds(group)
+        self.planned[group] = request.step
         self.open.add(group)
         self.most_open = max(self.most_open, len(self.open))
         return SimpleNamespace(refs={group: rank}, request=request)
@@ -130,6 +131,8 @@ def test_no_group_is_ever_older_than_the_lag_and_none_is_lost(seed, order):
         groups = trained(source, replicas, step)
         assert len(groups) == prompts
         ages |= {step - replicas.began[group] for group in groups}
+        if order == "first_in":
+            assert {replicas.planned[group] for group in groups} == {step}
         used += groups
     assert max(ages) == lag
     assert replicas.most_open == (lag + 1) * prompts
@@ -168,7 +171,8 @@ def test_groups_that_take_the_place_of_others_do_not_raise_the_lag():
         return batch.rows[keys.GROUP_IDS] % 2 == 1
 
     for step in range(1, 8):
-        groups = trained(source, replicas, step, odd)
+        keep = (odd,) if step % 2 else ()  # in other steps all are used
+        groups = trained(source, replicas, step, *keep)
         assert len(groups) == 4
         assert all(step - replicas.began[group] <= 1 for group in groups)
 

@@ -11,6 +11,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import (
+    OBJECTIVES,
     KLEstimator,
     LossConfig,
     Normalization,
@@ -96,6 +97,8 @@ def test_kl_uses_the_same_mean_as_the_policy_term():
     sequence = LossConfig(kl_coef=1.0, normalization="sequence")
     assert loss_of(batch, [0.0] * 4, token)[0] == pytest.approx(k3 / 4)
     assert loss_of(batch, [0.0] * 4, sequence)[0] == pytest.approx(k3 / 2)
+    batch.tokens[keys.GENERATION_LOGPROBS][0] = -math.log(1.5)  # and its weights
+    assert loss_of(batch, [0.0] * 4, token)[0] == pytest.approx(1.5 * k3 / 4)
 
 
 TOKEN, SEQUENCE = choices(LossConfig.model_fields["importance_level"].annotation)
@@ -133,6 +136,14 @@ def test_weights_of_whole_sequences_do_not_overflow():
     config = LossConfig(importance=MASK, importance_level=SEQUENCE, importance_cap=1e30)
     loss, gradient, _ = loss_of(batch, [-1.0] * 3, config)
     assert loss == pytest.approx(-math.exp(20), rel=1e-5)
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("level", get_args(RatioLevel))
+def test_a_ratio_does_not_overflow(level):
+    batch = make_batch([1], [-1.0], policy=[-100.0])
+    loss, gradient, _ = loss_of(batch, [0.0], LossConfig(ratio_level=level))
+    assert loss == pytest.approx(math.exp(20))
     assert torch.isfinite(gradient).all()
 
 
@@ -236,7 +247,7 @@ def test_the_kl_term_is_that_of_tokens_whatever_the_objective_is(kind):
     batch = make_batch([1, 2], [0.0, 0.0], policy=[-1.0, -1.2, -0.8], reference=[-0.9, -1.0, -1.3])
     now = [-0.7, -1.5, -1.0]
     expected = loss_of(batch, now, LossConfig(kl_coef=0.5, kl_estimator=kind))
-    for objective in choices(LossConfig.model_fields["objective"].annotation):
+    for objective in OBJECTIVES.ours:
         for level in get_args(RatioLevel):
             config = LossConfig(
                 kl_coef=0.5, kl_estimator=kind, objective=objective, ratio_level=level
@@ -484,7 +495,7 @@ CORRECTED = {
             kl_coef=0.1,
         ),
     )
-    for objective in choices(LossConfig.model_fields["objective"].annotation)
+    for objective in OBJECTIVES.ours
     for ratio_level in get_args(RatioLevel)
     for importance in (TRUNCATE, MASK)
     for level in choices(LossConfig.model_fields["importance_level"].annotation)

@@ -64,7 +64,7 @@ def group_advantages(
     if config.scale == "std":
         squares = (weight * (x[:, None, :] - mean[:, :, None]).square()).sum(-1)
         deviation = (squares / (count - 1).clamp(min=1)).sqrt()
-        spread = (count > 1) & (deviation > _RELATIVE_SPREAD * size)
+        spread = deviation > _RELATIVE_SPREAD * size
         advantage = torch.where(spread, advantage / deviation.clamp(min=1e-300), advantage)
     elif config.scale == "batch":
         advantage = whiten(advantage, ok)

@@ -127,7 +127,7 @@ def policy_objective(
     was_clipped = (advantages > 0) & above | (advantages < 0) & below
     if config.dual_clip is not None:
         most = config.dual_clip * advantages.abs()
-        term = torch.where(advantages < 0, torch.minimum(term, most), term)
+        term = torch.minimum(term, most)
         was_clipped |= (advantages < 0) & (ratio > config.dual_clip)
     return term, was_clipped
 

@@ -64,8 +64,6 @@ class Ahead:
     def next(self, step: int, count: int, wait: Wait) -> list[Group]:
         """Wait for the ``count`` groups that train in ``step``, and return them."""
         waiting = [one for one in self._open if one.result is None]
-        if not self.by_readiness:
-            waiting = [one for one in self._open[:count] if one.result is None]
         calls = [one.call for one in waiting]
 
         def enough(done: Set[Any]) -> bool:
