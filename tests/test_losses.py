@@ -97,7 +97,7 @@ def test_kl_uses_the_same_mean_as_the_policy_term():
     sequence = LossConfig(kl_coef=1.0, normalization="sequence")
     assert loss_of(batch, [0.0] * 4, token)[0] == pytest.approx(k3 / 4)
     assert loss_of(batch, [0.0] * 4, sequence)[0] == pytest.approx(k3 / 2)
-    batch.tokens[keys.GENERATION_LOGPROBS][0] = -math.log(1.5)  # and its weights
+    batch.tokens[keys.GENERATION_LOGPROBS] = torch.tensor([1 / 1.5, 1, 1, 1]).log()  # its weights
     assert loss_of(batch, [0.0] * 4, token)[0] == pytest.approx(1.5 * k3 / 4)
 
 

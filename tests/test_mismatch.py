@@ -96,6 +96,8 @@ def test_the_quantile_is_numpys_to_the_width_of_a_bin(scale):
     numbers = report((-1.0 - logprob_diffs, batch_of(np.full(len(logprob_diffs), -1.0))))
     exact = np.quantile(logprob_diffs, 0.999, method="inverted_cdf")
     assert exact * 0.999 <= numbers["mismatch/p999_abs"] <= exact * 1.03
+    of_thousand = report(([*[scale] * 999, 50.0], batch_of(torch.zeros(1000))))
+    assert scale * 0.999 <= of_thousand["mismatch/p999_abs"] <= scale * 1.03
 
 
 def test_a_step_in_parts_gives_the_report_of_the_whole():
@@ -104,8 +106,11 @@ def test_a_step_in_parts_gives_the_report_of_the_whole():
     whole = report((policy, batch_of(generation)))
     cuts = [(0, 7), (7, 7), (7, 60)]
     parts = report(*((policy[a:b], batch_of(generation[a:b])) for a, b in cuts))
-    whole.pop("policy/entropy"), parts.pop("policy/entropy")
+    reverse = report(*((policy[a:b], batch_of(generation[a:b])) for a, b in cuts[::-1]))
+    for numbers in (whole, parts, reverse):
+        numbers.pop("policy/entropy")
     assert parts == pytest.approx(whole, rel=1e-12)
+    assert reverse == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

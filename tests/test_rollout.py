@@ -111,6 +111,7 @@ def test_each_step_draws_with_seeds_of_its_own_however_many_replicas_there_are()
     source, _ = source_of()
     steps = [seeds(source.next_batch(step)[0]) for step in (1, 2)]
     assert len({*steps[0], *steps[1]}) == 16
+    assert {seed_of(CONFIG.run.seed, "train", 0, index) for index in (0, 1)} < {*steps[0]}
     again, _ = source_of(num_replicas=1)
     assert sorted(seeds(again.next_batch(1)[0])) == sorted(steps[0])
 
@@ -304,6 +305,10 @@ def test_a_trajectory_counts_once_in_however_many_rows_it_trains():
     pairs = [(rows[keys.GROUP_IDS][i].item(), rows[keys.SIBLINGS][i].item()) for i in range(6)]
     of_first = [pairs[i] for i in first]
     assert [of_first[i] for i in trajectory] == pairs
+    tasks = [SimpleNamespace(group=group, index=index, seed=0) for group, index in pairs]
+    found = values(rollout_metrics("rollout", rows_of(tasks), []))
+    assert found["rollout/num_tokens"] == 6 * 8
+    assert found["rollout/completion_tokens_max"] == 3 * 8
 
 
 @pytest.mark.parametrize("steps", [[0, 1, 1], [1, 0]])
