@@ -14,7 +14,7 @@ from nemo_like.batch import keys
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import GroupFeed, PromptLoader
 from nemo_like.errors import RunError
-from nemo_like.generation.protocol import Completion, FinishReason
+from nemo_like.generation.protocol import Completion, FinishReason, SamplingParams
 from nemo_like.observe.metrics import merge, values
 from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
@@ -65,6 +65,7 @@ class Replicas:
 
     def __init__(self, num):
         self.world_size, self.group, self.rounds = num, self, []
+        self.sampling = []
         self.rounds_before_sleep = []
 
     def sleep(self):
@@ -72,17 +73,18 @@ class Replicas:
 
     def scatter(self, _, requests):
         self.rounds.append([task for request in requests for task in request.tasks])
+        self.sampling.append(requests[0].sampling)
         return [result_of(one.tasks, rank) for rank, one in enumerate(requests)]
 
 
 CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.seed=3")
 
 
-def source_of(num_replicas=2):
+def source_of(num_replicas=2, config=CONFIG):
     replicas = Replicas(num_replicas)
     loader = PromptLoader(range(100), fingerprint="", seed=0, shuffle=False)
     source = RolloutSource(
-        CONFIG,
+        config,
         generation=replicas,  # pyright: ignore
         sync=SimpleNamespace(is_due=False, give_to_policy=replicas.sleep),  # pyright: ignore
         feed=GroupFeed(loader),  # pyright: ignore
@@ -114,6 +116,29 @@ def test_each_step_draws_with_seeds_of_its_own_however_many_replicas_there_are()
     assert {seed_of(CONFIG.run.seed, "train", 0, index) for index in (0, 1)} < {*steps[0]}
     again, _ = source_of(num_replicas=1)
     assert sorted(seeds(again.next_batch(1)[0])) == sorted(steps[0])
+
+
+def test_training_and_validations_sample_by_settings_of_their_own():
+    own = [
+        "generation={temperature: 0.7, max_new_tokens: 9, stop: [end], stop_token_ids: [5]}",
+        "validation={temperature: 0.2, top_p: 0.9, top_k: 4}",
+    ]
+    for most in (9, 20):
+        validation = own if most == 9 else [*own, f"validation.max_new_tokens={most}"]
+        source, replicas = source_of(config=small_config("never-made", *validation))
+        source.next_batch(1)
+        source.validate(1)
+        ends = {"stop": ("end",), "stop_token_ids": (2, 5)}
+        assert replicas.sampling == [
+            SamplingParams(temperature=0.7, max_new_tokens=9, **ends),
+            SamplingParams(temperature=0.2, top_p=0.9, top_k=4, max_new_tokens=most, **ends),
+        ]
+
+
+def test_what_a_step_has_sampled_is_used_up():
+    source, _ = source_of()
+    source.next_batch(1)
+    assert source._feed.state() == source._feed.loader.state()
 
 
 def test_validations_draw_with_the_same_seeds_at_every_step_and_no_training_step_does():
