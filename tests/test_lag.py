@@ -177,6 +177,15 @@ def test_groups_that_take_the_place_of_others_do_not_raise_the_lag():
         assert all(step - replicas.began[group] <= 1 for group in groups)
 
 
+def test_groups_that_train_as_they_finish_are_a_batch_in_the_order_of_their_numbers():
+    source, feed = source_of(Clocked(lambda group: 9.0 - group), 0)
+    parts = []
+    batch, _ = source.next_batch(1, early=parts.append)
+    assert [part.rows[keys.GROUP_IDS][0].item() for part in parts] == [3, 2, 1, 0]
+    assert batch.rows[keys.GROUP_IDS].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert feed.state() == feed.loader.state()
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_run_shorter_than_its_lag_ends_with_nothing_under_way(steps):
     replicas = Clocked(lambda _: 1.0)
