@@ -273,16 +273,19 @@ def rows_with_prompts(*rows: tuple[list[int], list[int]]) -> TensorBatch:
 
 
 def test_a_prompt_that_neighbours_share_has_positions_once():
-    batch = rows_with_prompts(([7, 8], [1]), ([7, 8], [2, 3]), ([7, 9], [4]), ([7, 8], [5]))
-    assert batch.rows[keys.PROMPT_TOKENS].tolist() == [2, 2, 2, 2]
+    batch = rows_with_prompts(
+        ([7, 8], [1]), ([7, 8], [2, 3]), ([7, 8], [6]), ([7, 9], [4]), ([7, 8], [5])
+    )
+    assert batch.rows[keys.PROMPT_TOKENS].tolist() == [2] * 5
     layout = shared_layout(batch)
-    assert batch.tokens[keys.INPUT_IDS][layout.kept].tolist() == [7, 8, 1, 2, 3, 7, 9, 4, 7, 8, 5]
-    assert layout.lengths.tolist() == [3, 2, 3, 3]
-    # The second row's prompt is the first one's, at positions 0 and 1.
-    assert layout.place.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9, 10]
-    shape = InputLayout(batching="shared", multiple=4).shape_of(batch)
-    assert shape == InputShape(rows=1, positions=12)
-    assert InputLayout(batching="packed").shape_of(batch).positions == 13
+    kept = batch.tokens[keys.INPUT_IDS][layout.kept]
+    assert kept.tolist() == [7, 8, 1, 2, 3, 6, 7, 9, 4, 7, 8, 5]
+    assert layout.lengths.tolist() == [3, 2, 1, 3, 3]
+    # The prompt of the second and third row is the first one's, at positions 0 and 1.
+    assert layout.place.tolist() == [0, 1, 2, 0, 1, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10, 11]
+    shape = InputLayout(batching="shared", multiple=5).shape_of(batch)
+    assert shape == InputShape(rows=1, positions=15)
+    assert InputLayout(batching="packed").shape_of(batch).positions == 16
 
 
 def test_rows_of_one_prompt_share_a_bin_as_far_as_it_holds_them():
@@ -290,6 +293,9 @@ def test_rows_of_one_prompt_share_a_bin_as_far_as_it_holds_them():
     plan = plan_micro_batches(lengths, num_ranks=1, max_tokens=22, prompts=prompts)
     # 10 + 3 * 4 = 22 tokens, then one row alone; 10 + 4 * 2 = 18.
     assert sorted(plan.bins[0]) == [(0, 1, 2), (3,), (4, 5, 6, 7)]
+    pairs = [(1, 5), (2, 5)] * 2  # the rows of a unit have prompts of their own: none is spared
+    plan = plan_micro_batches([10] * 4, num_ranks=1, max_tokens=30, rows_per_unit=2, prompts=pairs)
+    assert plan.bins == (((0, 1), (2, 3)),)
     plan = plan_micro_batches([90, 90], num_ranks=2, max_tokens=200, prompts=[(1, 10)] * 2)
     assert sorted(plan.rows(0) + plan.rows(1)) == [0, 1]
     assert len(plan.rows(0)) == 1, "sparing 10 tokens is not worth an idle rank"

@@ -145,16 +145,20 @@ class Case:
 
         self.run(together())
 
-    def refit(self, seed: int) -> None:
-        """Load freshly initialised weights as the next version."""
-        self.all(*self.next_refit(seed))
+    def refit(self, seed: int, change: Callable[[LlamaForCausalLM], None] | None = None) -> None:
+        """Load freshly initialised weights, after ``change``, as the next version."""
+        self.all(*self.next_refit(seed, change))
         self.version += 1
 
-    def next_refit(self, seed: int) -> tuple[list[Callable[[], None]], Coroutine[Any, Any, None]]:
+    def next_refit(
+        self, seed: int, change: Callable[[LlamaForCausalLM], None] | None = None
+    ) -> tuple[list[Callable[[], None]], Coroutine[Any, Any, None]]:
         """Both sides of a refit with fresh weights, which are ``model`` from then on."""
         torch.manual_seed(seed)
         config = LlamaConfig.from_pretrained(self.config.model_path)
         model = LlamaForCausalLM(config).to(getattr(torch, self.config.dtype)).eval()
+        if change is not None:
+            change(model)
         tensors = dict(model.state_dict())
         if config.tie_word_embeddings:
             del tensors["lm_head.weight"]

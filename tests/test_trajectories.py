@@ -285,7 +285,11 @@ def test_turns_and_tokens_have_limits_and_the_end_says_which_it_was(tmp_path):
     trajectory, _ = rows_of(recorder)
     assert (trajectory.end, trajectory.truncated) == ("context", True)
     assert engine.requests[0].sampling.max_new_tokens == 9
-
+    for asked, room, most in ((50, 9, 9), (5, 9, 5), (None, 900, 100), (500, 900, 100)):
+        engine = Scripted(chat, "a")  # a client may ask for less than the run does, and no more
+        recorder = recorder_of(chat, engine, tokens=first + room)
+        asyncio.run(recorder.complete([user("Hi")], max_new_tokens=asked))
+        assert engine.requests[0].sampling.max_new_tokens == most
     recorder = recorder_of(chat, Scripted(chat, "cut…"))
     asyncio.run(talk(recorder, "Hi"))
     assert rows_of(recorder)[0].end == "length"

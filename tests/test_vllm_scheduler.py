@@ -95,7 +95,7 @@ class Run:
             number += 1
 
     def _check_slots(self, output):
-        """Every scheduled token has a slot in the KV cache."""
+        """Every scheduled token has a slot in the KV cache, and tokens are counted right."""
         for name in output.num_scheduled_tokens:
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
             assert len(blocks) * BLOCK >= self.scheduler.requests[name].num_computed_tokens
@@ -103,6 +103,10 @@ class Run:
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             scheduled = output.num_scheduled_tokens[name]
             assert computed + scheduled == self.scheduler.requests[name].num_computed_tokens
+        for name, drawn in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            one = self.scheduler.requests[name]  # with this step's token, if there is one
+            with_this = drawn + (not one.is_prefill_chunk)
+            assert with_this == one.num_output_tokens + one.num_output_placeholders
 
     def _sample(self, output):
         names = list(output.num_scheduled_tokens)

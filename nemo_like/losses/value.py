@@ -122,8 +122,8 @@ class TokenAdvantages:
         if keys.STEP_REWARDS in batch.rows:
             earned = batch.rows[keys.STEP_REWARDS].nan_to_num(0.0)
             turn = batch.tokens[keys.TURNS][at]
-        else:  # a row that does not train may have no reward at all
-            earned = batch.rows[keys.REWARDS].double().nan_to_num(0.0)[:, None]
+        else:
+            earned = batch.rows[keys.REWARDS].double()[:, None]
             turn = torch.zeros_like(at)
         to_come = reward_to_go(earned)[row, turn]
         rewards[at] += to_come
