@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ import grpo
 import grpo_verl
 import mismatch
 import offload
+import starts
 import workloads
 from grpo_table import accuracies, floor_times, medians, steps_of, table
 from recommendations import CASES
@@ -28,6 +30,7 @@ from workloads import WORKLOADS, coin, count_parameters, make_rows, prepare, rea
 from nemo_like.compose import registry
 from nemo_like.config.section import keys_of
 from nemo_like.observe.alarms import find_alarms
+from nemo_like.observe.phase_trace import PhaseTrace
 from tests.test_alarms import FAULTS, SETTINGS, faulty
 
 ROOT = Path(__file__).parents[1]
@@ -276,6 +279,29 @@ def test_verl_is_asked_for_the_workload_as_it_is(tmp_path):
 def test_moments_are_timed_on_the_parameters_of_the_shape():
     shapes = offload.parameter_shapes(28)
     assert sum(math.prod(shape) for shape in shapes) == 7_615_616_512
+
+
+def test_a_start_has_the_phases_of_all_processes_up_to_the_end_of_its_first_step(tmp_path):
+    began = int(time.time())
+    traces = {
+        name: PhaseTrace(tmp_path / "logs", name) for name in ("driver", "policy-0", "engine")
+    }
+    traces["driver"].add("ray", began + 1.5, 3.0)
+    traces["driver"].add("step", began + 10, 2.0)
+    traces["policy-0"].add("train", began + 12, 0.5)
+    traces["engine"].add("start", began + 5, 4.0)
+    at = datetime.fromtimestamp(began + 8)
+    said = f"nothing\nINFO {at:%m-%d %H:%M:%S} [loader.py:9] Loading took 2.9 GiB, 1.2 seconds\n"
+    (tmp_path / "logs" / "generation-0.log").write_text(said)
+    found = list(starts.phases(tmp_path, began))
+    assert [(one["name"], one["begin"], one["end"]) for one in found] == [
+        ("ray", 1.5, 4.5),
+        ("Loading took 2.9 GiB, 1.2 seconds", None, 8),
+        ("start", 5, 9),
+        ("step", 10, 12),
+    ]
+    lines = starts.table({"run": 0, "start": "Start", "phases": found}).splitlines()
+    assert lines[1].split() == ["1.50", "4.50", "3.00", "driver", "ray"]
 
 
 def test_conversations_that_fail_or_hang_cost_their_own_rows_and_hold_up_none():
