@@ -107,6 +107,42 @@ def test_a_row_that_an_empty_kv_cache_cannot_hold_is_refused(device):
         args_of(device=device, engine_kwargs=kwargs)
 
 
+FULL = ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        # Five of six layers keep 100 of 1,000 tokens.
+        ({"sliding_window": 100, "layer_types": ["sliding_attention"] * 5 + FULL}, 0.25),
+        ({"sliding_window": None, "layer_types": ["linear_attention"] * 3 + FULL}, 0.25),
+        ({"sliding_window": 100}, 0.1),
+        ({"sliding_window": 4096}, 1.0),
+        ({"sliding_window": None}, 1.0),
+        ({"sliding_window": 100, "use_sliding_window": False}, 1.0),
+    ],
+    ids=str,
+)
+def test_layers_with_a_window_keep_no_more_of_a_row_than_it(settings, share, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    needed = int(share * GIB / 10)
+
+    def start(size):
+        args_of(model_path=str(tmp_path), engine_kwargs={"kv_cache_memory_bytes": size})
+
+    start(needed + 1)
+    with pytest.raises(UserError, match=f"cannot hold one row of 1000 tokens, .* {needed};"):
+        start(needed - 1)
+
+
+def test_a_window_also_holds_the_tokens_of_one_pass(tmp_path):
+    (tmp_path / "config.json").write_text('{"sliding_window": 100}')
+    of_cpu = {"device": "cpu", "max_model_len": 10_000, "model_path": str(tmp_path)}
+    # 100 and 10,000 tokens at once, more than the row has.
+    with pytest.raises(UserError, match=r"row of 10000 tokens, .* takes 107374182;"):
+        args_of(**of_cpu, engine_kwargs={"kv_cache_memory_bytes": GIB // 20})
+
+
 @pytest.mark.parametrize(("most", "last"), [(100, [96, 100]), (128, [96, 128]), (1, [1])])
 def test_graphs_are_captured_up_to_the_most_sequences(most, last):
     sizes = args_of(max_num_seqs=most)["compilation_config"]["cudagraph_capture_sizes"]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.hf_model import build_model, copy_weights
-from nemo_like.generation.local_engine import LocalEngine, Waiting, fail
+from nemo_like.generation.local_engine import GrowingRow, LocalEngine, Waiting, fail
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
@@ -138,17 +138,9 @@ class HFEngine(LocalEngine):
             positions = (positions[:, -1:] + 1).clamp(max=self._config.max_model_len - 1)
 
 
-class _Row:
-    """A completion that grows."""
-
+class _Row(GrowingRow):
     def __init__(self, request: GenerationRequest, max_model_len: int, device: str) -> None:
-        sampling = request.sampling
-        room = max_model_len - len(request.prompt_ids)
-        self.request = request
-        self.max_tokens = min(sampling.max_new_tokens, room)
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.finish_reason = FinishReason.length if self.max_tokens <= 0 else None
+        super().__init__(request, max_model_len)
         self._generator = torch.Generator(device).manual_seed(request.seed)
 
     def draw(self, logprobs: torch.Tensor) -> torch.Tensor:
@@ -163,17 +155,8 @@ class _Row:
         self.logprobs.append(logprob)
         if token_id in self.request.sampling.stop_token_ids:
             self.finish_reason = FinishReason.stop
-        elif len(self.token_ids) == self.max_tokens:
+        elif len(self.token_ids) == self.most:
             self.finish_reason = FinishReason.length
-
-    def completion(self, version: int) -> Completion:
-        """The finished or interrupted completion."""
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason or FinishReason.interrupted,
-            weight_version=version,
-        )
 
 
 def processed_logprobs(logits: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:

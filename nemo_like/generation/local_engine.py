@@ -15,6 +15,7 @@ from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
     EngineMemory,
+    FinishReason,
     GenerationRequest,
     Link,
     SamplingParams,
@@ -26,6 +27,29 @@ from nemo_like.refit.buckets import Bucket, check_buckets, check_refit
 from nemo_like.refit.ipc import IpcReceiver
 
 Waiting = tuple[GenerationRequest, "asyncio.Future[Completion]"]
+
+
+class GrowingRow:
+    """A request, and the tokens of its completion so far."""
+
+    num_cached_tokens = 0
+
+    def __init__(self, request: GenerationRequest, max_model_len: int) -> None:
+        room = max_model_len - len(request.prompt_ids)
+        self.request, self.most = request, min(request.sampling.max_new_tokens, room)
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason = FinishReason.length if self.most <= 0 else None
+
+    def completion(self, version: int) -> Completion:
+        """The finished or interrupted completion."""
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason or FinishReason.interrupted,
+            weight_version=version,
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
 
 class LocalEngine:

@@ -170,6 +170,20 @@ def kv_bytes_per_sequence(
     return tokens * shape.layers * 2 * heads * shape.head_dim * bytes_per_number
 
 
+def kept_share(settings: dict[str, Any], num_tokens: int, at_once: int = 0) -> float:
+    """Share of a row's keys and values that an engine keeps at least, the rest being out of sight.
+
+    A layer with a sliding window keeps that, and the ``at_once`` tokens that one pass computes;
+    one without attention keeps none. Without ``layer_types`` any layer may have a window.
+    """
+    window = number(settings, "sliding_window")
+    if window is None or settings.get("use_sliding_window") is False:
+        window = num_tokens
+    kept = {"full_attention": 1.0, "sliding_attention": min(1.0, (window + at_once) / num_tokens)}
+    kinds = settings.get("layer_types") or ["sliding_attention"]
+    return sum(kept.get(kind, 0.0) for kind in kinds) / len(kinds)
+
+
 def engine_bytes(
     generation: GenerationConfig, dtype: str, shape: ModelShape, num_tokens: int
 ) -> tuple[int, int]:

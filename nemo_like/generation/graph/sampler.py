@@ -9,6 +9,7 @@ import torch
 
 from nemo_like.generation.graph.decoder import Decoder
 from nemo_like.generation.graph.state import BURST, PAGE
+from nemo_like.generation.local_engine import GrowingRow
 from nemo_like.generation.protocol import (
     Completion,
     FinishReason,
@@ -26,24 +27,19 @@ Ends = Callable[[SamplingParams, Sequence[int]], bool]
 """Whether sampled tokens end with a stop string."""
 
 
-class Row:
-    """A completion that grows."""
+class Row(GrowingRow):
+    """A completion that grows, and where it stands."""
 
     def __init__(
         self, request: GenerationRequest, done: "asyncio.Future[Completion]", max_model_len: int
     ) -> None:
-        sampling, num_prompt = request.sampling, len(request.prompt_ids)
-        self.request, self.done = request, done
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.most = min(sampling.max_new_tokens, max_model_len - num_prompt)
-        self.finish_reason = FinishReason.length if self.most <= 0 else None
+        super().__init__(request, max_model_len)
+        self.done = done
         self.slot = -1
         self.pages: list[int] = []
-        self.num_cached_tokens = 0
-        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._seed = ((request.seed ^ request.seed >> 32) & 0xFFFFFFFF) - 2**31  # 32 bits, signed
-        self.end = num_prompt + self.most - 1
+        self.end = len(request.prompt_ids) + self.most - 1
         """Positions to compute until the last token is drawn."""
 
     @property
@@ -79,16 +75,6 @@ class Row:
         self.logprobs += logprobs[: len(self.token_ids) - len(self.logprobs)]
         if self.finish_reason is None and len(self.token_ids) == self.most:
             self.finish_reason = FinishReason.length
-
-    def completion(self, version: int) -> Completion:
-        """The finished or interrupted completion."""
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason or FinishReason.interrupted,
-            weight_version=version,
-            num_cached_tokens=self.num_cached_tokens,
-        )
 
 
 class Sampler:

@@ -13,7 +13,7 @@ import torch
 from nemo_like.config.model_files import trusts_code
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.planning.model_shape import experts_key, read_settings
+from nemo_like.planning.model_shape import experts_key, kept_share, read_settings
 from nemo_like.planning.offload import WORKSPACE_BYTES
 
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -107,15 +107,21 @@ def engine_args(
         args |= _cpu_args(config) | config.engine_kwargs
     else:
         args |= _gpu_args(config, gpu_memory_bytes)
-    _refuse_small_cache(config, args.get("kv_cache_memory_bytes"))
+    _refuse_small_cache(config, args)
     return args
 
 
-def _refuse_small_cache(config: EngineConfig, cache_bytes: int | None) -> None:
+def _refuse_small_cache(config: EngineConfig, args: dict[str, Any]) -> None:
     """Raise UserError if the longest row does not fit: it would wait for ever."""
+    cache_bytes = args.get("kv_cache_memory_bytes")
     if config.kv_cache_bytes is None or cache_bytes is None:
         return
-    needed = config.kv_cache_bytes // config.max_num_seqs
+    seen = kept_share(
+        read_settings(Path(config.model_path)),
+        config.max_model_len,
+        args.get("max_num_batched_tokens", 0),
+    )
+    needed = int(seen * config.kv_cache_bytes) // config.max_num_seqs
     if cache_bytes < needed:
         raise UserError(
             f"A KV cache of {cache_bytes} bytes cannot hold one row of {config.max_model_len} "
