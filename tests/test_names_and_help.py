@@ -131,6 +131,12 @@ TYPED = [
     ("grpo", "ring_attn_size", "policy.parallel.context_parallel_size"),
     ("grpo", "zero_stage", "policy.parallel.data_parallel policy.parallel.reshard_after_forward"),
     ("grpo", "use_wandb", "logging.sinks"),
+    ("grpo", "logging.wandb", "logging.sinks"),
+    ("sft", "logging.wandb_project", ""),
+    ("grpo", "cluster.slurm.partition", "cluster.slurm.extra"),
+    ("ppo", "checkpoint.keep_best", "checkpoint.metric"),
+    ("grpo", "advantage.overlong_penalty", "advantage.overlong_buffer_tokens"),
+    ("dpo", "cluster.save_timeout_s", "cluster.call_timeout_s"),
 ]
 
 
@@ -218,6 +224,10 @@ def test_a_key_that_is_not_here_is_placed(algorithm, key, hint):
         (["--policy.dtype=bfloat16"], "Write policy.dtype=VALUE."),
         (["no.yaml"], "no.yaml: no such file"),
         (["--config", "no.yaml"], "no.yaml: no such file"),
+        (
+            ["logging.wandb=true"],
+            "Early nemo-like's logging.wandb is logging.sinks here: logging.sinks=[tensorboard,",
+        ),
         (["--help", "learning_rate"], "TRL's learning_rate is policy.optimizer.lr here."),
         (["--help", "polcy.optimizer"], "did you mean policy.optimizer?"),
     ],

@@ -16,7 +16,7 @@ from rich.console import Console as Terminal
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.config.run import SINKS
-from nemo_like.errors import RunError
+from nemo_like.errors import RunError, UserError
 from nemo_like.observe.console import Column, Progress, live_terminal, setup_logging
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, Spans, merge, values
 from nemo_like.observe.sinks import Details, JsonlFile, Sinks, TensorBoardSink
@@ -346,6 +346,29 @@ def test_wandb_offline_resumes_the_same_run_and_keeps_secrets_out(tmp_path, monk
     assert [table.count("<b>1 + 1 =") for table in tables] == [1, 1]
     assert b"max_num_seqs" in content
     assert b"s3cret" not in content
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [("disabled", "disabled, records nothing"), ("dryrun", "offline, in ")]
+)
+def test_the_log_says_whether_wandb_keeps_records(tmp_path, monkeypatch, caplog, mode, said):
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # it reads the variable once per process
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with caplog.at_level(logging.INFO):
+        sink = SINKS.load("logging.sinks", "wandb")(tmp_path, GRPOConfig(), None)
+    sink.log(1, {"train/loss": 0.5})
+    sink.close()
+    (line,) = [one.getMessage() for one in caplog.records if one.name.endswith("wandb_sink")]
+    assert line.startswith(f"wandb: {said}")
+    assert (tmp_path / "wandb").exists() == (mode != "disabled")
+
+
+def test_a_mode_that_wandb_does_not_know_is_refused_in_words(tmp_path, monkeypatch):
+    pytest.importorskip("wandb").teardown()
+    monkeypatch.setenv("WANDB_MODE", "OFFLINE")
+    with pytest.raises(UserError, match=r"WANDB_MODE=offline .* W&B says: .*'OFFLINE'"):
+        SINKS.load("logging.sinks", "wandb")(tmp_path, GRPOConfig(), None)
 
 
 def test_a_missing_wandb_is_named_with_its_remedy(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ _HEADER = """# Names of other projects
 
 Made by `nemo-like names > docs/migrate.md`.
 
-What people type in TRL, verl, OpenRLHF and NeMo RL, and the key that does it here; `*` is the
-algorithm's own section, such as `grpo`. Names that mean the same in two projects stand under the
-first. A command that gets one of these names answers with the same words, and
-[config.md](config.md) says what each key means.
+What people type in TRL, verl, OpenRLHF and NeMo RL, or typed in early versions of this project, and
+the key that does it here; `*` is the algorithm's own section, such as `grpo`. Names that mean the
+same in two projects stand under the first. A command that gets one of these names answers with the
+same words, and [config.md](config.md) says what each key means.
 
 | there | here |
 |---|---|

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 _INIT_TIMEOUT_S = 60.0
 # The rest of an upload that takes longer stays on disk for `wandb sync`.
 _FINISH_TIMEOUT_S = 120.0
+_WITHOUT_SERVER = ("offline", "dryrun", "disabled")
+"""Values of WANDB_MODE that upload nothing."""
 
 
 class WandbSink:
@@ -36,7 +38,7 @@ class WandbSink:
         logging.getLogger("wandb").setLevel(logging.WARNING)
         run_dir.mkdir(parents=True, exist_ok=True)
         run_id, is_resumed = _run_id(run_dir)
-        online = os.environ.get("WANDB_MODE", "online") == "online"
+        online = os.environ.get("WANDB_MODE") not in _WITHOUT_SERVER
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "nemo-like"),
@@ -54,16 +56,20 @@ class WandbSink:
                     finish_timeout=_FINISH_TIMEOUT_S,
                 ),
             )
-        except wandb.Error as error:
+        except (wandb.Error, ValueError) as error:
             raise UserError(
                 "logging.sinks=[wandb] could not start; run `wandb login`, or set "
-                f"WANDB_MODE=offline and upload later with `wandb sync`. W&B says: {error}"
+                "WANDB_MODE=offline and upload later with `wandb sync`. W&B says: "
+                f"{' '.join(str(error).split())}"
             ) from error
         # An axis of our own: W&B's step counter drops what a resumed run logs for steps that an
         # earlier process had reached.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        logger.info("wandb: %s", self._run.url if online else f"offline, in {run_dir / 'wandb'}")
+        where = self._run.url if online else f"offline, in {run_dir / 'wandb'}"
+        if self._run.disabled:
+            where = "disabled, records nothing (WANDB_MODE=disabled)"
+        logger.info("wandb: %s", where)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Hand one record to W&B's own process, which uploads in the background."""
