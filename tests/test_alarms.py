@@ -2,14 +2,10 @@
 
 import json
 import logging
-import re
 
 import pytest
-import yaml
 
-from nemo_like.algorithms.distillation.config import DistillationConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
-from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.config.typed import flat
 from nemo_like.observe.alarms import Alarms, find_alarms
 from nemo_like.observe.metrics import Metric
@@ -71,7 +67,7 @@ FAULTS = {
     ),
     "mismatch_growth": (
         {"mismatch/mean_abs": lambda _, after: 1e-4 * after},
-        ["mismatch.action=mask"],
+        ["mismatch.action=mask mismatch.max_mean_abs=0.000"],
     ),
     "memory_growth": (
         {"rollout/memory_gib": lambda value, after: value + 0.1 * after},
@@ -90,7 +86,7 @@ FAULTS = {
             "rollout/slowest_rank": lambda _, __: 3.0,
             "rollout/slowest_over_median": lambda _, __: 2.5,
         },
-        ["generation rank 3 takes ", "--exclude=NODE"],
+        ["generation rank 3 takes ", "check what else runs there"],
     ),
 }
 
@@ -119,7 +115,7 @@ def test_a_straggler_is_named_with_its_node():
     alarms.hosts = {"generation-3": "gpu17"}
     (found,) = [one for row in faulty("straggler") for one in alarms.add(row)]
     assert "generation rank 3 on node gpu17 takes " in found.text
-    assert "cluster.slurm.extra=\"['--exclude=gpu17']\"" in found.text
+    assert """(Slurm: 'cluster.slurm.extra=["--exclude=gpu17"]')""" in found.text
 
 
 def test_the_value_depends_on_the_run():
@@ -131,25 +127,15 @@ def test_the_value_depends_on_the_run():
     sampled = {"grpo.dynamic_sampling": True, "grpo.num_generations_per_prompt": 8}
     (alarm,) = find_alarms([row | stale for row in rows[:10]], SETTINGS | sampled)[:1]
     assert "grpo.num_generations_per_prompt=16" in alarm.text
+    grown = [row | {"rollout/memory_gib": i} for i, row in enumerate(rows * 3)]
+    often = {"checkpoint.every_minutes": 5.0}
+    texts = {one.name: one.text for one in find_alarms(grown, SETTINGS | often)}
+    assert texts["memory_growth"].endswith(
+        "leaks; when memory has run out, continue with run.resume=true"
+    )
     grown = [row | {"mismatch/mean_abs": 0.01 * row["step"] ** 2} for row in rows * 2]
     adapters = {"policy.lora.rank": 4, "policy.lora.refit": "merged"}
     assert "policy.lora.refit=adapters" in find_alarms(grown, SETTINGS | adapters)[-1].text
-
-
-@pytest.mark.parametrize("config", [GRPOConfig, PPOConfig, DistillationConfig])
-def test_runs_of_each_algorithm_take_the_key_and_value_of_each_alarm(config):
-    settings, count = flat(config().model_dump(mode="json")), 0
-    for name in FAULTS if config is GRPOConfig else [*FAULTS][1:]:  # the first is GRPO's own
-        (alarm,) = find_alarms(faulty(name), settings)
-        for key, value in re.findall(r"\b((?:\w+\.)+\w+)=(\[.*?\]|[\w.-]*\w)", alarm.text):
-            tree = current = {}
-            *sections, last = key.split(".")
-            for section in sections:
-                current = current.setdefault(section, {})
-            current[last] = float(value) if "e-" in value else yaml.safe_load(value)
-            config.model_validate(tree)
-            count += 1
-    assert count >= len(FAULTS)
 
 
 def test_what_is_missing_or_not_finite_raises_no_alarm():

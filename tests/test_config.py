@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.compose import registry
 from nemo_like.compose.load import check, compose_config, compose_raw
 from nemo_like.compose.overrides import check_overrides
 from nemo_like.config.run import ClusterConfig
@@ -16,7 +17,11 @@ from nemo_like.errors import UserError
 from nemo_like.planning.resources import NodeResources, check_fits, plan_resources
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-SHIPPED = [["model=embedded"], ["model=smollm2"]]
+SHIPPED = [
+    ("grpo", ["model=embedded"]),
+    ("grpo", ["model=smollm2"]),
+    *((name, []) for name in registry.names() if name != "grpo"),
+]
 
 
 def refusal(*overrides):
@@ -25,15 +30,21 @@ def refusal(*overrides):
     return str(error.value)
 
 
-@pytest.mark.parametrize("choice", SHIPPED, ids=str)
-def test_every_schema_key_can_be_overridden_in_every_shipped_config(choice):
-    raw = compose_raw(CONFIGS, "grpo", choice).raw
-    leaves = [key for key, _ in keys_of(GRPOConfig) if not hasattr(value(raw, key), "keys")]
+@pytest.mark.parametrize(("name", "choice"), SHIPPED, ids=str)
+def test_every_schema_key_can_be_overridden_in_every_shipped_config(name, choice):
+    raw, schema = compose_raw(CONFIGS, name, choice).raw, registry.find(name).config
+    leaves = [key for key, _ in keys_of(schema) if not hasattr(value(raw, key), "keys")]
     assert len(leaves) > 60
     for key in leaves:
-        check_overrides([f"{key}={literal(value(raw, key))}"], GRPOConfig)
+        check_overrides([f"{key}={literal(value(raw, key))}"], schema)
     overrides = [f"{key}={literal(value(raw, key))}" for key in leaves]
-    assert compose_raw(CONFIGS, "grpo", [*choice, *overrides]).raw == raw
+    assert compose_raw(CONFIGS, name, [*choice, *overrides]).raw == raw
+
+
+def test_sizes_that_do_not_divide_each_other_are_accepted():
+    sizes = ("num_prompts_per_step=3", "num_generations_per_prompt=8", "num_mini_batches=2")
+    workers = ("cluster.cpu_workers_per_node=2", "policy.micro_batch_size=5")
+    compose_config(CONFIGS, "grpo", [*(f"grpo.{one}" for one in sizes), *workers])
 
 
 def value(raw, key):

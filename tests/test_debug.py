@@ -312,15 +312,19 @@ def test_each_late_phase_is_reported_and_an_error_ends_its_watch(tmp_path):
 
 
 def test_only_chosen_steps_are_profiled_and_on_the_first_rank(tmp_path):
-    config = DebugConfig(profile_steps=[2])
+    config = DebugConfig(profile_steps=[2, 4])
     for rank in (0, 1):
         profiles = StepProfiles(config, rank, CPU, tmp_path / f"profile-{rank}")
-        for step in (1, 2, 3):
+        for step in (1, 2, 3, 4):
             for _ in range(2):  # a step may come in parts
                 profiles.begin(step)
                 torch.ones(4, 4) @ torch.ones(4, 4)
             profiles.end()
-    (path,) = tmp_path.iterdir()
-    assert path.name == "profile-0-step2.json"
-    events = json.loads(path.read_text())["traceEvents"]
-    assert sum(one.get("name") == "aten::mm" for one in events) == 2
+            profiles.end()
+    assert {one.name for one in tmp_path.iterdir()} == {
+        "profile-0-step2.json",
+        "profile-0-step4.json",
+    }
+    for path in tmp_path.iterdir():
+        events = json.loads(path.read_text())["traceEvents"]
+        assert sum(one.get("name") == "aten::mm" for one in events) == 2

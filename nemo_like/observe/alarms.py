@@ -4,8 +4,10 @@ Rules compare the last steps with the first ones, by the names in ``metrics.json
 the run does not have raises no alarm.
 """
 
+import json
 import math
 import re
+import shlex
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +19,9 @@ _WINDOW = 10
 """Steps on each side of a comparison."""
 _SETTLED = 4 * _WINDOW
 """Steps after which memory should no longer grow."""
+
+_SAVED_EVERY = 10
+"""Minutes between checkpoints of a run that may run out of memory."""
 
 _LENGTH = "rollout/completion_tokens"
 
@@ -178,7 +183,10 @@ def _mismatch_growth(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -
     before, now = first.mean("mismatch/mean_abs"), last.mean("mismatch/mean_abs")
     if not (now >= 3 * before and now >= 1e-4):
         return None
-    remedy = "leave out completions above a limit with mismatch.action=mask"
+    what, action = "leave out completions that exceed it", "mask"
+    if "loss.clip_low" not in settings:
+        what, action = "end the run when it grows on", "stop"  # no ratio that a mask could save
+    remedy = f"{what} with mismatch.action={action} mismatch.max_mean_abs={now:.2g}"
     if settings.get("policy.lora.rank") and settings.get("policy.lora.refit") == "merged":
         remedy = "set policy.lora.refit=adapters"
     return (
@@ -187,15 +195,14 @@ def _mismatch_growth(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -
     )
 
 
-def _memory_growth(first: _Steps, last: _Steps, _: Mapping[str, Any]) -> str | None:
+def _memory_growth(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    remedy = "when memory has run out, continue with run.resume=true"
+    if (settings.get("checkpoint.every_minutes") or math.inf) > _SAVED_EVERY:
+        remedy = f"set checkpoint.every_minutes={_SAVED_EVERY} to lose little; {remedy}"
     for name in [name for name in last.rows[-1] if name.endswith("memory_gib")]:
         before, now = first.mean(name), last.mean(name)
         if now - before > max(0.5, 0.3 * before):
-            return (
-                f"{name} grew from {before:.2f} to {now:.2f}, so something leaks; set "
-                "checkpoint.every_minutes=10 to lose little when memory runs out, then continue "
-                "with run.resume=true"
-            )
+            return f"{name} grew from {before:.2f} to {now:.2f}, so something leaks; {remedy}"
     return None
 
 
@@ -210,7 +217,7 @@ def _slow_steps(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str
         if not math.isnan(last.median(name) - first.median(name))
     }
     phase = max(grown, key=grown.__getitem__, default="time/step_s")
-    remedy = "keep other programs off the nodes (cluster.slurm.extra=[--exclusive])"
+    remedy = f"keep other programs off the nodes (Slurm: {_with_option('--exclusive', settings)})"
     if phase == "time/rollout_s":
         processes = 2 * settings.get("environment.num_processes", 1)
         remedy = f"set environment.num_processes={processes} if rewards are slow, or {remedy}"
@@ -220,17 +227,18 @@ def _slow_steps(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str
     )
 
 
-def _straggler(_: _Steps, last: _Steps, __: Mapping[str, Any]) -> str | None:
+def _straggler(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
     ranks = last.of("rollout/slowest_rank")
     rank, ratio = statistics.mode(ranks), last.mean("rollout/slowest_over_median")
     if not (ratio >= 1.5 and ranks.count(rank) >= 0.8 * len(ranks)):
         return None
-    host = last.hosts.get(f"generation-{rank:.0f}")
-    where = f" on node {host}" if host else ""
+    where = out = ""
+    if host := last.hosts.get(f"generation-{rank:.0f}"):
+        where = f" on node {host}"
+        out = f", or leave the node out (Slurm: {_with_option(f'--exclude={host}', settings)})"
     return (
         f"generation rank {rank:.0f}{where} takes {ratio:.1f} times as long as most others, which "
-        "wait for it; check what else runs there, or leave the node out "
-        f"(cluster.slurm.extra=\"['--exclude={host or 'NODE'}']\")"
+        f"wait for it; check what else runs there{out}"
     )
 
 
@@ -251,3 +259,10 @@ def _if_known(remedy: str, settings: Mapping[str, Any]) -> str:
     """The remedy, or nothing if this algorithm lacks its key."""
     key = re.search(r"[\w.]+(?==)", remedy)
     return remedy if key and key[0] in settings else ""
+
+
+def _with_option(option: str, settings: Mapping[str, Any]) -> str:
+    """``cluster.slurm.extra`` with one more option of sbatch, as it is typed in a shell."""
+    extra = [*settings.get("cluster.slurm.extra", ()), option]
+    # Without blanks, where a report would break the line.
+    return shlex.quote(f"cluster.slurm.extra={json.dumps(extra, separators=(',', ':'))}")
