@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from nemo_like.config.advantages import AdvantageConfig
 from nemo_like.config.section import choices
 from nemo_like.losses.advantages import (
-    gae,
     group_advantages,
     has_signal,
     overlong_penalty,
     whiten,
     zero_variance_share,
 )
+from nemo_like.losses.value import gae
 
 LOO_STD = AdvantageConfig(baseline="leave_one_out", scale="std")
 LOO = AdvantageConfig(baseline="leave_one_out", scale="none")

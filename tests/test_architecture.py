@@ -32,15 +32,23 @@ LAYERS = [
     {"cli", "api"},
 ]
 CROSSINGS = {
+    ("algorithms/rows.py", "data/columns.py"),
+    ("algorithms/sampling.py", "data/mixtures.py"),
+    ("compose/files.py", "compose/refusals.py"),
     ("compose/load.py", "compose/refusals.py"),
     ("compose/main.py", "compose/help.py"),
     ("compose/main.py", "compose/names.py"),
     ("compose/main.py", "compose/refusals.py"),
     ("compose/main.py", "compose/sweep.py"),
     ("compose/overrides.py", "compose/names.py"),
+    ("data/chat.py", "data/answer_spans.py"),
+    ("data/datasets.py", "data/columns.py"),
+    ("data/datasets.py", "data/json_rows.py"),
     ("data/datasets.py", "data/reasoning_gym.py"),
     ("data/datasets.py", "data/tables.py"),
     ("distributed/connection.py", "distributed/joining.py"),
+    ("distributed/waiting.py", "distributed/failures.py"),
+    ("distributed/worker_group.py", "distributed/failures.py"),
     ("generation/vllm/settings.py", "models/adapter_places.py"),
     ("generation/vllm/worker.py", "generation/vllm/lora.py"),
     ("models/resolve.py", "models/smollm2.py"),
@@ -51,6 +59,7 @@ CROSSINGS = {
     ("policy/optim.py", "policy/full_matrix.py"),
     ("policy/optim.py", "policy/moments/flat_adamw.py"),
     ("policy/scoring.py", "policy/lora.py"),
+    ("policy/state/files.py", "distributed/failures.py"),
     ("policy/state/loading.py", "policy/lora.py"),
     ("policy/state/loading.py", "policy/parallel/pipeline.py"),
     ("policy/state/loading.py", "policy/parallel/tensor_parallel.py"),
@@ -61,11 +70,16 @@ CROSSINGS = {
     ("policy/worker.py", "policy/state/checks.py"),
     ("policy/worker.py", "refit/broadcast.py"),
     ("refit/buckets.py", "models/adapter_places.py"),
+    ("rewards/find.py", "rewards/several.py"),
+    ("rewards/process.py", "rewards/concurrent.py"),
     ("rewards/start.py", "rewards/reward_text.py"),
     ("rollout/weight_sync.py", "refit/broadcast.py"),
     ("rollout/worker.py", "rollout/endpoint.py"),
     ("rollout/worker.py", "rollout/recorder.py"),
+    ("run/checkpoint.py", "run/continued.py"),
+    ("run/folder.py", "run/continued.py"),
     ("run/outputs.py", "observe/alarms.py"),
+    ("run/run.py", "run/continued.py"),
 }
 """Where the core imports a leaf. (Leaves that a key or command names are found by their path.)"""
 ALWAYS_OPEN = {
@@ -91,7 +105,7 @@ ONE_PLACE_ONLY = {
 }
 CONFIG_MUST_NOT_IMPORT = {"torch", "ray", "vllm", "transformers", "numpy"}
 MAY_READ_ENVIRONMENT = {
-    "run/folder.py",
+    "run/continued.py",
     "config/model_files.py",
     "environments/program.py",
     "distributed/connection.py",

@@ -19,13 +19,14 @@ from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed import waiting
 from nemo_like.distributed.connection import why_not_started
 from nemo_like.distributed.virtual_cluster import Bundle, VirtualCluster, physical_order
-from nemo_like.distributed.waiting import DriverMeter, Pending, progress, wait_together, written
+from nemo_like.distributed.waiting import DriverMeter, Pending, progress, wait_together
 from nemo_like.distributed.worker import RankLayout
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_resources
+from nemo_like.policy.state.files import written
 from tests.probe import Ending, Probe
 
 

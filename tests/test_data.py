@@ -16,7 +16,8 @@ from nemo_like.config.data import PromptsConfig
 from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import check_lengths, fingerprint, load_rows, without_overlap
-from nemo_like.data.loader import EpochLoader, PromptLoader
+from nemo_like.data.loader import PromptLoader
+from nemo_like.data.mixtures import EpochLoader
 from nemo_like.data.tokenizer import end_token_ids, load_tokenizer
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import context_length, resolve_model

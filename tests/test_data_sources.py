@@ -28,7 +28,7 @@ from nemo_like.config.data import ConversationsConfig, PairsConfig, PromptsConfi
 from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, load_rows
-from nemo_like.data.loader import MixtureLoader
+from nemo_like.data.mixtures import MixtureLoader
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
 from tests.chat_templates import MARKED, QWEN, TURNS, build_chat, tokenizer_of

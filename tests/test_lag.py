@@ -18,7 +18,8 @@ from nemo_like.algorithms.ppo.config import PPOConfig, PPOSection
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import LossConfig
-from nemo_like.data.loader import GroupFeed, MixtureLoader, PromptLoader
+from nemo_like.data.loader import GroupFeed, PromptLoader
+from nemo_like.data.mixtures import MixtureLoader
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.protocol import (
     Completion,

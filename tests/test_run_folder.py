@@ -20,8 +20,9 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import RunSection
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import RunError, StoppedError, UserError, exit_code
+from nemo_like.run.continued import note_start
 from nemo_like.run.ending import end_on_error, listen
-from nemo_like.run.folder import note_end, note_start, save_config
+from nemo_like.run.folder import note_end, save_config
 from nemo_like.run.run import Run
 from nemo_like.viewer.runs import find_runs
 from tests.small_runs import run_config, small_config

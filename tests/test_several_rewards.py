@@ -13,8 +13,9 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.losses.advantages import group_advantages, whiten
-from nemo_like.rewards.find import combined, reward_spec
+from nemo_like.rewards.find import reward_spec
 from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rewards.several import combined
 from nemo_like.rewards.start import start_pool
 from nemo_like.rollout.trajectory import RolloutTask, collate_rows, single_turn
 from tests.small_runs import small_config

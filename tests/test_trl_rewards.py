@@ -9,8 +9,9 @@ from nemo_like.config.data import PromptsConfig
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.datasets import load_rows
 from nemo_like.errors import UserError
-from nemo_like.rewards.find import combined, resolve_reward
+from nemo_like.rewards.find import resolve_reward
 from nemo_like.rewards.protocol import IS_CHAT, RewardRow
+from nemo_like.rewards.several import combined
 from nemo_like.rewards.start import start_pool
 
 FUNCTIONS = '''

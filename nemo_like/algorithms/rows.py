@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from nemo_like.config.environment import REWARD_MODEL, EnvironmentConfig
 from nemo_like.config.sampling import SamplingRunConfig
-from nemo_like.data.columns import paths_of
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
 from nemo_like.errors import UserError
 from nemo_like.rewards.find import load_reward, reward_spec
@@ -56,6 +55,8 @@ def _check_fields(rows: Sequence[Row], environment: EnvironmentConfig, key: str)
     for row in rows:
         for name in sorted(required):
             if name not in row.fields:
+                from nemo_like.data.columns import paths_of
+
                 found = ", ".join(paths_of(row.fields)) or "none"
                 raise UserError(
                     f"environment.reward={reward} needs the field '{name}', and row {row.index} of "

@@ -21,7 +21,7 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths, fingerprint
-from nemo_like.data.loader import GroupFeed, MixtureLoader, PromptLoader
+from nemo_like.data.loader import GroupFeed, PromptLoader, RowLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.waiting import IMPORTING_ENGINE, STARTING_ENGINE
 from nemo_like.distributed.worker import Worker
@@ -89,8 +89,7 @@ class Sampling:
     def log(self, metrics: Metrics) -> None:
         """Keep the metrics of the step in progress for ``Run.log``; a second call replaces them."""
         warn_of_mismatch(self.config, metrics)
-        if isinstance(self.feed.loader, MixtureLoader):
-            metrics |= self.feed.loader.pop_metrics()
+        metrics |= self.feed.loader.pop_metrics()
         found = histograms(self.batch) if self.batch is not None else {}
         self.session.run.log(metrics | self.session.meter.pop(), found)
 
@@ -211,7 +210,7 @@ def read_prompts(
     rows_of: Mapping[str, list[Row]],
     model_path: str,
     chat: ChatTokenizer,
-) -> tuple[PromptLoader[Row] | MixtureLoader[Row], list[Row], int]:
+) -> tuple[RowLoader[Row], list[Row], int]:
     """Training rows in order, validation rows, and the tokens of the longest row.
 
     ``rows_of``: see ``Session.rows``. Raises UserError for a row that does not fit.
@@ -245,12 +244,12 @@ def read_prompts(
     return _loader(config, train), checked["data.validation"], most
 
 
-def _loader(
-    config: SamplingRunConfig, rows: Sequence[Row]
-) -> PromptLoader[Row] | MixtureLoader[Row]:
+def _loader(config: SamplingRunConfig, rows: Sequence[Row]) -> RowLoader[Row]:
     data, seed = config.data, config.run.seed
     if not (data.mixes and config.trains):
         return PromptLoader(rows, fingerprint=fingerprint(rows), seed=seed, shuffle=data.shuffle)
+    from nemo_like.data.mixtures import MixtureLoader
+
     weights = data.weights
     return MixtureLoader(
         {name: [row for row in rows if row.part == name] for name in weights},

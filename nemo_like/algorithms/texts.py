@@ -14,7 +14,7 @@ from nemo_like.config.policy import Output
 from nemo_like.config.section import value_of
 from nemo_like.config.texts import TextRunConfig
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.data.loader import EpochLoader, MixtureLoader
+from nemo_like.data.mixtures import EpochLoader, MixtureLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss

@@ -1,6 +1,5 @@
 """The YAML files that a configuration is made of: where they are, and what they are based on."""
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,12 +31,16 @@ def check_config_files(folders: Sequence[Path], name: str) -> None:
         find_file(folders, name) is None
         and name.removesuffix(registry.SUFFIX) not in registry.names()
     ):
-        raise _no_such_file(folders, name, f"--config-name={name}")
+        from nemo_like.compose.refusals import no_such_file
+
+        raise no_such_file(folders, name, f"--config-name={name}")
     chain = list(_bases(folders, name, ()))
     if not any(registry.of_schema(one) for one in (name, *chain)):
         for base in chain:
             if find_file(folders, base) is None:
-                raise _no_such_file(
+                from nemo_like.compose.refusals import no_such_file
+
+                raise no_such_file(
                     folders, base, f"{find_file(folders, name)}: its defaults name {base}"
                 )
         raise UserError(
@@ -133,31 +136,6 @@ def located(file: str, folders: Sequence[Path]) -> tuple[Path | None, str]:
 def find_file(folders: Sequence[Path], name: str) -> Path | None:
     file = f"{name.removesuffix('.yaml').strip('/')}.yaml"
     return next((folder / file for folder in folders if (folder / file).is_file()), None)
-
-
-def _no_such_file(folders: Sequence[Path], name: str, where: str) -> UserError:
-    """A path in the place of a name gets its name; a misspelt name the nearest one."""
-    start = f"{where}: there is no {name.removesuffix('.yaml')}.yaml"
-    path = Path(f"{name.removesuffix('.yaml')}.yaml").resolve()
-    if path.is_file():
-        inside = [folder.resolve() for folder in folders if path.is_relative_to(folder.resolve())]
-        if inside:
-            remedy = f"--config-name={path.relative_to(inside[0]).with_suffix('')}"
-        else:
-            remedy = f"--config-dir={path.parent} --config-name={path.stem}"
-        return UserError(f"{start} among the configurations; give that file by {remedy}.")
-    names = sorted(
-        str(path.relative_to(folder).with_suffix(""))
-        for folder in folders
-        for path in (*folder.glob("*.yaml"), *folder.glob("*/*.yaml"))
-        if "defaults:" in path.read_text(encoding="utf-8", errors="replace")
-    )
-    if not names:
-        return UserError(f"{start}, nor another one in {' or '.join(map(str, folders))}.")
-    same = [one for one in names if Path(one).name == Path(name).name]
-    nearest = difflib.get_close_matches(name, same or names, n=1, cutoff=0.0)[0]
-    group = [one for one in names if Path(one).parent == Path(nearest).parent]
-    return UserError(f"{start}; did you mean {nearest}? There are {', '.join(group)}.")
 
 
 _SEXAGESIMAL = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.\d*)?")

@@ -1,7 +1,9 @@
 """One sentence, key, value, rule and remedy, from exceptions of Hydra, OmegaConf and pydantic."""
 
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
@@ -118,3 +120,28 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def no_such_file(folders: Sequence[Path], name: str, where: str) -> UserError:
+    """A path in the place of a name gets its name; a misspelt name the nearest one."""
+    start = f"{where}: there is no {name.removesuffix('.yaml')}.yaml"
+    path = Path(f"{name.removesuffix('.yaml')}.yaml").resolve()
+    if path.is_file():
+        inside = [folder.resolve() for folder in folders if path.is_relative_to(folder.resolve())]
+        if inside:
+            remedy = f"--config-name={path.relative_to(inside[0]).with_suffix('')}"
+        else:
+            remedy = f"--config-dir={path.parent} --config-name={path.stem}"
+        return UserError(f"{start} among the configurations; give that file by {remedy}.")
+    names = sorted(
+        str(path.relative_to(folder).with_suffix(""))
+        for folder in folders
+        for path in (*folder.glob("*.yaml"), *folder.glob("*/*.yaml"))
+        if "defaults:" in path.read_text(encoding="utf-8", errors="replace")
+    )
+    if not names:
+        return UserError(f"{start}, nor another one in {' or '.join(map(str, folders))}.")
+    same = [one for one in names if Path(one).name == Path(name).name]
+    nearest = difflib.get_close_matches(name, same or names, n=1, cutoff=0.0)[0]
+    group = [one for one in names if Path(one).parent == Path(nearest).parent]
+    return UserError(f"{start}; did you mean {nearest}? There are {', '.join(group)}.")

@@ -1,14 +1,10 @@
 """The one place where messages become token ids."""
 
 import functools
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from transformers.utils.chat_template_utils import render_jinja_template
+from typing import TYPE_CHECKING, Any
 
 from nemo_like.data.messages import Message
 from nemo_like.data.templates import (
@@ -17,28 +13,17 @@ from nemo_like.data.templates import (
     as_template_takes,
     check_switches,
     refuse_losses,
-    refuse_lost_reasoning,
     refuse_marks,
     refuse_unasked_header,
     those_known,
     turn_marks,
 )
-from nemo_like.data.thinking import num_unwritten, template_block
+from nemo_like.data.thinking import template_block
 from nemo_like.data.tokenizer import TokenCuts, end_token_ids, load_tokenizer
 from nemo_like.errors import UserError
 
-logger = logging.getLogger(__name__)
-
-_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
-_USE_MARKERS = "use a template with {% generation %} markers around the assistant's text"
-
-
-class Span(NamedTuple):
-    """A range of characters or tokens."""
-
-    start: int
-    end: int
+if TYPE_CHECKING:
+    from nemo_like.data.answer_spans import AnswerSpans
 
 
 class ChatTokenizer:
@@ -85,8 +70,8 @@ class ChatTokenizer:
         """Finds the end of a last turn; the first group is its end token."""
         special = [t.content for t in self._tokenizer.added_tokens_decoder.values() if t.special]
         self._marks, self._answer_marks = turn_marks(special, tokens, self.text)
-        self._warned_of_end: set[int] = set()
-        self._empty_block = template_block(self.text)
+        self.empty_block = template_block(self.text)
+        """Block of thinking that the template alone writes before answers."""
         refuse_unasked_header(self.text)
 
     def token_ids(self) -> dict[str, int]:
@@ -109,41 +94,14 @@ class ChatTokenizer:
     def render_conversation(
         self, messages: Sequence[Message], from_message: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a whole conversation, and which of them the assistant wrote.
+        """Token ids of a whole conversation, and which the assistant wrote; see ``AnswerSpans``."""
+        return self._spans.render(messages, from_message)
 
-        A turn's tokens go from the first one after its header, and after an empty block (of
-        thinking) that only the template wrote, to the one that ends the turn, included. Turns
-        before ``from_message`` count as not the assistant's. Where they are is taken from the
-        template's ``{% generation %}`` markers, if it has them around each turn; or else from what
-        it renders for the messages before a turn, and with it, which must be the beginning of the
-        whole.
+    @functools.cached_property
+    def _spans(self) -> "AnswerSpans":
+        from nemo_like.data.answer_spans import AnswerSpans
 
-        Raises UserError, without the row's name, if neither way leads to the tokens.
-        """
-        messages = self.as_taken(messages)
-        turns = [
-            index
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant" and index >= from_message
-        ]
-        marked = self._marked(messages) if self._markers_hold else None
-        if marked is None:
-            text, spans = self._derived(messages, turns)
-        else:
-            text, spans = marked[0], marked[1][len(marked[1]) - len(turns) :]
-        self.check(messages, text)
-        starts = []
-        for turn, span in zip(turns, spans, strict=True):
-            written = text[span.start : span.end]
-            if messages[turn]["content"].strip() and not self._without_end(written):
-                raise UserError(
-                    f"the template leaves out the text of message {turn}; use a template that "
-                    "takes content as text."
-                )
-            refuse_lost_reasoning(messages, turn, written)
-            starts.append(span.start + num_unwritten(written, messages[turn], self._empty_block))
-        written_spans = [Span(start, span.end) for start, span in zip(starts, spans, strict=True)]
-        return self._mask(text, written_spans)
+        return AnswerSpans(self, self._tokenizer)
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text without the template: one BOS if the tokenizer has it put one,
@@ -183,20 +141,6 @@ class ChatTokenizer:
         ended = token_ids and token_ids[-1] in self.eos_token_ids
         return self.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=False)
 
-    @functools.cached_property
-    def _markers_hold(self) -> bool:
-        """Whether the template's markers are around the assistant's text and nothing else."""
-        if not _MARKER.search(self._tokenizer.get_chat_template()):
-            return False
-        marked = self._marked(_PROBE)
-        if marked is None:
-            return False
-        try:
-            derived = self._derived(_PROBE, [1, 3])
-        except UserError:
-            return True  # what can't be derived can't be compared: the template's word counts
-        return self._mask(*marked) == self._mask(*derived)
-
     def as_taken(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with arguments of tool calls in the form that the template writes."""
         return as_template_takes(messages, lambda given: self.text(given, to_answer=False))
@@ -208,7 +152,7 @@ class ChatTokenizer:
         for index, message in enumerate(messages[start:], start):
             content, marks = message["content"], self._marks
             if message["role"] == "assistant":  # may have its end token already
-                content, marks = self._without_end(content), self._answer_marks
+                content, marks = self.without_end(content), self._answer_marks
             refuse_marks(index, content, marks)
         refuse_losses(messages, text, functools.partial(self.text, tools=tools), start)
 
@@ -227,93 +171,11 @@ class ChatTokenizer:
         except Exception as error:  # the boundary of a template, which is a program of the model's
             raise UserError(f"the chat template fails: {error}") from error
 
-    def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]] | None:
-        """The whole text and the spans in markers; None unless each turn has one of its own."""
-        try:
-            (text,), (found,) = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(self.tools) or None,
-                chat_template=self._tokenizer.get_chat_template(),
-                return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
-                **self.switches,
-            )
-        except Exception as error:  # see text
-            raise UserError(f"the chat template fails: {error}") from error
-        spans = [
-            Span(start, start + len(self.up_to_end(text[start:end])))
-            for start, end in ((int(start), int(end)) for start, end in found)
-            if end > start
-        ]
-        num_turns = sum(message["role"] == "assistant" for message in messages)
-        return (text, spans) if len(spans) == num_turns else None
-
-    def _derived(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, list[Span]]:
-        """The whole text, and what each turn adds to the text that asks for its answer."""
-        whole = self.text(messages, to_answer=False)
-        spans = []
-        for turn in turns:
-            if turn == 0:
-                raise UserError(
-                    "the conversation begins with the assistant, so that nothing tells its header "
-                    f"from its text; put a message before it, or {_USE_MARKERS}."
-                )
-            before = self.text(messages[:turn], to_answer=True)
-            after = self.up_to_end(self.text(messages[: turn + 1], to_answer=False))
-            if not after.startswith(before):
-                raise UserError(
-                    f"the template's text that asks for message {turn} is not the beginning of its "
-                    "text with that message, so that the assistant's tokens cannot be told apart; "
-                    f"{_USE_MARKERS}."
-                )
-            if not whole.startswith(after):
-                raise UserError(
-                    f"the template renders message {turn} in another way once others follow (it "
-                    "may strip <think> blocks of earlier turns), so that the model would train on "
-                    "what it would not have written; train on the last answer only "
-                    f"(data.train_on=last_assistant), or {_USE_MARKERS}."
-                )
-            spans.append(Span(len(before), len(after)))
-        return whole, spans
-
     def up_to_end(self, text: str) -> str:
         """The text without what follows the end token of its last turn."""
         end = self.ends.search(text) if self.ends else None
         return text[: end.end(1)] if end else text.rstrip()
 
-    def _without_end(self, text: str) -> str:
+    def without_end(self, text: str) -> str:
         """What is left of a turn's text beside end tokens and white space around it."""
         return (self.ends.sub("", text) if self.ends else text).strip()
-
-    def _mask(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-        """Token ids of ``text``, and which are in ``spans`` (characters) or end one of them."""
-        ids, cuts = self.cuts.encode_at(text, list(chain.from_iterable(spans)))
-        mask = [False] * len(ids)
-        for start, end in zip(cuts[::2], cuts[1::2], strict=True):
-            stop = self._end_of_turn(ids, Span(start, end), is_last=end == cuts[-1])
-            mask[start:stop] = [True] * (stop - start)
-        return ids, mask
-
-    def _end_of_turn(self, ids: Sequence[int], turn: Span, *, is_last: bool) -> int:
-        """Position after the token that ends the turn."""
-        last = ids[turn.end - 1]
-        if last in self.eos_token_ids:
-            return turn.end
-        if turn.end < len(ids) and ids[turn.end] in self.eos_token_ids:
-            return turn.end + 1
-        if not is_last:
-            return turn.end
-        if turn.end == turn.start or last not in self._tokenizer.all_special_ids:
-            raise UserError(
-                "the template writes no end token after the last answer, so that the model would "
-                "not learn to stop; use a template that does."
-            )
-        if last not in self._warned_of_end:
-            self._warned_of_end.add(last)
-            logger.warning(
-                "The chat template ends answers with %s, which sampling does not stop at; add its "
-                "id %d to eos_token_id in the model's generation_config.json.",
-                self._tokenizer.convert_ids_to_tokens(last),
-                last,
-            )
-        return turn.end

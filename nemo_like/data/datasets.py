@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nemo_like.config.data import DEFAULT_TASKS, Overlong, PromptsConfig
 from nemo_like.config.sources import REASONING_GYM, DataSet, Part, find
-from nemo_like.data import json_rows
-from nemo_like.data.columns import renamed
 from nemo_like.data.messages import Message, prompt_key, prompt_messages, system_of, without_nulls
 from nemo_like.data.shapes import UNSUPPORTED, Purpose, how_to_load, refuse_unsupported
 from nemo_like.doors import refuse_special
@@ -103,7 +101,11 @@ def records(
         for place, record in _read(source, part.key, tasks, num_rows, seed):
             empty = False
             where = f"{part.key}={source}, {place}"
-            yield where, record if part.generates else renamed(record, part, where)
+            if not part.generates:
+                from nemo_like.data.columns import renamed
+
+                record = renamed(record, part, where)
+            yield where, record
         if empty:
             raise UserError(f"{part.key}={source} has no rows; give a file with at least one.")
 
@@ -137,6 +139,8 @@ def _read_file(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
         is_parquet = file.read(4) == b"PAR1"
     is_csv = path.name.removesuffix(".gz").endswith((".csv", ".tsv"))
     if not is_parquet and not is_csv:
+        from nemo_like.data import json_rows
+
         return json_rows.read(path, key)
     from nemo_like.data.tables import read_csv, read_parquet
 

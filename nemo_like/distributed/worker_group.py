@@ -11,14 +11,10 @@ from nemo_like.distributed.waiting import (
     DriverMeter,
     Pending,
     check_idle,
-    death_message,
-    disconnection_message,
-    is_disconnection,
     wait_together,
     watched,
 )
 from nemo_like.distributed.worker import AsyncHost, Host, RankLayout, Worker, WorkerContext
-from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
 
 if TYPE_CHECKING:
     from nemo_like.distributed.virtual_cluster import Bundle
@@ -224,14 +220,7 @@ class WorkerGroup(Generic[W]):
         context = self.contexts[rank]
         try:
             return ray.get(ref)
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, WorkerDiedError):  # a process of the worker's own, such as vLLM's
-                raise WorkerDiedError(death_message(context, when, cause)) from None
-            if isinstance(cause, (UserError, RunError, WaitTimeoutError)):
-                raise type(cause)(f"{cause}") from None
-            if is_disconnection(cause):
-                raise RunError(disconnection_message(context, when, cause)) from error
-            raise
-        except _DIED as error:
-            raise WorkerDiedError(death_message(context, when, error)) from error
+        except (RayTaskError, *_DIED) as error:
+            from nemo_like.distributed.failures import raise_in_words
+
+            raise_in_words(error, context, when)

@@ -1,4 +1,4 @@
-"""Advantages from rewards: within the group of a prompt, over a step, or along a row (GAE).
+"""Advantages from rewards: within the group of a prompt, over a step, or along a row.
 
 All is float64, with two-pass standard deviations: E[x^2] - E[x]^2 in float32 leaves about 1e-7 for
 equal rewards such as 0.95, and dividing by its root makes a lone failure an advantage of -2000.
@@ -47,7 +47,7 @@ def group_advantages(
         return torch.zeros(len(valid))
     # One line a group, [P, G]; then what rows are compared with: their group, [P, 1, G], or all
     # others in it, [P, G, G].
-    line, slot, shape = _grid(groups)
+    line, slot, shape = grid(groups)
     x, ok = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
     x[line, slot] = torch.where(valid, rewards.double(), 0.0)
     ok[line, slot] = valid
@@ -152,53 +152,6 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer_tokens: int) -
     return (left / buffer_tokens).clamp(-1, 0)
 
 
-def gae(
-    rewards_per_token: Tensor,
-    values: Tensor,
-    loss_mask: Tensor,
-    lengths: Tensor,
-    gamma: float,
-    lam: float,
-) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv:1506.02438 Eq. 16): advantages and returns.
-
-    ``rewards_per_token``, ``values`` and ``loss_mask`` [N] -> float32 [N] each, 0 where the mask is
-    False; ``lengths`` [B]. The value of a token is that of the state in which it was sampled. A
-    step goes from one trained token to the next one of its row, however many tokens of prompts or
-    tools are between, and nothing follows a row's last. Rewards of tokens that are not trained
-    belong to the trained token before them. Returns are advantages + values.
-
-    >>> mask = torch.tensor([True, False, False, True, False])
-    >>> reward, no_values = torch.tensor([0.0, 0, 0, 0, 1]), torch.zeros(5)
-    >>> gae(reward, no_values, mask, torch.tensor([5]), gamma=0.5, lam=1.0)[0].tolist()
-    [0.5, 0.0, 0.0, 1.0, 0.0]
-    """
-    row_of_token = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-    at = loss_mask.nonzero(as_tuple=True)[0]
-    advantages, returns = torch.zeros(2, len(loss_mask), device=values.device)
-    if len(at) == 0:
-        return advantages, returns
-    # The trained token [M] that each token's reward belongs to; none before a row's first.
-    before = loss_mask.long().cumsum(0) - 1
-    owned = (before >= 0) & (row_of_token[at[before.clamp(min=0)]] == row_of_token)
-    earned = torch.zeros(len(at), dtype=torch.float64, device=values.device)
-    earned.index_add_(0, before[owned], rewards_per_token[owned].double())
-
-    # One line a row, one column a step.
-    line, slot, shape = _grid(row_of_token[at])
-    reward, value = torch.zeros(2, *shape, dtype=torch.float64, device=values.device)
-    reward[line, slot], value[line, slot] = earned, values[at].double()
-    advantage = torch.zeros_like(value)
-    after = next_value = torch.zeros(shape[0], dtype=torch.float64, device=values.device)
-    for step in reversed(range(shape[1])):
-        delta = reward[:, step] + gamma * next_value - value[:, step]
-        after = advantage[:, step] = delta + gamma * lam * after
-        next_value = value[:, step]
-    advantages[at] = advantage[line, slot].float()
-    returns[at] = (advantage + value)[line, slot].float()
-    return advantages, returns
-
-
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """``x`` less the mean of what ``mask`` selects, over its unbiased standard deviation.
 
@@ -265,7 +218,7 @@ class Moments:
         return centred.to(x.dtype)
 
 
-def _grid(groups: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+def grid(groups: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """For each row the line of its group and its place in it, [B] each; and the grid's shape."""
     _, line, sizes = groups.unique(return_inverse=True, return_counts=True)
     order = line.argsort(stable=True)

@@ -1,4 +1,4 @@
-"""PPO's critic loss, and the advantages that each rank computes for its own rows.
+"""PPO's critic loss, and the advantages (GAE) that each rank computes for its own rows.
 
 ``RemoteModel.derive`` sends instances of the advantage classes to ranks, since the driver never
 sees tokens. Legend: ``N`` tokens of the rows, ``M`` trained ones among them.
@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.losses import KLEstimator, ValueLossConfig
-from nemo_like.losses.advantages import Moments, gae, reward_to_go
+from nemo_like.losses.advantages import Moments, grid, reward_to_go
 from nemo_like.losses.policy_gradient import kl_estimate
 from nemo_like.losses.protocol import Denominators, Needs, as_metrics, trained_tokens
 from nemo_like.observe.metrics import Metrics
@@ -80,6 +80,53 @@ def explained_variance(numbers: Mapping[str, float]) -> float:
     if of_returns <= _ROUNDING * numbers["train/return_square"]:
         return math.nan
     return 1 - of_errors / of_returns
+
+
+def gae(
+    rewards_per_token: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    lengths: Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv:1506.02438 Eq. 16): advantages and returns.
+
+    ``rewards_per_token``, ``values`` and ``loss_mask`` [N] -> float32 [N] each, 0 where the mask is
+    False; ``lengths`` [B]. The value of a token is that of the state in which it was sampled. A
+    step goes from one trained token to the next one of its row, however many tokens of prompts or
+    tools are between, and nothing follows a row's last. Rewards of tokens that are not trained
+    belong to the trained token before them. Returns are advantages + values.
+
+    >>> mask = torch.tensor([True, False, False, True, False])
+    >>> reward, no_values = torch.tensor([0.0, 0, 0, 0, 1]), torch.zeros(5)
+    >>> gae(reward, no_values, mask, torch.tensor([5]), gamma=0.5, lam=1.0)[0].tolist()
+    [0.5, 0.0, 0.0, 1.0, 0.0]
+    """
+    row_of_token = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    at = loss_mask.nonzero(as_tuple=True)[0]
+    advantages, returns = torch.zeros(2, len(loss_mask), device=values.device)
+    if len(at) == 0:
+        return advantages, returns
+    # The trained token [M] that each token's reward belongs to; none before a row's first.
+    before = loss_mask.long().cumsum(0) - 1
+    owned = (before >= 0) & (row_of_token[at[before.clamp(min=0)]] == row_of_token)
+    earned = torch.zeros(len(at), dtype=torch.float64, device=values.device)
+    earned.index_add_(0, before[owned], rewards_per_token[owned].double())
+
+    # One line a row, one column a step.
+    line, slot, shape = grid(row_of_token[at])
+    reward, value = torch.zeros(2, *shape, dtype=torch.float64, device=values.device)
+    reward[line, slot], value[line, slot] = earned, values[at].double()
+    advantage = torch.zeros_like(value)
+    after = next_value = torch.zeros(shape[0], dtype=torch.float64, device=values.device)
+    for step in reversed(range(shape[1])):
+        delta = reward[:, step] + gamma * next_value - value[:, step]
+        after = advantage[:, step] = delta + gamma * lam * after
+        next_value = value[:, step]
+    advantages[at] = advantage[line, slot].float()
+    returns[at] = (advantage + value)[line, slot].float()
+    return advantages, returns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from nemo_like.config.losses import KLEstimator
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch, counts_of, trained
-from nemo_like.distributed.waiting import IMPORTING, gb, num_bytes, writing_folder, written
+from nemo_like.distributed.waiting import IMPORTING
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Denominators, Loss
 from nemo_like.observe.metrics import Metrics, merge
@@ -26,6 +26,7 @@ from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.planning.model_shape import Role, attention_tokens, read_model_shape
 from nemo_like.planning.offload import MemoryNeeds, Neighbours, memory_needs
 from nemo_like.policy.optim import log_placement
+from nemo_like.policy.state.files import gb, num_bytes, writing_folder, written
 from nemo_like.policy.trainer_setup import TrainerSetup
 from nemo_like.policy.worker import PolicyWorker, Shard
 

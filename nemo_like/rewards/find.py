@@ -1,14 +1,13 @@
-"""Find and check reward functions by name, and combine several into one."""
+"""Find and check reward functions by name."""
 
 import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_like.batch import keys
 from nemo_like.config.environment import JUDGE, REWARDS, EnvironmentConfig
 from nemo_like.errors import UserError
-from nemo_like.rewards.function import BATCHED, RewardFunction, to_result
+from nemo_like.rewards.function import BATCHED, RewardFunction
 
 _KEY = "environment.reward"
 _OWN = frozenset({"prompt", "completion"})
@@ -59,49 +58,6 @@ def resolve_reward(spec: str, judge: Mapping[str, Any] | None = None) -> RewardF
     )
 
 
-def combined(
-    parts: Mapping[str, Mapping[str, Any]], judge: Mapping[str, Any] | None = None
-) -> RewardFunction:
-    """One function that combines several by weight; see ``environment.rewards``."""
-    functions = {name: resolve_reward(part["function"], judge) for name, part in parts.items()}
-
-    def total(found: Mapping[str, Any]) -> dict[str, Any]:
-        result: dict[str, Any] = {"reward": 0.0}
-        for name, value in found.items():
-            if value is None and functions[name].is_batched:  # TRL: it does not apply to this row
-                continue
-            one = to_result(value)
-            if one.reward is None:
-                raise UserError(f"{name}: {one.error}")
-            result["reward"] += parts[name].get("weight", 1) * one.reward
-            result |= {f"{name}/{metric}": number for metric, number in one.metrics.items()}
-            result[f"{keys.REWARD_OF}{name}"] = one.reward
-            if one.answer is not None:
-                result.setdefault("answer", one.answer)
-        return result if len(result) > 1 else {"reward": None, "error": "no reward applies"}
-
-    def plain(prompt: str, completion: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return total({name: one(prompt, completion, fields) for name, one in functions.items()})
-
-    async def awaiting(prompt: str, completion: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        found = {}
-        for name, one in functions.items():
-            value = one(prompt, completion, fields)
-            found[name] = await value if inspect.isawaitable(value) else value
-        return total(found)
-
-    is_async = any(one.is_async for one in functions.values())
-    return RewardFunction(
-        ", ".join(one.spec for one in functions.values()),
-        awaiting if is_async else plain,
-        accepted_fields=None,
-        required_fields=frozenset().union(*(one.required_fields for one in functions.values())),
-        is_async=is_async,
-        by_name=False,
-        queues=any(one.queues for one in functions.values()),
-    )
-
-
 def reward_spec(environment: EnvironmentConfig, num_processes: int = 1) -> str:
     """A text from which ``load_reward`` makes an environment's reward.
 
@@ -121,5 +77,7 @@ def load_reward(spec: str) -> RewardFunction:
         return resolve_reward(spec)
     settings = json.loads(spec)
     if settings["rewards"]:
+        from nemo_like.rewards.several import combined
+
         return combined(settings["rewards"], settings["judge"])
     return resolve_reward(settings["reward"], settings["judge"])

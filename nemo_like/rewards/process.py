@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import faulthandler
 import io
-import itertools
 import os
 import resource
 import signal
@@ -29,14 +28,13 @@ from nemo_like.errors import UserError
 from nemo_like.imports import without_collector
 from nemo_like.rewards.find import load_reward
 from nemo_like.rewards.frames import MOST_BYTES, Frames, first_word_frame, read_rows, result_frame
-from nemo_like.rewards.function import RewardFunction, score_async, score_rows
-from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
+from nemo_like.rewards.function import RewardFunction, score_rows
+from nemo_like.rewards.protocol import RewardResult, RewardRow
 
 PARENT_POLL_S = 1.0
 # The pool stops a row that is late; this only ends a process whose pool was killed meanwhile, and
 # works while native code holds the interpreter lock.
 SELF_DESTRUCT_GRACE_S = 5.0
-CANCEL_GRACE_S = 1.0
 
 BatchReward = Callable[[Sequence[RewardRow]], list[RewardResult]]
 """One result for each row, in their order; never raises."""
@@ -68,7 +66,9 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
         _serve(pool, scorer, float(timeout_s), float(first_s))
     elif scorer.is_async:
         pool.sendall(first_word_frame(None, is_concurrent=True))
-        _serve_concurrently(pool, scorer, float(timeout_s), float(first_s))
+        from nemo_like.rewards.concurrent import serve_concurrently
+
+        serve_concurrently(pool, scorer, float(timeout_s), float(first_s))
     else:
         pool.sendall(first_word_frame(None, is_batched=scorer.is_batched))
         runner = asyncio.Runner()
@@ -89,85 +89,6 @@ def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float, first_s: 
             signal.setitimer(signal.ITIMER_REAL, 0)  # one left behind must not hit the next row
             for row, result in zip(rows, results, strict=True):
                 pool.sendall(result_frame(row.id, result))
-
-
-def _serve_concurrently(
-    pool: socket.socket, function: RewardFunction, timeout_s: float, first_s: float
-) -> None:
-    """Score many rows at once until the pool closes; does not return.
-
-    One event loop lives as long as the process, so a session or a semaphore that the user's module
-    makes for one row still works for the next.
-    """
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    pool.setblocking(False)
-    serving = loop.create_task(_Server(pool, function, timeout_s, first_s).run())
-    while not serving.done():
-        # A SystemExit in a task of the user's comes out here too, not only where it is awaited.
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            loop.run_until_complete(serving)
-    os._exit(0)  # nobody waits for rows that still run, or that do not let themselves be cancelled
-
-
-class _Server:
-    def __init__(
-        self, pool: socket.socket, function: RewardFunction, timeout_s: float, first_s: float
-    ) -> None:
-        self._pool = pool
-        self._function = function
-        self._timeout_s = timeout_s
-        self._first_s = first_s
-        """Extra seconds for rows until one is scored."""
-        self._answers: set[asyncio.Task[None]] = set()
-        self._num_open = 0
-        """Rows that are still scored."""
-        self._writing = asyncio.Lock()
-        self._ended = set[int]()
-
-    async def run(self) -> None:
-        loop, frames = asyncio.get_running_loop(), Frames(MOST_BYTES)
-        while data := await loop.sock_recv(self._pool, 1 << 16):
-            for row in itertools.chain.from_iterable(map(read_rows, frames.feed(data))):
-                self._num_open += 1
-                self._watch_loop()
-                task = asyncio.create_task(self._answer(row))
-                self._answers.add(task)
-                task.add_done_callback(self._answers.discard)
-
-    async def _answer(self, row: RewardRow) -> None:
-        result = await self._score(row)
-        self._num_open -= 1
-        if not self._num_open:  # others may still wait for children, or for an alarm
-            self._ended = bury_orphans(self._ended)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        self._watch_loop()
-        async with self._writing:
-            message = result_frame(row.id, result)
-            await asyncio.get_running_loop().sock_sendall(self._pool, message)
-
-    async def _score(self, row: RewardRow) -> RewardResult:
-        task = asyncio.create_task(score_async(self._function, row))
-        limit_s = self._timeout_s
-        done, _ = await asyncio.wait({task}, timeout=limit_s)
-        if not done and self._first_s:
-            limit_s += self._first_s
-            done, _ = await asyncio.wait({task}, timeout=self._first_s)
-        self._first_s = 0.0
-        if done:
-            return task.result()
-        task.cancel()
-        done, _ = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
-        stuck = None if done else "a row that was late does not let itself be cancelled"
-        return failed(f"took longer than {limit_s:g} s", spent=stuck)
-
-    def _watch_loop(self) -> None:
-        """Called whenever the loop shows that it is not blocked."""
-        if self._num_open:
-            limit_s = self._timeout_s + self._first_s + CANCEL_GRACE_S + SELF_DESTRUCT_GRACE_S
-            faulthandler.dump_traceback_later(limit_s, exit=True)
-        else:
-            faulthandler.cancel_dump_traceback_later()
 
 
 def _keep_from_children(pool: socket.socket) -> None:

@@ -26,7 +26,6 @@ from pydantic.dataclasses import dataclass
 from nemo_like.config.run import CheckpointConfig, RunConfig
 from nemo_like.doors import refuse_special
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
-from nemo_like.run.folder import who_else_writes
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +125,8 @@ def open_checkpoint(path: Path) -> DriverState:
     """The state of a checkpoint that is checked byte for byte; UserError names the damage."""
     refuse_special(f"Checkpoint {path}", path, depth=2)
     _verify(path)
+    from nemo_like.run.continued import who_else_writes
+
     for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):
         if who := who_else_writes(one):
             logger.warning(

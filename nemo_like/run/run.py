@@ -30,7 +30,7 @@ from nemo_like.observe.sinks import Details, Sinks
 from nemo_like.run.callbacks import Callbacks
 from nemo_like.run.checkpoint import Loader, Model, Saves
 from nemo_like.run.ending import SIGNALS, LeftError, StopRequest, listen, note_error
-from nemo_like.run.folder import claim, make_run_dir, note_end, note_start, save_config
+from nemo_like.run.folder import claim, make_run_dir, note_end, save_config
 from nemo_like.run.outputs import open_sinks, with_rates
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,7 @@ class Run:
         terminal = live_terminal()
         stack.callback(setup_logging(self.dir, terminal))
         self._began = began
-        imports_s = time.time() - began
-        self._start_up = {"time/imports_s": imports_s}
+        self._start_up = {"time/imports_s": (imports_s := time.time() - began)}
         self.saves = Saves(config, self.dir, self._start - imports_s)
         latest = self.saves.checkpoints.latest() if config.run.resume else None
         self._resumed_from, self._resumed = latest or (Path(), None)
@@ -98,6 +97,8 @@ class Run:
         self._sinks = self._open_sinks()
         save_config(self.dir, config, continued=self._resumed is not None)
         if config.run.resume:
+            from nemo_like.run.continued import note_start
+
             note_start(self.dir, self.first_step)
 
     def __enter__(self) -> Self:

@@ -1,9 +1,9 @@
-"""The safetensors files of a model's folder, and reading from them what a rank has of a model."""
+"""The safetensors files of a model's folder, reading from them what a rank has, and their size."""
 
 import pickle
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nemo_like.config.model_files import CONFIG
-from nemo_like.distributed.waiting import is_disconnection
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.naming import Naming, Translation
 from nemo_like.policy.parallel.full_tensors import local_part
@@ -47,6 +46,8 @@ def told_as(kind: type[UserError] | type[RunError], what: str) -> Iterator[None]
         reason = "a file holds more than tensors, pickled, and was not loaded"
         raise kind(f"{what}: {reason}") from error
     except (OSError, RuntimeError, SafetensorError) as error:
+        from nemo_like.distributed.failures import is_disconnection
+
         if is_disconnection(error):
             raise  # a collective in between
         raise kind(f"{what}: {_first_line(error)}") from error
@@ -161,3 +162,31 @@ def refuse_two_values(path: str, stored: Mapping[str, Path], head: str, embeddin
             f"The config.json of the model {path} ties {head} to {embedding}, and its files hold "
             "two that differ; set tie_word_embeddings to false there, or remove the wrong one."
         )
+
+
+def num_bytes(folder: Path) -> int:
+    """Of all files in ``folder``; 0 if there is none."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # renamed meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def gb(count: float) -> str:
+    """As people say it.
+
+    >>> gb(3_100_000_000), gb(1_234_000)
+    ('3.1 GB', '0.0012 GB')
+    """
+    return f"{count / 1e9:.2g} GB" if count < 1e10 else f"{count / 1e9:.0f} GB"
+
+
+def written(folder: Path, expected: int) -> Callable[[], str]:
+    """Progress of writing ``folder``, evaluated when the message is shown."""
+    return lambda: f"{gb(num_bytes(folder))} of about {gb(expected)} are written to {folder}"
+
+
+def writing_folder(target: Path) -> Path:
+    """Where an export is written, aside, before it gets its name."""
+    return target.with_name(f".{target.name}-writing")

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from nemo_like.config.model_files import CONFIG, read_object
 from nemo_like.data.tokenizer import padding_id
-from nemo_like.distributed.waiting import writing_folder
 from nemo_like.errors import RunError, UserError
 from nemo_like.models.build import Architecture, architecture, model_class
 from nemo_like.models.naming import is_adapter, plain_name
@@ -30,7 +29,7 @@ from nemo_like.policy.gradients import LossScale
 from nemo_like.policy.model import LogprobModel
 from nemo_like.policy.parallel.full_tensors import full_tensor, full_tensors
 from nemo_like.policy.state.checkpoint_files import read_sections, write_sections
-from nemo_like.policy.state.files import readable_as_usual, told_as
+from nemo_like.policy.state.files import readable_as_usual, told_as, writing_folder
 from nemo_like.policy.state.loading import tied_names
 from nemo_like.refit.buckets import travels_apart
 
