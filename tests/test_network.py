@@ -221,6 +221,8 @@ def test_every_engine_rank_has_a_place_of_its_own_in_the_group_of_a_broadcast(
     assert places == list(range(1, 1 + sum(sizes)))  # 0 sends
     assert {link.world_size for link in links} == {1 + sum(sizes)}
     assert receivers("broadcast", plan) == (sum(sizes), *[0] * (len(plan.policy) - 1))
+    if num_apart is None:  # each GPU has as many engine ranks as engines
+        assert receivers("ipc", plan) == (engines,) * num_gpus
 
 
 def test_output_ranks_of_thousands_of_ranks_are_found_at_once():

@@ -36,7 +36,7 @@ def trained(num_ranks, num_tokens, sample_mask=(True,) * 6, **how):
     """The policy after a step, the shard that each rank was sent, and what all were."""
     ranks = Ranks(num_ranks)
     policy = RemoteModel(
-        PolicyConfig(),
+        PolicyConfig(micro_batch_tokens=14),
         ClusterConfig(),
         ranks,  # pyright: ignore
         model_path=str(resolve_model("embedded")),
@@ -64,6 +64,8 @@ def test_a_step_divides_by_what_trains_on_all_ranks_and_sends_nothing_else(num_r
     assert denominators == Denominators(tokens=3 + 4 + 1 + 2, sequences=4)
     for one in shards:
         assert sum(one.bin_sizes) == len(one.batch)
+        parts = one.batch.lengths.split([size for size in one.bin_sizes if size])
+        assert all(part.sum() <= 14 for part in parts)
         assert one.batch.lengths.tolist() == [
             LENGTHS[row] for row in one.batch.rows[keys.SEEDS].tolist()
         ]

@@ -58,7 +58,7 @@ class Scripted:
             token_ids=ids,
             logprobs=[-0.1 * len(self.requests)] * len(ids),
             finish_reason=FinishReason.length if cut else FinishReason.stop,
-            weight_version=3,
+            weight_version=2 + len(self.requests),
         )
 
 
@@ -203,6 +203,24 @@ def test_rewritten_history_begins_another_row(tmp_path):
     assert columns[keys.SIBLINGS].tolist() == [1, 1]
 
 
+def test_other_tools_begin_another_row(tmp_path):
+    """The template writes them into the prompt, so that no earlier turn is continued."""
+    chat = build_chat(tmp_path, WITH_TOOLS.replace("{{ m.content }}", CALLING))
+    recorder = recorder_of(chat, Scripted(chat, "one", "two", "three"))
+    others = [{"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}]
+
+    async def calls():
+        messages = [user("Hi")]
+        for tools in (TOOLS, others, others):
+            turn = await recorder.complete(messages, tools)
+            messages += [turn.reply.message, user("go on")]
+
+    asyncio.run(calls())
+    _, rows = rows_of(recorder)
+    texts = [trained_texts(chat._tokenizer, ids, mask) for ids, mask in rows]
+    assert texts == [["one<|im_end|>"], ["two<|im_end|>", "three<|im_end|>"]]
+
+
 def test_sub_agents_have_rows_of_their_own_and_each_token_trains_once(tmp_path):
     """Calls of a parent and its child, interleaved."""
     chat = build_chat(tmp_path, QWEN)
@@ -315,6 +333,10 @@ def test_a_cut_inside_a_conversation_is_no_truncation_and_lengths_are_of_sampled
     assert (trajectory.end, trajectory.truncated) == ("final", False)
     columns = collate_rows([trajectory])
     assert columns[keys.NUM_LOSS_TOKENS].sum() == trajectory.num_sampled == 3 + 3 + 2
+    # Versions 3 and 4, none of 5, and 6.
+    versions = (keys.WEIGHT_VERSIONS, keys.MEAN_VERSIONS, keys.NEWEST_VERSIONS, keys.NUM_OLDER)
+    expected = [[3], [(3 * 3 + 3 * 4 + 2 * 6) / 8], [6], [6]]
+    assert [columns[name].tolist() for name in versions] == expected
     assert sum(sum(mask) for _, mask in rows) == 8
 
 

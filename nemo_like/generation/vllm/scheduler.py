@@ -79,8 +79,6 @@ class WholeCompletions(AsyncScheduler):
             num_requests == 0
             or num_requests != output.total_num_scheduled_tokens
             or num_requests != len(self.running)
-            # A request's first slots are just those of its prompt.
-            or output.scheduled_new_reqs
             or output.scheduled_cached_reqs.resumed_req_ids
             or output.has_structured_output_requests
             or any(request.is_prefill_chunk for request in self.running)
