@@ -20,7 +20,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.tokenizer import end_token_ids
@@ -35,11 +42,10 @@ from nemo_like.generation.protocol import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
-    continued,
-    joined,
 )
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.settings import CPU_BATCHED_TOKENS
+from nemo_like.generation.worker import GenerationWorker
 from nemo_like.models.build import TensorSpec, expected_tensors
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
 from nemo_like.refit.buckets import plan_buckets
@@ -147,13 +153,19 @@ class Case:
 
     def refit(self, seed: int, change: Callable[[LlamaForCausalLM], None] | None = None) -> None:
         """Load freshly initialised weights, after ``change``, as the next version."""
-        self.all(*self.next_refit(seed, change))
+        self.all(*self.next_refit(seed, change=change))
         self.version += 1
 
     def next_refit(
-        self, seed: int, change: Callable[[LlamaForCausalLM], None] | None = None
-    ) -> tuple[list[Callable[[], None]], Coroutine[Any, Any, None]]:
-        """Both sides of a refit with fresh weights, which are ``model`` from then on."""
+        self,
+        seed: int,
+        load: Callable[..., Coroutine[Any, Any, Any]] | None = None,
+        change: Callable[[LlamaForCausalLM], None] | None = None,
+    ) -> tuple[list[Callable[[], None]], Coroutine[Any, Any, Any]]:
+        """Both sides of a refit with fresh weights, which are ``model`` from then on.
+
+        ``load``: the engine's own, or its worker's.
+        """
         torch.manual_seed(seed)
         config = LlamaConfig.from_pretrained(self.config.model_path)
         model = LlamaForCausalLM(config).to(getattr(torch, self.config.dtype)).eval()
@@ -165,7 +177,7 @@ class Case:
         version = self.version + 1
         sends = [partial(each.send, iter(tensors.items()), version) for each in self.senders]
         self.model = model
-        return sends, self.engine.load_weights(version)
+        return sends, (load or self.engine.load_weights)(version, adapters_only=False)
 
     def requests(
         self, count: int, prompt: list[int] = PROMPT, **sampling: Any
@@ -510,34 +522,22 @@ def test_interrupted_completions_go_on_with_new_weights_and_know_which_sampled_w
     requests = case.requests(count, max_new_tokens=60)
     # A burst is 16 tokens of 60.
     num_refits = 2 if isinstance(case.engine, GraphEngine) else 5
-
-    async def one(request):
-        parts = []
-        while not parts or parts[-1].finish_reason is FinishReason.interrupted:
-            if parts:
-                request = continued(request, parts[-1])
-            await resumed.wait()
-            parts.append(await case.engine.generate(request))
-        return joined(parts)
+    worker = GenerationWorker(context=None)  # pyright: ignore
+    worker._engine = case.engine
 
     async def refit(seed):
-        resumed.clear()
-        await case.engine.interrupt()
-        sends, load = case.next_refit(seed)
+        sends, load = case.next_refit(seed, worker.load_weights)
         await asyncio.gather(*map(asyncio.to_thread, sends), load)
         case.version += 1
         models[case.version] = case.model
-        resumed.set()
 
     async def main():
-        sampling = asyncio.gather(*map(one, requests))
+        sampling = asyncio.gather(*map(worker.generate, requests))
         for seed in range(num_refits):
             await asyncio.sleep(0.01)
             await refit(seed)
         return await sampling
 
-    resumed = asyncio.Event()
-    resumed.set()
     case.refit(77)
     models[case.version] = case.model
     found = case.run(main())
@@ -602,6 +602,25 @@ def test_the_end_of_an_engine_fails_what_is_pending_and_leaves_no_process(case):
         case.generate(case.requests(1))
     case.run(case.engine.shutdown())
     assert not any(process.is_running() for process in processes)
+
+
+def test_positions_begin_at_0_for_a_model_that_learns_them(tmp_path, run):
+    """Rotary embeddings would not notice. Prompts are of unequal length."""
+    config = make_config(tmp_path)
+    folder = Path(config.model_path)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=32, n_layer=1, n_head=2)
+    ).eval()
+    model.save_pretrained(folder)
+    engine = HFEngine(config)
+    run(engine.start())
+    engine._copy_weights(iter(load_file(folder / "model.safetensors").items()))
+    engine._version = 1
+    case = Case(engine, config, run, tolerance=1e-5, model=model)  # pyright: ignore
+    requests = [case.requests(1, PROMPT[:length])[0] for length in (3, 20)]
+    assert case.mismatch(requests) < case.tolerance
+    run(engine.shutdown())
 
 
 @pytest.mark.parametrize("kind", [HFEngine, GraphEngine])

@@ -15,6 +15,7 @@ from nemo_like.data.datasets import Row
 from nemo_like.data.loader import GroupFeed, PromptLoader
 from nemo_like.errors import RunError
 from nemo_like.generation.protocol import Completion, FinishReason, SamplingParams
+from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import merge, values
 from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
@@ -139,6 +140,17 @@ def test_what_a_step_has_sampled_is_used_up():
     source, _ = source_of()
     source.next_batch(1)
     assert source._feed.state() == source._feed.loader.state()
+
+
+def test_engines_that_sleep_or_are_being_refitted_hold_no_version():
+    group = SimpleNamespace(call=lambda *_: None, submit=lambda *_: None)
+    generation = Generation(group)  # pyright: ignore
+    generation.weight_version = 3
+    generation.submit_load(4, adapters_only=False)
+    assert generation.weight_version is None
+    generation.weight_version = 4
+    generation.sleep()
+    assert generation.weight_version is None
 
 
 def test_validations_draw_with_the_same_seeds_at_every_step_and_no_training_step_does():
