@@ -121,6 +121,8 @@ MAY_READ_ENVIRONMENT = {
     "models/smollm2.py",
     "observe/wandb_sink.py",
 }
+NOT_HERE = ("generation.graph.triton_ops", "rewards.code.harness")
+"""Modules that need a GPU, or that run in a process of their own."""
 MAX_FILE_LINES = 320
 SECTION_OF_MANY_KEYS = {"config/policy.py": 420}
 MAX_FUNCTION_LINES = 60
@@ -258,6 +260,14 @@ def cached(tmp_path, code):
     )
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     return left - {"home", "tmp"}, done.stdout.strip()
+
+
+def test_every_file_can_be_imported():
+    """One that only failures need would otherwise fail when it is needed."""
+    names = [name_of(path).removesuffix(".py").replace("/", ".") for path in FILES]
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    here = [f"nemo_like.{name}" for name in names if not name.startswith(NOT_HERE)]
+    subprocess.run([sys.executable, "-c", code, *here], check=True, timeout=300)
 
 
 def test_importing_the_package_writes_nothing(tmp_path):

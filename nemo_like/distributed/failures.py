@@ -4,17 +4,15 @@ import logging
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from nemo_like.distributed.waiting import Pending
 from nemo_like.distributed.worker import WorkerContext
 from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedError
-
-if TYPE_CHECKING:
-    from nemo_like.distributed.waiting import Pending
 
 logger = logging.getLogger(__name__)
 
