@@ -315,10 +315,11 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(case, sampling):
 
 
 def test_greedy_completions_are_the_most_likely_tokens(case):
-    (request,) = case.requests(1, temperature=0)
-    (completion,) = case.generate([request])
-    best = case.logits(request, completion.token_ids).log_softmax(-1).max(-1).values
-    assert completion.logprobs == pytest.approx(best.tolist(), abs=case.tolerance)
+    for filters in ({}, {"top_k": 2, "top_p": 0.5}):  # which do nothing then
+        (request,) = case.requests(1, temperature=0, **filters)
+        (completion,) = case.generate([request])
+        best = case.logits(request, completion.token_ids).log_softmax(-1).max(-1).values
+        assert completion.logprobs == pytest.approx(best.tolist(), abs=case.tolerance)
 
 
 def test_more_prompt_tokens_than_one_forward_takes_give_exact_logprobs(case):

@@ -137,6 +137,17 @@ def test_the_second_moment_falls_with_its_gradients(moments, tolerance):
 
 
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_equal_rows_in_two_buckets_are_rounded_by_noise_of_their_own(moments):
+    parameter = nn.Parameter(torch.zeros(2, 500))
+    optimizer = flat([parameter], moments, on_host=False)
+    parameter.grad = torch.rand(500, generator=torch.manual_seed(0)).expand(2, -1).clone()
+    optimizer.step()
+    assert len(optimizer._buckets) == 2
+    one, other = optimizer.state[parameter]["exp_avg_sq"].float()
+    assert 0 < (one != other).sum() < 500
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
 def test_a_small_model_learns_as_well_with_rounded_moments(moments):
     def last_loss(kind):
         torch.manual_seed(0)

@@ -327,15 +327,15 @@ def test_a_prompt_without_room_trains_nothing_and_says_so(tmp_path):
 
 def test_a_cut_inside_a_conversation_is_no_truncation_and_lengths_are_of_sampled_tokens(tmp_path):
     chat = build_chat(tmp_path, QWEN)
-    recorder = recorder_of(chat, Scripted(chat, "abc…", "de", [], "f"))
+    recorder = recorder_of(chat, Scripted(chat, "abc…", [], "de", "f"))
     asyncio.run(talk(recorder, "Hi", "more", "and", "last"))
     trajectory, rows = rows_of(recorder)
     assert (trajectory.end, trajectory.truncated) == ("final", False)
     columns = collate_rows([trajectory])
     assert columns[keys.NUM_LOSS_TOKENS].sum() == trajectory.num_sampled == 3 + 3 + 2
-    # Versions 3 and 4, none of 5, and 6.
+    # Versions 3, none of 4, 5 and 6.
     versions = (keys.WEIGHT_VERSIONS, keys.MEAN_VERSIONS, keys.NEWEST_VERSIONS, keys.NUM_OLDER)
-    expected = [[3], [(3 * 3 + 3 * 4 + 2 * 6) / 8], [6], [6]]
+    expected = [[3], [(3 * 3 + 3 * 5 + 2 * 6) / 8], [6], [6]]
     assert [columns[name].tolist() for name in versions] == expected
     assert sum(sum(mask) for _, mask in rows) == 8
 
