@@ -48,18 +48,18 @@ FAULTS = {
     ),
     "entropy_collapse": (
         {"policy/entropy": lambda _, __: 0.004},
-        ["entropy fell from 0.", "policy.optimizer.lr=3e-05", "loss.entropy_coef=0.001"],
+        ["entropy fell from 0.", "policy.optimizer.lr=3e-05"],
     ),
     "length_explosion": (
         {
             "rollout/completion_tokens": lambda value, _: 4 * value,
             "rollout/reward": lambda _, __: 0.1,
         },
-        ["the reward did not", "lr=3e-05", "advantage.overlong_buffer_tokens=16"],
+        ["the reward did not", "lr=3e-05", "advantage.overlong_buffer_tokens="],
     ),
     "length_collapse": (
         {"rollout/completion_tokens": lambda _, __: 1.0, "rollout/reward": lambda _, __: 0.1},
-        ["completions shrank from ", "loss.kl_coef=0.01"],
+        ["completions shrank from ", "environment.reward=reasoning_gym pays for short"],
     ),
     "truncation": (
         {"rollout/truncated_share": lambda _, __: 0.75},
@@ -133,6 +133,15 @@ def test_the_value_depends_on_the_run():
     assert texts["memory_growth"].endswith(
         "leaks; when memory has run out, continue with run.resume=true"
     )
+    lengths = ({"rollout/completion_tokens": 10.0 if i < 10 else 40.0} for i in range(38))
+    longer = [
+        row | one | {"rollout/reward": 0.0} for row, one in zip(rows * 2, lengths, strict=True)
+    ]
+    texts = {
+        one.name: one.text
+        for one in find_alarms(longer, SETTINGS | {"generation.max_new_tokens": 100})
+    }
+    assert "advantage.overlong_buffer_tokens=80" in texts["length_explosion"]
     grown = [row | {"mismatch/mean_abs": 0.01 * row["step"] ** 2} for row in rows * 2]
     adapters = {"policy.lora.rank": 4, "policy.lora.refit": "merged"}
     assert "policy.lora.refit=adapters" in find_alarms(grown, SETTINGS | adapters)[-1].text

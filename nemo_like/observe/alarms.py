@@ -136,21 +136,30 @@ def _entropy_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) 
     return (
         f"the policy's entropy fell from {before:.3g} to {now:.3g}, so completions of a "
         f"prompt are alike; {_smaller_rate(settings)}"
-        f"{_if_known(', or set loss.entropy_coef=0.001', settings)}"
     )
 
 
 def _length_explosion(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
-    buffer = settings.get("generation.max_new_tokens", 0) // 4
-    remedy = f", or penalise the longest with advantage.overlong_buffer_tokens={buffer}"
+    if not _growth(first, last) >= 3 or _reward_rose(first, last):
+        return None
+    # From twice the first length on: a short buffer at the end bounds truncation, not growth.
+    buffer = max(1, settings.get("generation.max_new_tokens", 0) - round(2 * first.mean(_LENGTH)))
+    remedy = f", or penalise longer ones with advantage.overlong_buffer_tokens={buffer}"
     if settings.get("environment.name") != "single_turn":
         remedy = ""  # it is about one completion
-    return _other_length(first, last, settings, remedy) if _growth(first, last) >= 3 else None
+    return (
+        f"completions grew {_lengths(first, last)}; {_smaller_rate(settings)}"
+        f"{_if_known(remedy, settings)}"
+    )
 
 
 def _length_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
-    remedy = ", or keep the policy near its start with loss.kl_coef=0.01"
-    return _other_length(first, last, settings, remedy) if _growth(first, last) <= 1 / 4 else None
+    if not _growth(first, last) <= 1 / 4 or _reward_rose(first, last):
+        return None
+    return (
+        f"completions shrank {_lengths(first, last)}; read some with `nemo-like show`, and check "
+        f"whether environment.reward={settings.get('environment.reward')} pays for short ones"
+    )
 
 
 def _growth(first: _Steps, last: _Steps) -> float:
@@ -158,17 +167,14 @@ def _growth(first: _Steps, last: _Steps) -> float:
     return now / before if before > 0 else math.nan
 
 
-def _other_length(
-    first: _Steps, last: _Steps, settings: Mapping[str, Any], remedy: str
-) -> str | None:
-    if not last.mean("rollout/reward") - first.mean("rollout/reward") <= 0:
-        return None
+def _reward_rose(first: _Steps, last: _Steps) -> bool:
+    """Also true where it is not known."""
+    return not last.mean("rollout/reward") - first.mean("rollout/reward") <= 0
+
+
+def _lengths(first: _Steps, last: _Steps) -> str:
     before, now = first.mean(_LENGTH), last.mean(_LENGTH)
-    return (
-        f"completions {'grew' if now > before else 'shrank'} from {before:.0f} to {now:.0f} "
-        "tokens, but the reward did not rise; "
-        f"{_smaller_rate(settings)}{_if_known(remedy, settings)}"
-    )
+    return f"from {before:.0f} to {now:.0f} tokens, but the reward did not rise"
 
 
 def _truncation(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
@@ -220,7 +226,8 @@ def _slow_steps(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str
     remedy = f"keep other programs off the nodes (Slurm: {_with_option('--exclusive', settings)})"
     if phase == "time/rollout_s":
         processes = 2 * settings.get("environment.num_processes", 1)
-        remedy = f"set environment.num_processes={processes} if rewards are slow, or {remedy}"
+        halves = "halves the time of rewards, if they are slow"
+        remedy = f"environment.num_processes={processes} {halves}; or {remedy}"
     return (
         f"a step takes {now:.3g} s, up from {before:.3g} s at first; of these, {phase} went from "
         f"{first.median(phase):.3g} to {last.median(phase):.3g}; {remedy}"
