@@ -41,7 +41,7 @@ def make_run(folder: Path, steps: int, rows: int) -> None:
     """Trajectories of one worker in ``folder``; their groups have the same numbers at each step."""
     rng = np.random.default_rng(0)
     trajectories = trajectories_of(rows, prompt_tokens=50, tokens=100)
-    table = table_of(0, "train", trajectories, collate_tokens(trajectories))
+    table = table_of([(0, "train", trajectories, collate_tokens(trajectories))])
     files = TrajectoryFiles(folder / "trajectories", 0, 1e12)
     for step in range(1, steps + 1):
         ends = rng.choice(["final", "length"], rows).tolist()
@@ -50,7 +50,7 @@ def make_run(folder: Path, steps: int, rows: int) -> None:
             at, field = SCHEMA.get_field_index(name), SCHEMA.field(name)
             table = table.set_column(at, field, pa.array(values, type=field.type))
         files.append(table)
-    files.wait()
+        files.wait()
 
 
 def trajectories_of(rows: int, prompt_tokens: int, tokens: int) -> list[Trajectory]:

@@ -181,16 +181,16 @@ def alone(count: int, length: int, step_s: float, repeats: int = 200) -> dict[st
     tokens = collate_tokens(trajectories)
     took: dict[str, list[float]] = {"delay": [], "writing": [], "driver": []}
     with tempfile.TemporaryDirectory() as folder:
-        files = TrajectoryFiles(Path(folder), 0, 1e12)
+        files = TrajectoryFiles(Path(folder), 0, 1e12, table_of)
         board = TensorBoardSink(Path(folder), GRPOConfig(), None)
         sinks = Sinks([JsonlFile(Path(folder, "m")), board])
         alarms, trace = Alarms(flat({})), PhaseTrace(Path(folder), "driver")
         histograms = {name: [random.random() for _ in range(count)] for name in "abc"}
         for step in range(1, repeats + 1):
             begin = time.process_time()
-            table = table_of(step, "train", trajectories, tokens)
+            files.append((step, "train", trajectories, tokens))
             made = time.process_time()
-            files._append(table)
+            files.wait()
             written = time.process_time()
             alarms.add(numbers | {"step": step})
             sinks.log(step, dict(numbers), Details(histograms=histograms))

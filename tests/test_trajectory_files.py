@@ -4,7 +4,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -51,13 +53,13 @@ def one(group=0, index=0, text="two", reward=1.0, ids=(1, 2, 3), prompt="1 + 1 =
 
 
 def table(step, *trajectories, phase="train"):
-    return table_of(step, phase, trajectories, collate_tokens(trajectories))
+    return table_of([(step, phase, trajectories, collate_tokens(trajectories))])
 
 
 def keep(files, *tables):
     for each in tables:
         files.append(each)
-    files.wait()
+        files.wait()
 
 
 def opened(folder):
@@ -178,9 +180,23 @@ def test_a_folder_that_cannot_be_written_ends_the_run_with_a_remedy(tmp_path):
     folder = tmp_path / "trajectories"
     files = TrajectoryFiles(folder, 0, 1e9)
     folder.rmdir()
-    files.append(table(1, one()))
     with pytest.raises(RunError, match=r"cannot write .*set logging\.trajectories_gib=0"):
-        files.append(table(2, one()))
+        for step in range(1000):
+            files.append(table(step, one()))
+            time.sleep(0.01)
+
+
+def test_calls_that_end_at_about_the_same_time_share_a_file(tmp_path):
+    """A group of 8 rows each; the first is written at once."""
+    files = TrajectoryFiles(tmp_path, 0, 1e9, table_of)
+    for group in range(64):
+        trajectories = [one(group, index) for index in range(8)]
+        files.append((1 + group // 32, "train", trajectories, collate_tokens(trajectories)))
+    files.wait()
+    assert len(files_of(tmp_path)) <= 2
+    found = pa.concat_tables(map(pq.read_table, files_of(tmp_path))).to_pydict()
+    assert found["group"] == [group for group in range(64) for _ in range(8)]
+    assert found["step"] == [1] * 256 + [2] * 256
 
 
 def test_a_trajectory_of_several_rows_is_one_with_all_of_them(tmp_path):

@@ -1,14 +1,19 @@
 """All trajectories of a run as Parquet files, with one row per training row.
 
-Each worker writes one file per call and merges small files from time to time, while the policy
-trains. A file is written under another name and then renamed, so a file under its own name is
-complete, even after a kill.
+Each worker writes one file per call, or a few a second if calls end faster, and merges small files
+from time to time, in a thread. A file is written under another name and then renamed, so a file
+under its own name is complete, even after a kill.
 """
 
 import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pyarrow as pa
@@ -54,6 +59,8 @@ _WRITING: dict[str, Any] = {
 }
 VOCABULARY = "_tokenizer.json"
 """File for turning ids into text; Parquet readers skip names with a leading underscore."""
+_BETWEEN_FILES_S = 0.2
+"""A file of 8 rows costs as much as one of 256."""
 _PARTS_TOGETHER = 32
 _BYTES_TOGETHER = 64 << 20
 _TOKENS_TOGETHER = 1 << 20
@@ -107,37 +114,60 @@ class Resumed:
 class TrajectoryFiles:
     """Writes the files of one worker."""
 
-    def __init__(self, folder: Path, rank: int, limit_bytes: float) -> None:
-        """``limit_bytes``: size of this worker's files beyond which the oldest are dropped."""
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        limit_bytes: float,
+        as_table: Callable[[Sequence[Any]], pa.Table] = pa.concat_tables,
+    ) -> None:
+        """``limit_bytes``: size of this worker's files beyond which the oldest are dropped.
+
+        ``as_table`` makes one table of what several calls of ``append`` got.
+        """
         self._folder = folder
         self._rank = rank
         self._limit = limit_bytes
+        self._as_table = as_table
         self._together = min(_BYTES_TOGETHER, limit_bytes / 8)
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
+        self._waiting: SimpleQueue[Any] = SimpleQueue()
+        self._writes: deque[Future[None]] = deque()
+        self._at_once = threading.Event()
+        self._next_file = 0.0
         self._sizes: dict[Path, int] = {}
         """Sizes of this worker's files, oldest first."""
         self._next_part = 0
 
-    def append(self, table: pa.Table) -> None:
-        """Start writing the rows of one call.
+    def append(self, rows: Any) -> None:
+        """Start writing the rows of one call, a part for ``as_table``.
 
         Raises RunError if an earlier write failed.
         """
-        self.wait()
-        self._writing = self._thread.submit(self._append, table)
+        while self._writes and self._writes[0].done():
+            self._writes.popleft().result()
+        self._waiting.put(rows)
+        self._writes.append(self._thread.submit(self._append))
 
     def wait(self) -> None:
         """Wait until everything is written; raises as ``append``."""
-        if self._writing is not None:
-            self._writing.result()
+        self._at_once.set()
+        while self._writes:
+            self._writes.popleft().result()
+        self._at_once.clear()
 
-    def _append(self, table: pa.Table) -> None:
+    def _append(self) -> None:
+        """Write what waits, unless an earlier call has."""
+        if self._waiting.empty():
+            return
+        self._at_once.wait(max(0.0, self._next_file - time.monotonic()))
+        self._next_file = time.monotonic() + _BETWEEN_FILES_S
+        parts = [self._waiting.get() for _ in range(self._waiting.qsize())]
         try:
             if not self._sizes:
                 self._take_stock()
-            self._write(self._next_part, self._next_part, table)
+            self._write(self._next_part, self._next_part, self._as_table(parts))
             self._next_part += 1
             self._put_together()
             self._drop_oldest()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -12,15 +13,18 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.observe.trajectory_files import SCHEMA
 from nemo_like.rollout.trajectory import Trajectory
 
+Part: TypeAlias = tuple[int, str, Sequence[Trajectory], TensorBatch]
+"""Step, phase, trajectories and their ``collate_tokens``."""
 
-def table_of(
-    step: int, phase: str, trajectories: Sequence[Trajectory], tokens: TensorBatch
-) -> pa.Table:
-    """Rows of the file; ``tokens``: ``collate_tokens`` of the same trajectories."""
-    rows = [(t, number) for t in trajectories for number in range(len(t.rows))]
+
+def table_of(parts: Sequence[Part]) -> pa.Table:
+    """Rows of the file."""
+    trajectories = [(step, phase, t) for step, phase, group, _ in parts for t in group]
+    rows = [(*one, number) for one in trajectories for number in range(len(one[2].rows))]
+    tokens = TensorBatch.concatenate([one for *_, one in parts])
     lengths = tokens.lengths.numpy()
     offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
-    segments = [segment for t in trajectories for row in t.rows for segment in row]
+    segments = [segment for *_, t in trajectories for row in t.rows for segment in row]
     versions = np.array(
         [v for one in segments for v in one.weight_versions or [-1] * len(one.token_ids)],
         dtype=np.int32,
@@ -29,20 +33,21 @@ def table_of(
     def lists(flat: np.ndarray | Tensor, kind: pa.DataType) -> pa.ListArray:
         return pa.ListArray.from_arrays(offsets, pa.array(np.asarray(flat), type=kind))
 
-    first = [t if number == 0 else None for t, number in rows]
+    each = [t for *_, t, _ in rows]
+    first = [t if number == 0 else None for *_, t, number in rows]
     columns = {
-        "step": [step] * len(rows),
-        "phase": [phase] * len(rows),
-        "group": [t.task.group for t, _ in rows],
-        "index": [t.task.index for t, _ in rows],
-        "row": [number for _, number in rows],
-        "reward": [t.result.reward for t, _ in rows],
-        "metrics": [list(t.result.metrics.items()) for t, _ in rows],
-        "error": [_text(t.result.error) for t, _ in rows],
-        "end": [t.end for t, _ in rows],
-        "turns": [len(t.completions) for t, _ in rows],
-        "num_tokens": [t.num_sampled for t, _ in rows],
-        "weight_version": [t.weight_version for t, _ in rows],
+        "step": [step for step, *_ in rows],
+        "phase": [phase for _, phase, *_ in rows],
+        "group": [t.task.group for t in each],
+        "index": [t.task.index for t in each],
+        "row": [number for *_, number in rows],
+        "reward": [t.result.reward for t in each],
+        "metrics": [list(t.result.metrics.items()) for t in each],
+        "error": [_text(t.result.error) for t in each],
+        "end": [t.end for t in each],
+        "turns": [len(t.completions) for t in each],
+        "num_tokens": [t.num_sampled for t in each],
+        "weight_version": [t.weight_version for t in each],
         "prompt": [t and _text(t.task.row.prompt) for t in first],
         "text": [t and _text(t.text) for t in first],
         "messages": [t and json.dumps(t.messages or t.task.row.messages) for t in first],

@@ -172,7 +172,7 @@ class RolloutWorker(GenerationWorker):
         read = [t for t in trajectories if request.with_samples or t.task.record]
         tokens = collate_tokens(trajectories, self._most_turns)
         if self._files is not None and trajectories:
-            self._files.append(table_of(request.step, request.phase, trajectories, tokens))
+            self._files.append((request.step, request.phase, trajectories, tokens))
         errors = Counter(
             (t.result.error or "no reason given")[:_MAX_ERROR_CHARS]
             for t in trajectories
@@ -242,7 +242,7 @@ class RolloutWorker(GenerationWorker):
             TrajectoryFiles(folder, 0, limit).truncate_after(setup.resumed)
         if setup.trajectories_gib == 0:
             return None
-        files = TrajectoryFiles(folder, context.rank, limit)
+        files = TrajectoryFiles(folder, context.rank, limit, table_of)
         if context.rank == 0:
             self._chat.cuts.save_vocabulary(folder / VOCABULARY)
         return files
