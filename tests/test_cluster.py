@@ -418,6 +418,7 @@ def test_a_head_that_dies_while_it_is_joined_ends_the_run_within_half_a_minute(t
 
 
 RAY_DIES = """
+    import sys
     import psutil
     from nemo_like.run.ending import end_on_error
     from nemo_like.planning.resources import plan_resources
@@ -428,7 +429,11 @@ RAY_DIES = """
     from nemo_like.distributed.worker_group import WorkerGroup
 
     def run():
-        leave = connect()
+        leave = connect(["no_such_module", "torch"])
+        assert "torch" in sys.modules, "while Ray started"
+        started = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+        for unused in ("dashboard.py", "log_monitor.py", "monitor.py"):
+            assert not any(unused in one for one in started), started
         try:
             with VirtualCluster(plan_resources(ClusterConfig(), 1), 300.0) as cluster:
                 bundles = [[bundle] for bundle in cluster.bundles]

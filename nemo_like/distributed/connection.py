@@ -1,6 +1,7 @@
 """Joining and leaving a Ray cluster, with limits where Ray itself would wait for minutes."""
 
 import atexit
+import importlib
 import logging
 import os
 import signal
@@ -8,9 +9,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,18 @@ import psutil
 import ray
 from ray import JobID
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
+from ray._private.node import Node
 
 from nemo_like.distributed.sweeper import Sweeper
 from nemo_like.errors import RunError, StoppedError, exit_code
+from nemo_like.imports import without_collector
 
 # Workers write logs of their own; Ray's greetings say nothing that ours do not.
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
+_UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""What starts Ray's autoscaler, its reader of logs and its dashboard, which a start waits for."""
 _ANSWER_TIMEOUT_S = 10.0
 _ABANDONED = "ray.init, abandoned"
 _BUSY = 3.0
@@ -36,8 +42,10 @@ _HTTP2_SETTINGS = 4
 logger = logging.getLogger(__name__)
 
 
-def connect() -> Callable[[], None]:
+def connect(modules: Sequence[str] = ()) -> Callable[[], None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine; returns how to leave.
+
+    ``modules`` are imported while a Ray of this machine starts, as far as the time goes.
 
     A process that is connected already stays so, and leaving does nothing. Raises UserError if no
     Ray of this version answers, RunError if its head does not go on answering, both within half a
@@ -53,7 +61,7 @@ def connect() -> Callable[[], None]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
-        leave = partial(_leave, _start())
+        leave = partial(_leave, _start(modules))
     else:
         from nemo_like.distributed.joining import join
 
@@ -127,7 +135,7 @@ def _end_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _start() -> Callable[[], None]:
+def _start(modules: Sequence[str]) -> Callable[[], None]:
     began = time.monotonic()
     try:
         sweeper = Sweeper()
@@ -135,9 +143,9 @@ def _start() -> Callable[[], None]:
         # Then Ray takes 127.0.0.1 for this node, and its processes listen there alone, as on macOS
         # and Windows; elsewhere its argument for the address refuses loopback.
         on_loopback = _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
-        with on_loopback, _environment(sweeper.environment | {"TMPDIR": folder}):
+        with on_loopback, _few_processes(), _environment(sweeper.environment | {"TMPDIR": folder}):
             end_thread = init_in_thread(
-                None, sweeper.close, address="local", include_dashboard=False, _temp_dir=folder
+                None, sweeper.close, modules, address="local", _temp_dir=folder
             )
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         told = why_not_started(
@@ -175,6 +183,18 @@ def why_not_started(error: Exception, *, waited_s: float, load: float, free_gib:
 
 
 @contextmanager
+def _few_processes() -> Iterator[None]:
+    """Let Ray start what runs workers, and nothing else."""
+    with ExitStack() as stack:
+        for name in _UNUSED:
+            stack.enter_context(_replaced(Node, name, lambda *_, **__: None))
+        # For a reason not to, the node's agent serves no metrics, and is up in half the time.
+        reason = ImportError("no run reads Ray's metrics")
+        stack.enter_context(_replaced(ray_utils, "get_dashboard_dependency_error", lambda: reason))
+        yield
+
+
+@contextmanager
 def _environment(of_processes: Mapping[str, str]) -> Iterator[None]:
     """Set what Ray's processes, and so our workers, inherit; this one goes on without."""
     before = {name: os.environ.get(name) for name in of_processes}
@@ -205,7 +225,10 @@ def in_a_line(error: Exception) -> str:
 
 
 def init_in_thread(
-    limit_s: float | None, if_abandoned: Callable[[], None], **options: Any
+    limit_s: float | None,
+    if_abandoned: Callable[[], None],
+    modules: Sequence[str] = (),
+    **options: Any,
 ) -> Callable[[], None]:
     """ray.init; TimeoutError after ``limit_s``. Returns how to end the thread, and all it started.
 
@@ -236,6 +259,7 @@ def init_in_thread(
     thread = threading.Thread(target=init, name="ray.init", daemon=True)
     thread.start()
     try:
+        _import_until(done, modules)
         done.result(limit_s)
     except (TimeoutError, KeyboardInterrupt, StoppedError) as error:
         thread.name = _ABANDONED
@@ -243,6 +267,14 @@ def init_in_thread(
         _give_up_ray(error)
         raise
     return left.set
+
+
+def _import_until(done: Future[None], modules: Sequence[str]) -> None:
+    with without_collector():
+        for module in modules:
+            if not done.done():
+                with suppress(Exception):  # Who needs it will say what is wrong with it.
+                    importlib.import_module(module)
 
 
 def expect_head(address: str) -> None:
