@@ -2,6 +2,7 @@
 option each. Also what both files say of them.
 """
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nemo_like.observe.metrics import values
 from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.policy import scoring
 from nemo_like.policy.gradients import LossScale
+from nemo_like.policy.inputs import made_up_rows
 from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.state.state import (
     load_checkpoint,
@@ -109,8 +111,31 @@ def train(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
 def train_warmed_up(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
     """``train``, after a warm-up."""
     trainer = make_trainer(model_path, config)
-    warm_up(trainer)
+    warm_up(trainer, TEMPERATURE)
     return [step(trainer) for _ in range(num_steps)], parameters(trainer)
+
+
+def graphs_compiled(model_path: str, config: dict[str, Any]) -> tuple[int, list[int]]:
+    """By a warm-up, and by each of three steps after it."""
+    stats = torch._dynamo.utils.counters["stats"]
+    trainer = make_trainer(model_path, config)
+    warm_up(trainer, TEMPERATURE)
+    counts = [stats["unique_graphs"]]
+    loss = make_loss("policy_gradient")
+    for lengths in ([9, 30, 4], [20] * 8, [25]):
+        rows = made_up_rows(lengths)
+        rows.tokens |= {
+            name: torch.zeros(rows.num_tokens)
+            for name in (keys.GENERATION_LOGPROBS, keys.REFERENCE_LOGPROBS)
+        }
+        rows.rows = {
+            keys.ADVANTAGES: torch.ones(len(lengths)),
+            keys.SAMPLE_MASK: torch.ones(len(lengths), dtype=torch.bool),
+            keys.NUM_LOSS_TOKENS: torch.tensor(lengths) - 1,
+        }
+        trainer.train([rows], loss, denominators(rows), TEMPERATURE, on_policy=True)
+        counts.append(stats["unique_graphs"])
+    return counts[0], [after - before for before, after in pairwise(counts)]
 
 
 def save_then_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:

@@ -42,7 +42,7 @@ def row_index(
     these, too, and ``key_index`` [N] has the positions of each row's tokens, row after row.
     """
     ends, longest, index = _of_rows(lengths)
-    key_ends, longest_keys, padded_keys = ends, longest, index
+    key_ends, longest_keys, padded_keys = ends, longest, None
     if key_lengths is not None:
         key_ends, longest_keys, padded_keys = _of_rows(key_lengths)
     return {
@@ -74,7 +74,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     padded_index: Tensor,
-    padded_key_index: Tensor,
+    padded_key_index: Tensor | None,
     key_index: Tensor | None,
     cu_seq_lens_q: Tensor,
     cu_seq_lens_k: Tensor,
@@ -114,7 +114,8 @@ def packed_attention(
         out = _flash(q, k, v, ends, (max_length_q, max_length_k), scaling)
     else:
         q = _pad(q, padded_index, (rows, max_length_q))
-        k, v = (_pad(x, padded_key_index, (rows, max_length_k)) for x in (k, v))
+        of_keys = padded_index if padded_key_index is None else padded_key_index
+        k, v = (_pad(x, of_keys, (rows, max_length_k)) for x in (k, v))
         skipped = None if key_index is None else (cu_seq_lens_k - cu_seq_lens_q).diff()
         out = _padded(q, k, v, skipped, scaling).transpose(1, 2).flatten(0, 1)
         out = out if len(out) == len(padded_index) else out[padded_index]

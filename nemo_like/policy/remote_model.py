@@ -106,7 +106,7 @@ class RemoteModel:
                 ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else ""),
             )
         waiting("it compiles the model, which takes a minute or more the first time").call(
-            PolicyWorker.warm_up
+            PolicyWorker.warm_up, self.temperature
         )
 
     def with_this_model(self, neighbours: Neighbours) -> Neighbours:

@@ -2,9 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.policy import PolicyConfig
+from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Needs
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy.gradients import forget_gradients
@@ -13,18 +17,33 @@ from nemo_like.policy.inputs import made_up_rows
 if TYPE_CHECKING:
     from nemo_like.policy.trainer import Trainer
 
-# Equal and unequal lengths, for which attention has a kernel each; torch.compile takes a size for
-# one that changes when it sees a second value.
-_ROWS = ((60, 64), (90, 96, 94), (16, 80), (24, 120, 20))
+# Torch compiles each again: rows of similar and of different lengths, for which attention has a
+# kernel each, and one row. It takes a size for one that changes when it sees a second value.
+_ROWS = ((60, 64), (90, 96, 94), (16, 80), (24, 120, 20), (80,))
+_EQUAL = 64
 
 
-def warm_up(trainer: "Trainer") -> None:
+def warm_up(trainer: "Trainer", temperature: float) -> None:
     """Compile while engines start, by a pass without gradient; collective."""
     if trainer.mesh.sizes.pp > 1:
         return  # All passes through a pipeline have one shape, which is the step's own.
-    rows = [made_up_rows(lengths, trainer.device) for lengths in _ROWS]
-    trainer.backward(rows, _NoLoss(), Denominators(tokens=1.0, sequences=1.0), 1.0, None)
+    measures = trainer.setup.output == "logprobs"
+    equal = _equal_rows(trainer.config)
+    for lengths, on_policy in (*((one, measures) for one in (*_ROWS, equal)), (equal, False)):
+        rows = made_up_rows(lengths, trainer.device)
+        rows.tokens[keys.GENERATION_LOGPROBS] = torch.zeros(rows.num_tokens, device=trainer.device)
+        rows.rows[keys.SAMPLE_MASK] = torch.ones(len(rows), dtype=torch.bool, device=trainer.device)
+        sums = MismatchSums(trainer.device) if on_policy else None
+        trainer.backward(
+            [rows], _NoLoss(), Denominators(tokens=1.0, sequences=1.0), temperature, sums
+        )
     forget_gradients(trainer.parameters)
+
+
+def _equal_rows(config: PolicyConfig) -> tuple[int, ...]:
+    """Rows that need no padding, as siblings have them, and more tokens than a chunk of logits."""
+    most = min(config.logprob_chunk_tokens + _EQUAL, config.micro_batch_tokens)
+    return (_EQUAL,) * max(2, most // _EQUAL)
 
 
 class _NoLoss:

@@ -134,9 +134,9 @@ class PolicyWorker(Worker):
             unused=unused,
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, temperature: float) -> None:
         if self._trainer.config.compile and self._trainer.setup.trains:
-            warm_up(self._trainer)
+            warm_up(self._trainer, temperature)
 
     def logprobs(
         self, shard: Shard, with_policy: bool, kl: KLEstimator | None
