@@ -130,13 +130,14 @@ def test_a_completion_depends_on_nothing_but_its_prompt_and_seed(tiny_model):
             assert one.logprobs == pytest.approx(same.logprobs, abs=1e-5)
 
 
-def test_an_engine_that_slept_samples_as_before(tiny_model):
+def test_an_engine_that_warmed_up_and_slept_samples_as_before(tiny_model):
     config = config_of(tiny_model("llama"))
     before, after = requests_of(2, max_new_tokens=20)
 
     async def run() -> list[Completion]:
         engine = GraphEngine(config)
         await engine.start()
+        await engine.warm_up()  # a part of the start, on a GPU
         give_weights(engine, config)
         found = [await engine.generate(before)]
         await engine.sleep()

@@ -18,9 +18,14 @@ from nemo_like.errors import RunError, UserError
 from nemo_like.generation.graph.decoder import Decoder
 from nemo_like.generation.graph.model import Model
 from nemo_like.generation.graph.sampler import Row, Sampler
-from nemo_like.generation.graph.state import PAGE, State
+from nemo_like.generation.graph.state import BURST, PAGE, State
 from nemo_like.generation.local_engine import LocalEngine, Waiting, fail
-from nemo_like.generation.protocol import EngineConfig, EngineMemory
+from nemo_like.generation.protocol import (
+    EngineConfig,
+    EngineMemory,
+    GenerationRequest,
+    SamplingParams,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +55,24 @@ class GraphEngine(LocalEngine):
         """Allocate weights and cache; UserError for models that this engine does not compute."""
         for memory in EngineMemory:
             await self.wake(memory)
+        if self._config.device == "cuda":
+            await self.warm_up()
         self._serve_requests()
+
+    async def warm_up(self) -> None:
+        """Compile kernels, and capture the graph of a full batch, on weights of zero."""
+        assert self._model is not None
+        assert self._sampler is not None
+        self._model.zero()
+        sampling = SamplingParams(max_new_tokens=BURST)
+        loop, most = asyncio.get_running_loop(), self._config.max_model_len
+        for seed in range(self._config.max_num_seqs):
+            request = GenerationRequest(
+                request_id="", prompt_ids=[0] * min(PAGE, most - 1), sampling=sampling, seed=seed
+            )
+            self._sampler.waiting.append(Row(request, loop.create_future(), most))
+        await asyncio.to_thread(self._sampler.burst)
+        self._sampler.clear()
 
     async def sleep(self) -> None:
         """Free weights, cache and graphs."""

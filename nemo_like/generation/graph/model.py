@@ -86,6 +86,11 @@ class Model:
         for name, tensor in tensors:
             self._named[name].copy_(tensor)
 
+    def zero(self) -> None:
+        """Set all weights to zero, with which every token is as likely as any other."""
+        for each in self._named.values():
+            each.zero_()
+
     def hidden(self, ids: Tensor, attend: Attend) -> Tensor:
         """Normed hidden states [N, E] of ids [N]."""
         residual, x = functional.embedding(ids, self._embedding), None
