@@ -1,8 +1,14 @@
 """Sampling in 8 bits: what is refused, and a real engine against matrices rounded by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.model_loader.reload.layerwise import (
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 
 from nemo_like.algorithms.checks import mismatch_check
 from nemo_like.algorithms.distillation.config import DistillationConfig, TeacherConfig
@@ -12,6 +18,7 @@ from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.section import check_sections
 from nemo_like.errors import UserError
 from nemo_like.generation.vllm.engine import VLLMEngine
+from nemo_like.generation.vllm.loading import refuse_incomplete
 from nemo_like.planning.model_shape import ModelShape, engine_bytes
 from tests.test_engines import SMALL_CACHE, Case, make_config, run
 
@@ -55,6 +62,11 @@ def mean_gap(case: Case, sampled: list) -> float:
     return torch.cat(gaps).abs().mean().item()
 
 
+def multiply_layers(model: nn.Module, factor: float) -> None:
+    for parameter in model.model.layers.parameters():
+        parameter.data *= factor if parameter.ndim > 1 else 1
+
+
 def test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old(tmp_path, run):
     config = make_config(tmp_path, True, dtype="bfloat16", quantization="fp8", **SMALL_CACHE)
     engine = VLLMEngine(config)
@@ -62,8 +74,9 @@ def test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old(tmp_path, 
     try:
         case = Case(engine, config, run, tolerance=0)
         case.connect()
-        for seed in range(3):
-            case.refit(seed)
+        # Weights four times as large have scales four times as large: old ones would cut them off.
+        for seed, factor in ((0, 1), (1, 1), (1, 4)):
+            case.refit(seed, partial(multiply_layers, factor=factor))
             requests = case.requests(32)
             sampled = list(zip(requests, case.generate(requests), strict=True))
             unrounded = mean_gap(case, sampled)
@@ -71,6 +84,20 @@ def test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old(tmp_path, 
             assert mean_gap(case, sampled) < min(0.05, unrounded)
     finally:
         run(engine.shutdown())
+
+
+def test_a_layer_of_8_bits_that_did_not_get_all_its_tensors_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    record_metadata_for_reloading(model)
+    refuse_incomplete(model)
+    initialize_layerwise_reload(model[1])
+    for name in ("weight", "bias"):
+        with pytest.raises(RuntimeError, match="did not load all of 1 of Sequential"):
+            refuse_incomplete(model)
+        parameter = getattr(model[1], name)
+        parameter.weight_loader(parameter, torch.ones(parameter.shape))
+    refuse_incomplete(model)
+    assert model[1].weight.eq(1).all()
 
 
 def config_of(**changes):

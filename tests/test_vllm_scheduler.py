@@ -4,6 +4,7 @@ and what reaches the caller, are the same.
 
 import collections
 import dataclasses
+import time
 import zlib
 
 import numpy as np
@@ -192,6 +193,19 @@ def test_with_few_blocks_it_preempts_no_earlier_than_vllm(model):
     theirs, ours = both(model, arrivals, num_blocks=60)
     assert ours.steps == theirs.steps
     assert ours.completions == theirs.completions
+
+
+def test_a_request_that_fits_no_empty_cache_ends_the_engine_and_is_named(model):
+    scheduler = make(WholeCompletions, model, 6, 32)
+    scheduler.stuck_after_s = 0.05
+    scheduler.add_request(request_of("long", [4] * 100, 10))
+    scheduler.schedule()
+    time.sleep(0.1)
+    with pytest.raises(RuntimeError, match=r"Request long of 100 tokens .* cache of 96 tokens"):
+        scheduler.schedule()
+    scheduler.finish_requests("long", RequestStatus.FINISHED_ABORTED)
+    scheduler.add_request(request_of("short", [4] * 60, 10))
+    assert scheduler.schedule().num_scheduled_tokens == {"short": 60}
 
 
 @pytest.mark.parametrize("reset_at", [20, 60])

@@ -62,7 +62,7 @@ def _load(
         if _quantize_as_loaded(model):  # from tensors kept until their layer is complete
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
         model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-        _refuse_incomplete(model)
+        refuse_incomplete(model)
     else:
         _forget(model)
         # Unpacks layer by layer what start-up packed for the kernels, and keeps every tensor's
@@ -101,7 +101,7 @@ def _quantize_as_loaded(model: nn.Module) -> bool:
     return bool(layers)
 
 
-def _refuse_incomplete(model: nn.Module) -> None:
+def refuse_incomplete(model: nn.Module) -> None:
     """Raise RuntimeError if a layer of 8 bits still waits for tensors."""
     for name, layer in model.named_modules():
         if get_layerwise_info(layer).can_load():
@@ -121,7 +121,7 @@ def _load_as_at_start(model: nn.Module, config: VllmConfig, tensors: Tensors) ->
     _quantize_as_loaded(model)
     _forget(model)
     model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-    _refuse_incomplete(model)
+    refuse_incomplete(model)
     _refuse_unwritten(model, torch.any)
     # It would tie a head whose weights happen to be those of the embedding, for good.
     config.model_config.word_embeddings_untied_by_checkpoint = False

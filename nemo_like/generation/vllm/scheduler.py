@@ -7,6 +7,7 @@ waits for it.
 """
 
 import dataclasses
+import time
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,14 @@ class WholeCompletions(AsyncScheduler):
     alone, and so are those that ask for logprobs of other tokens than the sampled ones.
     """
 
+    stuck_after_s = 60.0
+    """Seconds for which requests may wait although none runs."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}
         self._last: SchedulerOutput | None = None
+        self._stuck_since: float | None = None
         self._repetitions = 0  # How often the last step may be repeated.
         self._can_repeat = (
             self.connector is None
@@ -68,9 +73,26 @@ class WholeCompletions(AsyncScheduler):
         if self._can_repeat:
             self.num_lookahead_tokens = LOOKAHEAD_TOKENS if ahead else 0
         output = super().schedule(*args, **kwargs)
+        self._check_stuck(output)
         self._last = output
         self._repetitions = self._count_repetitions(output) if ahead else 0
         return output
+
+    def _check_stuck(self, output: SchedulerOutput) -> None:
+        """Raise RuntimeError if no request runs and none can start, which vLLM tries for ever."""
+        num_running, num_waiting = self.get_request_counts()
+        is_paused = self.pause_state is not PauseState.UNPAUSED
+        if num_running or not num_waiting or is_paused or output.total_num_scheduled_tokens:
+            self._stuck_since = None
+            return
+        self._stuck_since = self._stuck_since or time.monotonic()
+        if (seconds := time.monotonic() - self._stuck_since) > self.stuck_after_s:
+            request = self.waiting.peek_request()
+            size = self.kv_cache_config.num_blocks * self.block_size
+            raise RuntimeError(
+                f"Request {request.request_id} of {request.num_tokens} tokens has waited for "
+                f"{seconds:.0f} s, though nothing else runs, in a KV cache of {size} tokens."
+            )
 
     def _count_repetitions(self, output: SchedulerOutput) -> int:
         """Steps after ``output`` in which each running request can decode one more token."""
