@@ -1,5 +1,7 @@
 """Sampling in 8 bits: what is refused, and a real engine against matrices rounded by hand."""
 
+import logging
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,13 +12,14 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     record_metadata_for_reloading,
 )
 
-from nemo_like.algorithms.checks import mismatch_check
+from nemo_like.algorithms.checks import mismatch_check, say_logits
 from nemo_like.algorithms.distillation.config import DistillationConfig, TeacherConfig
 from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.section import check_sections
 from nemo_like.errors import UserError
+from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.loading import refuse_incomplete
 from nemo_like.planning.model_shape import ModelShape, engine_bytes
@@ -157,6 +160,34 @@ def test_the_first_steps_may_differ_by_what_8_bits_round_away():
     both = {"mismatch/mean_abs": 0.1, "mismatch/max_abs": 2.0}
     assert limits() == limits(engine_kwargs={"kv_cache_dtype": "auto"}) == both
     assert limits(quantization="fp8") == limits(**FP8_CACHE) == {"mismatch/mean_abs": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "kwargs", "level", "head"),
+    [
+        ("vllm", "cuda", {}, "INFO", "float32"),
+        ("vllm", "cpu", {}, "WARNING", "bfloat16"),
+        ("vllm", "cuda", {"hf_overrides": {"head_dtype": "bfloat16"}}, "WARNING", "bfloat16"),
+        ("graph", "cpu", {}, "INFO", "float32"),
+        ("hf", "cuda", {}, "WARNING", "bfloat16"),
+    ],
+)
+def test_the_log_says_in_which_format_an_engine_has_its_logits(
+    backend, device, kwargs, level, head, caplog
+):
+    engine = EngineConfig(
+        model_path="",
+        dtype="bfloat16",
+        seed=0,
+        max_model_len=8,
+        device=device,
+        engine_kwargs=kwargs,
+    )
+    with caplog.at_level(logging.INFO):
+        say_logits(config_of(backend=backend), replace(engine, dtype="float32"))
+        say_logits(config_of(backend=backend), engine)
+    ((_, levelno, said),) = caplog.record_tuples
+    assert (logging.getLevelName(levelno), said.split()[-4]) == (level, head)
 
 
 def test_an_engine_in_8_bits_is_as_small_as_its_numbers():

@@ -12,6 +12,7 @@ from nemo_like.batch import keys
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError
+from nemo_like.generation.protocol import EngineConfig
 from nemo_like.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,18 @@ def warn_of_mismatch(config: SamplingRunConfig, metrics: Metrics) -> None:
             limit,
             config.mismatch.action,
         )
+
+
+def say_logits(config: SamplingRunConfig, engine: EngineConfig) -> None:
+    """Say in which format the engine has its logits; warn if it isn't the policy's, float32."""
+    if engine.dtype == "float32" or not config.trains:
+        return
+    overrides = engine.engine_kwargs.get("hf_overrides")
+    head = overrides.get("head_dtype", "float32") if isinstance(overrides, dict) else "float32"
+    if engine.device not in config.generation.kind.float32_logits_on:
+        head = engine.dtype
+    say = logger.info if head == "float32" else logger.warning
+    say("Logits are float32 in the policy and %s in the engine.", head)
 
 
 def warn_of_adapters(config: SamplingRunConfig) -> None:

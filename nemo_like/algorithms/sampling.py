@@ -12,6 +12,7 @@ from nemo_like.algorithms.checks import (
     MismatchCheck,
     check_sampled,
     mismatch_check,
+    say_logits,
     warn_of_adapters,
     warn_of_mismatch,
 )
@@ -123,6 +124,7 @@ def start_sampling(
     session.stack.callback(generation.shutdown)
     models = _by_role(policy, critic)
     engine = engine_config(config, path, longest, plan)
+    say_logits(config, engine)
     share_gpus(config, engine, plan, neighbours or Neighbours(), policy, critic)
     run.restore_position(feed := GroupFeed(loader))
     setup = rollout_setup(config, session, engine, feed)

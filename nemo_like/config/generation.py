@@ -40,6 +40,8 @@ class EngineKind:
     """Whether it computes with adapters of 32 bits there."""
     quantizes: bool = False
     """Whether it can sample with weights of 8 bits, made anew at each refit."""
+    float32_logits_on: tuple[str, ...] = ()
+    """Devices on which its logits are float32, whatever ``policy.dtype`` is."""
     prepare: str | None = None
     """``module:function``, called with ``EngineDevices`` before its process imports the engine."""
 
@@ -53,10 +55,15 @@ VLLM = EngineKind(
     most_adapter_rank=512,
     float32_adapters_on_gpus=False,
     quantizes=True,
+    float32_logits_on=("cuda",),
     prepare="nemo_like.generation.vllm.environment:start_fork_server",
 )
 HF = EngineKind(engine="nemo_like.generation.hf_engine:HFEngine", most_adapter_rank=2**31)
-GRAPH = EngineKind(engine="nemo_like.generation.graph.engine:GraphEngine", sleeps=True)
+GRAPH = EngineKind(
+    engine="nemo_like.generation.graph.engine:GraphEngine",
+    sleeps=True,
+    float32_logits_on=("cuda", "cpu"),
+)
 REPLAY = EngineKind(
     engine="nemo_like.generation.replay:ReplayEngine", takes_kwargs=True, most_adapter_rank=2**31
 )
