@@ -130,14 +130,16 @@ def test_a_checkpoint_does_not_depend_on_what_is_recomputed(pool, four_layers, t
         assert_same(actual[-1], expected[-1])
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_hyperparameters_are_those_of_the_checkpoint(kind, pool, four_layers, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "offload"), [("adamw", "none"), ("adamw", "optimizer"), ("muon", "none")]
+)
+def test_hyperparameters_are_those_of_the_checkpoint(kind, offload, pool, four_layers, tmp_path):
     folder, path = str(tmp_path / "step_1"), four_layers()
     saved = OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.1)
     config = {"optimizer": saved} | schedule("linear")
     expected = pool.run(1, f"{CASES}:save_then_go_on", path, config, folder)
-    config["optimizer"] = OptimizerConfig(kind=kind, lr=5e-2, weight_decay=0.5)
-    actual = pool.run(1, f"{CASES}:load_and_go_on", path, config, folder)
+    config |= {"optimizer": OptimizerConfig(kind=kind, lr=5e-2, weight_decay=0.5)}
+    actual = pool.run(1, f"{CASES}:load_and_go_on", path, config | {"offload": offload}, folder)
     assert_same(actual[0], expected[0], 1e-9)
 
 
