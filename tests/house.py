@@ -39,6 +39,7 @@ LEAVES = {
     "data/preferences.py": "pairs",
     "data/reasoning_gym.py": "generated tasks and their verifiers",
     "data/refusals.py": "what refusals of given texts say",
+    "data/shapes.py": "rows in other shapes than ours",
     "data/tables.py": "CSV, Parquet, data sets of Hugging Face",
     "data/token_rows.py": "rows of given texts as tokens",
     "data/tool_calls.py": "calls of tools in completions",

@@ -45,6 +45,7 @@ CROSSINGS = {
     ("data/datasets.py", "data/columns.py"),
     ("data/datasets.py", "data/json_rows.py"),
     ("data/datasets.py", "data/reasoning_gym.py"),
+    ("data/datasets.py", "data/shapes.py"),
     ("data/datasets.py", "data/tables.py"),
     ("distributed/connection.py", "distributed/joining.py"),
     ("distributed/waiting.py", "distributed/failures.py"),

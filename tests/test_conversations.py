@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from nemo_like.config.data import ConversationsConfig
 from nemo_like.data import conversations, json_rows
+from nemo_like.data.answer_spans import num_unwritten
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import without_overlap
 from nemo_like.data.reasoning_gym import reward
-from nemo_like.data.thinking import num_unwritten
 from nemo_like.data.tokenizer import padding_id
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model

@@ -35,7 +35,7 @@ from nemo_like.observe.trajectory_files import Resumed
 from nemo_like.planning.offload import Neighbours
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.rewards.start import check_reward_model, with_absolute_paths
+from nemo_like.rewards.start import check_reward_models, with_absolute_paths
 from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.rounds import histograms, staleness
 from nemo_like.rollout.sources import RolloutSource
@@ -219,7 +219,7 @@ def read_prompts(
     """
     key, most_new = config.longest_completion
     context = context_for(model_path, key, most_new)
-    check_reward_model(config.environment, rows_of, chat)
+    check_reward_models(config.environment, rows_of, chat)
     longest, room = 0, context
     checked: dict[str, list[Row]] = {}
     for name, rows in rows_of.items():

@@ -3,20 +3,23 @@
 import functools
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import Message
-from nemo_like.data.templates import refuse_lost_reasoning
-from nemo_like.data.thinking import num_unwritten
+from nemo_like.data.templates import without_space
+from nemo_like.data.thinking import EMPTY, REASONING
 from nemo_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_HEADER_CHARS = 64
+"""Enough of a prompt for its last two tokens not to depend on where it was cut off."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
 _USE_MARKERS = "use a template with {% generation %} markers around the assistant's text"
@@ -72,7 +75,7 @@ class AnswerSpans:
                     f"the template leaves out the text of message {turn}; use a template that "
                     "takes content as text."
                 )
-            refuse_lost_reasoning(messages, turn, written)
+            _refuse_lost_reasoning(messages, turn, written)
             unwritten = num_unwritten(written, messages[turn], self._chat.empty_block)
             starts.append(span.start + unwritten)
         written_spans = [Span(start, span.end) for start, span in zip(starts, spans, strict=True)]
@@ -143,7 +146,7 @@ class AnswerSpans:
 
     def _mask(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Token ids of ``text``, and which are in ``spans`` (characters) or end one of them."""
-        ids, cuts = self._chat.cuts.encode_at(text, list(chain.from_iterable(spans)))
+        ids, cuts = self._encode_at(text, list(chain.from_iterable(spans)))
         mask = [False] * len(ids)
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
             stop = self._end_of_turn(ids, Span(start, end), is_last=end == cuts[-1])
@@ -173,3 +176,84 @@ class AnswerSpans:
                 last,
             )
         return turn.end
+
+    def _encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Token ids of ``text``, and how many of them stand before each of the rising ``cuts``."""
+        encoding = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast
+        )
+        ids: list[int] = encoding["input_ids"]
+        offsets: list[tuple[int, int]] = encoding.get("offset_mapping", [])
+        positions = [self._position(text, ids, offsets, cut) for cut in cuts]
+        found = [position for position in positions if position is not None]
+        if len(found) == len(cuts) and self._as_sampled(text, ids, cuts, found):
+            return ids, found
+        # A token reaches over a cut (a newline of the header and one of the answer), or the text
+        # after it changes those before (GPT-2 takes two newlines apart if letters follow). Sampling
+        # never sees that, because there the header is tokenised alone; so do we.
+        pieces = [self._chat.cuts.ids(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
+        joined = list(chain.from_iterable(pieces))
+        if self._tokenizer.decode(joined) != self._tokenizer.decode(ids):
+            raise UserError(
+                "the tokenizer joins the beginning of an answer with what stands before it; remove "
+                "white space from the beginning of the assistant's text."
+            )
+        return joined, list(accumulate(len(piece) for piece in pieces))[:-1]
+
+    def _as_sampled(
+        self, text: str, ids: list[int], cuts: Sequence[int], positions: Sequence[int]
+    ) -> bool:
+        """Whether the last tokens before each answer are those of a prompt that ends there."""
+        for cut, position in zip(cuts[::2], positions[::2], strict=True):
+            first = max(0, cut - _HEADER_CHARS)
+            alone = self._chat.cuts.ids(text[first:cut])
+            near = alone[-2:] if first == 0 or len(alone) > 2 else []
+            if near != ids[position - len(near) : position]:
+                return False
+        return True
+
+    def _position(
+        self, text: str, ids: list[int], offsets: Sequence[tuple[int, int]], cut: int
+    ) -> int | None:
+        """Number of tokens of ``text[:cut]``; None if a token of the whole reaches over the cut."""
+        position = bisect_left(offsets, cut, key=lambda offset: offset[0])
+        start = offsets[position][0] if position < len(offsets) else len(text)
+        if position and start == cut == offsets[position - 1][1]:
+            return position
+        # Offsets leave out white space, or count it to special tokens, in some tokenizers.
+        before = self._chat.cuts.ids(text[:cut])
+        return len(before) if ids[: len(before)] == before else None
+
+
+def _refuse_lost_reasoning(messages: Sequence[Message], turn: int, written: str) -> None:
+    """Refuse a turn whose reasoning is not in what the template has the assistant write."""
+    for name in REASONING:
+        if without_space(messages[turn].get(name) or "") not in without_space(written):
+            raise UserError(
+                f"the template leaves out the '{name}' of message {turn}; write it into the "
+                "content as the model would, or use a template that takes it."
+            )
+
+
+def num_unwritten(written: str, message: Message, block: str) -> int:
+    """Characters at the beginning of a turn's text that only the template wrote.
+
+    ``block`` is ``template_block``'s. What the row's author wrote, if only an empty block, counts.
+    """
+    if any(str(message.get(name) or "").strip() for name in REASONING):
+        return 0
+    if block and written.startswith(block):
+        found = block
+    elif match := EMPTY.match(written):
+        found = match[0] + _space_after(written[match.end() :], message["content"])
+    else:
+        return 0
+    content = "".join(message["content"].split())
+    return 0 if content.startswith("".join(found.split())) else len(found)
+
+
+def _space_after(text: str, content: str) -> str:
+    """White space at the beginning of the text, without that of the content."""
+    space = text[: len(text) - len(text.lstrip())]
+    own = content[: len(content) - len(content.lstrip())]
+    return space.removesuffix(own) if own else space

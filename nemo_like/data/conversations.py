@@ -22,6 +22,7 @@ from nemo_like.data.messages import (
     prompt_key,
     prompt_messages,
     refuse_empty,
+    refuse_unsupported,
     system_of,
     tools_of,
     with_system_prompt,
@@ -32,7 +33,6 @@ from nemo_like.data.shapes import (
     Purpose,
     how_to_load,
     refuse_bad_answer,
-    refuse_unsupported,
     with_our_names,
 )
 from nemo_like.data.token_rows import (

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nemo_like.config.data import DEFAULT_TASKS, Overlong, PromptsConfig
 from nemo_like.config.sources import REASONING_GYM, DataSet, Part, find
-from nemo_like.data.messages import Message, prompt_key, prompt_messages, system_of, without_nulls
-from nemo_like.data.shapes import UNSUPPORTED, Purpose, how_to_load, refuse_unsupported
+from nemo_like.data.messages import (
+    UNSUPPORTED,
+    Message,
+    prompt_key,
+    prompt_messages,
+    refuse_unsupported,
+    system_of,
+    without_nulls,
+)
 from nemo_like.doors import refuse_special
 from nemo_like.errors import UserError
 
@@ -250,6 +257,8 @@ def _row(
     }
     given = [name for name in ("prompt", "messages") if name in fields]
     if len(given) != 1:
+        from nemo_like.data.shapes import Purpose, how_to_load
+
         found = ", ".join(without_nulls(record)) or "nothing"
         raise UserError(
             f"{where}: a row needs either 'prompt' or 'messages'; it has {found}"

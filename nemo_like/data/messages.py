@@ -3,7 +3,7 @@
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from nemo_like.errors import UserError
@@ -253,3 +253,18 @@ def _cleaned_call(call: object) -> object:
     if isinstance(kept.get("function"), dict):
         kept["function"] = without_nulls(kept["function"])
     return kept
+
+
+UNSUPPORTED = ("functions", "chat_template", "chat_template_kwargs", "images", "videos", "audios")
+"""Entries of a row that change what a template renders elsewhere, and would have no effect here."""
+_REMEDIES = {"chat_template_kwargs": "set data.template_switches, which are those of every row"}
+
+
+def refuse_unsupported(record: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for an entry that would have no effect."""
+    for name in UNSUPPORTED:
+        if record.get(name):
+            remedy = _REMEDIES.get(name, "write what it adds into the messages")
+            raise UserError(
+                f"{where}: '{name}' is not supported; {remedy}, or take it out of the row."
+            )

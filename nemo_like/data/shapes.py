@@ -8,9 +8,6 @@ from nemo_like.config.data import FORMS
 from nemo_like.data.messages import dialogue
 from nemo_like.errors import UserError
 
-UNSUPPORTED = ("functions", "chat_template", "chat_template_kwargs", "images", "videos", "audios")
-"""Entries of a row that change what a template renders elsewhere, and would have no effect here."""
-_REMEDIES = {"chat_template_kwargs": "set data.template_switches, which are those of every row"}
 _QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
 _MORE = ("input", "context")
 _ANSWERS = ("completion", "output", "response", "solution", "answer")
@@ -27,16 +24,6 @@ class Purpose(Enum):
     """The better of two answers is preferred."""
     prompts = auto()
     """Answers are sampled."""
-
-
-def refuse_unsupported(record: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for an entry that would have no effect."""
-    for name in UNSUPPORTED:
-        if record.get(name):
-            remedy = _REMEDIES.get(name, "write what it adds into the messages")
-            raise UserError(
-                f"{where}: '{name}' is not supported; {remedy}, or take it out of the row."
-            )
 
 
 def refuse_bad_answer(record: Mapping[str, Any], where: str) -> None:

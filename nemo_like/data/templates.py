@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
 from nemo_like.data.messages import Message
-from nemo_like.data.thinking import REASONING, Render
+from nemo_like.data.thinking import Render
 from nemo_like.errors import UserError
 
 SWITCHES = "data.template_switches"
@@ -211,16 +211,6 @@ def refuse_unasked_header(render: Render) -> None:
             f"the chat template does not write {header.strip()!r} where it asks for an answer, so "
             "that the model would have to; give it an {% if add_generation_prompt %}."
         )
-
-
-def refuse_lost_reasoning(messages: Sequence[Message], turn: int, written: str) -> None:
-    """Refuse a turn whose reasoning is not in what the template has the assistant write."""
-    for name in REASONING:
-        if without_space(messages[turn].get(name) or "") not in without_space(written):
-            raise UserError(
-                f"the template leaves out the '{name}' of message {turn}; write it into the "
-                "content as the model would, or use a template that takes it."
-            )
 
 
 def _has_calls(messages: Sequence[Message], index: int, text: str, render: Render) -> bool:

@@ -14,7 +14,7 @@ from nemo_like.errors import UserError
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Entries that some templates write before a message's content."""
 
-_EMPTY = re.compile(
+EMPTY = re.compile(
     r"""\s*+(?:
         (?P<open>[^\w\s]{1,3})(?P<name>[\w ]+)(?P<close>[^\w\s]{1,3}?)\s*
         (?P=open)/\s*(?P=name)(?P=close)       # <think></think>, [THINK][/THINK]
@@ -75,23 +75,6 @@ def template_block(render: Render) -> str:
     return ""
 
 
-def num_unwritten(written: str, message: Message, block: str) -> int:
-    """Characters at the beginning of a turn's text that only the template wrote.
-
-    ``block`` is ``template_block``'s. What the row's author wrote, if only an empty block, counts.
-    """
-    if any(str(message.get(name) or "").strip() for name in REASONING):
-        return 0
-    if block and written.startswith(block):
-        found = block
-    elif match := _EMPTY.match(written):
-        found = match[0] + _space_after(written[match.end() :], message["content"])
-    else:
-        return 0
-    content = "".join(message["content"].split())
-    return 0 if content.startswith("".join(found.split())) else len(found)
-
-
 def _before_answer(whole: str, asked: str) -> str:
     if not whole.startswith(asked):
         return ""
@@ -100,15 +83,8 @@ def _before_answer(whole: str, asked: str) -> str:
 
 
 def _is_empty(block: str) -> bool:
-    found = _EMPTY.match(block)
+    found = EMPTY.match(block)
     return found is not None and not block[found.end() :].strip()
-
-
-def _space_after(text: str, content: str) -> str:
-    """White space at the beginning of the text, without that of the content."""
-    space = text[: len(text) - len(text.lstrip())]
-    own = content[: len(content) - len(content.lstrip())]
-    return space.removesuffix(own) if own else space
 
 
 def _same(one: str, other: str) -> bool:

@@ -1,7 +1,6 @@
 """From ``environment`` to what scores: a reward function, or a reward model."""
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,15 +8,13 @@ from typing import Any
 
 from nemo_like.config.environment import CODE, EnvironmentConfig
 from nemo_like.config.model_files import TRUSTED, trusts_code
-from nemo_like.config.paths import REWARD_MODEL, REWARD_MODEL_KEY
+from nemo_like.config.paths import REWARD_MODEL
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute
 from nemo_like.errors import UserError
 from nemo_like.rewards.find import MOST_REQUESTS, reward_spec
 from nemo_like.rewards.pool import RewardPool, memory_share
-
-logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 600.0
 _ROWS_OF_A_PASS = 8
@@ -26,7 +23,7 @@ _CONVERSATIONS_OF_A_LOOP = 1024
 _GIB = 2**30
 
 
-def check_reward_model(
+def check_reward_models(
     environment: EnvironmentConfig, rows_of: Mapping[str, Sequence[Row]], chat: ChatTokenizer
 ) -> None:
     """Refuse, before models load, reward models that cannot score; ignore other rewards.
@@ -35,39 +32,13 @@ def check_reward_model(
     """
     for name, one in environment.by_name.items():
         if one.reward == REWARD_MODEL:
+            from nemo_like.rewards.reward_text import check_reward_model
+
             answered = {
                 key: [row for row in rows if row.environment == name]
                 for key, rows in rows_of.items()
             }
-            _check_reward_model(one, answered, chat)
-
-
-def _check_reward_model(
-    environment: EnvironmentConfig, rows_of: Mapping[str, Sequence[Row]], chat: ChatTokenizer
-) -> None:
-    from nemo_like.rewards.reward_text import RewardText
-
-    text = RewardText(str(environment.reward_model), chat.switches)
-    for key, rows in rows_of.items():
-        for row in rows[:1]:  # for all of them, each score checks its own
-            try:
-                text.encode(row.messages, "")
-            except UserError as error:
-                raise UserError(
-                    f"{REWARD_MODEL_KEY}={environment.reward_model} cannot read row {row.index} of "
-                    f"{key}: {error}"
-                ) from error
-    if not text.chat.has_template_of(chat):
-        logger.warning(
-            "The reward model's chat template or end tokens are not the policy's; completions are "
-            "scored as its own template renders them."
-        )
-    logger.info(
-        "Reward model %s: %.3g GiB in each of %d reward process(es) beside every engine.",
-        text.folder,
-        text.num_bytes() / _GIB,
-        environment.num_processes,
-    )
+            check_reward_model(one, answered, chat)
 
 
 def with_absolute_paths(environment: EnvironmentConfig) -> EnvironmentConfig:
