@@ -292,9 +292,9 @@ class SessionHere(Session):
 
     others: dict[str, CalledHere]
 
-    def new_group(self, config: Any, model_path: str, role: str, on: Any = ()) -> Any:
-        bundles = on or self.cluster.plan.policy
-        self.others[role] = _models(config, role, len(bundles), self.run.log_dir)
+    def new_group(self, config: Any, model_path: str, role: str) -> Any:
+        size = len(self.cluster.plan.policy)
+        self.others[role] = _models(config, role, size, self.run.log_dir)
         self.look_for_folders(self.others[role], model_path)
         return self.others[role]
 
