@@ -383,6 +383,20 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(case):
     assert stopped.token_ids == free.token_ids[: start + 2]
 
 
+def test_the_text_of_a_special_token_ends_a_completion_too(case):
+    """``generation.stop`` serves for token ids."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(case.config.model_path)
+    end = tokenizer.decode([EOS_ID])
+    assert tokenizer.decode([EOS_ID], skip_special_tokens=True) == ""
+    free = case.generate(case.requests(32, max_new_tokens=60))
+    ended = case.generate(case.requests(32, max_new_tokens=60, stop=(end,)))
+    found = [(a.token_ids, b) for a, b in zip(free, ended, strict=True) if EOS_ID in a.token_ids]
+    assert found
+    for ids, one in found:
+        assert one.finish_reason is FinishReason.stop
+        assert one.token_ids == ids[: ids.index(EOS_ID) + 1]
+
+
 @pytest.mark.parametrize("room", [3, 1, 0, -1])
 def test_a_completion_ends_with_the_context(case, room):
     prompt = [10 + i % 200 for i in range(CONTEXT - room)]
