@@ -17,7 +17,6 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.advantages import AdvantageConfig
 from nemo_like.config.losses import LossConfig
 from nemo_like.losses.advantages import (
-    gae,
     group_advantages,
     has_signal,
     overlong_penalty,
@@ -26,6 +25,7 @@ from nemo_like.losses.advantages import (
 )
 from nemo_like.losses.policy_gradient import ClippedPGLoss, kl_estimate, kl_loss, kl_of_rows
 from nemo_like.losses.protocol import Denominators, apply_loss
+from nemo_like.losses.value import gae
 from nemo_like.observe.metrics import merge, values
 
 NAN = math.nan
