@@ -148,7 +148,7 @@ class LocalEngine:
 
     def ends_with_string(self, sampling: SamplingParams, token_ids: Sequence[int]) -> bool:
         """Whether the last token completed a stop string; special tokens count as text."""
-        if not sampling.stop or token_ids[-1] in sampling.stop_token_ids:
+        if not sampling.stop:
             return False
         tokenizer = self._tokenizer or load_tokenizer(self._config.model_path)
         self._tokenizer = tokenizer
