@@ -347,6 +347,8 @@ def test_learning_rates_by_hand():
     stable = factors(7, kind="wsd", warmup_steps=2, decay_steps=3, min_lr_ratio=0.1)
     assert stable == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1])
     assert factors(3, kind="wsd", decay_steps=1) == [1.0, 1.0, 0.0]
+    # A decay that is longer than what the warm-up leaves begins where that ends.
+    assert factors(4, kind="wsd", warmup_steps=2, decay_steps=3) == [0.5, 1.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])

@@ -1,6 +1,7 @@
 """Training from what an earlier run sampled."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -48,12 +49,14 @@ def test_each_request_gets_its_recorded_tokens_whatever_the_step_in_which_it_com
     files = TrajectoryFiles(tmp_path / "trajectories", 0, 1 << 20)
     keep(files, table(1, one(group=3, index=1, ids=(4, 5))), table(2, one(group=4, ids=(9,))))
     keep(files, table(2, one(group=3, index=1, ids=(6,)), phase="validation"))
+    keep(files, table(3, replace(one(group=6), end="length")))
     engine = engine_of(str(tmp_path))
     found = asked(engine, "train-8-3-1")
     assert (found.token_ids, found.logprobs) == ([4, 5], [-0.5, -0.5])
     assert (found.finish_reason, found.weight_version) == (FinishReason.stop, 5)
     assert asked(engine, "train-1-4-0").token_ids == [9]
     assert asked(engine, "validation-2-3-1").token_ids == [6]
+    assert asked(engine, "train-1-6-0").finish_reason is FinishReason.length
     for request_id, prompt in (("train-1-5-0", (7, 8)), ("train-1-4-0", (7, 9))):
         with pytest.raises(RunError, match="No single-turn completion is recorded"):
             asked(engine, request_id, prompt)
