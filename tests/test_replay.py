@@ -50,12 +50,14 @@ def test_each_request_gets_its_recorded_tokens_whatever_the_step_in_which_it_com
     keep(files, table(1, one(group=3, index=1, ids=(4, 5))), table(2, one(group=4, ids=(9,))))
     keep(files, table(2, one(group=3, index=1, ids=(6,)), phase="validation"))
     keep(files, table(3, replace(one(group=6), end="length")))
+    keep(files, table(4, one(group=3, index=1, ids=(8,)), phase="validation"))
     engine = engine_of(str(tmp_path))
     found = asked(engine, "train-8-3-1")
     assert (found.token_ids, found.logprobs) == ([4, 5], [-0.5, -0.5])
     assert (found.finish_reason, found.weight_version) == (FinishReason.stop, 5)
     assert asked(engine, "train-1-4-0").token_ids == [9]
-    assert asked(engine, "validation-2-3-1").token_ids == [6]
+    for step, token in ((2, 6), (4, 8)):
+        assert asked(engine, f"validation-{step}-3-1").token_ids == [token]
     assert asked(engine, "train-1-6-0").finish_reason is FinishReason.length
     for request_id, prompt in (("train-1-5-0", (7, 8)), ("train-1-4-0", (7, 9))):
         with pytest.raises(RunError, match="No single-turn completion is recorded"):
@@ -67,14 +69,16 @@ def test_each_part_of_each_workers_file_is_read_once_however_steps_alternate_bet
     folder = tmp_path / "trajectories"
     folder.mkdir()
     for worker in range(6):
-        given = [one(group=6 * step + worker, index=i) for step in range(3) for i in range(2)]
+        groups = [6 * step + worker for step in range(3)]
+        given = [one(group=n, index=i, ids=(n, i)) for n in groups for i in range(2)]
         name = f"00000000-{worker:04d}-0000000-0000000.parquet"
         pq.write_table(table(1, *given), folder / name, row_group_size=2)
     engine = engine_of(str(tmp_path))
     for step in range(3):
         for index in range(2):
             for group in range(6 * step, 6 * step + 6):
-                assert asked(engine, f"train-{step}-{group}-{index}").token_ids == [1, 2, 3]
+                found = asked(engine, f"train-{step}-{group}-{index}")
+                assert found.token_ids == [group, index]
     assert engine._rows_of.cache_info().misses == 18
 
 
