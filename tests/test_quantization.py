@@ -103,6 +103,19 @@ def test_a_layer_of_8_bits_that_did_not_get_all_its_tensors_is_refused_by_name()
     assert model[1].weight.eq(1).all()
 
 
+def test_a_product_in_8_bits_is_off_by_what_three_bits_of_a_mantissa_leave():
+    """At most 2^-4 of a number; of a product that of both factors, as squares add."""
+    x, w = torch.randn(2, 512, 256, generator=torch.manual_seed(0))
+    # Smaller numbers have fewer bits.
+    normal = x.abs() > 2**-6 * x.abs().amax(-1, keepdim=True) / LARGEST
+    error = ((rounded(x) - x) / x)[normal]
+    assert error.abs().max() <= 2**-4
+    assert error.square().mean().sqrt().item() == pytest.approx(0.026, abs=1e-3)
+    exact = x @ w.T
+    noise = (rounded(x) @ rounded(w).T - exact).std() / exact.std()
+    assert noise.item() == pytest.approx(0.037, abs=1e-3)
+
+
 def config_of(**changes):
     """A run on one GPU that samples in 8 bits."""
     standard = GRPOConfig()
