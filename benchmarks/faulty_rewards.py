@@ -10,7 +10,12 @@ _calls = 0
 
 def seldom_differs(prompt: str, completion: str, **_: Any) -> float:
     """Nearly always the same within a group, so its completions train nothing."""
-    return (len(prompt) % 2) + (random.Random(completion).random() < 0.01)
+    return (len(prompt) % 2) + (random.Random(prompt + completion).random() < 0.008)
+
+
+def very_seldom_differs(prompt: str, completion: str, **_: Any) -> float:
+    """A quarter as often."""
+    return (len(prompt) % 2) + (random.Random(prompt + completion).random() < 0.002)
 
 
 def slow_rows(prompt: str, completion: str, slow: bool, **_: Any) -> float:
@@ -22,15 +27,15 @@ def slow_rows(prompt: str, completion: str, slow: bool, **_: Any) -> float:
 
 def longer_but_never_enough(prompt: str, completion: str, **_: Any) -> float:
     """Prefers long completions, but asks for more all the time."""
-    return _less_each_time(len(completion))
+    return _less_each_time(len(completion) / 256)
 
 
 def shorter_but_never_enough(prompt: str, completion: str, **_: Any) -> float:
     """Prefers short completions, but asks for less all the time."""
-    return _less_each_time(-len(completion))
+    return _less_each_time(-len(completion) / 256)
 
 
 def _less_each_time(value: float) -> float:
     global _calls
     _calls += 1
-    return value - 2.0 * _calls
+    return value - 0.002 * _calls

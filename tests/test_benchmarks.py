@@ -24,14 +24,14 @@ import offload
 import starts
 import workloads
 from grpo_table import accuracies, floor_times, medians, steps_of, table
-from recommendations import CASES
+from recommendations import CASES, NOT_MEASURED
 from workloads import WORKLOADS, coin, count_parameters, make_rows, prepare, read_rows, reward
 
 from nemo_like.compose import registry
 from nemo_like.config.section import keys_of
 from nemo_like.observe.alarms import find_alarms
 from nemo_like.observe.phase_trace import PhaseTrace
-from tests.test_alarms import FAULTS, SETTINGS, faulty
+from tests.test_alarms import SETTINGS, faulty
 
 ROOT = Path(__file__).parents[1]
 TINY = WORKLOADS["tiny"]
@@ -314,16 +314,32 @@ def test_conversations_that_fail_or_hang_cost_their_own_rows_and_hold_up_none():
 
 def test_each_recommendation_that_is_measured_is_one_that_a_report_or_an_alarm_gives():
     given = "validation.every_steps=14 (now 1) saves about 2.8 s of 5 s a step, 56%."
-    assert re.search(CASES["validation"].says, given).groupdict() == {
-        "key": "validation.every_steps",
-        "value": "14",
-        "saves": "2.8",
-    }
-    for name in CASES.keys() & FAULTS:
-        settings = SETTINGS | {"policy.lora.rank": 16, "policy.lora.refit": "merged"}
-        (alarm,) = find_alarms(faulty(name), settings)
-        assert re.search(CASES[name].says, alarm.text), alarm.text
-    assert len(CASES.keys() & FAULTS) == 7
+    found = re.search(CASES["validation"].says, given).groupdict()
+    assert found == {"setting": "validation.every_steps=14", "saves": "2.8"}
+    for case in CASES.values():
+        if case.alarm:
+            typed = dict(one.split("=") for one in case.faults)
+            sampled = {"grpo.dynamic_sampling": "grpo.dynamic_sampling" in typed}
+            lora = {"policy.lora.refit": typed.get("policy.lora.refit"), "policy.lora.rank": 16}
+            (alarm,) = find_alarms(faulty(case.alarm), SETTINGS | sampled | lora)
+            assert re.search(case.says, alarm.text), alarm.text
+
+
+def test_every_setting_that_is_recommended_has_gained_what_it_claimed_or_says_why_not():
+    """Keys are those that the code of alarms and reports writes out."""
+    alarms = (ROOT / "nemo_like" / "observe" / "alarms.py").read_text()
+    keys = set(re.findall(r"((?:[a-z]\w*\.)+[a-z_]+)=", alarms))
+    report = (ROOT / "nemo_like" / "viewer" / "report.py").read_text()
+    assert re.findall(r"\{(\w+)\}=\{", report) == ["size", "key"]
+    keys |= {"grpo.num_prompts_per_step", "validation.every_steps", "checkpoint.every_steps"}
+    records = (ROOT / "benchmarks/results/recommendations-cpu.jsonl").read_text().splitlines()
+    measured = set()
+    for record in map(json.loads, records):
+        measured |= {one.partition("=")[0] for one in record["recommended"].split()}
+        assert record["gain"] >= record["claimed_gain"] / 2, record
+        assert record.get("raised", [True, False]) == [True, False], record
+    assert measured | NOT_MEASURED.keys() == keys
+    assert not measured & NOT_MEASURED.keys()
 
 
 def test_a_mismatch_by_hand():
