@@ -505,12 +505,11 @@ def test_predicted_peaks_are_measured_ones(folder, record):
     assert peak == pytest.approx(record["train_peak_gib"], rel=limit)
 
 
-COMPARED = list(predicted.compared())
-
-
-@pytest.mark.parametrize("one", COMPARED, ids=[f"{one.record} {one.phase}" for one in COMPARED])
-def test_predicted_seconds_are_measured_ones(one):
-    assert one.predicted == pytest.approx(one.measured, rel=0.15, abs=0.02)  # calls vary by 0.02 s
+def test_predicted_seconds_are_measured_ones():
+    compared = list(predicted.compared())
+    assert len(compared) > 60
+    for one in compared:  # calls vary by 0.02 s
+        assert one.predicted == pytest.approx(one.measured, rel=0.15, abs=0.02), one
 
 
 def test_what_bounds_a_step_depends_on_the_model():
