@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
 DOCS ?= .venv-docs
 export OMP_NUM_THREADS ?= 1
 # Workers, each with a Ray of its own and 3 GB: much of a test is waiting. A file stays with one of them.
@@ -38,10 +39,11 @@ wheel: install
 
 install: $(VENV)/installed
 
+# Three pips, since one unpacks and compiles on one core alone; the largest packages (torch, vllm) come first.
 $(VENV)/installed: requirements/cpu.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	tac requirements/cpu.txt | grep -v '^#' | xargs -n 16 -P 3 $(PIP) --use-pep517
+	$(PIP) --no-build-isolation -e .
 	touch $@
 
 $(DOCS)/installed: requirements/docs.txt
