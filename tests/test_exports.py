@@ -375,6 +375,7 @@ def test_a_twin_has_all_kinds_of_layers_and_few_of_everything(family):
     assert sum(each.numel() for each in twin.parameters()) < 2_000_000
 
 
+@pytest.mark.full  # each half is in this file, and in test_exports_in_engines.py
 def test_a_mixture_of_experts_runs_through_vllm(model_of, tmp_path, local_ray):
     steps = run(
         tmp_path,

@@ -292,10 +292,16 @@ def test_the_custom_reward_example_learns(tmp_path):
     ("body", "reason"),
     [
         ("return 1 / (len(completion) % 2)", "ZeroDivisionError"),
-        ("time.sleep(len(completion) % 2 * 9)\n    return 1.0", "took longer than"),
-        (
+        # Of the pool alone they are in test_reward_processes.py.
+        pytest.param(
+            "time.sleep(len(completion) % 2 * 9)\n    return 1.0",
+            "took longer than",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             "os.write(int(sys.argv[1]), b'x' * (len(completion) % 2 * 9))\n    return 1.0",
             "something else to its socket",
+            marks=pytest.mark.full,
         ),
     ],
 )
