@@ -337,7 +337,7 @@ def test_the_bound_is_in_steps_also_where_the_critic_trains_alone_at_first():
 
 
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("order", ["first_in", "ready"])
+@pytest.mark.parametrize("order", [pytest.param("first_in", marks=pytest.mark.full), "ready"])
 def test_a_run_with_lag_goes_on_after_a_fault_and_trains_each_group_once(tmp_path, order):
     options = [
         "grpo.max_steps=6",
