@@ -8,7 +8,7 @@ from pathlib import Path
 import ray
 
 from nemo_like.distributed.worker import Worker
-from nemo_like.errors import RunError, WorkerDiedError
+from nemo_like.errors import RunError, UserError, WorkerDiedError
 
 
 class Probe(Worker):
@@ -27,6 +27,9 @@ class Probe(Worker):
         if self.context.rank == 1:
             raise RunError(message)
         time.sleep(60)
+
+    def refuse(self) -> None:
+        raise UserError("generation.engine_kwargs.enforce_eagr is not a setting of vLLM.")
 
     def bug(self) -> None:
         raise KeyError("a bug")

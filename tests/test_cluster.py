@@ -74,6 +74,11 @@ def test_the_first_failure_ends_the_wait_with_its_own_message(group):
     assert time.monotonic() - start < 50  # the others answer after a minute
 
 
+def test_what_a_worker_refuses_is_still_the_users_error(group):
+    with pytest.raises(UserError, match=r"^generation\.engine_kwargs\.enforce_eagr is not"):
+        group.call(Probe.refuse)
+
+
 def test_a_bug_keeps_its_traceback(group):
     with pytest.raises(KeyError, match=r"in bug[\s\S]*a bug"):
         group.call(Probe.bug)

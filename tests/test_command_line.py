@@ -401,7 +401,12 @@ LATE_ERRORS = [
         "wants 1 node(s) with 8 CPUs and 8 GPUs each",
         marks=pytest.mark.full,  # the refusal itself is in test_cluster.py
     ),
-    (["generation.engine_kwargs.enforce_eagr=true"], 2, "enforce_eagr"),
+    pytest.param(
+        ["generation.engine_kwargs.enforce_eagr=true"],
+        2,
+        "enforce_eagr",
+        marks=pytest.mark.full,  # the refusal itself is in test_engines.py
+    ),
     (
         ["data.train=good.jsonl", "environment.reward=rewards.py:raises", "generation.backend=hf"],
         1,
@@ -460,7 +465,7 @@ def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(
     warm, tmp_path, straight
 ):
     """The run that resumes ends when its policy worker is killed, whom it names."""
-    driver = start_run(warm, tmp_path)
+    driver = start_run(warm, tmp_path, **warm.workers)
     wait_for_step(tmp_path, 2)
     os.kill(driver, signal.SIGKILL)
     end_of_fork(warm, tmp_path, driver)
@@ -480,6 +485,7 @@ def test_a_killed_driver_leaves_nothing_running_and_the_run_resumes_exactly(
     assert TRACEBACK not in output
 
 
+@pytest.mark.full  # that one is killed is above, and that one with lag goes on in test_lag.py
 def test_a_run_with_lag_whose_driver_is_killed_samples_and_trains_each_group_once(warm, tmp_path):
     """What was sampled ahead is lost with it, and sampled again; its end has nothing under way."""
     lag = ("rollout.max_lag=2", "rollout.order=ready", "validation.every_steps=500")
