@@ -13,6 +13,7 @@ from tests.small_runs import ROOT, SEEDS, records, run_config
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 GENERATED = ("data.num_train_rows=640", "data.num_validation_rows=128")
+FEW = "data.num_validation_rows=16"
 SMALL = (
     "logging.sinks=[]",
     "cluster.call_timeout_s=120",
@@ -77,10 +78,10 @@ def assert_same(actual, expected, tolerance=0.0):
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
-    options = ("checkpoint.every_steps=2", "data.num_train_rows=80", "sft.num_epochs=2")
+    options = ("checkpoint.every_steps=2", "data.num_train_rows=80", FEW, "sft.num_epochs=2")
     straight = run("sft", tmp_path / "straight", *options)
     assert list(straight) == list(range(7))  # 3 steps a pass, the last one of 16 rows
-    run("sft", tmp_path / "stopped", *options[:2], "sft.max_steps=4", "checkpoint.export=false")
+    run("sft", tmp_path / "stopped", *options[:3], "sft.max_steps=4", "checkpoint.export=false")
     options += ("run.resume=true",)
     # It would end with rows left over, or run out of rows.
     with pytest.raises(UserError, match=r"makes 4 steps, .* left make 1: .*sft.num_rows_per_step"):
@@ -90,7 +91,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
 
 
 def test_two_ranks_change_nothing(tmp_path):
-    options = ("dpo.max_steps=3", "loss.kind=ipo", "loss.sft_coef=0.1", "data.num_train_rows=96")
+    rows = ("data.num_train_rows=96", FEW)
+    options = ("dpo.max_steps=3", "loss.kind=ipo", "loss.sft_coef=0.1", *rows)
     one = run("dpo", tmp_path / "one", *options)
     two = run(
         "dpo",
