@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from tests.small_runs import ROOT, SMALL, records
 
 BIN = Path(sys.executable).parent
 RUN = ("python", "examples/run_grpo.py", *SMALL, "generation.backend=hf")
+REWARD = "environment.reward=reward.py:short"
+"""Of the folder that is submitted."""
 STARTED_S = 180
 HEALTH_CHECK = re.compile(r"HEALTHCHECK[^[]*?CMD (\[.*\])\n")
 OF_THE_JOB = {"PYTHONPATH", "PWD", "OLDPWD", "_", "RAY_JOB_ID", "RAY_worker_niceness"}
@@ -160,26 +161,6 @@ def jobs(tmp_path_factory):
         yield jobs
 
 
-@pytest.fixture(scope="module")
-def ended(jobs, tmp_path_factory):
-    """Three jobs that ran at the same time, and their folders; start-up is mostly waiting."""
-    folder = tmp_path_factory.mktemp("runs")
-
-    def run(name, *overrides):
-        return folder / name, jobs.submit(*RUN, *overrides, f"run.dir={folder / name}")
-
-    broken = ("environment.reward=reward.py:broken", "validation.every_steps=0")
-    with ThreadPoolExecutor() as threads:
-        jobs_of = {
-            "trains": threads.submit(
-                run, "trains", "environment.reward=reward.py:short", "grpo.max_steps=2"
-            ),
-            "fails": threads.submit(run, "fails", *broken),
-            "refused": threads.submit(lambda: (None, jobs.submit(*RUN))),
-        }
-    return {name: job.result() for name, job in jobs_of.items()}
-
-
 def test_workers_see_the_same_through_a_job_and_from_a_shell(jobs, tmp_path):
     named = json.dumps({"env_vars": {"NAMED": "passed on"}})
     on_a_node = ("--entrypoint-num-cpus", "1", "--submission-id", "placed")  # the head has no CPUs
@@ -218,24 +199,27 @@ def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
-def test_a_submitted_run_trains_and_its_client_sees_the_steps(ended):
-    folder, result = ended["trains"]
+@pytest.mark.full  # one trains below, and succeeds above
+def test_a_submitted_run_trains_and_its_client_sees_the_steps(jobs, tmp_path):
+    result = jobs.submit(*RUN, REWARD, "grpo.max_steps=2", f"run.dir={tmp_path}")
     assert result.returncode == 0, result.stdout
     assert "step 2/2  reward" in result.stdout
-    assert list(records(folder)) == [0, 1, 2]
-    assert (folder / "final" / "model.safetensors").is_file()
+    assert list(records(tmp_path)) == [0, 1, 2]
+    assert (tmp_path / "final" / "model.safetensors").is_file()
 
 
-def test_a_run_folder_that_would_vanish_is_refused(ended):
-    _, result = ended["refused"]
+def test_a_run_folder_that_would_vanish_is_refused(jobs):
+    result = jobs.submit(*RUN)
     assert result.returncode == 1
     assert "run.dir=null is inside the copy of the working dir" in result.stdout
     assert "failed with exit code 2" in result.stdout
     assert "Traceback" not in result.stdout
 
 
-def test_what_fails_in_a_worker_reaches_the_client(ended):
-    _, result = ended["fails"]
+@pytest.mark.full  # a client sees what a driver says, and test_command_line.py what that is
+def test_what_fails_in_a_worker_reaches_the_client(jobs, tmp_path):
+    broken = ("environment.reward=reward.py:broken", "validation.every_steps=0")
+    result = jobs.submit(*RUN, *broken, f"run.dir={tmp_path}")
     assert result.returncode == 1
     assert "Error: environment.reward=" in result.stdout
     assert "LookupError: no answer column" in result.stdout
@@ -244,7 +228,7 @@ def test_what_fails_in_a_worker_reaches_the_client(ended):
 
 def test_a_stopped_job_leaves_its_checkpoints_and_nothing_else(jobs, tmp_path):
     folder = tmp_path / "run"
-    steps = ("grpo.max_steps=500", "checkpoint.every_steps=1", f"run.dir={folder}")
+    steps = (REWARD, "grpo.max_steps=500", "checkpoint.every_steps=1", f"run.dir={folder}")
     options = ("--submission-id", "stopped", "--no-wait")
     result = jobs.submit(*RUN, *steps, options=options)
     assert result.returncode == 0, result.stdout
