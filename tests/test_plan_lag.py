@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from nemo_like.cli import main
+from nemo_like.launch.plan_lag import Times, _Planner
 from nemo_like.launch.simulation import Workload, log_normal, simulate
+from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.trajectory_files import TrajectoryFiles
+from nemo_like.planning.model_shape import read_model_shape
+from nemo_like.planning.resources import plan_run
 from nemo_like.run.folder import save_config
 from tests.small_runs import small_config
 from tests.test_trajectory_files import keep, one, table
@@ -92,6 +96,26 @@ def test_a_plan_from_an_earlier_run_has_its_times_and_says_which_split_is_best(t
         "best of 8 workers: cluster.num_generation_workers=5 rollout.max_lag=2, 1.09 x the "
         "tokens/s of sharing"
     )
+
+
+def test_an_engine_on_a_gpu_samples_all_that_it_has_in_flight_at_once(tmp_path):
+    """Of 8 GPUs one samples 8 x 2 completions of 1 s: in one wave, where the host has to keep up.
+
+    Where no formula says what that costs, it samples two at once, as each of 8 engines did.
+    """
+    config = small_config(
+        tmp_path,
+        "cluster.gpus_per_node=8",
+        "grpo.num_prompts_per_step=8",
+        "grpo.num_generations_per_prompt=2",
+    )
+    times = Times(source="", token_s=1.0, slots=2, train_s=0.0, refit_s=0.0, lengths=[1.0])
+    shape = read_model_shape(Path(resolve_model("embedded")))
+    waves = [
+        _Planner(config, times, plan_run(config), of_model).outcome(8, 1, 0).found.step_s
+        for of_model in (shape, None)
+    ]
+    assert waves == pytest.approx([(3.6 + 16 * 0.0022) / (3.6 + 2 * 0.0022), 8.0])
 
 
 @pytest.mark.parametrize(

@@ -101,19 +101,26 @@ def simulated_lines(
     plan = plan_run(config)
     if not (isinstance(config, SamplingRunConfig) and config.trains):
         raise UserError("--simulate and --from are for runs that sample what they train on.")
+    shape = None
+    if plan.uses_gpus:
+        try:
+            shape = read_model_shape(model_folder)
+        except UserError:  # no formula covers it
+            if folder is None:
+                raise
     if folder is not None:
         if not isinstance(earlier, SamplingRunConfig):
             raise UserError(f"--from={folder} is a run that did not sample; give one that did.")
         times = measured(folder, earlier)
-    elif plan.uses_gpus:
-        times = predicted(config, read_model_shape(model_folder), plan)
+    elif shape is not None:
+        times = predicted(config, shape, plan)
     else:
         raise UserError(
             "--simulate predicts times of GPUs alone; add --from with the folder of a run on "
             "these CPUs, or set cluster.gpus_per_node."
         )
     yield ""
-    yield from lag_lines(config, times, plan)
+    yield from lag_lines(config, times, plan, shape)
 
 
 def _summary(config: RunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:

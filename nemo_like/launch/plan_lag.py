@@ -13,7 +13,7 @@ from nemo_like.launch.simulation import Outcome, Workload, log_normal, simulate
 from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape
 from nemo_like.planning.resources import ResourcePlan, plan_run
-from nemo_like.planning.step_time import predict_step
+from nemo_like.planning.step_time import decode_seconds, predict_step
 
 _LAGS = (0, 1, 2, 4)
 _SIZES = (8, 64, 512, 4096)
@@ -116,8 +116,15 @@ class _Choice:
 
 
 class _Planner:
-    def __init__(self, config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> None:
+    def __init__(
+        self,
+        config: SamplingRunConfig,
+        times: Times,
+        plan: ResourcePlan,
+        shape: ModelShape | None,
+    ) -> None:
         self._config, self._times, self._workers = config, times, plan.num_bundles
+        self._shape = shape
         sizes = parallel_sizes(config.policy, len(plan.policy))
         self._unit = sizes.num_ranks // sizes.dp
         """Workers that share one model in training."""
@@ -130,13 +137,15 @@ class _Planner:
         size = loop.num_generations_per_prompt
         tokens = groups * size * self._mean
         engines = (sampling or workers) * generation.num_engines_per_bundle
+        engines //= generation.tensor_parallel_size
+        slots, token_s = self._speed(-(-groups * (1 + lag) // engines) * size)
         work = Workload(
             groups=groups,
             group_size=size,
-            engines=engines // generation.tensor_parallel_size,
-            slots=times.slots,
+            engines=engines,
+            slots=slots,
             train_s=times.refit_s + times.train_s * tokens / (workers - (sampling or 0)),
-            seconds=lambda draw: times.token_s * draw.choice(times.lengths),
+            seconds=lambda draw: token_s * draw.choice(times.lengths),
             lag=lag,
             by_readiness=lag > 0 and self._config.rollout_order == "ready",
         )
@@ -148,6 +157,21 @@ class _Planner:
             found=found,
             tokens_per_s=tokens / found.step_s,
         )
+
+    def _speed(self, rows: int) -> tuple[int, float]:
+        """How many of an engine's ``rows`` in flight it samples at once, and a token's time then.
+
+        Without a formula, on CPUs, no more at once than in the times.
+        """
+        times = self._times
+        if self._shape is None:
+            return times.slots, times.token_s
+        slots, seen = min(rows, MOST_SEQUENCES), round(self._mean / 2)
+        now, then = (
+            max(decode_seconds(self._config, self._shape, one, seen))
+            for one in (slots, times.slots)
+        )
+        return slots, times.token_s * now / then
 
     def splits(self, workers: int) -> list[int]:
         """Numbers of sampling workers that leave whole models to both sides."""
@@ -172,9 +196,14 @@ class _Planner:
         return [self.outcome(workers, sampling, best.lag)]
 
 
-def lag_lines(config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> Iterator[str]:
-    """A table of the configured number of workers, and of more with as much for each to do."""
-    planner, workers = _Planner(config, times, plan), plan.num_bundles
+def lag_lines(
+    config: SamplingRunConfig, times: Times, plan: ResourcePlan, shape: ModelShape | None
+) -> Iterator[str]:
+    """A table of the configured number of workers, and of more with as much for each to do.
+
+    ``shape``: of a model on GPUs, whose engines sample more at once with more in flight.
+    """
+    planner, workers = _Planner(config, times, plan, shape), plan.num_bundles
     kind = "GPUs" if plan.uses_gpus else "workers"
     yield (
         f"Simulated   {times.source}: {statistics.mean(times.lengths):.0f} tokens, at most "

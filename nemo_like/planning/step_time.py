@@ -157,16 +157,22 @@ def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool
     return REFIT_S + size / REFIT_BYTES_PER_S + gathered_s + (WAKE_S if sleeps else 0.0)
 
 
+def decode_seconds(
+    config: SamplingRunConfig, shape: ModelShape, together: int, seen: int
+) -> tuple[float, float]:
+    """A token of each of ``together`` rows of ``seen`` tokens: by the GPU's memory, by the host."""
+    weights, cache = engine_bytes(config.generation, config.policy.dtype, shape, seen)
+    read_s = (weights + together * cache) / DECODE_BYTES_PER_S
+    return read_s, DECODE_HOST_S + together * DECODE_ROW_S
+
+
 def _rollout(
     config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan, tokens: RowTokens
 ) -> PhaseTime:
-    generation = config.generation
     rows = math.ceil(config.rows_per_step / len(plan.generation))
     together = min(rows, MOST_SEQUENCES)
     seen = round(tokens.prompt + tokens.completion / 2)
-    weights, cache = engine_bytes(generation, config.policy.dtype, shape, seen)
-    read_s = (weights + together * cache) / DECODE_BYTES_PER_S
-    host_s = DECODE_HOST_S + together * DECODE_ROW_S
+    read_s, host_s = decode_seconds(config, shape, together, seen)
     num_steps = tokens.longest * math.ceil(rows / MOST_SEQUENCES)
     return PhaseTime(
         name="rollout",
