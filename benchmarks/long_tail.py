@@ -24,26 +24,15 @@ def length(request_id: str, most: int) -> int:
     return max(1, round(most / MOST * min(drawn, MOST)))
 
 
-def limited(request: GenerationRequest, most: int) -> GenerationRequest:
-    """The request with its own limit; the rest of an interrupted one keeps to the first limit."""
-    first, *sampled = request.request_id.split("+")
-    left = max(1, length(first, most) - sum(map(int, sampled)))
-    tokens = min(left, request.sampling.max_new_tokens)
-    return replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))
-
-
 def engine(config: EngineConfig) -> Any:
     """Start vLLM, which is imported only where an engine runs."""
     from nemo_like.generation.vllm.engine import VLLMEngine
 
-    most = 0
-
     class LongTailed(VLLMEngine):
         async def generate(self, request: GenerationRequest) -> Completion:
-            nonlocal most
-            # Only the rest of an interrupted completion has a smaller limit than the run's.
-            most = max(most, request.sampling.max_new_tokens)
-            return await super().generate(limited(request, most))
+            tokens = length(request.request_id, request.sampling.max_new_tokens)
+            sampling = replace(request.sampling, max_new_tokens=tokens)
+            return await super().generate(replace(request, sampling=sampling))
 
     return LongTailed(config)
 

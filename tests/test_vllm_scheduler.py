@@ -21,7 +21,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from nemo_like.generation.vllm.scheduler import LOOKAHEAD_TOKENS, WholeCompletions
+from nemo_like.generation.vllm.scheduler import LOOKAHEAD_TOKENS, STARTS, WholeCompletions
 
 BLOCK = 16
 STOP_ID = 2
@@ -79,6 +79,7 @@ class Run:
         self.completions = collections.defaultdict(list)
         self.logprobs = collections.defaultdict(list)
         self.reasons = {}
+        self.starts = {}
         pending = collections.deque()
         number = 0
         while scheduler.has_requests() or pending or number <= max(arrivals):
@@ -132,6 +133,7 @@ class Run:
                 self.logprobs[name] += output.new_logprobs.logprobs[:, 0].tolist()
                 if output.finish_reason is not None:
                     self.reasons[name] = output.finish_reason
+                    self.starts[name] = output.kv_transfer_params
 
 
 def both(model, arrivals, aborts=(), num_blocks=2000, max_num_seqs=32):
@@ -165,6 +167,7 @@ def test_every_step_and_completion_is_vllms(model):
     assert len(ours.reasons) == 41 - len(gone)
     ours.scheduler.schedule()  # frees what the last step ended
     assert not ours.scheduler._held
+    assert not ours.scheduler._starts
     pools = [one.scheduler.kv_cache_manager.block_pool for one in (theirs, ours)]
     assert pools[0].get_num_free_blocks() == pools[1].get_num_free_blocks()
 
@@ -231,6 +234,33 @@ def test_requests_that_lose_their_cache_are_computed_again_as_vllm_does(model, r
     assert ours.steps == theirs.steps
     assert ours.completions == theirs.completions
     assert max(ours.steps[reset_at - 1].values()) > 1  # prompts once more
+
+
+def test_each_request_knows_its_first_token_after_each_refit_that_it_lived_to_see(model):
+    """Two refits come while requests run, one before the first of them and one after the last."""
+    sampled = []
+
+    class Refitting(WholeCompletions):
+        num_calls = 0
+
+        def schedule(self, *args, **kwargs):
+            self.num_calls += 1
+            if self.num_calls in (20, 60):
+                assert self.reset_prefix_cache(reset_running_requests=True)
+                sampled.append({name: len(held._token_ids) for name, held in self._held.items()})
+                assert self.reset_prefix_cache()
+            return super().schedule(*args, **kwargs)
+
+    scheduler = make(Refitting, model, 2000, 32)
+    assert scheduler.reset_prefix_cache()
+    early = [request_of(f"r{i}", list(range(3, 30 + i)), 40 + 10 * i) for i in range(8)]
+    run = Run(scheduler, {0: early, 30: [request_of("late", [5, 6], 100)]})
+    assert len(run.starts) == 9
+    for name, found in run.starts.items():
+        seen = [(1 + i, counts[name]) for i, counts in enumerate(sampled) if name in counts]
+        assert found == {STARTS: [(1 if name == "late" else 0, 0), *seen]}
+    assert len(run.starts["r7"][STARTS]) == 3
+    assert not scheduler._starts
 
 
 def test_no_step_is_repeated_over_requests_that_were_preempted_or_came_back(model):

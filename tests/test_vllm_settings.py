@@ -4,17 +4,9 @@ import json
 import tempfile
 
 import pytest
-from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
-from vllm.outputs import CompletionOutput
 
 from nemo_like.errors import UserError
-from nemo_like.generation.protocol import (
-    EngineConfig,
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-)
-from nemo_like.generation.vllm.completions import completion, whole
+from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.environment import EngineDevices, start_fork_server
 from nemo_like.generation.vllm.settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
 from nemo_like.models.resolve import resolve_model
@@ -191,31 +183,3 @@ def test_a_folder_too_deep_for_sockets_is_refused(monkeypatch):
     devices = EngineDevices(device="cpu", tensor_parallel_size=1, engine_kwargs={})
     with pytest.raises(UserError, match=r"TMPDIR=/é+ is too long .* of at most 59 characters"):
         start_fork_server(devices)
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_an_aborted_request_has_one_logprob_a_token(joined):
-    """vLLM 0.26 ends it with an empty part that has the logprobs of all parts before."""
-    parts = [streamed([5, 6]), streamed([7]), streamed([], [5, 6, 7], "abort")]
-    if joined:  # as vLLM does with parts that nobody has fetched yet
-        parts[1:] = [streamed([7], [7, 5, 6, 7], "abort")]
-    request = GenerationRequest(
-        request_id="1", prompt_ids=[1], sampling=SamplingParams(max_new_tokens=9), seed=0
-    )
-    found = completion(request, whole(parts), 0, 3)
-    assert (found.token_ids, found.logprobs) == ([5, 6, 7], [-5.0, -6.0, -7.0])
-    assert found.finish_reason is FinishReason.interrupted
-
-
-def streamed(ids, of_logprobs=None, reason=None):
-    logprobs = FlatLogprobs()
-    for token in ids if of_logprobs is None else of_logprobs:
-        append_logprobs_for_next_position(logprobs, [token], [-float(token)], [None], 1, 0)
-    return CompletionOutput(
-        index=0,
-        text="",
-        token_ids=ids,
-        cumulative_logprob=0.0,
-        logprobs=logprobs,
-        finish_reason=reason,
-    )

@@ -57,7 +57,6 @@ def engine_config(
         lora=config.policy.lora if travels_apart(config.policy.lora) else None,
         sleep=sleep,
         quantization=generation.quantization,
-        in_flight=config.max_lag > 0,
         engine_kwargs=dict(generation.engine_kwargs),
     )
     if plan.uses_gpus and not plan.colocated and generation.num_engines_per_bundle == 1:

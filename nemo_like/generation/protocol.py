@@ -178,8 +178,6 @@ class EngineConfig:
     there are none."""
     quantization: str | None = None
     """``generation.quantization``."""
-    in_flight: bool = False
-    """Whether ``interrupt`` may be called while completions are being sampled."""
     sleep: bool = False
     """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]
@@ -202,9 +200,10 @@ class Engine(Protocol):
         ...
 
     async def interrupt(self) -> None:
-        """Stop all running completions; each returns the tokens it has so far.
+        """Stop sampling for a refit.
 
-        Returns when none is left. Needs ``EngineConfig.in_flight`` if any are running.
+        Each running completion has returned the tokens it has so far when this returns, or goes on
+        by itself after the refit, with nothing cached of before.
         """
         ...
 

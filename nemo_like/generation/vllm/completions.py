@@ -1,11 +1,10 @@
 """Translate requests and completions to and from vLLM's types."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import vllm
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from nemo_like.errors import RunError
@@ -15,12 +14,13 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
+from nemo_like.generation.vllm.scheduler import STARTS
 
 
 def sampling_params(
-    sampling: SamplingParams, seed: int, max_new_tokens: int, *, in_flight: bool
+    sampling: SamplingParams, seed: int, max_new_tokens: int
 ) -> vllm.SamplingParams:
-    """Parameters of a request; ``in_flight``: also return tokens before it is finished."""
+    """Parameters of a request."""
     return vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -35,32 +35,16 @@ def sampling_params(
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
-        # An aborted request returns nothing more, so its tokens must arrive as they are sampled.
-        output_kind=RequestOutputKind.DELTA if in_flight else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def whole(parts: Sequence[CompletionOutput]) -> CompletionOutput:
-    """Join the parts of a streamed output."""
-    ids: list[int] = []
-    logprobs = FlatLogprobs()
-    for one in parts:
-        ids += one.token_ids
-        if one.logprobs:
-            assert isinstance(one.logprobs, FlatLogprobs)
-            # Before 0.32, a part that ends an aborted request repeats the logprobs of all parts.
-            count = len(one.token_ids)
-            logprobs.token_ids += one.logprobs.token_ids[:count]
-            logprobs.logprobs += one.logprobs.logprobs[:count]
-    return dataclasses.replace(parts[-1], token_ids=ids, logprobs=logprobs)
-
-
 def completion(
-    request: GenerationRequest, sampled: CompletionOutput, num_cached: int, version: int
+    request: GenerationRequest, found: RequestOutput, versions: Sequence[int]
 ) -> Completion:
-    """Translate vLLM's output; RunError if it failed."""
-    reasons = {**FinishReason.__members__, "abort": FinishReason.interrupted}
-    reason = reasons.get(str(sampled.finish_reason))
+    """Translate vLLM's output; RunError if it failed. ``versions`` of the weights, by refit."""
+    (sampled,) = found.outputs
+    reason = FinishReason.__members__.get(str(sampled.finish_reason))
     if reason is None:
         raise RunError(
             f"vLLM ended request {request.request_id} for the reason {sampled.finish_reason!r} "
@@ -68,15 +52,17 @@ def completion(
         )
     token_ids = list(sampled.token_ids)
     logprobs = sampled.logprobs
-    if not token_ids:  # aborted before its first one
-        return Completion(token_ids=[], logprobs=[], finish_reason=reason, weight_version=version)
     # One entry a token: with any more, the first would be the sampled one's, and not the likeliest.
     assert isinstance(logprobs, FlatLogprobs)
     assert logprobs.token_ids == token_ids
+    assert found.kv_transfer_params is not None
+    # Of refits before the same token, the last one counts.
+    starts = {start: versions[refit] for refit, start in found.kv_transfer_params[STARTS]}
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs.logprobs,
         finish_reason=reason,
-        weight_version=version,
-        num_cached_tokens=num_cached,
+        weight_version=starts.pop(0),
+        num_cached_tokens=found.num_cached_tokens or 0,
+        later_versions=tuple(one for one in starts.items() if one[0] < len(token_ids)),
     )

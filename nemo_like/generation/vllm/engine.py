@@ -12,7 +12,6 @@ import logging
 import os
 import pickle
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -20,7 +19,7 @@ import torch
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -34,7 +33,7 @@ from nemo_like.generation.protocol import (
     Link,
     no_weights,
 )
-from nemo_like.generation.vllm.completions import completion, sampling_params, whole
+from nemo_like.generation.vllm.completions import completion, sampling_params
 from nemo_like.generation.vllm.environment import (
     EngineDevices,
     start_environment,
@@ -51,7 +50,6 @@ OLDEST_VLLM = (0, 26)
 FIRST_UNKNOWN_VLLM = (0, 34)
 
 LIVENESS_POLL_S = 0.5
-ABORT_EVERY_S = 0.02
 SHUTDOWN_GRACE_S = 8.0
 """An engine ends in 3 to 5 s; killed before, ranks on the CPU leave 8 MB in /dev/shm."""
 
@@ -59,8 +57,7 @@ SHUTDOWN_GRACE_S = 8.0
 class VLLMEngine:
     """One vLLM replica in child processes of this one; see ``Engine`` for its contract.
 
-    A refit is refused while completions are being sampled, and the other way round: the caller
-    decides whether to wait for them.
+    A refit is refused while completions are being sampled, unless they were interrupted.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -68,11 +65,11 @@ class VLLMEngine:
         self._llm: AsyncLLM | None = None
         self._processes: list[psutil.Process] = []
         self._version: int | None = None
+        self._versions: list[int] = []
+        """Of all refits."""
         self._running = set[str]()
         """Ids of running requests."""
-        self._interrupted = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._is_paused = False
         # vLLM looks at the path of an adapter only if it does not hold it.
         self._adapter = (
             None if config.lora is None else LoRARequest("adapter", ADAPTER_ID, "none, from refits")
@@ -106,27 +103,22 @@ class VLLMEngine:
                 weight_version=version,
             )
         self._running.add(request.request_id)
-        self._idle.clear()
         try:
-            sampled, num_cached = await self._sample(llm, request, max_new_tokens)
+            found = await self._sample(llm, request, max_new_tokens)
         finally:
             self._running.remove(request.request_id)
-            if not self._running:
-                self._idle.set()
-        if sampled.finish_reason == "abort" and not self._interrupted:
+        if found.outputs[0].finish_reason == "abort":
             raise self._failure(f"request {request.request_id}", None)
-        return completion(request, sampled, num_cached, version)
+        return completion(request, found, self._versions)
 
     async def interrupt(self) -> None:
-        """See ``Engine``."""
-        self._interrupted = True
-        while self._running:
+        """See ``Engine``: requests go on by themselves, and what they had cached is dropped."""
+        if self._running:
             assert self._llm is not None
-            # Repeat: a request still on its way into vLLM cannot be aborted yet.
-            await self._llm.abort(list(self._running))
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), ABORT_EVERY_S)
-        self._interrupted = False
+            self._is_paused = True
+            # What ``pause_generation`` does, without its sleep.
+            pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            await self._alive(pause)
 
     async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Check the manifest, then connect every rank to its sender."""
@@ -140,22 +132,38 @@ class VLLMEngine:
         llm = self._llm
         if llm is None:
             raise RunError(f"Refit {version} came before the engine had started.")
-        check_refit(
-            version,
-            self._version,
-            self._config.lora,
-            adapters_only=adapters_only,
-            running=len(self._running),
-        )
-        # Without a version the engine refuses to generate, also if this fails half-way.
-        self._version = None
-        await self._call("load_refit", "a refit", version, adapters_only)
-        # The workers have reset their encoder and multimodal caches, the scheduler has not.
-        await self._alive(llm.reset_mm_cache())
-        await self._alive(llm.reset_encoder_cache())
-        if not await self._alive(llm.reset_prefix_cache()):
-            raise RunError(f"vLLM did not reset its prefix cache after refit {version}.")
-        self._version = version
+        running = 0 if self._is_paused else len(self._running)
+        try:
+            check_refit(
+                version,
+                self._version,
+                self._config.lora,
+                adapters_only=adapters_only,
+                running=running,
+            )
+            # Without a version the engine refuses to generate, also if this fails half-way.
+            self._version = None
+            await self._call("load_refit", "a refit", version, adapters_only)
+            # The workers have reset their encoder and multimodal caches, the scheduler has not.
+            await self._alive(llm.reset_mm_cache())
+            await self._alive(llm.reset_encoder_cache())
+            if not await self._alive(llm.reset_prefix_cache()):
+                raise RunError(f"vLLM did not reset its prefix cache after refit {version}.")
+            self._version = version
+            self._versions.append(version)
+        finally:
+            await self._resume()
+
+    async def _resume(self) -> None:
+        """Let interrupted requests go on, or fail without weights."""
+        if not self._is_paused:
+            return
+        self._is_paused = False
+        if self._llm is None or self._llm.errored:
+            return
+        if self._version is None:
+            await self._llm.abort(list(self._running))
+        await self._alive(self._llm.resume_generation())
 
     async def sleep(self) -> None:
         """Free the memory of weights and KV cache."""
@@ -197,25 +205,18 @@ class VLLMEngine:
 
     async def _sample(
         self, llm: AsyncLLM, request: GenerationRequest, max_new_tokens: int
-    ) -> tuple[CompletionOutput, int]:
-        """The completion, and the number of cached prompt tokens."""
+    ) -> RequestOutput:
         outputs = llm.generate(
             # Rendered form: a raw prompt would pass through vLLM's tokenizer thread for nothing.
             {"type": "token", "prompt_token_ids": request.prompt_ids},
-            sampling_params(
-                request.sampling, request.seed, max_new_tokens, in_flight=self._config.in_flight
-            ),
+            sampling_params(request.sampling, request.seed, max_new_tokens),
             request.request_id,
             lora_request=self._adapter,
         )
-        parts: list[CompletionOutput] = []
-        num_cached = 0
         try:
             async for output in outputs:
-                parts.append(output.outputs[0])
-                num_cached = num_cached or output.num_cached_tokens or 0
                 if output.finished:
-                    return whole(parts), num_cached
+                    return output
         except Exception as error:  # The boundary to vLLM, whose error types change by version.
             raise self._failure(f"request {request.request_id}", error) from None
         raise RunError(f"vLLM ended request {request.request_id} without a completion.")

@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 import numpy as np
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,17 +21,19 @@ from vllm.v1.request import Request
 LOOKAHEAD_TOKENS = 64
 """Slots in the KV cache that a decoding sequence is given ahead, and so the most steps that need
 no planning."""
-TOKENS_PER_PART = 8
-"""Tokens of a request that are sent at once if it may be aborted, and so the most that it loses."""
+STARTS = "starts"
+"""In each last output: numbers of refits, with the first token that was sampled after each."""
 
 
 class WholeCompletions(AsyncScheduler):
-    """Two shortcuts; whatever does not fit them takes vLLM's own way.
+    """Two shortcuts, and which refits a request has lived through.
+
+    Whatever does not fit the shortcuts takes vLLM's own way.
 
     After a step in which every sequence decoded one token, each has slots for the next ones: those
-    steps repeat it. And the tokens of a request are held back until it ends, or a part of them is
-    complete if it streams. Stop strings are found by the reader, so that requests with any are left
-    alone, and so are those that ask for logprobs of other tokens than the sampled ones.
+    steps repeat it. And the tokens of a request are held back until it ends. Stop strings are found
+    by the reader, so that requests with any are left alone, and so are those that ask for logprobs
+    of other tokens than the sampled ones.
     """
 
     stuck_after_s = 60.0
@@ -41,6 +42,8 @@ class WholeCompletions(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}
+        self._starts: dict[str, list[tuple[int, int]]] = {}
+        self._refit = -1  # The number of the last one.
         self._last: SchedulerOutput | None = None
         self._stuck_since: float | None = None
         self._repetitions = 0  # How often the last step may be repeated.
@@ -160,19 +163,29 @@ class WholeCompletions(AsyncScheduler):
         """See vLLM's ``Scheduler``."""
         params = request.sampling_params
         if params is not None and not params.stop and not params.logprobs:
-            streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
-            self._held[request.request_id] = _Held(
-                with_logprobs=params.logprobs is not None, streams=streams
-            )
+            self._held[request.request_id] = _Held(with_logprobs=params.logprobs is not None)
+        self._starts[request.request_id] = [(self._refit, 0)]
         super().add_request(request)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """See vLLM's ``Scheduler``; unless running requests lose their cache, a refit has ended."""
+        is_reset = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        if is_reset and not reset_running_requests:
+            self._refit += 1
+            for request_id, request in self.requests.items():
+                self._starts[request_id].append((self._refit, request.num_output_tokens))
+        return is_reset
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``Scheduler``; a request that its caller gave up is forgotten here too."""
         if request_ids is not None and not isinstance(request_ids, str):
             request_ids = list(request_ids)  # It may be an iterator, and is read twice.
-        for request_id in list(self._held):
+        for request_id in list(self._starts):
             if request_ids is None or request_id in request_ids:
-                del self._held[request_id]
+                del self._starts[request_id]
+                self._held.pop(request_id, None)
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def update_from_output(
@@ -193,11 +206,14 @@ class WholeCompletions(AsyncScheduler):
                 held = self._held.get(output.request_id)
                 if held is not None:
                     held.add(output, None if sampled is None else sampled[rows[output.request_id]])
-                    if output.finish_reason is not None:
-                        del self._held[output.request_id]
-                    elif not held.has_part:
+                    if output.finish_reason is None:
                         continue
+                    del self._held[output.request_id]
                     held.fill(output)
+                # In a field that comes back as it is, and that nothing here needs.
+                output.kv_transfer_params = {STARTS: self._starts[output.request_id]}
+                if output.finish_reason is not None:
+                    del self._starts[output.request_id]
                 due.append(output)
             message.outputs = due
             if not (message.outputs or message.finished_requests or message.scheduler_stats):
@@ -209,16 +225,10 @@ class _Held:
     """What a request has so far, in plain lists: thousands of small arrays would slow down Python's
     garbage collector, step by step."""
 
-    def __init__(self, *, with_logprobs: bool, streams: bool) -> None:
-        self._streams = streams
+    def __init__(self, *, with_logprobs: bool) -> None:
         self._prefill_stats: Any = None
         self._token_ids: list[int] = []
         self._logprobs: list[float] | None = [] if with_logprobs else None
-
-    @property
-    def has_part(self) -> bool:
-        """Whether the tokens so far are to be sent."""
-        return self._streams and len(self._token_ids) >= TOKENS_PER_PART
 
     def add(self, output: EngineCoreOutput, logprob: float | None) -> None:
         """Record one more step; its ``logprob`` is given or still in ``output``."""
@@ -234,12 +244,11 @@ class _Held:
 
     def fill(self, output: EngineCoreOutput) -> None:
         """Move everything held into ``output``."""
-        output.new_token_ids, self._token_ids = self._token_ids, []
-        output.prefill_stats, self._prefill_stats = self._prefill_stats, None
+        output.new_token_ids = self._token_ids
+        output.prefill_stats = self._prefill_stats
         if self._logprobs is not None:
             ids = np.array(output.new_token_ids)[:, None]
             logprobs = np.array(self._logprobs, dtype=np.float32)[:, None]
-            self._logprobs = []
             output.new_logprobs = LogprobsLists(ids, logprobs, np.zeros(len(ids), dtype=np.int64))
 
 
