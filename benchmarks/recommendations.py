@@ -212,7 +212,6 @@ CASES = {
 
 
 NOT_MEASURED = {
-    "advantage.overlong_buffer_tokens": "longer_penalty, not run yet",
     "grpo.dynamic_sampling": "other_groups, not run yet",
     "grpo.num_generations_per_prompt": "larger_groups, not run yet",
     "mismatch.action": "mismatch_mask, not run yet",
