@@ -2,12 +2,14 @@
 
 import json
 import zlib
+from types import SimpleNamespace
 
 import pytest
 
+from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.config.run import CheckpointConfig
 from nemo_like.errors import RunError, UserError
-from nemo_like.run.checkpoint import Checkpoints, DriverState
+from nemo_like.run.checkpoint import Checkpoints, DriverState, Saves
 
 
 def save(checkpoints, step, metric=None, metric_name="validation/reward"):
@@ -58,6 +60,14 @@ def test_the_last_and_the_best_are_kept(tmp_path, metrics, kept):
     for step, metric in enumerate(metrics, start=1):
         save(checkpoints, step, metric)
     assert set(checkpoints.steps()) == kept
+
+
+def test_of_losses_the_least_is_best(tmp_path):
+    config = SFTConfig(checkpoint=CheckpointConfig(keep_last=1))
+    saves, loader = Saves(config, tmp_path, 0.0), SimpleNamespace(state=dict)
+    for step, loss in enumerate((3.0, 1.0, 2.0), start=1):
+        saves.save(step, {}, loader, {"validation/loss": loss}, {}, None)  # pyright: ignore
+    assert saves.checkpoints.steps() == [2, 3]
 
 
 def test_values_of_another_metric_are_not_compared(tmp_path):

@@ -79,6 +79,14 @@ def test_of_a_pair_both_rows_train_or_neither():
     assert denominators == Denominators(tokens=6, sequences=2)
 
 
+def test_rows_of_a_pair_are_neighbours_in_one_micro_batch():
+    _, shards, _ = trained(2, [1] * 6, rows_per_unit=2)
+    for one in shards:
+        rows = one.batch.rows[keys.SEEDS].tolist()
+        assert rows[0::2] == [row - 1 for row in rows[1::2]]
+        assert all(size % 2 == 0 for size in one.bin_sizes)
+
+
 def test_a_step_on_nothing_is_no_step(caplog):
     policy, shards, _ = trained(2, [0] * 6)
     assert not shards
