@@ -245,6 +245,8 @@ def test_each_pass_deals_whole_groups_to_mini_batches_anew():
     assert again == parts
     next_step = [one.rows[keys.GROUP_IDS].tolist() for one in mini_batches(batch, config, 2)]
     assert next_step[:3] != parts[:3]
+    seeded = config.replace(run=config.run.replace(seed=config.run.seed + 1))
+    assert [one.rows[keys.GROUP_IDS].tolist() for one in mini_batches(batch, seeded, 1)] != parts
 
 
 class Sampled:
