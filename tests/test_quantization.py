@@ -2,11 +2,11 @@
 
 import logging
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
@@ -56,35 +56,44 @@ def round_layers(model: nn.Module) -> None:
             model.set_submodule(name, Rounded(module))
 
 
-def mean_gap(case: Case, sampled: list) -> float:
-    """Mean difference of an engine's logprobs of ``sampled`` from those of ``case.model``."""
-    gaps = [
-        torch.tensor(completion.logprobs) - case.reference(request, completion.token_ids)
-        for request, completion in sampled
-    ]
-    return torch.cat(gaps).abs().mean().item()
-
-
-def multiply_layers(model: nn.Module, factor: float) -> None:
-    for parameter in model.model.layers.parameters():
-        parameter.data *= factor if parameter.ndim > 1 else 1
+def rescale(model: LlamaForCausalLM) -> None:
+    """Same function, other matrices: what one of a chain gains, a power of two, the next loses."""
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for one, following in (
+            (attention.v_proj, attention.o_proj),
+            (mlp.up_proj, mlp.down_proj),
+        ):
+            one.weight.data *= 4
+            following.weight.data /= 4
 
 
 def test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old(tmp_path, run):
+    """Rounding is that of 8 bits by its size; what is left of an old matrix would show in bits.
+
+    Matrices that are rescaled by powers of two have the same 8 bits and other scales.
+    """
     config = make_config(tmp_path, True, dtype="bfloat16", quantization="fp8", **SMALL_CACHE)
     engine = VLLMEngine(config)
     run(engine.start())
     try:
         case = Case(engine, config, run, tolerance=0)
         case.connect()
-        # Weights four times as large have scales four times as large: old ones would cut them off.
-        for seed, factor in ((0, 1), (1, 1), (1, 4)):
-            case.refit(seed, partial(multiply_layers, factor=factor))
+        found = []
+        for seed, change in ((0, None), (1, None), (0, rescale)):
+            case.refit(seed, change)
             requests = case.requests(32)
-            sampled = list(zip(requests, case.generate(requests), strict=True))
-            unrounded = mean_gap(case, sampled)
+            found.append(case.generate(requests))
+            pairs = list(zip(requests, found[-1], strict=True))
+            sampled = torch.cat([torch.tensor(one.logprobs) for one in found[-1]])
+            exact = torch.cat([case.reference(asked, one.token_ids) for asked, one in pairs])
             round_layers(case.model)
-            assert mean_gap(case, sampled) < min(0.05, unrounded)
+            by_hand = torch.cat([case.reference(asked, one.token_ids) for asked, one in pairs])
+            noise = (by_hand - exact).abs().mean()
+            assert (sampled - by_hand).abs().mean() < noise
+            assert 0.8 * noise < (sampled - exact).abs().mean() < 1.25 * noise
+        assert [one.token_ids for one in found[2]] == [one.token_ids for one in found[0]]
+        assert [one.logprobs for one in found[2]] == [one.logprobs for one in found[0]]
     finally:
         run(engine.shutdown())
 
