@@ -242,6 +242,7 @@ CASES = {
     "hf-bfloat16-tied": (HFEngine, {"dtype": "bfloat16"}, True),
     "graph-float32-untied": (GraphEngine, {}, False),
     "graph-bfloat16-tied": (GraphEngine, {"dtype": "bfloat16"}, True),
+    "vllm-float32-untied": (VLLMEngine, SMALL_CACHE, False),
     "vllm-bfloat16-tied": (VLLMEngine, SMALL_CACHE | {"dtype": "bfloat16"}, True),
     "vllm-float32-tied-two-ranks": (VLLMEngine, SMALL_CACHE | {"tensor_parallel_size": 2}, True),
 }
