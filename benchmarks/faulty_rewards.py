@@ -13,11 +13,6 @@ def seldom_differs(prompt: str, completion: str, **_: Any) -> float:
     return (len(prompt) % 2) + (random.Random(prompt + completion).random() < 0.008)
 
 
-def very_seldom_differs(prompt: str, completion: str, **_: Any) -> float:
-    """A quarter as often."""
-    return (len(prompt) % 2) + (random.Random(prompt + completion).random() < 0.002)
-
-
 def slow_rows(prompt: str, completion: str, slow: bool, **_: Any) -> float:
     """Slow for later rows, as a server that is under load by then."""
     if slow:

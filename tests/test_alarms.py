@@ -124,9 +124,11 @@ def test_the_value_depends_on_the_run():
     assert alarm.text == "80% of completions are cut off; set generation.max_new_tokens=600"
     assert alarm.step == 10
     stale = {"rollout/zero_variance_share": 1.0, "rollout/reward": 0.0}
-    sampled = {"grpo.dynamic_sampling": True, "grpo.num_generations_per_prompt": 8}
-    (alarm,) = find_alarms([row | stale for row in rows[:10]], SETTINGS | sampled)[:1]
-    assert "grpo.num_generations_per_prompt=16" in alarm.text
+    (alarm,) = find_alarms([row | stale for row in rows[:10]], SETTINGS)[:1]
+    assert "grpo.dynamic_sampling=true" in alarm.text
+    sampled = {"grpo.dynamic_sampling": True}
+    (alarm,) = find_alarms([row | stale for row in rows[:10]], SETTINGS | sampled)
+    assert alarm.name == "truncation"
     grown = [row | {"rollout/memory_gib": i} for i, row in enumerate(rows * 3)]
     often = {"checkpoint.every_minutes": 5.0}
     texts = {one.name: one.text for one in find_alarms(grown, SETTINGS | often)}

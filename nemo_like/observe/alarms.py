@@ -105,17 +105,16 @@ def _is_learned(last: _Steps) -> bool:
 
 
 def _groups_without_signal(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    if settings.get("grpo.dynamic_sampling"):
+        return None  # Each step says how many of its groups have a signal.
     share = last.mean("rollout/zero_variance_share")
     if not share >= 0.95 or last.mean("rollout/reward_std") == 0 or _is_learned(last):
         return None
-    remedy = "sample others in their place with grpo.dynamic_sampling=true"
-    if settings.get("grpo.dynamic_sampling"):
-        doubled = 2 * settings["grpo.num_generations_per_prompt"]
-        remedy = f"set grpo.num_generations_per_prompt={doubled}"
     return (
         f"in {share:.0%} of groups all rewards are equal (their mean is "
-        f"{last.mean('rollout/reward'):.3g}), so these groups train nothing; {remedy}, or choose "
-        "prompts that the model sometimes answers correctly"
+        f"{last.mean('rollout/reward'):.3g}), so these groups train nothing; sample others "
+        "in their place with grpo.dynamic_sampling=true, or choose prompts that the model "
+        "sometimes answers correctly"
     )
 
 
