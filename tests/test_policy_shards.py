@@ -32,16 +32,21 @@ class Ranks:
         return [{} for _ in shards]
 
 
-def trained(num_ranks, num_tokens, sample_mask=(True,) * 6, **how):
-    """The policy after a step, the shard that each rank was sent, and what all were."""
-    ranks = Ranks(num_ranks)
-    policy = RemoteModel(
+def model_of(ranks, **options):
+    return RemoteModel(
         PolicyConfig(micro_batch_tokens=14),
         ClusterConfig(),
         ranks,  # pyright: ignore
         model_path=str(resolve_model("embedded")),
         max_steps=1,
+        **options,
     )
+
+
+def trained(num_ranks, num_tokens, sample_mask=(True,) * 6, **how):
+    """The policy after a step, the shard that each rank was sent, and what all were."""
+    ranks = Ranks(num_ranks)
+    policy = model_of(ranks)
     rows = {
         keys.NUM_LOSS_TOKENS: torch.tensor(num_tokens),
         keys.SAMPLE_MASK: torch.tensor(sample_mask),
@@ -85,6 +90,17 @@ def test_rows_of_a_pair_are_neighbours_in_one_micro_batch():
         rows = one.batch.rows[keys.SEEDS].tolist()
         assert rows[0::2] == [row - 1 for row in rows[1::2]]
         assert all(size % 2 == 0 for size in one.bin_sizes)
+
+
+def test_a_step_measures_its_mismatch_on_what_its_own_weights_sampled():
+    rows = {keys.WEIGHT_VERSIONS: torch.tensor([0, 0])}
+    batch = RemoteBatch(lengths=torch.tensor([3, 4]), rows=rows)
+    policy = model_of(Ranks(1))
+    assert policy._is_on_policy(batch)
+    assert not model_of(Ranks(1), output="values_before")._is_on_policy(batch)
+    policy.weight_version = 1
+    with pytest.raises(AssertionError, match="need policy logprobs"):
+        policy._is_on_policy(batch)
 
 
 def test_a_step_on_nothing_is_no_step(caplog):
