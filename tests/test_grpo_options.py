@@ -1,7 +1,9 @@
 """What GRPO's relatives add to its loop: which groups train, on what rewards, in which updates."""
 
 import math
+from contextlib import nullcontext
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +14,16 @@ from nemo_like.algorithms.grpo.loop import (
     choose_rows,
     signal,
 )
-from nemo_like.algorithms.policy_gradient import make_loss, mini_batches, training_metrics
+from nemo_like.algorithms.policy_gradient import (
+    PolicyGradient,
+    make_loss,
+    mini_batches,
+    training_metrics,
+)
 from nemo_like.batch import keys
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
+from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import Metric, Reduce, mean_of_steps, values
 from nemo_like.rollout.rounds import join
 from tests.small_runs import run, small_config
@@ -247,6 +255,23 @@ def test_each_pass_deals_whole_groups_to_mini_batches_anew():
     assert next_step[:3] != parts[:3]
     seeded = config.replace(run=config.run.replace(seed=config.run.seed + 1))
     assert [one.rows[keys.GROUP_IDS].tolist() for one in mini_batches(batch, seeded, 1)] != parts
+
+
+@pytest.mark.parametrize(("normalization", "divisor"), [("token", 12.0), ("sequence", 5.0)])
+def test_a_step_of_groups_added_early_divides_by_the_counts_of_all(normalization, divisor):
+    counts = [Denominators(tokens=8.0, sequences=2.0), Denominators(tokens=4.0, sequences=3.0)]
+    left = iter(counts * 2)
+    live = SimpleNamespace(
+        policy=SimpleNamespace(add=lambda *_: next(left), finish=lambda count, _: count),
+        session=SimpleNamespace(run=SimpleNamespace(span=lambda _: nullcontext())),
+        mismatch_check=lambda: None,
+    )
+    config = config_of("rollout.overlap=true", f"loss.normalization={normalization}")
+    updates, batch = PolicyGradient(config, live), batch_of([1.0], [0])  # pyright: ignore
+    for step in (1, 2):
+        for _ in counts:
+            updates.add(batch)
+        assert updates.train(step, batch) == divisor
 
 
 class Sampled:
