@@ -146,6 +146,11 @@ def test_nan_stays_visible_wherever_it_stands(reduce: Reduce) -> None:
         assert math.isnan(merged["a/b"].value)
 
 
+def test_a_sum_is_rounded_once_however_its_parts_cancel() -> None:
+    parts = [{"x": Metric(value, reduce=Reduce.sum)} for value in (1e16, 1.0, -1e16)]
+    assert merge(parts)["x"].value == 1.0
+
+
 def test_opposite_infinities_give_nan_instead_of_an_exception() -> None:
     assert math.isnan(merge([{"a/b": Metric(math.inf)}, {"a/b": Metric(-math.inf)}])["a/b"].value)
 
