@@ -122,7 +122,7 @@ def test_each_step_draws_with_seeds_of_its_own_however_many_replicas_there_are()
 
 def test_training_and_validations_sample_by_settings_of_their_own():
     own = [
-        "generation={temperature: 0.7, max_new_tokens: 9, stop: [end], stop_token_ids: [5]}",
+        "generation={temperature: 0.7, max_new_tokens: 9, stop: [end]}",
         "validation={temperature: 0.2, top_p: 0.9, top_k: 4}",
     ]
     for most in (9, 20):
@@ -130,7 +130,7 @@ def test_training_and_validations_sample_by_settings_of_their_own():
         source, replicas = source_of(config=small_config("never-made", *validation))
         source.next_batch(1)
         source.validate(1)
-        ends = {"stop": ("end",), "stop_token_ids": (2, 5)}
+        ends = {"stop": ("end",), "stop_token_ids": (2,)}
         assert replicas.sampling == [
             SamplingParams(temperature=0.7, max_new_tokens=9, **ends),
             SamplingParams(temperature=0.2, top_p=0.9, top_k=4, max_new_tokens=most, **ends),
