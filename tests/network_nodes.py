@@ -199,7 +199,8 @@ class Network:
                 node.open()
             head, *others = self.nodes
             head.start_ray(self._cpus[0])
-            with ThreadPoolExecutor(len(others)) as threads:
+            # Two at a time: a node's Ray ends if its own helpers take long to start.
+            with ThreadPoolExecutor(2) as threads:
                 list(threads.map(Node.start_ray, others, self._cpus[1:]))
             self._exit = stack.pop_all()
         return self

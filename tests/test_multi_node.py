@@ -18,12 +18,12 @@ WORKERS = ("ray::PolicyWorker", "ray::GenerationWorker", "nemo_like.rewards.proc
 
 @pytest.fixture(scope="module")
 def network():
-    """A head without CPUs, and three nodes with one each."""
+    """A head without CPUs, and four nodes with one each."""
     if missing := why_impossible():
         cannot_test(f"a test of several nodes {missing}", "NEMO_LIKE_REQUIRE_NETNS")
     with (
         TemporaryDirectory() as folder,  # short, for the names of Ray's sockets
-        Network(Path(folder), (0, 1, 1, 1), **QUICK_HEALTH_CHECKS) as network,
+        Network(Path(folder), (0, 1, 1, 1, 1), **QUICK_HEALTH_CHECKS) as network,
     ):
         yield network
 
@@ -47,27 +47,28 @@ def wait_until(is_so, limit_s, driver):
         time.sleep(0.1)
 
 
+APART = "cluster.num_generation_workers=1"
 LAYOUTS = [
-    pytest.param(3, ("cluster.num_generation_workers=1",), id="three-nodes-refit-over-the-wire"),
-    pytest.param(3, (), id="three-nodes", marks=pytest.mark.full),
-    pytest.param(2, (), id="two-nodes", marks=pytest.mark.full),
-    pytest.param(
-        2, ("cluster.num_generation_workers=1",), id="two-separate", marks=pytest.mark.full
-    ),
+    pytest.param(3, (), id="three-nodes"),
+    pytest.param(2, (), id="two-nodes"),
+    pytest.param(2, (APART,), id="two-separate"),
 ]
 
 
+@pytest.mark.full  # of three with refits over the wire it is below
 @pytest.mark.parametrize(("num_nodes", "overrides"), LAYOUTS)
 def test_several_nodes_give_the_numbers_of_one(network, local_ray, tmp_path, num_nodes, overrides):
-    """Gloo would take the interface of the hosts' names, which leads nowhere."""
     overrides = ("grpo.max_steps=3", *overrides)
     code, output = network.nodes[0].run(
         command(tmp_path / "several", f"cluster.num_nodes={num_nodes}", *overrides), 2 * START_S
     )
     assert code == 0, output
-    one = run(tmp_path / "one", f"cluster.cpu_workers_per_node={num_nodes}", *overrides)
-    several = records(tmp_path / "several")
-    assert several.keys() == one.keys()
+    assert_numbers_of_one(records(tmp_path / "several"), tmp_path, num_nodes, *overrides)
+
+
+def assert_numbers_of_one(several, tmp_path, num_workers, *overrides):
+    """Those of the same run on one node; of its last step, which has a validation, too."""
+    one = run(tmp_path / "one", f"cluster.cpu_workers_per_node={num_workers}", *overrides)
     for step, record in one.items():
         assert numbers(several[step]) == pytest.approx(numbers(record), rel=1e-6, abs=1e-6), step
     assert one[3]["train/grad_norm"] > 0
@@ -84,7 +85,7 @@ from nemo_like.errors import UserError
 from tests.probe import Probe
 
 leave = connect()
-plan = plan_resources(ClusterConfig(num_nodes=3, cpu_workers_per_node=1), 1)
+plan = plan_resources(ClusterConfig(num_nodes=4, cpu_workers_per_node=1), 1)
 with VirtualCluster(plan, 200.0) as cluster:
     bundles = [[bundle] for bundle in cluster.bundles]
     group = WorkerGroup(lambda: Probe, "probe", bundles, timeout_s=300, log_dir=sys.argv[1])
@@ -113,11 +114,11 @@ def test_ranks_follow_nodes_and_talk_over_the_network_of_ray(network, tmp_path):
     driver = network.nodes[2]
     code, output = driver.run([sys.executable, "-c", PLACEMENT, str(tmp_path)], START_S)
     assert code == 0, output
-    assert "ranks on 10.77.0.2 10.77.0.3 10.77.0.4\n" in output
-    assert "interface eth0 eth0 eth0\n" in output
-    assert "listen on 10.77.0.2 10.77.0.3 10.77.0.4\n" in output
-    assert "there 192.168.77.2 192.168.77.3 192.168.77.4\n" in output
-    assert "chosen =lan0 =lan0 =lan0\n" in output
+    assert "ranks on 10.77.0.2 10.77.0.3 10.77.0.4 10.77.0.5\n" in output
+    assert "interface eth0 eth0 eth0 eth0\n" in output
+    assert "listen on 10.77.0.2 10.77.0.3 10.77.0.4 10.77.0.5\n" in output
+    assert "there 192.168.77.2 192.168.77.3 192.168.77.4 192.168.77.5\n" in output
+    assert "chosen =lan0 =lan0 =lan0 =lan0\n" in output
     assert "cluster.network_interface=eth9 is not an interface of node 10.77.0." in output
     assert "which has eth0, lan0, lo; use one that every node has" in output
     assert "alone lo 127.0.0.1\n" in output
@@ -176,9 +177,14 @@ def test_vllm_over_two_nodes_samples_what_it_does_on_one(network, local_ray, tmp
 
 
 # The last test, since it leaves the network with a node less.
-def test_a_short_cut_is_survived_and_a_long_one_is_named_and_resumed_from(network, tmp_path):
+def test_a_run_has_the_numbers_of_one_node_survives_a_short_cut_and_goes_on_after_a_long_one(
+    network, local_ray, tmp_path
+):
+    """Two nodes train and one samples. Gloo would take the interface of the hosts' names, which
+    leads nowhere."""
     head = network.nodes[0]
-    going_on = command(tmp_path, "cluster.num_nodes=2", "checkpoint.every_steps=5")
+    steps = ("checkpoint.every_steps=5", "validation.every_steps=3")
+    going_on = command(tmp_path, "cluster.num_nodes=3", APART, *steps)
     driver = head.popen(
         [*going_on, "grpo.max_steps=10000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -188,7 +194,7 @@ def test_a_short_cut_is_survived_and_a_long_one_is_named_and_resumed_from(networ
     for node in on:  # apart from Ray's own, of version 6
         for process in node.processes("ray::PolicyWorker"):
             assert listening(process) == {node.address}
-    kept, lost = on  # The driver's connection to rank 1 breaks, and that of rank 0 to rank 1.
+    _, lost = on  # The driver's connection to rank 1 breaks, and that of rank 0 to rank 1.
 
     lost.cut()
     time.sleep(2.0)
@@ -206,10 +212,12 @@ def test_a_short_cut_is_survived_and_a_long_one_is_named_and_resumed_from(networ
     assert f"rank 1 on {lost.address} died " in error
     assert "its node was lost (health check failed" in error
     assert "Traceback" not in output
-    left = [text for node in (head, kept) for text in WORKERS if node.processes(text)]
+    others = [node for node in network.nodes if node is not lost]
+    left = [text for node in others for text in WORKERS if node.processes(text)]
     assert not left
 
-    interrupted = records(tmp_path)  # The third node is there to go on with.
+    interrupted = records(tmp_path)  # The fourth node is there to go on with.
+    assert_numbers_of_one(interrupted, tmp_path, 3, APART, "grpo.max_steps=3", steps[1])
     saved = 5 * (max(interrupted) // 5)
     last = max(interrupted)
     assert last > saved
