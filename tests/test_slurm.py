@@ -156,9 +156,10 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
     command = slurm.submit(
         "--array=7-7", *two_nodes, NEMO_LIKE_COMMAND=waits, NEMO_LIKE_SETUP=SETUP
     )
+    # One after the other: a node's Ray ends if its own helpers take long to start.
+    command.wait_for("2 nodes with 1 GPUs each are up", 120)
     interactive = slurm.submit(*two_nodes, NEMO_LIKE_SETUP=SETUP)
-    for job in (command, interactive):
-        job.wait_for("2 nodes with 1 GPUs each are up", 120)
+    interactive.wait_for("2 nodes with 1 GPUs each are up", 120)
     token = slurm.cwd / f"slurm-{interactive.id}" / "ray-token"
     assert token.stat().st_mode & 0o777 == 0o600
 
