@@ -148,8 +148,8 @@ class WorkerGroup(Generic[W]):
     def submit_rank(
         self, rank: int, method: Method[W, P, R], *args: P.args, **kwargs: P.kwargs
     ) -> "Pending[R]":
-        """``call_rank`` without waiting; see ``wait_together``."""
-        return self._send({rank: (args, kwargs)}, method)
+        """``call_rank`` without waiting; ``wait_together`` looks at idle workers, too."""
+        return self._send({rank: (args, kwargs)}, method, looks=False)
 
     def waiting(
         self,
@@ -204,9 +204,11 @@ class WorkerGroup(Generic[W]):
         for actor in doomed:
             ray.kill(actor)
 
-    def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> "Pending[Any]":
+    def _send(
+        self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any], *, looks: bool = True
+    ) -> "Pending[Any]":
         name = method.__name__
-        if self.minds_idle:
+        if looks and self.minds_idle:
             check_idle(self, f"before {name}")
         refs = {}
         for rank, (args, kwargs) in work.items():
