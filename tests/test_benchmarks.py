@@ -337,7 +337,9 @@ def test_every_setting_that_is_recommended_has_gained_what_it_claimed_or_says_wh
     for record in map(json.loads, records):
         measured |= {one.partition("=")[0] for one in record["recommended"].split()}
         assert record["gain"] >= record["claimed_gain"] / 2, record
-        assert record.get("raised", [True, False]) == [True, False], record
+        # What differs is measured before completions are masked.
+        after = record["case"] == "mismatch_mask"
+        assert record.get("raised", [True, after]) == [True, after], record
     assert measured | NOT_MEASURED.keys() == keys
     assert not measured & NOT_MEASURED.keys()
 
