@@ -131,8 +131,9 @@ def usual_mean_mismatch(config: SamplingRunConfig) -> float:
 def warn_of_mismatch(config: SamplingRunConfig, metrics: Metrics) -> None:
     """Warn if a step's mismatch is above the limit."""
     mismatch, limit = metrics.get("mismatch/mean_abs"), max_mean_mismatch(config)
-    ignored = mismatch is None or config.mismatch.action == "ignore"
-    if not ignored and not mismatch.value <= limit:
+    if mismatch is None or config.mismatch.action == "ignore":
+        return
+    if not mismatch.value <= limit:
         logger.warning(
             "The logprobs of generation and policy differ by %.3g on average (limit %.3g, "
             "mismatch.max_mean_abs); mismatch.action=%s.",
