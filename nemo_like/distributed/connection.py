@@ -187,7 +187,7 @@ def _few_processes() -> Iterator[None]:
     """Let Ray start what runs workers, and nothing else."""
     # For a reason not to, the node's agent serves no metrics, and is up in half the time.
     reason = ImportError("no run reads Ray's metrics")
-    instead = [(Node, name, lambda *_, **__: None) for name in _UNUSED]
+    instead: list[tuple[Any, str, Any]] = [(Node, one, lambda *_, **__: None) for one in _UNUSED]
     instead.append((ray_utils, "get_dashboard_dependency_error", lambda: reason))
     with ExitStack() as stack:
         for where, name, value in instead:
