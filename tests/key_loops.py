@@ -260,7 +260,9 @@ class CalledHere(WorkerGroup[Any]):
         """By reference; those of answers that were read serve again."""
         self._free: list[Any] = []
 
-    def _send(self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any]) -> Pending[Any]:
+    def _send(
+        self, work: dict[int, tuple[Any, Any]], method: Callable[..., Any], **_: Any
+    ) -> Pending[Any]:
         name, refs = method.__name__, {}
         for rank, (args, kwargs) in work.items():
             self.asked.append((name, rank, shown(args), kwargs))

@@ -13,6 +13,9 @@ from torch.distributed import TCPStore
 
 from tests.warm_process import WarmProcess
 
+_MOST_WORLDS = 6
+"""Of one process. Gloo's threads outlive their group, and each wakes a hundred times a second."""
+
 
 class ProcessPool:
     """``size`` processes; ``run(world_size, "module:function", *args)`` makes the first of them a
@@ -29,11 +32,17 @@ class ProcessPool:
     def _start(self) -> None:
         self._pipes: list[Connection] = []
         self._processes: list[int] = []
+        self._worlds = [0] * self._size
         for _ in range(self._size):
-            ours, theirs = multiprocessing.Pipe()
-            self._processes.append(self._warm.start(f"{__name__}:serve", theirs, self._backend))
-            self._pipes.append(ours)
-            theirs.close()
+            pipe, process = self._start_one()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+
+    def _start_one(self) -> tuple[Connection, int]:
+        ours, theirs = multiprocessing.Pipe()
+        process = self._warm.start(f"{__name__}:serve", theirs, self._backend)
+        theirs.close()
+        return ours, process
 
     def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """Results in rank order; after a failure the processes are new ones."""
@@ -42,11 +51,18 @@ class ProcessPool:
         for rank, pipe in enumerate(self._pipes[:world_size]):
             pipe.send((rank, world_size, store.port, target, args))
         try:
-            return self._collect(world_size, f"{target}{args}", timeout_s)
+            results = self._collect(world_size, f"{target}{args}", timeout_s)
         except AssertionError:
             self._kill()
             self._start()
             raise
+        for rank in range(world_size):
+            self._worlds[rank] += 1
+            if self._worlds[rank] == _MOST_WORLDS:
+                self._warm.kill(self._processes[rank])
+                self._pipes[rank], self._processes[rank] = self._start_one()
+                self._worlds[rank] = 0
+        return results
 
     def _collect(self, world_size: int, what: str, timeout_s: float) -> list[Any]:
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
