@@ -170,7 +170,8 @@ def reward(prompt, completion, wanted):
 
 
 def facts():
-    \"\"\"What a run must leave as it was.\"\"\"
+    \"\"\"What a run must leave as it was; killed processes may take a moment to go.\"\"\"
+    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)
     return (
         {one.name for one in threading.enumerate()},
         {one.pid for one in psutil.Process().children(recursive=True)},
