@@ -180,12 +180,11 @@ class WholeCompletions(AsyncScheduler):
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``Scheduler``; a request that its caller gave up is forgotten here too."""
-        if request_ids is not None and not isinstance(request_ids, str):
-            request_ids = list(request_ids)  # It may be an iterator, and is read twice.
-        for request_id in list(self._starts):
-            if request_ids is None or request_id in request_ids:
-                del self._starts[request_id]
-                self._held.pop(request_id, None)
+        if request_ids is not None:  # It may be an iterator, and is read twice.
+            request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for request_id in list(self._starts) if request_ids is None else request_ids:
+            self._starts.pop(request_id, None)
+            self._held.pop(request_id, None)
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def update_from_output(
