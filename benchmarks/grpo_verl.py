@@ -3,10 +3,10 @@
     python benchmarks/grpo_verl.py --workload smollm2 --out verl.jsonl
 
 For verl 0.9.1, which must be installed with its flash-attn. Settings are for speed on one GPU that
-has the memory: float32 master weights and bfloat16 compute, packed rows, dynamic micro-batches, the
-engine awake beside the trainer (large workloads: asleep, with checkpointing and the optimizer's
-states on the host), and logprobs of the
-engine as those of the old policy, as this project has it, so that no pass is made for them.
+has the memory: float32 master weights and bfloat16 compute, packed rows, dynamic micro-batches, and
+an engine that stays awake. Large workloads put the engine to sleep, checkpoint activations and keep
+the optimizer's states on the host. The engine's logprobs are those of the old policy, as in this
+project, so no pass is made for them.
 
 verl looks for a finished rollout every two seconds, which no setting reaches. ``--poll`` sets
 VERL_POLL_INTERVAL, for an installation whose ``replay_buffer.py`` was changed to read it.

@@ -215,7 +215,7 @@ NOT_MEASURED = {
     "run.resume": "continues a run, and claims no gain",
     "environment.reward": "is what to check, not what to set",
 }
-"""Keys that alarms recommend, and why there is no record of them."""
+"""Keys that alarms recommend without a record, and the reason."""
 
 
 def train(runs: Path, overrides: Sequence[str]) -> RunFolder:
