@@ -1,4 +1,4 @@
-"""Imports without garbage collection, which would scan all imported objects again and again."""
+"""Keeps Python's garbage collector away from what lives as long as the process: imports, models."""
 
 import gc
 from collections.abc import Iterator
@@ -22,3 +22,19 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def freeze_objects() -> None:
+    """Never scan again what exists now; call it when start-up is over.
+
+    After vLLM or torch is imported a full collection takes 0.5 to 1 s, in which a worker stands
+    still, and it comes every few steps.
+
+    >>> before = len(gc.get_objects())
+    >>> freeze_objects()
+    >>> len(gc.get_objects()) < before / 10
+    True
+    >>> gc.unfreeze()
+    """
+    gc.collect()
+    gc.freeze()

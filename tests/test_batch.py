@@ -2,6 +2,7 @@
 
 import ast
 import json
+import pickle
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,23 @@ def make(lengths):
         tokens={"x": torch.arange(n)},
         rows={"id": torch.arange(len(lengths))},
     )
+
+
+def test_a_batch_travels_as_arrays_and_arrives_as_tensors_that_can_be_written():
+    batch = make([2, 3])
+    batch.rows["good"] = torch.tensor([True, False])
+    batch.tokens["x"] = torch.randn(5, 2, dtype=torch.float64)
+    buffers = []
+    message = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 1 + len(batch.tokens) + len(batch.rows), "some column was copied"
+    again = pickle.loads(message, buffers=[bytes(one.raw()) for one in buffers])
+    assert torch.equal(again.lengths, batch.lengths)
+    for mine, theirs in ((again.tokens, batch.tokens), (again.rows, batch.rows)):
+        assert mine.keys() == theirs.keys()
+        for name, column in mine.items():
+            assert column.dtype == theirs[name].dtype
+            assert torch.equal(column, theirs[name])
+            column.zero_()
 
 
 def test_select_and_concatenate_keep_rows_whole():

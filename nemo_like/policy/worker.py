@@ -22,6 +22,7 @@ from nemo_like.config.generation import Transport
 from nemo_like.config.losses import KLEstimator
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.worker import Worker, WorkerContext, listening_store
+from nemo_like.imports import freeze_objects
 from nemo_like.losses.mismatch import MismatchSums, mismatch_of_rows
 from nemo_like.losses.policy_gradient import kl_of_rows
 from nemo_like.losses.protocol import Denominators, Loss
@@ -137,6 +138,7 @@ class PolicyWorker(Worker):
     def warm_up(self, temperature: float) -> None:
         if self._trainer.config.compile and self._trainer.setup.trains:
             warm_up(self._trainer, temperature)
+            freeze_objects()
 
     def logprobs(
         self, shard: Shard, with_policy: bool, kl: KLEstimator | None

@@ -15,7 +15,7 @@ import torch
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.batch.tensor_batch import prompt_columns
+from nemo_like.batch.tensor_batch import as_arrays, as_tensors, prompt_columns
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.environments.protocol import ENDPOINT
@@ -27,6 +27,7 @@ from nemo_like.generation.protocol import (
     stopped,
 )
 from nemo_like.generation.worker import GenerationWorker
+from nemo_like.imports import freeze_objects
 from nemo_like.observe.metrics import Metric, Metrics, merge
 from nemo_like.observe.sinks import JsonlFile
 from nemo_like.observe.trajectory_files import VOCABULARY, Resumed, TrajectoryFiles
@@ -109,14 +110,11 @@ class RolloutResult:
     """The completions as text, if requested."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """With arrays: a tensor takes ten times as long to pickle, and a group has a dozen."""
-        rows = {name: column.numpy() for name, column in self.rows.items()}
-        return self.__dict__ | {"lengths": self.lengths.numpy(), "rows": rows}
+        return self.__dict__ | {"lengths": self.lengths.numpy(), "rows": as_arrays(self.rows)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copies, since Ray's arrays cannot be written."""
-        rows = {name: torch.tensor(column) for name, column in state["rows"].items()}
-        self.__dict__.update(state, lengths=torch.tensor(state["lengths"]), rows=rows)
+        tensors = {"lengths": torch.tensor(state["lengths"]), "rows": as_tensors(state["rows"])}
+        self.__dict__.update(state, **tensors)
 
 
 _MAX_ERROR_CHARS = 300
@@ -171,6 +169,7 @@ class RolloutWorker(GenerationWorker):
             self._trajectories = JsonlFile(Path(setup.run_dir, "trajectories.jsonl"))
             self._trajectories.truncate_after(setup.resumed.step)
         self._files = self._open_files(setup)
+        freeze_objects()
 
     async def rollout(self, request: RolloutRequest) -> RolloutResult:
         """Carry out all tasks at once; tokens go to the object store."""
