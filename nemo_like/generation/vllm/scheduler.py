@@ -10,12 +10,11 @@ import dataclasses
 import time
 from typing import Any
 
-import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 LOOKAHEAD_TOKENS = 64
@@ -23,6 +22,9 @@ LOOKAHEAD_TOKENS = 64
 no planning."""
 STARTS = "starts"
 """In each last output: numbers of refits, with the first token that was sampled after each."""
+LOGPROBS = "logprobs"
+"""In each last output: logprobs of its tokens as a list, if they were held back. vLLM's own field
+takes three arrays, which the reader turns into lists again, token by token."""
 
 
 class WholeCompletions(AsyncScheduler):
@@ -210,7 +212,10 @@ class WholeCompletions(AsyncScheduler):
                     del self._held[output.request_id]
                     held.fill(output)
                 # In a field that comes back as it is, and that nothing here needs.
-                output.kv_transfer_params = {STARTS: self._starts[output.request_id]}
+                output.kv_transfer_params = {
+                    STARTS: self._starts[output.request_id],
+                    LOGPROBS: None if held is None else held.logprobs,
+                }
                 if output.finish_reason is not None:
                     del self._starts[output.request_id]
                 due.append(output)
@@ -227,28 +232,25 @@ class _Held:
     def __init__(self, *, with_logprobs: bool) -> None:
         self._prefill_stats: Any = None
         self._token_ids: list[int] = []
-        self._logprobs: list[float] | None = [] if with_logprobs else None
+        self.logprobs: list[float] | None = [] if with_logprobs else None
 
     def add(self, output: EngineCoreOutput, logprob: float | None) -> None:
         """Record one more step; its ``logprob`` is given or still in ``output``."""
         self._token_ids += output.new_token_ids
         if output.prefill_stats is not None:
             self._prefill_stats = output.prefill_stats
-        if self._logprobs is None or not output.new_token_ids:
+        if self.logprobs is None or not output.new_token_ids:
             return
         if logprob is not None:
-            self._logprobs.append(logprob)
+            self.logprobs.append(logprob)
         elif output.new_logprobs is not None:
-            self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
 
     def fill(self, output: EngineCoreOutput) -> None:
-        """Move everything held into ``output``."""
+        """Move what is held into ``output``, except logprobs."""
         output.new_token_ids = self._token_ids
         output.prefill_stats = self._prefill_stats
-        if self._logprobs is not None:
-            ids = np.array(output.new_token_ids)[:, None]
-            logprobs = np.array(self._logprobs, dtype=np.float32)[:, None]
-            output.new_logprobs = LogprobsLists(ids, logprobs, np.zeros(len(ids), dtype=np.int64))
+        output.new_logprobs = None
 
 
 def _at_block_ends(cache_blocks: Any, block_size: int) -> Any:
