@@ -128,7 +128,7 @@ def read_result(payload: bytes) -> tuple[str, RewardResult]:
     said = _parse(payload, _Result, "a result")
     if (said.reward is None) == (said.error is None):
         raise FrameError("a result with both reward and error, or with neither")
-    plain = asdict(said)
+    plain = dict(vars(said))
     return plain.pop("id"), RewardResult(**plain)
 
 
