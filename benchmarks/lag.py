@@ -92,7 +92,8 @@ def measured(lag: int, order: str, seed: int, steps: int) -> dict[str, object]:
         engines=2,
         slots=PROMPTS * GROUP // 2,
         train_s=statistics.mean(spent),
-        seconds=log_normal(MEDIAN_S, SPREAD, MOST),
+        tokens=log_normal(MEDIAN_S, SPREAD, MOST),
+        token_s=lambda _: 1.0,
         lag=lag,
         by_readiness=order == "ready",
     )

@@ -505,11 +505,13 @@ def test_predicted_peaks_are_measured_ones(folder, record):
     assert peak == pytest.approx(record["train_peak_gib"], rel=limit)
 
 
-def test_predicted_seconds_are_measured_ones():
+def test_what_is_predicted_for_any_record_is_what_was_measured():
+    """Within 15 %; calls of parts of a step vary by 0.02 s, too. What is missed has a reason."""
     compared = list(predicted.compared())
-    assert len(compared) > 60
-    for one in compared:  # calls vary by 0.02 s
-        assert one.predicted == pytest.approx(one.measured, rel=0.15, abs=0.02), one
+    assert len(compared) > 120
+    for one in compared:
+        near = pytest.approx(one.measured, rel=0.15, abs=0.0 if one.phase == "step" else 0.02)
+        assert (one.predicted == near) != ((one.record, one.phase) in predicted.MISSED), one
 
 
 def test_what_bounds_a_step_depends_on_the_model():
@@ -605,7 +607,7 @@ def test_the_plan_names_the_bottleneck_of_a_gpu_run_and_none_of_a_cpu_run(capsys
         "generation.max_new_tokens=2000",
         "policy.micro_batch_tokens=16384",
     )
-    assert gpu[-1].startswith("bottleneck: rollout, 96% of 7.6 s")
+    assert gpu[-1].startswith("bottleneck: rollout, 95% of 5.59 s")
     assert not any(line.startswith("bottleneck") for line in lines(capsys))
 
 

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from nemo_like.cli import main
-from nemo_like.launch.plan_lag import Times, _Planner
+from nemo_like.launch.plan_lag import Planner, Times
 from nemo_like.launch.simulation import Workload, log_normal, simulate
-from nemo_like.models.resolve import resolve_model
 from nemo_like.observe.trajectory_files import TrajectoryFiles
-from nemo_like.planning.model_shape import read_model_shape
 from nemo_like.planning.resources import plan_run
 from nemo_like.run.folder import save_config
 from tests.small_runs import small_config
@@ -20,7 +18,7 @@ from tests.test_trajectory_files import keep, one, table
 def work(**changes):
     """Two groups of one completion of 3 s, one engine with two slots, 1 s of training."""
     same = {"groups": 2, "group_size": 1, "engines": 1, "slots": 2, "train_s": 1.0}
-    return Workload(**(same | {"seconds": lambda _: 3.0} | changes))
+    return Workload(**(same | {"tokens": lambda _: 3.0, "token_s": lambda _: 1.0} | changes))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def test_a_step_waits_for_its_slowest_completion_unless_it_samples_ahead():
     """Of 64 log-normal completions the slowest takes about 8 medians, their mean 1.4."""
     long_tail = {"groups": 8, "group_size": 8, "engines": 2, "slots": 32, "train_s": 0.3}
     steps = [
-        simulate(work(**long_tail, seconds=log_normal(1.0), lag=lag), steps=200).step_s
+        simulate(work(**long_tail, tokens=log_normal(1.0), lag=lag), steps=200).step_s
         for lag in (0, 1, 4)
     ]
     assert steps[0] == pytest.approx(8.0, rel=0.1)
@@ -57,7 +55,7 @@ def test_a_step_waits_for_its_slowest_completion_unless_it_samples_ahead():
 
 
 def earlier_run(folder: Path, *options: str) -> None:
-    """Five steps of 4 completions on 2 workers: 1 s for 10 tokens of each, then 0.75 s."""
+    """Five steps of 4 completions on 2 workers: 1 s for 10 tokens, then 0.75 s; most have 4."""
     config = small_config(
         folder / "run",
         "cluster.cpu_workers_per_node=2",
@@ -68,54 +66,58 @@ def earlier_run(folder: Path, *options: str) -> None:
     (folder / "run").mkdir()
     save_config(folder / "run", config, continued=False)
     record = {"time/step_s": 1.75, "time/rollout_s": 1.0, "time/refit_s": 0.25}
-    record |= {"rollout/completion_tokens_max": 10.0, "rollout/num_tokens": 40.0}
+    record |= {"rollout/completion_tokens_max": 10.0, "rollout/num_tokens": 22.0}
     lines = [json.dumps({"step": step, **record}) + "\n" for step in range(1, 6)]
     (folder / "run" / "metrics.jsonl").write_text("".join(lines))
     files = TrajectoryFiles(folder / "run" / "trajectories", 0, 1 << 20)
-    keep(files, table(1, *(one(index=i, ids=range(10)) for i in range(4))))
+    keep(files, table(1, *(one(index=i, ids=range(10 if i == 0 else 4)) for i in range(4))))
 
 
 def test_a_plan_from_an_earlier_run_has_its_times_and_says_which_split_is_best(tmp_path, capsys):
-    """Of 8 workers, 5 sample 16 completions of 1 s, two at once in each, and so need 1.6 s.
+    """A step of all workers takes 1.75 s, as the run's, if one of its completions has 10 tokens.
 
-    The other 3 need 0.25 s for a refit and 0.5 s * 8 / 3 for training: 1.58 s.
+    Of 8 workers 4 sample 16 completions, of 5.5 tokens on average and two at once in each, in 1.1 s
+    and more; the other 4 train for 1 s; and a refit, in which all stand still, takes 0.25 s.
     """
     earlier_run(tmp_path)
     main(["plan", "--from", f"{tmp_path}/run"])
     lines = capsys.readouterr().out.split("Simulated   ")[1].splitlines()
     assert lines[0] == (
-        f"3 steps and 4 completions of {tmp_path}/run: 10 tokens, at most 10, 0.1 s each, 2 at "
-        "once in an engine"
+        f"3 steps and 4 completions of {tmp_path}/run: 6 tokens, at most 10, 0.1 s each, up to "
+        "2 at once in an engine"
     )
     rows = [" ".join(line.split()) for line in lines[2:-1]]
-    assert rows[0] == "2 all all 0 1.75 s 23 43% 57% 0"  # as the run itself
-    assert rows[5] == "8 all all 0 1.75 s 91 43% 57% 0"
-    assert rows[8] == "8 5 3 2 1.6 s 100 0% 1% 2"
-    assert rows[-1] == "4096 2560 1536 2 1.6 s 51,289 0% 1% 2"
+    assert rows[5] == "8 all all 0 1.73 s 51 68% 57% 0"
+    assert rows[8] == "8 4 4 2 1.42 s 62 22% 12% 2"
+    assert rows[-2] == "4096 all all 0 1.75 s 25,746 69% 57% 0"
+    assert rows[-1] == "4096 2048 2048 2 1.57 s 28,759 30% 20% 2"
     assert lines[-1] == (
-        "best of 8 workers: cluster.num_generation_workers=5 rollout.max_lag=2, 1.09 x the "
+        "best of 8 workers: cluster.num_generation_workers=4 rollout.max_lag=2, 1.22 x the "
         "tokens/s of sharing"
     )
 
 
-def test_an_engine_on_a_gpu_samples_all_that_it_has_in_flight_at_once(tmp_path):
-    """Of 8 GPUs one samples 8 x 2 completions of 1 s: in one wave, where the host has to keep up.
+def test_engines_slow_down_with_what_they_sample_and_stand_still_for_prompts_and_refits():
+    """By hand: 2 groups of 1 and 2 tokens, of which the engine makes each in 1 s, or two in 3 s."""
+    lengths = iter(range(10**6))
+    changes = {"tokens": lambda _: 1 + next(lengths) % 2, "token_s": lambda count: 2 * count - 1}
+    slow = work(**changes, row_s=0.25, group_s=0.125, refit_s=0.5)
+    assert simulate(slow).step_s == 0.25 * 2 + 3 + 1 + 0.125 + 1 + 0.5
 
-    Where no formula says what that costs, it samples two at once, as each of 8 engines did.
-    """
+
+def test_where_an_engine_has_slots_for_some_the_others_wait(tmp_path):
+    """Of 8 workers one samples 8 x 2 completions of 1 s: in one wave, or two at once."""
     config = small_config(
         tmp_path,
-        "cluster.gpus_per_node=8",
+        "cluster.cpu_workers_per_node=8",
         "grpo.num_prompts_per_step=8",
         "grpo.num_generations_per_prompt=2",
     )
-    times = Times(source="", token_s=1.0, slots=2, train_s=0.0, refit_s=0.0, lengths=[1.0])
-    shape = read_model_shape(Path(resolve_model("embedded")))
-    waves = [
-        _Planner(config, times, plan_run(config), of_model).outcome(8, 1, 0).found.step_s
-        for of_model in (shape, None)
-    ]
-    assert waves == pytest.approx([(3.6 + 16 * 0.0022) / (3.6 + 2 * 0.0022), 8.0])
+    same = {"source": "", "train_s": 0.0, "refit_s": 0.0, "lengths": [1.0]}
+    times = [Times(token_s=lambda _: 1.0, slots=slots, **same) for slots in (1024, 2)]
+    plan = plan_run(config)
+    waves = [Planner(config, one, plan).outcome(8, 1, 0).found.step_s for one in times]
+    assert waves == pytest.approx([1.0, 8.0])
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def simulated_lines(
     if folder is not None:
         if not isinstance(earlier, SamplingRunConfig):
             raise UserError(f"--from={folder} is a run that did not sample; give one that did.")
-        times = measured(folder, earlier)
+        times = measured(folder, earlier, shape)
     elif shape is not None:
         times = predicted(config, shape, plan)
     else:
@@ -120,7 +120,7 @@ def simulated_lines(
             "these CPUs, or set cluster.gpus_per_node."
         )
     yield ""
-    yield from lag_lines(config, times, plan, shape)
+    yield from lag_lines(config, times, plan)
 
 
 def _summary(config: RunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:

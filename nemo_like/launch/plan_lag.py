@@ -2,8 +2,8 @@
 
 import random
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
@@ -13,14 +13,20 @@ from nemo_like.launch.simulation import Outcome, Workload, log_normal, simulate
 from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape
 from nemo_like.planning.resources import ResourcePlan, plan_run
-from nemo_like.planning.step_time import decode_seconds, predict_step
+from nemo_like.planning.step_time import (
+    PROMPT_S,
+    ROLLOUT_S,
+    RowTokens,
+    decoding,
+    predict_step,
+)
 
 _LAGS = (0, 1, 2, 4)
 _SIZES = (8, 64, 512, 4096)
 _NEARLY_BEST = 0.97
 """A smaller lag with this share of the most tokens/s is the better choice."""
-_MOST_COMPLETIONS = 50_000
-"""Simulated ones, which bound the number of steps."""
+_MOST_ROWS, _MOST_COMPLETIONS = 2048, 30_000
+"""Simulated ones of a step, of which larger steps have several times as many; and of all steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +34,13 @@ class Times:
     """What steps take, in parts that hold for any number of workers."""
 
     source: str
-    token_s: float
-    """A token of one completion in an engine with ``slots`` of them."""
+    token_s: Callable[[int], float]
+    """Of one more token of each of so many completions, in an engine."""
     slots: int
+    """Completions at once in an engine, at most."""
+    row_s: float = 0.0
+    group_s: float = 0.0
+    """See ``Workload``."""
     train_s: float
     """Seconds of one worker to train on a token."""
     refit_s: float
@@ -38,25 +48,40 @@ class Times:
     """Tokens of completions, in equal shares."""
 
 
-def predicted(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> Times:
-    """By the formulas of ``plan``; the longest completions are ten times the median."""
-    phases = {one.name: one.seconds for one in predict_step(config, shape, plan)}
-    rows, most = config.rows_per_step, config.generation.max_new_tokens
-    per_engine = -(-rows // len(plan.generation))
-    draw, numbers = log_normal(most / 10), random.Random(0)
-    rollout, refit = phases.pop("rollout"), phases.pop("refit")
+def predicted(
+    config: SamplingRunConfig,
+    shape: ModelShape,
+    plan: ResourcePlan,
+    lengths: list[float] | None = None,
+    prompt: float = 0.0,
+) -> Times:
+    """By the formulas of ``plan``; by default the longest completions are ten times the median."""
+    if lengths is None:
+        draw, numbers = log_normal(config.generation.max_new_tokens / 10), random.Random(0)
+        lengths = [draw(numbers) for _ in range(4096)]
+    mean = statistics.mean(lengths)
+    tokens = RowTokens(prompt=prompt, completion=mean, longest=max(lengths))
+    phases = {one.name: one.seconds for one in predict_step(config, shape, plan, tokens)}
+    del phases["rollout"]
+    refit_s = phases.pop("refit")
+    token = decoding(config, shape, round(prompt + mean / 2))
     return Times(
         source="times as predicted above, lengths log-normal",
-        token_s=rollout / most / -(-per_engine // MOST_SEQUENCES),
-        slots=min(per_engine, MOST_SEQUENCES),
-        train_s=sum(phases.values()) * len(plan.policy) / (rows * most),
-        refit_s=refit,
-        lengths=[draw(numbers) for _ in range(4096)],
+        token_s=lambda count: token(count)[0],
+        slots=MOST_SEQUENCES,
+        row_s=PROMPT_S,
+        group_s=ROLLOUT_S,
+        train_s=sum(phases.values()) * len(plan.policy) / (config.rows_per_step * mean),
+        refit_s=refit_s,
+        lengths=lengths,
     )
 
 
-def measured(folder: Path, config: SamplingRunConfig) -> Times:
-    """Those of the run in ``folder``, whose configuration is ``config``; raises UserError."""
+def measured(folder: Path, config: SamplingRunConfig, shape: ModelShape | None) -> Times:
+    """Those of the run in ``folder``, whose configuration is ``config``; raises UserError.
+
+    ``shape``: of a model on GPUs, whose engines sample more at once with more in flight.
+    """
     from nemo_like.viewer.runs import RunFolder
 
     if config.overlaps:
@@ -81,14 +106,30 @@ def measured(folder: Path, config: SamplingRunConfig) -> Times:
     def median(name: str) -> float:
         return statistics.median(one.get(name, 0.0) for one in steps)
 
-    refit = median("time/refit_s")
+    refit, rollout = median("time/refit_s"), median("time/rollout_s")
     longest = max(median("rollout/completion_tokens_max"), 1)
-    train_s = median("time/step_s") - median("time/rollout_s") - refit
+    train_s = median("time/step_s") - rollout - refit
+    source = f"{len(steps)} steps and {len(lengths)} completions of {folder}"
+    train_s = max(train_s, 0.0) * len(plan.policy) / max(median("rollout/num_tokens"), 1)
+    if shape is not None:
+        of_plan = predicted(config, shape, plan, lengths)
+        tokens = RowTokens(completion=statistics.mean(lengths), longest=longest)
+        slower = rollout / predict_step(config, shape, plan, tokens)[0].seconds
+        return replace(
+            of_plan,
+            source=source,
+            token_s=lambda count: slower * of_plan.token_s(count),
+            row_s=slower * of_plan.row_s,
+            group_s=slower * of_plan.group_s,
+            train_s=train_s,
+            refit_s=refit,
+        )
+    token_s = rollout / longest / -(-per_engine // MOST_SEQUENCES)
     return Times(
-        source=f"{len(steps)} steps and {len(lengths)} completions of {folder}",
-        token_s=median("time/rollout_s") / longest / -(-per_engine // MOST_SEQUENCES),
+        source=source,
+        token_s=lambda _: token_s,
         slots=min(per_engine, MOST_SEQUENCES),
-        train_s=max(train_s, 0.0) * len(plan.policy) / max(median("rollout/num_tokens"), 1),
+        train_s=train_s,
         refit_s=refit,
         lengths=lengths,
     )
@@ -115,19 +156,13 @@ class _Choice:
         ]
 
 
-class _Planner:
-    def __init__(
-        self,
-        config: SamplingRunConfig,
-        times: Times,
-        plan: ResourcePlan,
-        shape: ModelShape | None,
-    ) -> None:
+class Planner:
+    def __init__(self, config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> None:
         self._config, self._times, self._workers = config, times, plan.num_bundles
-        self._shape = shape
         sizes = parallel_sizes(config.policy, len(plan.policy))
         self._unit = sizes.num_ranks // sizes.dp
         """Workers that share one model in training."""
+        self._shares = plan.uses_gpus and not config.generation.sleep
         self._mean = statistics.mean(times.lengths)
 
     def outcome(self, workers: int, sampling: int | None, lag: int) -> _Choice:
@@ -138,18 +173,24 @@ class _Planner:
         tokens = groups * size * self._mean
         engines = (sampling or workers) * generation.num_engines_per_bundle
         engines //= generation.tensor_parallel_size
-        slots, token_s = self._speed(-(-groups * (1 + lag) // engines) * size)
+        parts = max(1, groups * size // _MOST_ROWS)
         work = Workload(
-            groups=groups,
+            groups=groups // parts,
             group_size=size,
-            engines=engines,
-            slots=slots,
-            train_s=times.refit_s + times.train_s * tokens / (workers - (sampling or 0)),
-            seconds=lambda draw: token_s * draw.choice(times.lengths),
+            engines=max(1, engines // parts),
+            slots=min(times.slots, -(-groups * (1 + lag) // engines) * size),
+            train_s=times.train_s * tokens / (workers - (sampling or 0)),
+            refit_s=times.refit_s,
+            tokens=lambda draw: times.lengths[int(draw.random() * len(times.lengths))],
+            token_s=times.token_s,
+            row_s=times.row_s,
+            group_s=times.group_s,
+            shares=sampling is None,
             lag=lag,
             by_readiness=lag > 0 and self._config.rollout_order == "ready",
         )
-        found = simulate(work, max(3, min(40, _MOST_COMPLETIONS // (groups * size))))
+        turns = max(2, min(40, _MOST_COMPLETIONS // (work.groups * size)) // (1 + lag))
+        found = simulate(work, turns * (1 + lag))  # as steps may take turns
         return _Choice(
             workers=workers,
             sampling=sampling,
@@ -157,21 +198,6 @@ class _Planner:
             found=found,
             tokens_per_s=tokens / found.step_s,
         )
-
-    def _speed(self, rows: int) -> tuple[int, float]:
-        """How many of an engine's ``rows`` in flight it samples at once, and a token's time then.
-
-        Without a formula, on CPUs, no more at once than in the times.
-        """
-        times = self._times
-        if self._shape is None:
-            return times.slots, times.token_s
-        slots, seen = min(rows, MOST_SEQUENCES), round(self._mean / 2)
-        now, then = (
-            max(decode_seconds(self._config, self._shape, one, seen))
-            for one in (slots, times.slots)
-        )
-        return slots, times.token_s * now / then
 
     def splits(self, workers: int) -> list[int]:
         """Numbers of sampling workers that leave whole models to both sides."""
@@ -183,31 +209,30 @@ class _Planner:
     def searched(self, workers: int) -> list[_Choice]:
         """The best split of each lag."""
         lags = _LAGS if isinstance(self._config, PolicyGradientRunConfig) else (0,)
-        splits = self.splits(workers)
-        each = [[self.outcome(workers, one, lag) for one in splits] for lag in lags]
+        splits: list[int | None] = [*self.splits(workers)]
+        beside = [None] if self._shares else []
+        each = [
+            [self.outcome(workers, one, lag) for one in splits + beside * (lag > 0)] for lag in lags
+        ]
         return [max(one, key=lambda choice: choice.tokens_per_s) for one in each if one]
 
     def scaled(self, best: _Choice, workers: int) -> list[_Choice]:
         """The same split of more workers."""
         if best.sampling is None:
-            return []
+            return [self.outcome(workers, None, best.lag)] if best.lag else []
         tp = self._config.generation.tensor_parallel_size
         sampling = best.sampling * workers // best.workers // tp * tp
         return [self.outcome(workers, sampling, best.lag)]
 
 
-def lag_lines(
-    config: SamplingRunConfig, times: Times, plan: ResourcePlan, shape: ModelShape | None
-) -> Iterator[str]:
-    """A table of the configured number of workers, and of more with as much for each to do.
-
-    ``shape``: of a model on GPUs, whose engines sample more at once with more in flight.
-    """
-    planner, workers = _Planner(config, times, plan, shape), plan.num_bundles
+def lag_lines(config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> Iterator[str]:
+    """A table of the configured number of workers, and of more with as much for each to do."""
+    planner, workers = Planner(config, times, plan), plan.num_bundles
     kind = "GPUs" if plan.uses_gpus else "workers"
     yield (
         f"Simulated   {times.source}: {statistics.mean(times.lengths):.0f} tokens, at most "
-        f"{max(times.lengths):.0f}, {times.token_s:.2g} s each, {times.slots} at once in an engine"
+        f"{max(times.lengths):.0f}, {times.token_s(1):.2g} s each, up to "
+        f"{times.slots} at once in an engine"
     )
     rows: list[_Choice] = []
     best, best_of = planner.outcome(workers, None, 0), ""
@@ -227,8 +252,8 @@ def lag_lines(
 
 
 def _words(best: _Choice, shared: _Choice) -> str:
-    if best.sampling is None:
+    if best.sampling is None and not best.lag:
         return "all sample, then all train (cluster.num_generation_workers=null)"
     gain = best.tokens_per_s / shared.tokens_per_s
-    keys = f"cluster.num_generation_workers={best.sampling} rollout.max_lag={best.lag}"
+    keys = f"cluster.num_generation_workers={best.sampling or 'null'} rollout.max_lag={best.lag}"
     return f"{keys}, {gain:.2f} x the tokens/s of sharing"

@@ -1,15 +1,16 @@
-"""Steps of a run on a clock: the run's own rule of admission, engines with a number of slots.
+"""Steps of a run on a clock: the run's own rule of admission, engines that share their speed.
 
-An engine works on ``slots`` completions at once, each as fast as any other; what begins later waits
-for a slot. A step trains for as long as given.
+An engine makes one more token of each of its completions at a time, the slower the more there are;
+what begins beyond its slots waits for one. A step trains for as long as given.
 """
 
 import heapq
 import math
 import random
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +30,19 @@ class Workload:
     slots: int
     """Completions that an engine works on at once."""
     train_s: float
-    """Of a step, with its refit."""
-    seconds: Draw
+    """Of a step, in which engines go on."""
+    refit_s: float = 0.0
+    """Of a step, in which engines stand still."""
+    tokens: Draw
     """Of a completion."""
+    token_s: Callable[[int], float]
+    """Of one more token of each of so many completions."""
+    row_s: float = 0.0
+    """For which an engine stands still to read a prompt; after a refit, what it had written too."""
+    group_s: float = 0.0
+    """From a group's last token until it can train."""
+    shares: bool = False
+    """Whether each engine has the GPU of a policy rank, which then take turns."""
     lag: int = 0
     by_readiness: bool = False
 
@@ -49,61 +60,127 @@ class Outcome:
 
 
 @dataclass
-class _Engines:
+class _Engine:
     work: Workload
-    draw: random.Random
+    token_s: list[float]
+    """See ``Workload``, by the number of completions."""
     now: float = 0.0
+    tokens: float = 0.0
+    """Of a completion that began at first and never ended."""
     busy: float = 0.0
-    ends: dict[int, float] = field(default_factory=dict)
+    running: list[tuple[float, int]] = field(default_factory=list)
+    """Heap of completions: ``tokens`` at its end, and its group."""
+    waiting: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
-    def __post_init__(self) -> None:
-        self.free = [[0.0] * self.work.slots for _ in range(self.work.engines)]
+    def begin(self, group: int, tokens: float) -> None:
+        if len(self.running) == self.work.slots:
+            self.waiting.append((tokens, group))
+        else:
+            heapq.heappush(self.running, (self.tokens + tokens, group))
+        self.now += self.work.row_s
 
-    def begin(self, group: int) -> Any:
-        """Give each completion the slot of its engine that is free first."""
-        free, ends = self.free[group % self.work.engines], []
+    def ends(self) -> dict[int, float]:
+        """When the groups end if no other begins."""
+        running, waiting = self.running.copy(), self.waiting.copy()
+        return replace(self, running=running, waiting=waiting).run(math.inf)
+
+    def run(self, until: float) -> dict[int, float]:
+        """Sample until then; returns when the last completion of each group ended."""
+        ends: dict[int, float] = {}
+        running, waiting, now, tokens = self.running, self.waiting, self.now, self.tokens
+        while running and now <= until:
+            count = len(running)
+            token_s, (end, group) = self.token_s[count], running[0]
+            seconds = (end - tokens) * token_s
+            if now + seconds > until:
+                tokens += (until - now) / token_s
+                self.busy += (until - now) * count
+                now = until
+                break
+            now += seconds
+            tokens = end
+            self.busy += seconds * count
+            ends[group] = now
+            if waiting:
+                most, group = waiting.popleft()
+                heapq.heapreplace(running, (end + most, group))
+            else:
+                heapq.heappop(running)
+        self.now, self.tokens = now, tokens
+        return ends
+
+    def stop(self, begin: float, seconds: float) -> dict[int, float]:
+        """Sample until then, and stand still; a refit drops the cache."""
+        ends = self.run(begin)
+        self.now = max(self.now, begin) + seconds + self.work.row_s * len(self.running)
+        return ends
+
+
+class _Engines:
+    def __init__(self, work: Workload) -> None:
+        self.work, self.now = work, 0.0
+        token_s = [0.0, *map(work.token_s, range(1, work.slots + 1))]
+        self.all = [_Engine(work, token_s) for _ in range(work.engines)]
+        self.ends: dict[int, float] = {}
+        """By group, when the last of its completions ended that has ended."""
+
+    def begin(self, group: int, draw: random.Random) -> Any:
         for _ in range(self.work.group_size):
-            seconds = self.work.seconds(self.draw)
-            ends.append(max(self.now, free[0]) + seconds)
-            heapq.heapreplace(free, ends[-1])
-            self.busy += seconds
-        self.ends[group] = max(ends)
+            self.all[group % self.work.engines].begin(group, self.work.tokens(draw))
         return SimpleNamespace(refs={group: 0})
 
     def wait(self, calls: Collection[Any], enough: Callable[[Any], bool]) -> list[list[Any]]:
         """Let time pass until enough groups have finished; see ``Generation.results``."""
         groups = [next(iter(call.refs)) for call in calls]
-        times = sorted(
-            {self.now, *(end for group in groups if (end := self.ends[group]) > self.now)}
-        )
+        ends = self.ends.copy()
+        for engine in self.all:
+            ends |= engine.ends()
+        ready = {group: ends[group] + self.work.group_s for group in groups}
+        times = sorted({self.now, *(time for time in ready.values() if time > self.now)})
 
         def is_enough(time: float) -> bool:
-            return enough({group for group in groups if self.ends[group] <= time})
+            return enough({group for group in groups if ready[group] <= time})
 
         self.now = times[bisect_left(times, True, key=is_enough)]
-        return [[group] if self.ends[group] <= self.now else [] for group in groups]
+        return [[group] if ready[group] <= self.now else [] for group in groups]
+
+    def train(self) -> None:
+        """Sample on for the time of training, then stand still for a refit."""
+        pause_s = self.work.refit_s
+        for engine in self.all:
+            self.ends |= engine.run(self.now)
+        if self.work.shares and any(engine.running for engine in self.all):
+            pause_s += self.work.train_s  # half the speed for twice the time, for both
+        self.now += self.work.train_s
+        for engine in self.all:
+            self.ends |= engine.stop(self.now, pause_s)
+        self.now += pause_s
+
+    @property
+    def busy(self) -> float:
+        return sum(engine.busy for engine in self.all)
 
 
 def simulate(work: Workload, steps: int = 40, seed: int = 0) -> Outcome:
     """Run ``steps`` after the first ones, which begin with idle engines."""
-    engines, first = _Engines(work, random.Random(seed)), max(3, 2 * work.lag)
+    engines, draw, first = _Engines(work), random.Random(seed), max(3, 2 * work.lag)
     ahead = Ahead(work.lag, work.groups, steps + first + work.lag, work.by_readiness)
     groups, began, ages, start, busy = 0, dict[int, int](), 0, 0.0, 0.0
     for step in range(1, steps + first + 1):
         if step == first + 1:
             start, busy = engines.now, engines.busy
         for _ in range(ahead.room(step, work.groups)):
-            ahead.add(step, groups, engines.begin(groups))
+            ahead.add(step, groups, engines.begin(groups, draw))
             began[groups] = step
             groups += 1
         used = ahead.next(step, work.groups, engines.wait)
         ages += sum(step - began[one.group] for one in used) if step > first else 0
-        engines.now += work.train_s
+        engines.train()
     elapsed = engines.now - start
     return Outcome(
         step_s=elapsed / steps,
         engines_idle=max(0.0, 1 - (engines.busy - busy) / (elapsed * work.engines * work.slots)),
-        trainer_idle=1 - steps * work.train_s / elapsed,
+        trainer_idle=max(0.0, 1 - steps * (work.train_s + work.refit_s) / elapsed),
         staleness=ages / (steps * work.groups),
     )
 

@@ -6,6 +6,7 @@ machine has cached, are left out.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_like.config.policy import PolicyConfig
@@ -28,15 +29,22 @@ RECOMPUTED = {"none": 0.0, "selective": 0.2, "full": 1.0}
 """Part of a forward pass that a backward pass makes again."""
 SHARDS_BYTES_PER_S = 400e9
 """Of parameters and gradients between ranks that share them."""
-STEP_HOST_S = 0.08
-"""Of a training step: calls to workers, rows that they fetch, and launches of kernels."""
-DECODE_BYTES_PER_S = 0.57 * 4.8e12
-"""Of weights and cache that decoding reads: 0.57 of what an H200's memory gives."""
-DECODE_HOST_S, DECODE_ROW_S = 0.0036, 2.2e-6
-"""An engine's work on the host for one token of all its sequences, and for each of these."""
-REFIT_S, REFIT_BYTES_PER_S = 0.05, 1e12
+TRAIN_ROW_S = 0.25e-3
+"""Of each row that a worker fetches and makes ready for a training step."""
+DECODE_BYTES_PER_S = 0.85 * 4.8e12
+"""Of weights and cache that decoding reads: 0.85 of what an H200's memory gives."""
+LAYER_S = 42e-6
+"""Of a layer's kernels for one token, on top of what they read."""
+DECODE_HOST_S, DECODE_ROW_S = 2.5e-3, 7.3e-6
+"""vLLM's work on the host for one token of all its sequences, in which the GPU computes, and for
+each of these, in which it waits."""
+PROMPT_S = 0.51e-3
+"""Of vLLM's host process to take in a row and give it back."""
+ROLLOUT_S = 0.086
+"""From a rollout's call to its rewards, on top."""
+REFIT_S, REFIT_BYTES_PER_S = 0.053, 1e12
 """Of a refit: calls to workers, then copies."""
-GATHERED_BYTES_PER_S = 30e9
+GATHERED_BYTES_PER_S = 150e9
 """Of weights that policy ranks hold in parts."""
 WAKE_S = 0.19
 """Of a refit to an engine that sleeps while the policy trains."""
@@ -59,7 +67,7 @@ class RowTokens:
 
     prompt: float = 0.0
     completion: float
-    longest: int
+    longest: float
 
 
 def predict_step(
@@ -71,9 +79,12 @@ def predict_step(
     """Each phase; by default completions are as long as they may be, and prompts are left out."""
     policy, most = config.policy, config.generation.max_new_tokens
     tokens = tokens or RowTokens(completion=most, longest=most)
-    row = tokens.prompt + tokens.completion
-    ranks, count = len(plan.policy), config.rows_per_step * row
-    train_s = STEP_HOST_S + train_seconds(policy, shape, ranks, count, row)
+    row, prompt = tokens.prompt + tokens.completion, tokens.prompt
+    if policy.batching == "shared":
+        prompt /= config.loop.num_generations_per_prompt
+    ranks, count = len(plan.policy), config.rows_per_step * (prompt + tokens.completion)
+    train_s = TRAIN_ROW_S * config.rows_per_step / ranks
+    train_s += train_seconds(policy, shape, ranks, count, row)
     generation, products = config.generation, "matrix products"
     sleeps = plan.colocated and generation.sleep and generation.kind.sleeps
     refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
@@ -107,14 +118,15 @@ def train_seconds(
     policy: PolicyConfig, shape: ModelShape, num_ranks: int, num_tokens: float, row_tokens: float
 ) -> float:
     """Forward and backward passes, and the optimizer where its state is on the GPU."""
-    passes = 3 + RECOMPUTED[policy.activation_checkpointing]
+    # Frozen weights get no gradients.
+    passes = (2 if policy.lora.rank else 3) + RECOMPUTED[policy.activation_checkpointing]
     compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens)
     micro_batches = _micro_batches(policy, num_ranks, num_tokens)
     gathered = 2 * micro_batches if policy.parallel.reshard_after_forward else 1
     bytes_moved = gathered * BYTES[policy.dtype] + micro_batches * FLOAT32
     moved = bytes_moved * _from_others(policy, shape, num_ranks)
     state_s = MOMENT_S[policy.optimizer.moments] * shape.num_parameters
-    if policy.offload == "optimizer":
+    if policy.offload == "optimizer" or policy.lora.rank:
         state_s = 0.0
     return (compute_s + state_s) / num_ranks + moved / SHARDS_BYTES_PER_S
 
@@ -157,25 +169,31 @@ def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool
     return REFIT_S + size / REFIT_BYTES_PER_S + gathered_s + (WAKE_S if sleeps else 0.0)
 
 
-def decode_seconds(
-    config: SamplingRunConfig, shape: ModelShape, together: int, seen: int
-) -> tuple[float, float]:
-    """A token of each of ``together`` rows of ``seen`` tokens: by the GPU's memory, by the host."""
+def decoding(
+    config: SamplingRunConfig, shape: ModelShape, seen: int
+) -> Callable[[float], tuple[float, str]]:
+    """One more token of each of so many rows of ``seen`` tokens: seconds, and what bounds them."""
     weights, cache = engine_bytes(config.generation, config.policy.dtype, shape, seen)
-    read_s = (weights + together * cache) / DECODE_BYTES_PER_S
-    return read_s, DECODE_HOST_S + together * DECODE_ROW_S
+    in_python = config.generation.backend != "graph"
+
+    def token(rows: float) -> tuple[float, str]:
+        read_s = (weights + rows * cache) / DECODE_BYTES_PER_S + LAYER_S * shape.layers
+        if in_python and read_s < DECODE_HOST_S:
+            return DECODE_HOST_S + rows * DECODE_ROW_S, "the engine's host process"
+        return read_s + rows * DECODE_ROW_S * in_python, "reading weights and cache"
+
+    return token
 
 
 def _rollout(
     config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan, tokens: RowTokens
 ) -> PhaseTime:
     rows = math.ceil(config.rows_per_step / len(plan.generation))
-    together = min(rows, MOST_SEQUENCES)
+    waves = math.ceil(rows / MOST_SEQUENCES)
     seen = round(tokens.prompt + tokens.completion / 2)
-    read_s, host_s = decode_seconds(config, shape, together, seen)
-    num_steps = tokens.longest * math.ceil(rows / MOST_SEQUENCES)
-    return PhaseTime(
-        name="rollout",
-        seconds=num_steps * max(read_s, host_s),
-        bound_by="reading weights and cache" if read_s > host_s else "the engine's host process",
-    )
+    # Shorter rows leave the engine to the others.
+    at_once = rows / waves * tokens.completion / tokens.longest
+    token_s, by = decoding(config, shape, seen)(at_once)
+    prompts_s = rows * PROMPT_S * (config.generation.backend != "graph")
+    seconds = ROLLOUT_S + prompts_s + waves * tokens.longest * token_s
+    return PhaseTime(name="rollout", seconds=seconds, bound_by=by)
