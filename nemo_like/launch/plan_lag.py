@@ -14,11 +14,11 @@ from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape
 from nemo_like.planning.resources import ResourcePlan, plan_run
 from nemo_like.planning.step_time import (
-    PROMPT_S,
     ROLLOUT_S,
     RowTokens,
     decoding,
     predict_step,
+    row_seconds,
 )
 
 _LAGS = (0, 1, 2, 4)
@@ -69,7 +69,7 @@ def predicted(
         source="times as predicted above, lengths log-normal",
         token_s=lambda count: token(count)[0],
         slots=MOST_SEQUENCES,
-        row_s=PROMPT_S,
+        row_s=row_seconds(config),
         group_s=ROLLOUT_S,
         train_s=sum(phases.values()) * len(plan.policy) / (config.rows_per_step * mean),
         refit_s=refit_s,

@@ -38,7 +38,7 @@ LAYER_S = 42e-6
 DECODE_HOST_S, DECODE_ROW_S = 2.5e-3, 7.3e-6
 """vLLM's work on the host for one token of all its sequences, in which the GPU computes, and for
 each of these, in which it waits."""
-PROMPT_S = 0.51e-3
+ROW_S = 0.51e-3
 """Of vLLM's host process to take in a row and give it back."""
 ROLLOUT_S = 0.086
 """From a rollout's call to its rewards, on top."""
@@ -169,6 +169,11 @@ def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool
     return REFIT_S + size / REFIT_BYTES_PER_S + gathered_s + (WAKE_S if sleeps else 0.0)
 
 
+def row_seconds(config: SamplingRunConfig) -> float:
+    """For which an engine makes no token, to take in a row and give it back."""
+    return 0.0 if config.generation.backend == "graph" else ROW_S
+
+
 def decoding(
     config: SamplingRunConfig, shape: ModelShape, seen: int
 ) -> Callable[[float], tuple[float, str]]:
@@ -194,6 +199,5 @@ def _rollout(
     # Shorter rows leave the engine to the others.
     at_once = rows / waves * tokens.completion / tokens.longest
     token_s, by = decoding(config, shape, seen)(at_once)
-    prompts_s = rows * PROMPT_S * (config.generation.backend != "graph")
-    seconds = ROLLOUT_S + prompts_s + waves * tokens.longest * token_s
+    seconds = ROLLOUT_S + rows * row_seconds(config) + waves * tokens.longest * token_s
     return PhaseTime(name="rollout", seconds=seconds, bound_by=by)
