@@ -607,7 +607,7 @@ def test_the_plan_names_the_bottleneck_of_a_gpu_run_and_none_of_a_cpu_run(capsys
         "generation.max_new_tokens=2000",
         "policy.micro_batch_tokens=16384",
     )
-    assert gpu[-1].startswith("bottleneck: rollout, 95% of 5.59 s")
+    assert gpu[-1].startswith("bottleneck: rollout, 99% of 5.39 s")
     assert not any(line.startswith("bottleneck") for line in lines(capsys))
 
 
@@ -737,7 +737,7 @@ def test_every_algorithm_has_a_plan(name, rows, capsys):
 
 def test_a_forward_pass_waits_only_for_parameters_of_others():
     def seconds(ranks, **sizes):
-        return forward_seconds(policy(**sizes), TINY, ranks, 8192, 1024)
+        return forward_seconds(policy(**sizes), TINY, ranks, 8192, 1024, 8192)
 
     alone = seconds(1) / 8
     assert seconds(8, data_parallel="ddp") == seconds(8, replicate=8) == pytest.approx(alone)

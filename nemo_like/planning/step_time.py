@@ -20,9 +20,11 @@ PEAK_FLOPS = 989e12
 """Of an H100 or H200 in 16 bits, dense."""
 PRODUCTS_SHARE = 0.94
 """Of ``PEAK_FLOPS`` that matrix products reach."""
-BETWEEN_PRODUCTS_S, EAGER_FACTOR = 0.667e-10, 1.8
-"""Of a forward pass, for each token, layer and number of its hidden state, in compiled layers: what
-norms, activations and attention read and write; and how much longer that takes in others."""
+BETWEEN_PRODUCTS_S = 0.667e-10
+"""Of a forward pass, for each token, layer and number of its hidden state: what norms, activations
+and attention read and write."""
+EAGER_LOGIT_S = 1.95e-11
+"""Of a pass without ``policy.compile``, for each logit of a token that trains."""
 NARROW = 455
 """Numbers that a hidden state seems to have on top, since kernels of narrow ones are less busy."""
 RECOMPUTED = {"none": 0.0, "selective": 0.2, "full": 1.0}
@@ -46,8 +48,8 @@ REFIT_S, REFIT_BYTES_PER_S = 0.053, 1e12
 """Of a refit: calls to workers, then copies."""
 GATHERED_BYTES_PER_S = 150e9
 """Of weights that policy ranks hold in parts."""
-WAKE_S = 0.19
-"""Of a refit to an engine that sleeps while the policy trains."""
+WAKE_BYTES_PER_S = 80e9
+"""Of weights, in a refit to an engine that sleeps while the policy trains."""
 OFFLOAD_BYTES_PER_S = 42e9
 """Of AdamW's moments on their way through a GPU, in both directions at the same time."""
 MOMENT_S = {"float32": 0.9e-11, "bfloat16": 2.5e-11, "int8": 7.6e-11}
@@ -84,7 +86,8 @@ def predict_step(
         prompt /= config.loop.num_generations_per_prompt
     ranks, count = len(plan.policy), config.rows_per_step * (prompt + tokens.completion)
     train_s = TRAIN_ROW_S * config.rows_per_step / ranks
-    train_s += train_seconds(policy, shape, ranks, count, row)
+    trained = config.rows_per_step * tokens.completion
+    train_s += train_seconds(policy, shape, ranks, count, row, trained)
     generation, products = config.generation, "matrix products"
     sleeps = plan.colocated and generation.sleep and generation.kind.sleeps
     refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
@@ -97,30 +100,43 @@ def predict_step(
         by_bus = "moments to and from the host"
         phases.append(PhaseTime(name="optimizer", seconds=transit_s, bound_by=by_bus))
     if config.keeps_reference:
-        forward_s = forward_seconds(policy, shape, ranks, count, row)
+        forward_s = forward_seconds(policy, shape, ranks, count, row, trained)
         phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by=products))
     return phases
 
 
 def forward_seconds(
-    policy: PolicyConfig, shape: ModelShape, num_ranks: int, num_tokens: float, row_tokens: float
+    policy: PolicyConfig,
+    shape: ModelShape,
+    num_ranks: int,
+    num_tokens: float,
+    row_tokens: float,
+    num_trained: float,
 ) -> float:
-    """A pass over ``num_tokens`` of all ranks together, in rows of ``row_tokens``."""
+    """A pass over ``num_tokens`` of all ranks together, in rows of ``row_tokens``.
+
+    ``num_trained``: tokens that are not of prompts.
+    """
     gathered = _micro_batches(policy, num_ranks, num_tokens)
     if not policy.parallel.reshard_after_forward:
         gathered = 1
     moved = gathered * BYTES[policy.dtype] * _from_others(policy, shape, num_ranks)
-    compute_s = _compute_seconds(policy, shape, num_tokens, row_tokens)
+    compute_s = _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
     return compute_s / num_ranks + moved / SHARDS_BYTES_PER_S
 
 
 def train_seconds(
-    policy: PolicyConfig, shape: ModelShape, num_ranks: int, num_tokens: float, row_tokens: float
+    policy: PolicyConfig,
+    shape: ModelShape,
+    num_ranks: int,
+    num_tokens: float,
+    row_tokens: float,
+    num_trained: float,
 ) -> float:
     """Forward and backward passes, and the optimizer where its state is on the GPU."""
     # Frozen weights get no gradients.
     passes = (2 if policy.lora.rank else 3) + RECOMPUTED[policy.activation_checkpointing]
-    compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens)
+    compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
     micro_batches = _micro_batches(policy, num_ranks, num_tokens)
     gathered = 2 * micro_batches if policy.parallel.reshard_after_forward else 1
     bytes_moved = gathered * BYTES[policy.dtype] + micro_batches * FLOAT32
@@ -141,14 +157,18 @@ def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int)
 
 
 def _compute_seconds(
-    policy: PolicyConfig, shape: ModelShape, num_tokens: float, row_tokens: float
+    policy: PolicyConfig,
+    shape: ModelShape,
+    num_tokens: float,
+    row_tokens: float,
+    num_trained: float,
 ) -> float:
     """Of one forward pass on one GPU."""
     numbers = shape.layers * shape.hidden
     flops = 2 * (shape.num_parameters + numbers * row_tokens)
     between = BETWEEN_PRODUCTS_S * shape.layers * (shape.hidden + NARROW)
-    between *= 1 if policy.compile else EAGER_FACTOR
-    return num_tokens * (flops / (PEAK_FLOPS * PRODUCTS_SHARE) + between)
+    logits_s = 0.0 if policy.compile else num_trained * shape.vocab * EAGER_LOGIT_S
+    return num_tokens * (flops / (PEAK_FLOPS * PRODUCTS_SHARE) + between) + logits_s
 
 
 def _micro_batches(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> int:
@@ -166,7 +186,8 @@ def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool
     """From ``num_ranks`` of the policy to engines."""
     size = shape.num_parameters * BYTES[dtype]
     gathered_s = size / GATHERED_BYTES_PER_S if num_ranks > 1 else 0.0
-    return REFIT_S + size / REFIT_BYTES_PER_S + gathered_s + (WAKE_S if sleeps else 0.0)
+    wake_s = size / WAKE_BYTES_PER_S if sleeps else 0.0
+    return REFIT_S + size / REFIT_BYTES_PER_S + gathered_s + wake_s
 
 
 def row_seconds(config: SamplingRunConfig) -> float:
