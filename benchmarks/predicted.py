@@ -3,9 +3,9 @@
     python benchmarks/predicted.py
 
 One line for each record and phase: predicted and measured seconds or GiB, and their ratio. Records
-whose name has "with lag" are compared with ``nemo-like plan --simulate``. Left out are other
+with lag, or a simulated step, are compared with ``nemo-like plan --simulate``. Left out are other
 contenders and algorithms, runs in ``LEFT_OUT`` and ``*-smollm2-h200.metrics.jsonl``, which shared
-their GPU, and starts, which depend on what was cached: workers of one command took 18 to 97 s.
+their GPU, and starts, which depend on what was cached: the same command took 49 to 151 s.
 """
 
 import json
@@ -237,6 +237,17 @@ def _training(name: str, record: dict[str, Any]) -> Iterator[Compared]:
     for phase, predict in (("logprobs", forward_seconds), ("train", train_seconds)):
         predicted = predict(policy, shape_of(record["shape"]), ranks, count, mean, trained)
         yield Compared(name[:64], phase, predicted, min(record[f"{phase}_s"][2:]))
+    # Micro-batches have whole rows, or whole groups.
+    unit = mean if shares == 1 else (mean - prompt) * shares + prompt
+    full = math.floor(policy.micro_batch_tokens / unit) * unit
+    phases = predict_memory(
+        shape_of(record["shape"]),
+        policy.replace(micro_batch_tokens=round(full)),
+        ranks,
+        num_micro_batches=math.ceil(count / ranks / full),
+    )
+    most = max(phase.total for phase in phases)
+    yield Compared(name[:64], "memory", most, record["train_peak_gib"])
 
 
 def _offload() -> Iterator[Compared]:
