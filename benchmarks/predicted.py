@@ -47,7 +47,7 @@ LEFT_OUT = {
 }
 _NEIGHBOURS = "runs on the machine's other GPUs took its cores"
 _PARTS = "an engine then sent tokens in parts of eight, and got its requests anew at each refit"
-_PAUSES = "in part garbage collections of a second; perhaps rewards, scored one by one; not known in full"
+_PAUSES = "in part garbage collections of a second, and perhaps rewards that are scored one by one"
 MISSED = {
     **{
         ("lag-h200 6 learning lag0, one GPU", phase): _NEIGHBOURS
