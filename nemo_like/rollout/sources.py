@@ -15,7 +15,6 @@ from nemo_like.distributed.waiting import Pending
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import Metrics
-from nemo_like.rollout.ahead import Ahead
 from nemo_like.rollout.failures import RewardFailures
 from nemo_like.rollout.rounds import Round, join, rollout_metrics, rows_of, warn_of_dropped
 from nemo_like.rollout.trajectory import RolloutTask, Sample, seed_of
@@ -54,7 +53,11 @@ class RolloutSource:
         self._generation = generation
         self.sync = sync
         self._feed = feed
-        self._ahead = Ahead.of(config)
+        self._ahead = None
+        if config.max_lag:
+            from nemo_like.rollout.ahead import Ahead
+
+            self._ahead = Ahead.of(config)
         self._validation_rows = validation_rows
         self._stop_token_ids = stop_token_ids
         self._failures = failures

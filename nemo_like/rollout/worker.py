@@ -18,7 +18,6 @@ from torch import Tensor
 from nemo_like.batch.tensor_batch import as_arrays, as_tensors, prompt_columns
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.environments.protocol import ENDPOINT
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
@@ -213,6 +212,7 @@ class RolloutWorker(GenerationWorker):
         fields = row.fields | {"messages": list(row.messages), IS_CHAT: row.is_chat}
         if limits is not None:
             assert self._endpoint is not None
+            from nemo_like.environments.protocol import ENDPOINT
             from nemo_like.rollout.recorder import Recorder
 
             recorder = Recorder(task, self.generate, self._chat, sampling, limits)
