@@ -111,24 +111,6 @@ def _straggler(results: Sequence[RolloutResult]) -> Metrics:
     return {"rollout/slowest_rank": Metric(rank), "rollout/slowest_over_median": Metric(ratio)}
 
 
-def warn_of_dropped(reward: str, results: Sequence[RolloutResult], known: set[str]) -> None:
-    """Say once of each metric of an environment that it is left out where it is not a number.
-
-    ``known``: metrics that were warned of; new ones are added.
-    """
-    for result in results:
-        for name, why in result.dropped_metrics.items():
-            if name not in known:
-                known.add(name)
-                logger.warning(
-                    "%s: metric %r is left out of rows where it is not a finite number (%s); the "
-                    "reward counts.",
-                    reward,
-                    name,
-                    why,
-                )
-
-
 def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int) -> Metrics:
     """Metrics of how many versions the sampling weights lag behind the policy.
 
