@@ -38,7 +38,6 @@ CROSSINGS = {
     ("compose/load.py", "compose/refusals.py"),
     ("compose/main.py", "compose/help.py"),
     ("compose/main.py", "compose/names.py"),
-    ("compose/main.py", "compose/refusals.py"),
     ("compose/main.py", "compose/sweep.py"),
     ("compose/overrides.py", "compose/names.py"),
     ("data/chat.py", "data/answer_spans.py"),

@@ -9,10 +9,15 @@ import hydra
 import psutil
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.compose.files import find_file, is_name, located
-from nemo_like.compose.load import Composed, check_algorithm, compose_raw, store_schema
+from nemo_like.compose.load import (
+    Composed,
+    check_algorithm,
+    compose_raw,
+    explained,
+    store_schema,
+)
 from nemo_like.compose.overrides import accept_free_keys, refuse_twice
 from nemo_like.config.run import Algorithm, RunConfig
 from nemo_like.config.section import keys_of
@@ -95,21 +100,17 @@ def _composed(algorithm: Algorithm, config_dir: Path, parsed: argparse.Namespace
     extra_dir = extra[0] if extra else None
     name = algorithm.name if parsed.config_name is None else parsed.config_name
     found, typed = [], [parsed.overrides]
+    refuse_twice(parsed.overrides)
     if parsed.multirun:
         from nemo_like.compose.sweep import jobs
 
         typed = jobs(directory, name, parsed.overrides, extra_dir)
-    refuse_twice(parsed.overrides)
     for job in typed:
         found.append(compose_raw(directory, name, job, extra_dir))
         check_algorithm(f"nemo-like {algorithm.name}", found[-1].schema, algorithm.config)
         if parsed.resolve:
-            try:
+            with explained(algorithm.config):
                 OmegaConf.resolve(found[-1].raw)
-            except OmegaConfBaseException as error:
-                from nemo_like.compose.refusals import explain
-
-                raise explain(error, algorithm.config) from error
     if parsed.multirun:
         from nemo_like.compose.sweep import new_folder, part_folders
 
