@@ -509,7 +509,7 @@ time.sleep(600)
 """
 KILL = """
 import os, sys
-from nemo_like.rewards.process import kill_tree
+from nemo_like.rewards.process_tree import kill_tree
 os.setuid(65534)
 kill_tree(int(sys.argv[1]))
 """

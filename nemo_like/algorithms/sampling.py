@@ -281,6 +281,6 @@ def _start_workers(
                 one.result()
         except BaseException:
             for model in models:
-                model.shutdown()
+                model.group.shutdown()
             generation.group.shutdown()
             raise

@@ -61,5 +61,5 @@ def check_category(rows: Sequence[Row], field: str | None) -> None:
 def load_checkpoint(policy: RemoteModel, folder: Path) -> None:
     """Bring the policy to a run's checkpoint, which is checked byte for byte."""
     state = open_checkpoint(folder)
-    policy.load_weights(str(folder / "policy"), state.weight_versions["policy"])
+    policy.load(str(folder / "policy"), state.weight_versions["policy"], weights_only=True)
     logger.info("Weights of %s, after step %d.", folder, state.step)
