@@ -30,6 +30,8 @@ LEAVES = {
     "compose/names.py": "what an unknown key was meant to be; `nemo-like names`",
     "compose/refusals.py": "sentences from exceptions of Hydra and pydantic",
     "compose/sweep.py": "`--multirun`",
+    "config/checkpoints.py": "a checkpoint in place of `policy.model`",
+    "config/reward_models.py": "which reward models cannot score",
     "config/texts.py": "sections of runs on given texts",
     "data/answer_spans.py": "which tokens of given conversations the assistant wrote",
     "data/columns.py": "`data.columns`",

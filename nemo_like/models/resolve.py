@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from nemo_like.config.environment import REWARD_MODEL, REWARD_MODEL_KEY
 from nemo_like.config.model_files import (
     CONFIG,
     TOKENIZER_CONFIG,
@@ -17,13 +18,7 @@ from nemo_like.config.model_files import (
     read_object_if_there,
     trusts_code,
 )
-from nemo_like.config.paths import (
-    BUILT_IN_MODELS,
-    REWARD_MODEL,
-    REWARD_MODEL_KEY,
-    is_checkpoint,
-    model_of_checkpoint,
-)
+from nemo_like.config.paths import BUILT_IN_MODELS, is_checkpoint
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
@@ -50,6 +45,8 @@ def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
     """The folder of the policy's model, of a checkpoint's run too; see ``resolve_model``."""
     model = config.policy.model
     if is_checkpoint(model):
+        from nemo_like.config.checkpoints import model_of_checkpoint
+
         model = model_of_checkpoint(model)
     with_values = config.scalar_heads and not any(config.other_models())
     classes = GIVES_VALUES if with_values else GIVES_LOGPROBS
