@@ -52,6 +52,7 @@ LEAVES = {
     "generation/graph/": "our own engine",
     "generation/hf_engine.py": "the engine on transformers",
     "generation/hf_model.py": "its model",
+    "generation/interrupted.py": "completions that a refit interrupts",
     "generation/local_engine.py": "what these two share",
     "generation/replay.py": "completions of an earlier run",
     "generation/vllm/lora.py": "adapters in vLLM",

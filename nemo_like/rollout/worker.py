@@ -23,7 +23,6 @@ from nemo_like.generation.protocol import (
     EngineConfig,
     GenerationRequest,
     SamplingParams,
-    stopped,
 )
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.imports import freeze_objects
@@ -202,8 +201,13 @@ class RolloutWorker(GenerationWorker):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; stop strings end it across refits, too."""
+        completion = await super().generate(request)
+        if not completion.later_versions:
+            return completion
+        from nemo_like.generation.interrupted import stopped
+
         decode = partial(self._chat.decode, skip_special_tokens=False)
-        return stopped(await super().generate(request), request.sampling.stop, decode)
+        return stopped(completion, request.sampling.stop, decode)
 
     async def _run(self, task: RolloutTask, sampling: SamplingParams) -> Trajectory:
         """One trajectory; a failed reward is a result, not an exception."""
