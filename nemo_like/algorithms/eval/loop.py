@@ -19,7 +19,7 @@ from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
 from nemo_like.observe.sinks import JsonlFile
 from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.run.checkpoint import open_checkpoint
+from nemo_like.run.continued import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
