@@ -4,6 +4,7 @@ They are looked at, never loaded or run.
 """
 
 import os
+import re
 from pathlib import Path
 
 from nemo_like.config.data import RowsConfig
@@ -17,6 +18,7 @@ from nemo_like.doors import refuse_special
 from nemo_like.errors import UserError
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
+_HUB_NAME = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")
 _PART_BYTES = 2**16
 # Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
 _RAY_PACKAGES = "/runtime_resources/working_dir_files/"
@@ -69,7 +71,7 @@ def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
     Raises UserError.
     """
     path = Path(model).expanduser()
-    if model in BUILT_IN_MODELS or (not path.exists() and _could_be_hub_name(model)):
+    if model in BUILT_IN_MODELS or is_hub_name(model):
         return
     if not path.is_dir():
         raise UserError(
@@ -97,9 +99,9 @@ def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
         )
 
 
-def _could_be_hub_name(model: str) -> bool:
-    parts = model.split("/")
-    return len(parts) == 2 and all(parts) and not model.startswith((".", "/", "~"))
+def is_hub_name(model: str) -> bool:
+    """Whether what is no folder may be a name on the hub, ``organisation/model``."""
+    return bool(_HUB_NAME.fullmatch(model)) and not Path(model).exists()
 
 
 def _check_data(data: RowsConfig, reward: str | None = None) -> None:
