@@ -58,6 +58,7 @@ CROSSINGS = {
     ("models/resolve.py", "models/smollm2.py"),
     ("planning/offload.py", "planning/memory.py"),
     ("policy/attention.py", "policy/parallel/collectives.py"),
+    ("policy/diagnostics.py", "policy/debug/diagnostics.py"),
     ("policy/model.py", "policy/distributions.py"),
     ("policy/model.py", "policy/parallel/collectives.py"),
     ("policy/optim.py", "policy/full_matrix.py"),
@@ -68,7 +69,6 @@ CROSSINGS = {
     ("policy/state/loading.py", "policy/parallel/pipeline.py"),
     ("policy/state/loading.py", "policy/parallel/tensor_parallel.py"),
     ("policy/state/state.py", "policy/lora.py"),
-    ("policy/trainer.py", "policy/debug/diagnostics.py"),
     ("policy/trainer.py", "policy/parallel/ddp.py"),
     ("policy/trainer.py", "policy/parallel/pipeline.py"),
     ("policy/worker.py", "policy/state/checks.py"),
@@ -91,7 +91,6 @@ CROSSINGS = {
 }
 """Where the core imports a leaf. (Leaves that a key or command names are found by their path.)"""
 ALWAYS_OPEN = {
-    ("policy/trainer.py", "policy/debug/diagnostics.py"),
     ("run/outputs.py", "observe/alarms.py"),
 }
 """Crossings that are not inside a function."""
