@@ -32,6 +32,7 @@ LEAVES = {
     "compose/sweep.py": "`--multirun`",
     "config/checkpoints.py": "a checkpoint in place of `policy.model`",
     "config/reward_models.py": "which reward models cannot score",
+    "config/slurm_rules.py": "what `cluster.slurm` breaks of the rules of sbatch",
     "config/texts.py": "sections of runs on given texts",
     "data/answer_spans.py": "which tokens of given conversations the assistant wrote",
     "data/columns.py": "`data.columns`",

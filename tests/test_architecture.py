@@ -42,6 +42,7 @@ CROSSINGS = {
     ("compose/overrides.py", "compose/names.py"),
     ("config/paths.py", "config/checkpoints.py"),
     ("config/paths.py", "config/reward_models.py"),
+    ("config/slurm.py", "config/slurm_rules.py"),
     ("data/chat.py", "data/answer_spans.py"),
     ("data/datasets.py", "data/columns.py"),
     ("data/datasets.py", "data/json_rows.py"),
