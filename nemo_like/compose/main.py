@@ -20,7 +20,6 @@ from nemo_like.compose.load import (
 )
 from nemo_like.compose.overrides import accept_free_keys, refuse_twice
 from nemo_like.config.run import Algorithm, RunConfig
-from nemo_like.config.section import keys_of
 from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import StoppedError, UserError
 from nemo_like.run.ending import end_early, end_on_error, handlers_restored, listen
@@ -141,7 +140,9 @@ def _parse(arguments: Sequence[str], algorithm: Algorithm, config_dir: Path) -> 
         raise UserError(f"{error}; --hydra-help lists the options.") from error
     for word in unknown:
         if word.startswith("-"):
-            raise UserError(_no_option(word, algorithm.config))
+            from nemo_like.compose.refusals import no_option
+
+            raise no_option(word, algorithm.config)
     parsed.overrides += unknown  # words behind an option
     files = [one for one in parsed.overrides if one.endswith((".yaml", ".yml")) and is_name(one)]
     parsed.overrides = [one for one in parsed.overrides if one not in files]
@@ -160,17 +161,3 @@ def _parse(arguments: Sequence[str], algorithm: Algorithm, config_dir: Path) -> 
             )
         parsed.config_dir = folder or parsed.config_dir
     return parsed
-
-
-def _no_option(typed: str, schema: type[RunConfig]) -> str:
-    """``--learning_rate`` is no option; what it is as a key."""
-    from nemo_like.compose.names import hint_for
-
-    name = typed.lstrip("-").partition("=")[0]
-    hint = hint_for(name.replace("-", "_"), schema) or ""
-    if name in dict(keys_of(schema)):
-        hint = f"Write {name}=VALUE."
-    return (
-        f"{typed} is not an option; keys are given without dashes, key=value, and --hydra-help "
-        f"lists the options. {hint[:1].upper()}{hint[1:]}".rstrip()
-    )
