@@ -20,7 +20,7 @@ from typing import Any
 
 from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED
-from nemo_like.compose.load import check, check_algorithm, compose_raw, typed
+from nemo_like.compose.load import check, check_algorithm, compose_raw
 from nemo_like.config.paths import check_run_dir
 from nemo_like.config.run import RunConfig
 from nemo_like.config.typed import as_typed
@@ -154,7 +154,7 @@ def _run(name: str, config: str | None, keys: Keys, model: Model, **inputs: Any)
         keys = {"model" if is_choice else "policy.model": model, **keys}
     composed = compose_raw(SHIPPED, config or name, as_typed(keys))
     check_algorithm(f"nl.{name}", composed.schema, registry.find(name).config)
-    return train(typed(composed.raw, composed.schema), **inputs)
+    return train(composed.typed(), **inputs)
 
 
 def _rows_file(folder: Path, name: str, rows: Rows) -> str | None:

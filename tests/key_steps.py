@@ -76,7 +76,7 @@ def two_steps(model_path: str, shown: str, output: Output, max_steps: int) -> An
             for each in stage.modules()
         ),
         "head": str(trainer.stages[0].settings) if output == "logprobs" else "",
-        "hangs": trainer.diagnostics._hangs is not None,
+        "hangs": getattr(trainer.diagnostics, "_hangs", None) is not None,
     }
     if not (seen["compiled"] or "OffloadWrapper" in seen["modules"]):  # a minute; a GPU's
         seen["steps"] = [_step(trainer) for _ in range(2)]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_like.algorithms.session import launch
 from nemo_like.compose import registry
-from nemo_like.compose.load import load
+from nemo_like.compose.load import Composed
 from nemo_like.config.section import keys_of, section_of
 from nemo_like.errors import UserError, WaitTimeoutError
 from nemo_like.models.resolve import resolve_model
@@ -79,7 +79,8 @@ def defaults_of(schema):
 def config_of(algorithm, overrides, files):
     schema = schema_of(algorithm)
     values = [one.format(s=schema.section, **files) for one in overrides]
-    return load(OmegaConf.merge(defaults_of(schema), OmegaConf.from_dotlist(values)), schema)
+    raw = OmegaConf.merge(defaults_of(schema), OmegaConf.from_dotlist(values))
+    return Composed(raw, schema).load()
 
 
 def keys_in(algorithm):

@@ -21,14 +21,12 @@ from nemo_like.config.losses import LossConfig
 from nemo_like.data.loader import GroupFeed, PromptLoader
 from nemo_like.data.mixtures import MixtureLoader
 from nemo_like.errors import RunError, UserError
+from nemo_like.generation.interrupted import continued, joined, stopped
 from nemo_like.generation.protocol import (
     Completion,
     FinishReason,
     GenerationRequest,
     SamplingParams,
-    continued,
-    joined,
-    stopped,
 )
 from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.policy_gradient import ClippedPGLoss

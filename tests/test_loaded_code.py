@@ -18,8 +18,7 @@ import torch
 import nemo_like
 from nemo_like.compose.load import compose_config
 from nemo_like.errors import UserError
-from nemo_like.run.checkpoint import open_checkpoint
-from nemo_like.run.continued import is_private, others_who_write
+from nemo_like.run.continued import is_private, open_checkpoint, others_who_write
 from tests import loaded_code
 from tests.engine_cases import CASES
 from tests.small_runs import ROOT, run, run_config

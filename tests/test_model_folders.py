@@ -21,8 +21,8 @@ from nemo_like.cli import main
 from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.compose.load import compose_config
 from nemo_like.config.model_files import set_trust
-from nemo_like.config.paths import check_scores
 from nemo_like.config.policy import PolicyConfig
+from nemo_like.config.reward_models import check_scores
 from nemo_like.data.tokenizer import end_token_ids
 from nemo_like.errors import UserError
 from nemo_like.generation.hf_model import build_model

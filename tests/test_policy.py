@@ -59,7 +59,7 @@ def make_policy(
             policy.start()
             yield policy
         finally:
-            policy.shutdown()
+            policy.group.shutdown()
 
 
 def make_batch():

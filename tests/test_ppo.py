@@ -190,7 +190,7 @@ def make_critic(folder, tmp_path, ranks, **config):
             critic.start()
             yield critic
         finally:
-            critic.shutdown()
+            critic.group.shutdown()
 
 
 def test_values_are_those_before_each_token_and_advantages_join_two_ranks(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from types import SimpleNamespace
 
@@ -105,7 +106,7 @@ def failing(count, of, **errors):
         keys.GROUP_IDS: torch.zeros(of, dtype=torch.int64),
         keys.SIBLINGS: torch.arange(of),
     }
-    return rows, [SimpleNamespace(errors=errors)]
+    return rows, [SimpleNamespace(errors=errors, dropped_metrics={})]
 
 
 def test_each_reason_is_counted_at_each_step_and_said_once(tmp_path, caplog):
@@ -124,6 +125,15 @@ def test_each_reason_is_counted_at_each_step_and_said_once(tmp_path, caplog):
         {"step": 2, "phase": "validation", "failed": 1, "of": 4, "reasons": {"KeyError": 1}},
         {"step": 3, "phase": "train", "failed": 2, "of": 4, "reasons": {"no verdict": 2}},
     ]
+
+
+def test_a_metric_that_is_left_out_is_named_once(tmp_path, caplog):
+    failures = RewardFailures(EnvironmentConfig(reward="my.py:f"), tmp_path, -1)
+    rows, (result,) = failing(0, 4)
+    result.dropped_metrics = {"nan": "it is nan", "text": "it is a str"}
+    for step in range(3):
+        failures.check(step, "train", rows, [result, result])
+    assert re.findall(r"my\.py:f: metric '(\w+)'", caplog.text) == ["nan", "text"]
 
 
 def test_what_failed_is_named_where_there_are_several_rewards_or_tasks(tmp_path):

@@ -189,7 +189,7 @@ def test_more_failed_rewards_than_are_allowed_stop_a_run(tmp_path):
         keys.SIBLINGS: torch.zeros(4),
         keys.SAMPLE_MASK: torch.tensor([True, False, False, True]),
     }
-    results = [SimpleNamespace(errors={"no judge": 2})]
+    results = [SimpleNamespace(errors={"no judge": 2}, dropped_metrics={})]
     RewardFailures(CONFIG.environment, tmp_path, -1).check(1, "train", rows, results)
     environment = CONFIG.environment.replace(max_failed_share=0.4)
     with pytest.raises(RunError, match=r"2 of 4 completions of step 1, more than .*0\.4.*no judge"):

@@ -19,10 +19,11 @@ from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.cli import main
 from nemo_like.config.run import RunSection
 from nemo_like.errors import UserError
-from nemo_like.observe.phase_trace import PhaseTrace, joined
+from nemo_like.observe.phase_trace import PhaseTrace
 from nemo_like.observe.trajectory_files import TrajectoryFiles
 from nemo_like.run.folder import save_config
 from nemo_like.viewer.dashboard import Dashboard
+from nemo_like.viewer.report import joined_trace
 from nemo_like.viewer.runs import differences, find_runs, phases
 from tests.not_here import cannot_test
 from tests.test_trajectory_files import keep, one, opened, table
@@ -408,7 +409,7 @@ def test_calls_side_by_side_are_on_lanes_of_their_own(tmp_path):
             pass
     trace.close()
     (tmp_path / "a.trace.jsonl").open("a").write('{"cut')
-    found = [(one.get("tid"), one["name"]) for one in joined(tmp_path)["traceEvents"]]
+    found = [(one.get("tid"), one["name"]) for one in joined_trace(tmp_path)["traceEvents"]]
     assert found == [(None, "process_name"), (1, "second"), (1, "third"), (0, "first")]
 
 

@@ -40,8 +40,13 @@ def check_sampled(
     """Check a batch; the first ones of an execution more thoroughly."""
     lag = config.max_lag * config.loop.num_updates
     check_versions(batch, range(weight_version - lag, weight_version + 1))
-    if config.mismatch.action != "ignore" and num_made <= NUM_CHECKED_STEPS:
+    if compares(config, num_made):
         check_seeds(batch)
+
+
+def compares(config: SamplingRunConfig, num_made: int, first: int = NUM_CHECKED_STEPS) -> bool:
+    """Whether step ``num_made`` of an execution is one of the ``first``, which are checked."""
+    return config.mismatch.action != "ignore" and num_made <= first
 
 
 def check_versions(batch: RemoteBatch, allowed: range) -> None:
@@ -97,7 +102,7 @@ class MismatchCheck:
 def mismatch_check(config: SamplingRunConfig, num_made: int) -> MismatchCheck:
     """What the ``num_made``-th step of an execution must pass before its optimizer step."""
     limits: list[MismatchLimit] = []
-    if config.mismatch.action != "ignore" and num_made <= NUM_CHECKED_STEPS:
+    if compares(config, num_made):
         remedy = (
             "Self-check failed: either the refit is wrong or the engine computes this model in "
             "another way; mismatch.action=ignore goes on regardless."
@@ -215,7 +220,7 @@ def check_ratios(config: SamplingRunConfig, metrics: Metrics, num_made: int) -> 
     ``metrics`` are that update's; without a logprob pass before it they have no ratio.
     """
     ratio, dtype = metrics.get("train/max_log_ratio"), config.policy.dtype
-    if config.mismatch.action == "ignore" or num_made > 1 or ratio is None:
+    if ratio is None or not compares(config, num_made, first=1):
         return
     if not ratio.value <= MAX_LOG_RATIO[dtype]:
         raise RunError(

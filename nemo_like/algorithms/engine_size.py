@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
@@ -14,8 +15,10 @@ from nemo_like.planning.model_shape import (
 )
 from nemo_like.planning.offload import Neighbours
 from nemo_like.planning.resources import ResourcePlan
-from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.refit.buckets import travels_apart
+
+if TYPE_CHECKING:
+    from nemo_like.policy.remote_model import RemoteModel
 
 # Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
 # policy trains, and where the policy trains next to them.
@@ -74,8 +77,8 @@ def share_gpus(
     engine: EngineConfig,
     plan: ResourcePlan,
     neighbours: Neighbours,
-    policy: RemoteModel,
-    critic: RemoteModel | None,
+    policy: "RemoteModel",
+    critic: "RemoteModel | None",
 ) -> None:
     """Give each model what else takes memory of its GPUs; ``neighbours``: a teacher."""
     if not plan.uses_gpus:

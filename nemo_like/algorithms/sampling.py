@@ -103,8 +103,8 @@ def start_sampling(
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
-    ``critic``: one of ``new_critic``, which starts at the same time. ``neighbours``: models that
-    share the policy's GPUs and start later.
+    ``critic`` starts at the same time. ``neighbours``: models that share the policy's GPUs and
+    start later.
     """
     run, plan, path = session.run, session.cluster.plan, session.model_path
     with run.start_phase("prompts"):
@@ -185,21 +185,6 @@ def rollout_setup(
         most_turns=config.environment.most_turns,
         shares_prompts=config.policy.batching == "shared",
         trajectories_gib=config.logging.trajectories_gib,
-    )
-
-
-def new_critic(
-    config: PolicyConfig, session: Session, model_path: str, max_updates: int
-) -> RemoteModel:
-    """A model that gives values, on the policy's bundles; not started yet."""
-    group = session.new_group(config, model_path, "critic")
-    return RemoteModel(
-        config,
-        session.run.config.cluster,
-        group,
-        model_path=model_path,
-        max_steps=max_updates,
-        output="values_before",
     )
 
 
@@ -296,6 +281,6 @@ def _start_workers(
                 one.result()
         except BaseException:
             for model in models:
-                model.shutdown()
+                model.group.shutdown()
             generation.group.shutdown()
             raise

@@ -27,22 +27,15 @@ def check_config_files(folders: Sequence[Path], name: str) -> None:
     for option, folder in zip(("--config-path", "--config-dir"), folders, strict=False):
         if not folder.is_dir():
             raise UserError(f"{option}={folder} is not a folder; give one with YAML files.")
-    if (
-        find_file(folders, name) is None
-        and name.removesuffix(registry.SUFFIX) not in registry.names()
-    ):
-        from nemo_like.compose.refusals import no_such_file
-
-        raise no_such_file(folders, name, f"--config-name={name}")
     chain = list(_bases(folders, name, ()))
-    if not any(registry.of_schema(one) for one in (name, *chain)):
-        for base in chain:
-            if find_file(folders, base) is None:
-                from nemo_like.compose.refusals import no_such_file
+    is_known = any(registry.of_schema(one) for one in (name, *chain))
+    for one in () if is_known else (name, *chain):
+        if find_file(folders, one) is None:
+            from nemo_like.compose.refusals import no_such_file
 
-                raise no_such_file(
-                    folders, base, f"{find_file(folders, name)}: its defaults name {base}"
-                )
+            named = f"{find_file(folders, name)}: its defaults name {one}"
+            raise no_such_file(folders, one, f"--config-name={name}" if one == name else named)
+    if not is_known:
         raise UserError(
             f"--config-name={name} is not the configuration of a run; begin its defaults with the "
             f"one that it changes: {', '.join(registry.names())}."

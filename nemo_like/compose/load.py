@@ -47,33 +47,19 @@ def store_schema(schema: type[RunConfig], folders: Sequence[Path]) -> None:
         ConfigStore.instance().store(name=name, node={"defaults": [base, "_self_"]})
 
 
-def load(
-    raw: DictConfig, schema: type[RunConfig], *, files_are_here: bool = True, runs: bool = True
-) -> Any:
-    """The configuration that Hydra composed, as ``schema`` and checked; raises UserError.
-
-    ``files_are_here`` is false for a run on other machines; ``runs`` where it is only planned, for
-    which models need no tokenizer.
-    """
-    config = typed(raw, schema)
-    check(config, files_are_here=files_are_here, runs=runs)
-    return config
-
-
-def typed(raw: DictConfig, schema: type[RunConfig]) -> Any:
-    """``load`` without the rules that keys have together; raises UserError."""
+@contextmanager
+def explained(schema: type[RunConfig]) -> Iterator[None]:
+    """Within, every error of Hydra and OmegaConf becomes one UserError."""
     try:
-        values = OmegaConf.to_container(raw, resolve=True)
-    except OmegaConfBaseException as error:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         from nemo_like.compose.refusals import explain
 
         raise explain(error, schema) from error
-    written = OmegaConf.to_container(raw, resolve=False)
-    return checked(schema, with_numbers(values, written, schema))
 
 
 def check(config: RunConfig, *, files_are_here: bool = True, runs: bool = True) -> None:
-    """Raise UserError for the first rule that ``config`` breaks; see ``load``."""
+    """Raise UserError for the first rule that ``config`` breaks; see ``Composed.load``."""
     check_sections(config, config.unused)
     check_placement(config)
     if files_are_here:
@@ -88,8 +74,21 @@ class Composed:
     schema: type[RunConfig]
 
     def load(self, *, files_are_here: bool = True, runs: bool = True) -> Any:
-        """The checked configuration; raises UserError. See ``load``."""
-        return load(self.raw, self.schema, files_are_here=files_are_here, runs=runs)
+        """The checked configuration; raises UserError.
+
+        ``files_are_here`` is false for a run on other machines; ``runs`` where it is only planned,
+        for which models need no tokenizer.
+        """
+        config = self.typed()
+        check(config, files_are_here=files_are_here, runs=runs)
+        return config
+
+    def typed(self) -> Any:
+        """``load`` without the rules that keys have together; raises UserError."""
+        with explained(self.schema):
+            values = OmegaConf.to_container(self.raw, resolve=True)
+        written = OmegaConf.to_container(self.raw, resolve=False)
+        return checked(self.schema, with_numbers(values, written, self.schema))
 
 
 def check_algorithm(command: str, schema: type[RunConfig], own: type[RunConfig]) -> None:
@@ -123,16 +122,12 @@ def compose_raw(
         values["defaults"] = [f"{registry.name_of(schema)}{registry.SUFFIX}", "_self_"]
         config_name = "a_file_without_defaults"
         ConfigStore.instance().store(name=config_name, node=values)
-    try:
+    with explained(schema):
         with _hydra(folders):
             accepted = accept_free_keys(overrides, schema)
             raw = compose(config_name, accepted, return_hydra_config=True)
         for group, choice in raw.hydra.runtime.choices.items():
             check_choice(folders, f"{group}/{choice}", schema)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        from nemo_like.compose.refusals import explain
-
-        raise explain(error, schema) from error
     with open_dict(raw):
         del raw["hydra"]
     return Composed(raw, schema)

@@ -9,13 +9,17 @@ import hydra
 import psutil
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from nemo_like.compose.files import find_file, is_name, located
-from nemo_like.compose.load import Composed, check_algorithm, compose_raw, store_schema
+from nemo_like.compose.load import (
+    Composed,
+    check_algorithm,
+    compose_raw,
+    explained,
+    store_schema,
+)
 from nemo_like.compose.overrides import accept_free_keys, refuse_twice
 from nemo_like.config.run import Algorithm, RunConfig
-from nemo_like.config.section import keys_of
 from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import StoppedError, UserError
 from nemo_like.run.ending import end_early, end_on_error, handlers_restored, listen
@@ -95,21 +99,17 @@ def _composed(algorithm: Algorithm, config_dir: Path, parsed: argparse.Namespace
     extra_dir = extra[0] if extra else None
     name = algorithm.name if parsed.config_name is None else parsed.config_name
     found, typed = [], [parsed.overrides]
+    refuse_twice(parsed.overrides)
     if parsed.multirun:
         from nemo_like.compose.sweep import jobs
 
         typed = jobs(directory, name, parsed.overrides, extra_dir)
-    refuse_twice(parsed.overrides)
     for job in typed:
         found.append(compose_raw(directory, name, job, extra_dir))
         check_algorithm(f"nemo-like {algorithm.name}", found[-1].schema, algorithm.config)
         if parsed.resolve:
-            try:
+            with explained(algorithm.config):
                 OmegaConf.resolve(found[-1].raw)
-            except OmegaConfBaseException as error:
-                from nemo_like.compose.refusals import explain
-
-                raise explain(error, algorithm.config) from error
     if parsed.multirun:
         from nemo_like.compose.sweep import new_folder, part_folders
 
@@ -140,7 +140,9 @@ def _parse(arguments: Sequence[str], algorithm: Algorithm, config_dir: Path) -> 
         raise UserError(f"{error}; --hydra-help lists the options.") from error
     for word in unknown:
         if word.startswith("-"):
-            raise UserError(_no_option(word, algorithm.config))
+            from nemo_like.compose.refusals import no_option
+
+            raise no_option(word, algorithm.config)
     parsed.overrides += unknown  # words behind an option
     files = [one for one in parsed.overrides if one.endswith((".yaml", ".yml")) and is_name(one)]
     parsed.overrides = [one for one in parsed.overrides if one not in files]
@@ -159,17 +161,3 @@ def _parse(arguments: Sequence[str], algorithm: Algorithm, config_dir: Path) -> 
             )
         parsed.config_dir = folder or parsed.config_dir
     return parsed
-
-
-def _no_option(typed: str, schema: type[RunConfig]) -> str:
-    """``--learning_rate`` is no option; what it is as a key."""
-    from nemo_like.compose.names import hint_for
-
-    name = typed.lstrip("-").partition("=")[0]
-    hint = hint_for(name.replace("-", "_"), schema) or ""
-    if name in dict(keys_of(schema)):
-        hint = f"Write {name}=VALUE."
-    return (
-        f"{typed} is not an option; keys are given without dashes, key=value, and --hydra-help "
-        f"lists the options. {hint[:1].upper()}{hint[1:]}".rstrip()
-    )

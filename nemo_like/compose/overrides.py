@@ -18,7 +18,6 @@ from nemo_like.config.section import Section, choices, keys_of
 from nemo_like.errors import UserError
 
 _GROUPS = ("model",)
-_KEY = re.compile(r"~?\+{0,2}[A-Za-z0-9_]+([./@-][A-Za-z0-9_]+)*")
 
 
 def refuse_twice(overrides: Sequence[str]) -> None:
@@ -39,12 +38,15 @@ def check_overrides(overrides: Sequence[str], schema: type[RunConfig]) -> None:
             raise UserError(
                 f"'{typed}': write {key.strip()}={value.strip()}, without blanks around the '='."
             )
+        override, problem = None, None
         try:
             override = parser.parse_override(typed)
         except HydraException as error:
-            raise _unreadable(typed, schema) from error
-        if not override.key_or_group:
-            raise _unreadable(typed, schema)
+            problem = error
+        if override is None or not override.key_or_group:
+            from nemo_like.compose.refusals import unreadable
+
+            raise unreadable(typed, schema) from problem
         if not re.match(r"hydra([./]|$)", override.key_or_group):
             _check_key(typed, override, kinds, schema)
 
@@ -62,29 +64,6 @@ def accept_free_keys(overrides: Sequence[str], schema: type[RunConfig]) -> list[
     ]
 
 
-def _unreadable(typed: str, schema: type[RunConfig]) -> UserError:
-    key, equals, value = typed.partition("=")
-    if not equals and typed in dict(keys_of(schema)):
-        return UserError(f"'{typed}' is not key=value; write {typed}=VALUE, without blanks.")
-    if not equals or not key:
-        return UserError(f"'{typed}' is not key=value.")
-    if not _KEY.fullmatch(key):
-        return _unknown(key, schema)
-    if re.search(r"\.[0-9]+[A-Za-z_]", key):
-        section, _, name = key.rpartition(".")
-        return UserError(
-            f"{typed}: Hydra reads no key that begins with a digit here; write it in a dictionary, "
-            f"'{section}={{{name}: {value}}}'."
-        )
-    quoted = value.replace('"', r"\"")
-    piece = "each piece of text" if value.startswith(("[", "{")) else "text"
-    example = "" if value.startswith(("[", "{")) else f": '{key}=\"{quoted}\"'"
-    return UserError(
-        f"{typed}: Hydra cannot read this value; put {piece} that has more than letters, digits "
-        f"and -_./:+%@ in quotes{example}."
-    )
-
-
 def _check_key(
     typed: str, override: Override, kinds: Mapping[str, Any], schema: type[RunConfig]
 ) -> None:
@@ -92,7 +71,9 @@ def _check_key(
     if is_in_free_dict(key, schema):
         return
     if key not in kinds and key not in _GROUPS:
-        raise _unknown(key, schema)
+        from nemo_like.compose.names import unknown_key
+
+        raise unknown_key(key, schema)
     if override.is_delete():
         raise UserError(f"~{key}: keys cannot be removed; leave it out, and it has its default.")
     if override.is_add():
@@ -121,12 +102,6 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{key}.{name}", one)
     else:
         yield key, value
-
-
-def _unknown(key: str, schema: type[RunConfig]) -> UserError:
-    from nemo_like.compose.names import unknown_key
-
-    return unknown_key(key, schema)
 
 
 def free_dicts(schema: type[Section]) -> Iterator[str]:

@@ -9,10 +9,12 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from nemo_like.compose.names import unknown_key
+from nemo_like.compose.names import hint_for, unknown_key
 from nemo_like.config.run import RunConfig
 from nemo_like.config.section import Instead, Section, choices, interval, keys_of
 from nemo_like.errors import UserError
+
+_KEY = re.compile(r"~?\+{0,2}[A-Za-z0-9_]+([./@-][A-Za-z0-9_]+)*")
 
 
 def explain(error: Exception, schema: type[RunConfig]) -> UserError:
@@ -145,3 +147,39 @@ def no_such_file(folders: Sequence[Path], name: str, where: str) -> UserError:
     nearest = difflib.get_close_matches(name, same or names, n=1, cutoff=0.0)[0]
     group = [one for one in names if Path(one).parent == Path(nearest).parent]
     return UserError(f"{start}; did you mean {nearest}? There are {', '.join(group)}.")
+
+
+def unreadable(typed: str, schema: type[RunConfig]) -> UserError:
+    """What was typed as ``key=value`` and Hydra cannot read."""
+    key, equals, value = typed.partition("=")
+    if not equals and typed in dict(keys_of(schema)):
+        return UserError(f"'{typed}' is not key=value; write {typed}=VALUE, without blanks.")
+    if not equals or not key:
+        return UserError(f"'{typed}' is not key=value.")
+    if not _KEY.fullmatch(key):
+        return unknown_key(key, schema)
+    if re.search(r"\.[0-9]+[A-Za-z_]", key):
+        section, _, name = key.rpartition(".")
+        return UserError(
+            f"{typed}: Hydra reads no key that begins with a digit here; write it in a dictionary, "
+            f"'{section}={{{name}: {value}}}'."
+        )
+    quoted = value.replace('"', r"\"")
+    piece = "each piece of text" if value.startswith(("[", "{")) else "text"
+    example = "" if value.startswith(("[", "{")) else f": '{key}=\"{quoted}\"'"
+    return UserError(
+        f"{typed}: Hydra cannot read this value; put {piece} that has more than letters, digits "
+        f"and -_./:+%@ in quotes{example}."
+    )
+
+
+def no_option(typed: str, schema: type[RunConfig]) -> UserError:
+    """``--learning_rate`` is no option; what it is as a key."""
+    name = typed.lstrip("-").partition("=")[0]
+    hint = hint_for(name.replace("-", "_"), schema) or ""
+    if name in dict(keys_of(schema)):
+        hint = f"Write {name}=VALUE."
+    return UserError(
+        f"{typed} is not an option; keys are given without dashes, key=value, and --hydra-help "
+        f"lists the options. {hint[:1].upper()}{hint[1:]}".rstrip()
+    )

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from nemo_like.compose.files import check_config_files, schema_of
 from nemo_like.compose.load import Composed
-from nemo_like.compose.overrides import check_overrides, refuse_twice
+from nemo_like.compose.overrides import check_overrides
 from nemo_like.config.run import RunConfig
 from nemo_like.config.typed import as_typed
 from nemo_like.errors import UserError
@@ -32,7 +32,6 @@ def jobs(
     folders = [config_dir] + ([extra_dir] if extra_dir else [])
     check_config_files(folders, config_name)
     schema = schema_of(folders, config_name)
-    refuse_twice(overrides)
     check_overrides(overrides, schema)
     parsed = OverridesParser.create().parse_overrides(overrides)
     try:

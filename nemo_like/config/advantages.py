@@ -79,7 +79,6 @@ class AdvantageConfig(Section):
     proportion to their tokens in the buffer, up to 1 (DAPO, arXiv:2503.14476 Eq. 13). 0: off."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Refuse combinations of penalties and credit that have no meaning."""
         if self.each_reward and run.environment.tasks:
             yield f"{here}.each_reward=true reads environment.rewards; set environment.tasks={{}}."
         if self.credit == "step" and self.baseline == "leave_one_out":

@@ -119,7 +119,6 @@ class RowsConfig(Section):
         return bool(self.validation_parts)
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """What sources and columns cannot be."""
         for part in self.all_parts:
             if part.generates and len(part.sources) > 1:
                 yield f"{part.key}: {REASONING_GYM} is a part of its own; make this a mixture."

@@ -58,6 +58,7 @@ class JudgeConfig(Section):
 
 
 REWARD_MODEL = "reward_model"
+REWARD_MODEL_KEY = "environment.reward_model"
 CODE = "code"
 REWARDS = Door(
     "nemo_like.rewards",

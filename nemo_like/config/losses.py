@@ -223,7 +223,6 @@ class DistillationLossConfig(Section):
     to 1 over the K; ``ignore``: terms of the K only, which may add up to less than 0."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """More than one outcome."""
         if run.teacher.top_k == 1 and self.tail == "renormalize":
             yield (
                 f"{here}.tail=renormalize does not go with teacher.top_k=1: one outcome always has "

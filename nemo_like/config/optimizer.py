@@ -100,7 +100,6 @@ class LoraConfig(Section):
     the model, and each refit brings it again: see ``generation.sleep``."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """What adapters do not go with."""
         if self.rank == 0:
             return
         if importlib.util.find_spec("peft") is None:

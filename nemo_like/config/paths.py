@@ -4,10 +4,8 @@ They are looked at, never loaded or run.
 """
 
 import os
+import re
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from nemo_like.config.data import RowsConfig
 from nemo_like.config.environment import REWARD_MODEL
@@ -20,8 +18,7 @@ from nemo_like.doors import refuse_special
 from nemo_like.errors import UserError
 
 BUILT_IN_MODELS = ("embedded", "smollm2")
-REWARD_MODEL_KEY = "environment.reward_model"
-_SCORES = "ForSequenceClassification"
+_HUB_NAME = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")
 _PART_BYTES = 2**16
 # Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
 _RAY_PACKAGES = "/runtime_resources/working_dir_files/"
@@ -39,8 +36,10 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
                 f"policy.model={model} is a checkpoint, not a model; give the folder final/ of its "
                 "run, or continue that run with run.resume=true."
             )
+        from nemo_like.config.checkpoints import check_adapters, model_of_checkpoint
+
         model = model_of_checkpoint(model)
-        _check_adapters(config)
+        check_adapters(config)
     check_model("policy.model", model, has_tokenizer=runs)
     for key, other in config.other_models():
         check_model(key, other, has_tokenizer=runs)
@@ -50,7 +49,9 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
         _check_data(config.data, environment.reward if alone else None)
         for one in environment.by_name.values():
             if one.reward == REWARD_MODEL:
-                _check_reward_model(one.reward_model, has_tokenizer=runs)
+                from nemo_like.config.reward_models import check_reward_model
+
+                check_reward_model(one.reward_model, has_tokenizer=runs)
     else:
         _check_data(value_of(config, "data"))
     for key, door, spec in named_outside(config):
@@ -63,46 +64,6 @@ def is_checkpoint(model: str) -> bool:
     return (Path(model).expanduser() / "driver.json").is_file()
 
 
-def model_of_checkpoint(folder: str) -> str:
-    """The model of the run that wrote a checkpoint; UserError if it cannot be told or sampled."""
-    settings = _settings_of_run(folder)
-    if "reward_model" in settings:
-        raise UserError(
-            f"policy.model={folder} is a checkpoint of a reward model, which samples nothing; give "
-            "one of a language model."
-        )
-    return settings["policy"]["model"]
-
-
-def _settings_of_run(folder: str) -> dict[str, Any]:
-    """``config.yaml`` of the run that wrote a checkpoint."""
-    path = Path(folder).expanduser().resolve().parent.parent / "config.yaml"
-    refuse_special(f"policy.model={folder} is a checkpoint, and {path}", path)
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(settings["policy"]["model"], str):
-            raise TypeError
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise UserError(
-            f"policy.model={folder} is a checkpoint, and {path}, which names its model, cannot be "
-            f"read ({type(error).__name__}); leave checkpoints in their run's folder, or give its "
-            "folder final/."
-        ) from error
-    return settings
-
-
-def _check_adapters(config: RunConfig) -> None:
-    """Adapters of a checkpoint are applied as in its run: with another alpha they weigh more."""
-    saved = _settings_of_run(config.policy.model)["policy"].get("lora", {})
-    for name in ("rank", "alpha", "targets"):
-        value = getattr(config.policy.lora, name)
-        if value != (wanted := saved.get(name, value)):
-            raise UserError(
-                f"policy.lora.{name}={value} is not that of the checkpoint {config.policy.model}; "
-                f"set it to {wanted}."
-            )
-
-
 def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
     """A folder must look like a model with a chat template; names are looked up later.
 
@@ -110,7 +71,7 @@ def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
     Raises UserError.
     """
     path = Path(model).expanduser()
-    if model in BUILT_IN_MODELS or (not path.exists() and _could_be_hub_name(model)):
+    if model in BUILT_IN_MODELS or is_hub_name(model):
         return
     if not path.is_dir():
         raise UserError(
@@ -138,9 +99,9 @@ def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
         )
 
 
-def _could_be_hub_name(model: str) -> bool:
-    parts = model.split("/")
-    return len(parts) == 2 and all(parts) and not model.startswith((".", "/", "~"))
+def is_hub_name(model: str) -> bool:
+    """Whether what is no folder may be a name on the hub, ``organisation/model``."""
+    return bool(_HUB_NAME.fullmatch(model)) and not Path(model).exists()
 
 
 def _check_data(data: RowsConfig, reward: str | None = None) -> None:
@@ -166,42 +127,6 @@ def _has_text(path: Path) -> bool:
     """Whether a file has anything but white space; reads no more than it takes to see it."""
     with path.open("rb") as file:
         return any(part.strip() for part in iter(lambda: file.read(_PART_BYTES), b""))
-
-
-def _check_reward_model(model: str | None, *, has_tokenizer: bool) -> None:
-    key = REWARD_MODEL_KEY
-    if model is None:
-        raise UserError(
-            f"{key} is not set, and environment.reward={REWARD_MODEL} scores by it; give the "
-            "folder final/ of a run of nemo-like rm."
-        )
-    if is_checkpoint(model):
-        raise UserError(f"{key}={model} is a checkpoint; give the folder final/ of its run.")
-    check_model(key, model, has_tokenizer=has_tokenizer)
-    if Path(model).expanduser().is_dir():
-        check_scores(Path(model).expanduser())
-
-
-def check_scores(folder: Path) -> None:
-    """Refuse a reward model without a scalar head, by its config.json."""
-    key = REWARD_MODEL_KEY
-    settings = read_object(folder / CONFIG)
-    listed = settings.get("architectures")
-    first = listed[0] if isinstance(listed, list) and listed else None
-    kind = first if isinstance(first, str) else "model of unknown class"
-    labels = settings.get("id2label")
-    # transformers leaves out two, its default
-    num_labels = len(labels) if isinstance(labels, dict) and labels else 2
-    if not kind.endswith(_SCORES):
-        raise UserError(
-            f"{key}={folder} is not a reward model: a {kind} has no scalar head; give the folder "
-            f"final/ of a run of nemo-like rm, or another ...{_SCORES} with one label."
-        )
-    if num_labels != 1:
-        raise UserError(
-            f"{key}={folder} is not a reward model: its {kind} has {num_labels} labels, and a "
-            "score is one number."
-        )
 
 
 def check_run_dir(config: RunConfig) -> None:

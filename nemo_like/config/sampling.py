@@ -84,27 +84,22 @@ class SamplingRunConfig(RunConfig):
 
     @property
     def max_steps(self) -> int:
-        """Steps of the whole run."""
         return self.loop.max_steps
 
     @property
     def max_updates(self) -> int:
-        """One optimizer step per step."""
         return self.max_steps
 
     @property
     def rows_per_step(self) -> int:
-        """Completions of a step."""
         return self.loop.num_prompts_per_step * self.loop.num_generations_per_prompt
 
     @property
     def validates(self) -> bool:
-        """Whether there are held-out prompts, and a step to measure them at."""
         return self.data.has_validation_rows and self.validation.every_steps > 0
 
     @property
     def metric_areas(self) -> tuple[str, ...]:
-        """What is sampled, and how far engine and policy agree, are measured too."""
         return ("train/", "rollout/", "mismatch/", "policy/")
 
     @property
@@ -153,7 +148,6 @@ class UpdatesLoop(SamplingLoop):
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps of one step."""
         return self.num_epochs_per_batch * self.num_mini_batches
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
@@ -213,17 +207,14 @@ class PolicyGradientRunConfig(SamplingRunConfig):
 
     @property
     def max_lag(self) -> int:
-        """Steps that sampling may be ahead of training."""
         return self.rollout.max_lag
 
     @property
     def rollout_order(self) -> str:
-        """See ``RolloutConfig.order``."""
         return self.rollout.order
 
     @property
     def overlaps(self) -> bool:
-        """Whether engines sample while the policy trains."""
         return self.max_lag > 0 or self.rollout.overlap
 
     @property
@@ -248,14 +239,12 @@ class PolicyGradientRunConfig(SamplingRunConfig):
 
     @property
     def loop(self) -> UpdatesLoop:
-        """The algorithm's own section."""
         loop = getattr(self, self.section)
         assert isinstance(loop, UpdatesLoop)
         return loop
 
     @property
     def max_updates(self) -> int:
-        """Optimizer steps of the policy in the whole run."""
         return self.max_steps * self.loop.num_updates
 
     @property
@@ -276,5 +265,4 @@ class PolicyGradientRunConfig(SamplingRunConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """For the KL term, wherever it stands."""
         return self.loss.kl_coef > 0

@@ -99,15 +99,12 @@ class TextRunConfig(RunConfig):
 
     @property
     def max_steps(self) -> int | None:
-        """Steps of the whole run; None: as many as the data has."""
         return self.passes.max_steps
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a step, both of each pair."""
         return self.passes.rows_per_unit * self.passes.units_per_step
 
     @property
     def validates(self) -> bool:
-        """Whether there are held-out rows, and a step to measure them at."""
         return self.texts.has_validation_rows and self.validation.every_steps > 0

@@ -120,10 +120,6 @@ class ChatTokenizer:
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids
 
-    def has_tokens_of(self, other: "ChatTokenizer") -> bool:
-        """Whether each id stands for the same token in both."""
-        return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
-
     def has_template_of(self, other: "ChatTokenizer") -> bool:
         """Whether both render conversations with the same template, and end turns alike."""
         ours, theirs = (

@@ -40,7 +40,6 @@ from nemo_like.data.token_rows import (
     Limit,
     TokenRow,
     collate,
-    length_limit,
     load_both,
 )
 from nemo_like.errors import UserError
@@ -73,31 +72,8 @@ class Conversation:
         return prompt_key(self.messages[: self.num_prompt_messages or -1])
 
 
-def load(
-    config: ConversationsConfig,
-    chat: ChatTokenizer,
-    *,
-    micro_batch_tokens: int,
-    context: int,
-    seed: int,
-    with_validation: bool,
-) -> tuple[TensorBatch, TensorBatch | None]:
-    """All training rows and, if asked for and there are any, all validation rows; see ``collate``.
-
-    Raises UserError, with key, file and line, for files and rows that break a rule.
-    """
-    limit = length_limit(config, context=context, micro_batch_tokens=micro_batch_tokens)
-    return load_both(
-        config,
-        partial(read, config),
-        lambda rows, key: tokenize(rows, chat, config.train_on, limit, key),
-        seed=seed,
-        with_validation=with_validation,
-    )
-
-
 def read(config: ConversationsConfig, part: Part, num_rows: int, seed: int) -> list[Conversation]:
-    """Rows of one part; UserError as in ``load``."""
+    """Rows of one part; UserError as in ``load_both``."""
     records = datasets.records(part, config.tasks, num_rows, seed)
     if part.generates:
         from nemo_like.data.reasoning_gym import solved
@@ -107,9 +83,14 @@ def read(config: ConversationsConfig, part: Part, num_rows: int, seed: int) -> l
 
 
 def tokenize(
-    rows: Sequence[Conversation], chat: ChatTokenizer, train_on: TrainOn, limit: Limit, key: str
+    config: ConversationsConfig,
+    rows: Sequence[Conversation],
+    chat: ChatTokenizer,
+    limit: Limit,
+    key: str,
 ) -> TensorBatch:
     """The rows that fit ``limit``, as ``collate`` makes them; those left out are in the log."""
+    train_on = config.train_on
     lengths = LengthFilter(limit=limit)
     kept: list[TokenRow] = []
     everything = train_on == "all"
@@ -119,6 +100,9 @@ def tokenize(
         kept += lengths.fit([encode(row, chat, train_on)], row.where)
     lengths.report(key, len(rows), "rows")
     return collate(kept)
+
+
+load = partial(load_both, read, tokenize, 1)
 
 
 def trained(row: Conversation, train_on: TrainOn) -> list[bool]:

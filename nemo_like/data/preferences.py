@@ -30,7 +30,6 @@ from nemo_like.data.token_rows import (
     Limit,
     TokenRow,
     collate,
-    length_limit,
     load_both,
 )
 from nemo_like.errors import UserError
@@ -55,36 +54,8 @@ class Pair:
         return self.chosen.prompt_key
 
 
-def load(
-    config: PairsConfig,
-    chat: ChatTokenizer,
-    *,
-    micro_batch_tokens: int,
-    context: int,
-    seed: int,
-    with_validation: bool,
-) -> tuple[TensorBatch, TensorBatch | None]:
-    """All training pairs and, if asked for and there are any, all validation pairs.
-
-    Row 2i is the chosen completion of pair i, row 2i + 1 the rejected one; columns are those of
-    ``collate``. A micro-batch holds both rows of a pair, so each has half of
-    ``micro_batch_tokens`` at most. Raises UserError, with key, file and line, for files and rows
-    that break a rule.
-    """
-    limit = length_limit(
-        config, context=context, micro_batch_tokens=micro_batch_tokens, rows_per_unit=2
-    )
-    return load_both(
-        config,
-        partial(read, config),
-        lambda pairs, key: tokenize(pairs, chat, limit, key),
-        seed=seed,
-        with_validation=with_validation,
-    )
-
-
 def read(config: PairsConfig, part: Part, num_rows: int, seed: int) -> list[Pair]:
-    """Pairs of one part; UserError as in ``load``."""
+    """Pairs of one part; UserError as in ``load_both``."""
     records = datasets.records(part, config.tasks, num_rows, seed)
     if part.generates:
         from nemo_like.data.reasoning_gym import with_wrong_answers
@@ -93,8 +64,13 @@ def read(config: PairsConfig, part: Part, num_rows: int, seed: int) -> list[Pair
     return [_pair(record, config.system_prompt, where) for where, record in records]
 
 
-def tokenize(pairs: Sequence[Pair], chat: ChatTokenizer, limit: Limit, key: str) -> TensorBatch:
-    """Both rows of the pairs that fit ``limit``; pairs left out are in the log."""
+def tokenize(
+    config: PairsConfig, pairs: Sequence[Pair], chat: ChatTokenizer, limit: Limit, key: str
+) -> TensorBatch:
+    """Both rows of the pairs that fit ``limit``; pairs left out are in the log.
+
+    Row 2i is the chosen completion of pair i, row 2i + 1 the rejected one.
+    """
     lengths = LengthFilter(limit=limit)
     kept: list[TokenRow] = []
     for pair in pairs:
@@ -110,6 +86,9 @@ def tokenize(pairs: Sequence[Pair], chat: ChatTokenizer, limit: Limit, key: str)
             lengths.dropped["of two completions that are the same"] += 1
     lengths.report(key, len(pairs), "pairs")
     return collate(kept)
+
+
+load = partial(load_both, read, tokenize, 2)
 
 
 def _pair(record: dict[str, Any], system_prompt: str | None, where: str) -> Pair:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.data import Overlong, TextsConfig
 from nemo_like.config.sources import Part
+from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, R, without_overlap
 from nemo_like.errors import UserError
 
@@ -153,29 +155,43 @@ class LengthFilter:
 
 
 def load_both(
+    read: Callable[[Any, Part, int, int], list[R]],
+    tokenize: Callable[[Any, list[R], ChatTokenizer, Limit, str], TensorBatch],
+    rows_per_unit: int,
     config: TextsConfig,
-    read: Callable[[Part, int, int], list[R]],
-    tokenize: Callable[[list[R], str], TensorBatch],
+    chat: ChatTokenizer,
     *,
+    micro_batch_tokens: int,
+    context: int,
     seed: int,
     with_validation: bool,
 ) -> tuple[TensorBatch, TensorBatch | None]:
-    """Training rows, and validation rows if there are any and they are asked for.
+    """Training rows, and validation rows if there are any and they are asked for; see ``collate``.
 
-    ``read(part, num_rows, seed)`` gives the rows of one part, ``tokenize(rows, key)`` the batch
-    that they make. Rows of a mixture have the column ``PART``.
+    ``read(config, part, num_rows, seed)`` gives the rows of one part, ``tokenize`` the batch that
+    they make. Rows of a mixture have the column ``PART``. Raises UserError, with key, file and
+    line, for files and rows that break a rule.
     """
+    limit = length_limit(
+        config,
+        context=context,
+        micro_batch_tokens=micro_batch_tokens,
+        rows_per_unit=rows_per_unit,
+    )
     held_out: list[R] = []
     if with_validation:
         for part in config.validation_parts:
-            held_out += read(part, config.num_validation_rows, seed + VALIDATION_SEED_OFFSET)
+            later = seed + VALIDATION_SEED_OFFSET
+            held_out += read(config, part, config.num_validation_rows, later)
     batches = []
     for index, part in enumerate(config.train_parts):
         if not part.weight:
             continue
-        rows = without_overlap(read(part, config.num_train_rows, seed), held_out)
-        batches.append(tokenize(rows, part.key))
+        rows = without_overlap(read(config, part, config.num_train_rows, seed), held_out)
+        batches.append(tokenize(config, rows, chat, limit, part.key))
         if config.mixes:
             batches[-1].rows[keys.PART] = torch.full((len(batches[-1]),), index)
     train = TensorBatch.concatenate(batches)
-    return train, tokenize(held_out, "data.validation") if held_out else None
+    if not held_out:
+        return train, None
+    return train, tokenize(config, held_out, chat, limit, "data.validation")

@@ -18,7 +18,6 @@ from nemo_like.generation.local_engine import GrowingRow, LocalEngine, Waiting, 
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
-    FinishReason,
     GenerationRequest,
     SamplingParams,
 )
@@ -125,9 +124,7 @@ class HFEngine(LocalEngine):
             chosen = logprobs.gather(1, ids).flatten().tolist()
             for row, token_id, logprob in zip(rows, ids.flatten().tolist(), chosen, strict=True):
                 if row.finish_reason is None:
-                    row.append(token_id, logprob)
-                    if self.ends_with_string(row.request.sampling, row.token_ids):
-                        row.finish_reason = FinishReason.stop
+                    row.extend([token_id], [logprob], self.ends_with_string)
             if all(row.finish_reason for row in rows):
                 return
             if self._interrupted.is_set():
@@ -148,15 +145,6 @@ class _Row(GrowingRow):
         if self.request.sampling.temperature == 0:
             return logprobs.argmax(keepdim=True)
         return torch.multinomial(logprobs.exp(), 1, generator=self._generator)
-
-    def append(self, token_id: int, logprob: float) -> None:
-        """Take a token, which may be the last."""
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
-        if token_id in self.request.sampling.stop_token_ids:
-            self.finish_reason = FinishReason.stop
-        elif len(self.token_ids) == self.most:
-            self.finish_reason = FinishReason.length
 
 
 def processed_logprobs(logits: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:

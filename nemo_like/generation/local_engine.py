@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from nemo_like.refit.buckets import Bucket, check_buckets, check_refit
 from nemo_like.refit.ipc import IpcReceiver
 
 Waiting = tuple[GenerationRequest, "asyncio.Future[Completion]"]
+Ends = Callable[[SamplingParams, Sequence[int]], bool]
+"""Whether sampled tokens end with a stop string."""
 
 
 class GrowingRow:
@@ -40,6 +42,23 @@ class GrowingRow:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason = FinishReason.length if self.most <= 0 else None
+        self._stop_ids = frozenset(request.sampling.stop_token_ids)
+
+    def extend(self, token_ids: list[int], logprobs: list[float], ends: Ends) -> None:
+        """Take tokens up to the one that ends the completion."""
+        sampling = self.request.sampling
+        new = token_ids[: self.most - len(self.token_ids)]
+        if not self._stop_ids.isdisjoint(new):
+            new = new[: 1 + next(i for i, each in enumerate(new) if each in self._stop_ids)]
+            self.finish_reason = FinishReason.stop
+        for part in [[each] for each in new] if sampling.stop else [new]:
+            self.token_ids += part
+            if sampling.stop and ends(sampling, self.token_ids):
+                self.finish_reason = FinishReason.stop
+                break
+        self.logprobs += logprobs[: len(self.token_ids) - len(self.logprobs)]
+        if self.finish_reason is None and len(self.token_ids) == self.most:
+            self.finish_reason = FinishReason.length
 
     def completion(self, version: int) -> Completion:
         """The finished or interrupted completion."""

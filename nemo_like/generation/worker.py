@@ -20,8 +20,6 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     HasProcesses,
     Link,
-    continued,
-    joined,
 )
 from nemo_like.refit.buckets import Bucket
 
@@ -77,10 +75,14 @@ class GenerationWorker(Worker):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion, across refits; see ``Engine.generate``."""
-        parts: list[Completion] = []
-        while not parts or parts[-1].finish_reason is FinishReason.interrupted:
-            if parts:
-                request = continued(request, parts[-1])
+        await self._may_sample.wait()
+        parts = [await self.engine.generate(request)]
+        if parts[0].finish_reason is not FinishReason.interrupted:
+            return parts[0]
+        from nemo_like.generation.interrupted import continued, joined
+
+        while parts[-1].finish_reason is FinishReason.interrupted:
+            request = continued(request, parts[-1])
             await self._may_sample.wait()
             parts.append(await self.engine.generate(request))
         return joined(parts)

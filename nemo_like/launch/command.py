@@ -35,7 +35,7 @@ class ConfigParser(CommandParser):
         )
 
     def load(self, options: argparse.Namespace, **checks: bool) -> Any:
-        """The checked configuration; raises UserError. See ``compose.load.load`` for ``checks``."""
+        """The checked configuration; raises UserError. See ``Composed.load`` for ``checks``."""
         return compose_raw(*self.source(options)).load(**checks)
 
     def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
@@ -45,8 +45,6 @@ class ConfigParser(CommandParser):
         if len(names) + (options.config_name is not None) > 1:
             raise UserError(f"{names[-1]} is one config name too many; use {self.usage}.")
         folder = options.config_path or SHIPPED
-        if not folder.is_dir():
-            raise UserError(f"--config-path={folder} is not a folder; give one with YAML files.")
         name = options.config_name or (names[0] if names else "grpo")
         overrides = [word for word in options.words if word not in names]
         refuse_twice(overrides)

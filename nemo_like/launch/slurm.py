@@ -24,7 +24,7 @@ from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.load import check_algorithm, compose_raw
 from nemo_like.compose.sweep import check_run_dirs, jobs, part_folders
 from nemo_like.config.run import RunConfig
-from nemo_like.config.slurm import signal_before_s
+from nemo_like.config.slurm_rules import signal_before_s
 from nemo_like.errors import UserError
 from nemo_like.launch.command import CommandParser, ConfigParser
 from nemo_like.launch.slurm_jobs import cancel, print_log, status_lines, submit

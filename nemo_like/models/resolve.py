@@ -4,12 +4,12 @@ import ast
 import contextlib
 import functools
 import importlib.util
-import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from nemo_like.config.environment import REWARD_MODEL, REWARD_MODEL_KEY
 from nemo_like.config.model_files import (
     CONFIG,
     TOKENIZER_CONFIG,
@@ -17,13 +17,7 @@ from nemo_like.config.model_files import (
     read_object_if_there,
     trusts_code,
 )
-from nemo_like.config.paths import (
-    BUILT_IN_MODELS,
-    REWARD_MODEL,
-    REWARD_MODEL_KEY,
-    is_checkpoint,
-    model_of_checkpoint,
-)
+from nemo_like.config.paths import BUILT_IN_MODELS, check_model, is_checkpoint, is_hub_name
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
@@ -31,7 +25,6 @@ from nemo_like.errors import UserError
 EMBEDDED = "embedded"
 SMOLLM2 = "smollm2"
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 CAUSAL_LM = "AutoModelForCausalLM"
 CLASSIFIER = "AutoModelForSequenceClassification"
@@ -50,6 +43,8 @@ def resolve_policy(config: RunConfig, *, only_config: bool = False) -> Path:
     """The folder of the policy's model, of a checkpoint's run too; see ``resolve_model``."""
     model = config.policy.model
     if is_checkpoint(model):
+        from nemo_like.config.checkpoints import model_of_checkpoint
+
         model = model_of_checkpoint(model)
     with_values = config.scalar_heads and not any(config.other_models())
     classes = GIVES_VALUES if with_values else GIVES_LOGPROBS
@@ -89,16 +84,11 @@ def resolve_model(
         from nemo_like.models.smollm2 import smollm2_folder
 
         return smollm2_folder()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        folder = folder.resolve()
-    elif _HUB_NAME.fullmatch(name) and not name.startswith("."):
+    if is_hub_name(name):
         folder = _from_hub(name, key, [CONFIG] if only_config else _FILES)
     else:
-        raise UserError(
-            f"{key}={name}: no such folder; give {EMBEDDED}, {SMOLLM2}, a folder in Hugging "
-            "Face format, or a hub name (organisation/model)."
-        )
+        check_model(key, name, has_tokenizer=False)
+        folder = Path(name).expanduser().resolve()
     refuse_code(folder, key, classes)
     return folder
 

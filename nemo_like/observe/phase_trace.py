@@ -61,15 +61,3 @@ class PhaseTrace:
         if self._file is not None:
             self._file.close()
         self._file = None
-
-
-def joined(log_dir: Path) -> dict[str, Any]:
-    """The trace of all processes."""
-    events: list[dict[str, Any]] = []
-    for number, path in enumerate(sorted(log_dir.glob(f"*{SUFFIX}"))):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                events.append(json.loads(line) | {"pid": number})
-            except ValueError:  # cut off by a crash
-                continue
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

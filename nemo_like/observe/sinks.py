@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import textwrap
 import time
 from collections import Counter
@@ -17,8 +16,6 @@ from typing import Any, Protocol
 from nemo_like.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
-
-_SECRET_KEY = re.compile(r"(^|_)(token|api_key|secret|password)$", re.IGNORECASE)
 
 
 class MetricSink(Protocol):
@@ -194,13 +191,3 @@ def _step_of(line: bytes) -> int | None:
     except (ValueError, TypeError, KeyError):
         return None
     return step if isinstance(step, int) else None
-
-
-def masked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy without the text under keys like ``hf_token`` or ``api_key``."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        is_secret = isinstance(value, str) and _SECRET_KEY.search(key)
-        plain = masked(value) if isinstance(value, Mapping) else value
-        found[key] = "***" if is_secret else plain
-    return found

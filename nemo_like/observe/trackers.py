@@ -8,6 +8,7 @@ import logging
 import re
 import threading
 import time
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 from nemo_like.config.run import RunConfig
 from nemo_like.config.typed import flat
 from nemo_like.errors import UserError
-from nemo_like.observe.sinks import Details, masked
+from nemo_like.observe.sinks import Details
 
 logger = logging.getLogger(__name__)
 
+_SECRET_KEY = re.compile(r"(^|_)(token|api_key|secret|password)$", re.IGNORECASE)
 _PROMETHEUS_PORT = 9464
 _MOST_CHARS, _MOST_AT_ONCE = 500, 100
 """MLflow's limits: characters of a parameter, and parameters per call."""
@@ -150,3 +152,13 @@ def _package(name: str) -> Any:
             f"logging.sinks=[{name}] needs the package {name} ({error}); pip install {name}, or "
             "leave it out."
         ) from error
+
+
+def masked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy without the text under keys like ``hf_token`` or ``api_key``."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        is_secret = isinstance(value, str) and _SECRET_KEY.search(key)
+        plain = masked(value) if isinstance(value, Mapping) else value
+        found[key] = "***" if is_secret else plain
+    return found

@@ -8,7 +8,8 @@ from typing import Any
 
 from nemo_like.config.run import RunConfig
 from nemo_like.errors import UserError
-from nemo_like.observe.sinks import Details, masked
+from nemo_like.observe.sinks import Details
+from nemo_like.observe.trackers import masked
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_like.batch import keys
 from nemo_like.batch.micro_batches import MicroBatchPlan, plan_micro_batches
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.generation import Transport
 from nemo_like.config.losses import KLEstimator
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.run import ClusterConfig
@@ -28,7 +29,7 @@ from nemo_like.planning.offload import MemoryNeeds, Neighbours, memory_needs
 from nemo_like.policy.optim import log_placement
 from nemo_like.policy.state.files import gb, num_bytes, writing_folder, written
 from nemo_like.policy.trainer_setup import TrainerSetup
-from nemo_like.policy.worker import PolicyWorker, Shard
+from nemo_like.policy.worker import PolicyWorker, SenderAddress, Shard
 
 if TYPE_CHECKING:
     from nemo_like.distributed.worker_group import Pending, WorkerGroup
@@ -111,10 +112,8 @@ class RemoteModel:
 
     def with_this_model(self, neighbours: Neighbours) -> Neighbours:
         """``neighbours``, and what this model takes of its GPUs while they work."""
-        setup = self._setup
-        return neighbours.and_model(
-            setup.model_path, setup.config, self.group.world_size, self._role
-        )
+        path, num_ranks = self._setup.model_path, self.group.world_size
+        return neighbours.and_model(path, self.config, num_ranks, self._role)
 
     def _memory(self) -> MemoryNeeds | None:
         """None without GPUs or training, and for a model that the formulas do not cover."""
@@ -235,6 +234,16 @@ class RemoteModel:
         shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), counts_of(batch)
         return merge(self.group.scatter(PolicyWorker.evaluate, shards, loss, counts, last="pp"))
 
+    def submit_senders(
+        self, num_receivers: Sequence[int], transport: Transport, bucket_bytes: int
+    ) -> "Pending[SenderAddress]":
+        """Start listening; each rank returns where its ``num_receivers`` engine ranks find it."""
+        method = PolicyWorker.open_sender
+        return self.group.submit_each(method, num_receivers, transport, bucket_bytes)
+
+    def submit_accept(self) -> "Pending[None]":
+        return self.group.submit(PolicyWorker.accept_receivers)
+
     def submit_weights(self, *, adapters_only: bool) -> "Pending[float]":
         """Start sending weights to the engines; each rank returns the seconds it took."""
         return self.group.submit(PolicyWorker.send_weights, self.weight_version, adapters_only)
@@ -248,12 +257,10 @@ class RemoteModel:
         expected = sum(self.group.call_rank(rank, PolicyWorker.state_bytes) for rank in stages)
         self._saving(written(Path(folder), expected)).call(PolicyWorker.save, folder)
 
-    def load(self, folder: str, weight_version: int) -> None:
-        self._saving(_reading(folder)).call(PolicyWorker.load, folder)
-        self.weight_version = weight_version
-
-    def load_weights(self, folder: str, weight_version: int) -> None:
-        self._saving(_reading(folder)).call(PolicyWorker.load_weights, folder)
+    def load(self, folder: str, weight_version: int, *, weights_only: bool = False) -> None:
+        method = PolicyWorker.load_weights if weights_only else PolicyWorker.load
+        reading = self._saving(lambda: f"it reads {gb(num_bytes(Path(folder)))} of {folder}")
+        reading.call(method, folder)
         self.weight_version = weight_version
 
     def export(self, folder: str) -> None:
@@ -263,9 +270,6 @@ class RemoteModel:
 
     def _saving(self, doing: Callable[[], str]) -> "WorkerGroup[PolicyWorker]":
         return self.group.waiting(self._save_timeout_s, "call_timeout_s", doing)
-
-    def shutdown(self) -> None:
-        self.group.shutdown()
 
     def _is_on_policy(self, batch: RemoteBatch) -> bool:
         """Whether this step's own forward pass gives the policy's logprobs of what it sampled."""
@@ -299,10 +303,6 @@ class RemoteModel:
             )
             for rank, bins in enumerate(plan.bins)
         ]
-
-
-def _reading(folder: str) -> Callable[[], str]:
-    return lambda: f"it reads {gb(num_bytes(Path(folder)))} of {folder}"
 
 
 def prompts_of(batch: RemoteBatch | TensorBatch) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from nemo_like.losses.mismatch import MismatchSums
 from nemo_like.losses.protocol import Denominators, Loss, apply_loss
 from nemo_like.models.naming import plain_name
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, divided_sums, merge
-from nemo_like.policy.debug.diagnostics import Diagnostics
+from nemo_like.policy.diagnostics import diagnostics_of
 from nemo_like.policy.gradients import (
     LossScale,
     SharedParameters,
@@ -60,7 +60,7 @@ class Trainer:
             multiple=self.mesh.sequence_multiple,
             context_group=self.mesh.group("cp"),
         )
-        self.diagnostics = Diagnostics(config.debug, self.mesh, device, setup.log_dir)
+        self.diagnostics = diagnostics_of(config.debug, self.mesh, device, setup.log_dir)
         where = (setup.model_path, config, self.mesh, device)
         self.stages, partial = load_stages(*where, setup.output)
         self.parameters: dict[str, nn.Parameter] = {
@@ -126,7 +126,7 @@ class Trainer:
         ``on_policy``: these weights sampled the rows, so their mismatch is measured on the way; it
         is that of all ranks.
         """
-        self.diagnostics.profiles.begin(self.num_steps + 1)
+        self.diagnostics.begin(self.num_steps + 1)
         self.diagnostics.check_rows(micro_batches)
         if on_policy and self._sums is None:
             self._sums = MismatchSums(self.device)
@@ -175,7 +175,7 @@ class Trainer:
             with self.diagnostics.phase("optimizer"):
                 self._optimizer_step()
         forget_gradients(parameters)
-        self.diagnostics.profiles.end()
+        self.diagnostics.end()
         self._check_copies(parameters, "parameters")
         metrics |= self.diagnostics.pop()
         if self.loss_scale is not None:

@@ -41,7 +41,6 @@ from nemo_like.policy.state.state import (
 )
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup
-from nemo_like.policy.warm_up import warm_up
 from nemo_like.refit.buckets import Bucket, plan_refit, travels_apart
 from nemo_like.refit.ipc import IpcAddress, IpcSender
 
@@ -137,6 +136,8 @@ class PolicyWorker(Worker):
 
     def warm_up(self, temperature: float) -> None:
         if self._trainer.config.compile and self._trainer.setup.trains:
+            from nemo_like.policy.warm_up import warm_up
+
             warm_up(self._trainer, temperature)
             freeze_objects()
 

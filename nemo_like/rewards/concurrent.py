@@ -10,7 +10,8 @@ import socket
 
 from nemo_like.rewards.frames import MOST_BYTES, Frames, read_rows, result_frame
 from nemo_like.rewards.function import RewardFunction, score_async
-from nemo_like.rewards.process import SELF_DESTRUCT_GRACE_S, bury_orphans
+from nemo_like.rewards.process import SELF_DESTRUCT_GRACE_S
+from nemo_like.rewards.process_tree import bury_orphans
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 
 _CANCEL_GRACE_S = 1.0

@@ -24,7 +24,7 @@ from nemo_like.rewards.frames import (
     read_result,
     rows_frame,
 )
-from nemo_like.rewards.process import kill_tree
+from nemo_like.rewards.process_tree import kill_tree
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rewards.variables import with_hint
 

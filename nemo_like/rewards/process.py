@@ -7,7 +7,6 @@ result each.
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import io
 import os
@@ -22,13 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-import psutil
-
 from nemo_like.errors import UserError
 from nemo_like.imports import without_collector
 from nemo_like.rewards.find import load_reward
 from nemo_like.rewards.frames import MOST_BYTES, Frames, first_word_frame, read_rows, result_frame
 from nemo_like.rewards.function import RewardFunction, score_rows
+from nemo_like.rewards.process_tree import adopt_orphans, bury_orphans, kill_tree
 from nemo_like.rewards.protocol import RewardResult, RewardRow
 
 PARENT_POLL_S = 1.0
@@ -38,7 +36,6 @@ SELF_DESTRUCT_GRACE_S = 5.0
 
 BatchReward = Callable[[Sequence[RewardRow]], list[RewardResult]]
 """One result for each row, in their order; never raises."""
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
@@ -130,48 +127,6 @@ def leave_sigterm_to_driver() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-
-
-def adopt_orphans() -> None:
-    """Become the parent of orphans below, so that ``kill_tree`` finds daemons (on Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def bury_orphans(before: set[int]) -> set[int]:
-    """Clear away what has ended and was adopted; the rest of what has ended is returned.
-
-    One's own children are for who started them to wait for, until the next call: what had ended
-    ``before`` goes too. A daemon's session, its parent's that is gone, tells it from a child at
-    once; a child's is its own or this process's.
-    """
-    left: set[int] = set()
-    children = ""
-    with contextlib.suppress(OSError):  # Linux only
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    for pid in map(int, children.split()):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            if pid in before or os.getsid(pid) not in (pid, os.getsid(0)):
-                os.waitpid(pid, os.WNOHANG)
-            else:
-                left.add(pid)
-    return left
-
-
-def kill_tree(pid: int) -> None:
-    """Kill the leader of a process group, the group, and descendants that left it.
-
-    A function that runs code often gives it a session of its own, to end it when it is late, and
-    may itself be ended before that. What belongs to another user, as after sudo, is left alone.
-    """
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

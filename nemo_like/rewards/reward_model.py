@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
+from nemo_like.config.environment import REWARD_MODEL_KEY
 from nemo_like.config.model_files import TRUSTED, set_trust, trusts_code
-from nemo_like.config.paths import REWARD_MODEL_KEY
 from nemo_like.data.token_rows import TokenRow, collate
 from nemo_like.errors import UserError
 from nemo_like.models.build import model_settings

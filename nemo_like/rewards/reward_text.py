@@ -4,8 +4,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_like.config.environment import EnvironmentConfig
-from nemo_like.config.paths import REWARD_MODEL_KEY, check_scores
+from nemo_like.config.environment import REWARD_MODEL_KEY, EnvironmentConfig
+from nemo_like.config.reward_models import check_scores
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.conversations import Conversation, encode
 from nemo_like.data.datasets import Row

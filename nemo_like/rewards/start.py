@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.environment import CODE, EnvironmentConfig
+from nemo_like.config.environment import CODE, REWARD_MODEL, EnvironmentConfig
 from nemo_like.config.model_files import TRUSTED, trusts_code
-from nemo_like.config.paths import REWARD_MODEL
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row
 from nemo_like.doors import absolute

@@ -40,10 +40,8 @@ class Ahead:
         self._open: list[Group] = []
 
     @classmethod
-    def of(cls, config: SamplingRunConfig) -> Self | None:
-        """The bookkeeping of a run with lag; None without lag."""
-        if not config.max_lag:
-            return None
+    def of(cls, config: SamplingRunConfig) -> Self:
+        """The bookkeeping of a run with lag."""
         per_step, by_readiness = config.loop.num_prompts_per_step, config.rollout_order == "ready"
         return cls(config.max_lag, per_step, config.max_steps, by_readiness)
 

@@ -36,7 +36,7 @@ class RewardFailures:
         self._most = environment.max_failed_share
         self._path = run_dir / FILE
         self._file: JsonlFile | None = None
-        self._known = set[str]()
+        self._known, self._dropped = set[str](), set[str]()
         if self._path.exists():
             self._file = JsonlFile(self._path)
             self._file.truncate_after(resumed_step)
@@ -49,6 +49,7 @@ class RewardFailures:
         """Count those of a step or a validation; RunError if no completion has a
         reward, or more than ``environment.max_failed_share`` have none.
         """
+        self._warn_of_dropped(results)
         scored = rows[keys.SAMPLE_MASK][first_rows(rows)[0]]
         failed = int((~scored).sum())
         if not failed:
@@ -89,3 +90,16 @@ class RewardFailures:
             when,
             "; ".join(new) or f"for reasons logged before, counted in {FILE}",
         )
+
+    def _warn_of_dropped(self, results: "Sequence[RolloutResult]") -> None:
+        """Say once of each metric that it is left out where it is not a number."""
+        for name, why in (pair for one in results for pair in one.dropped_metrics.items()):
+            if name not in self._dropped:
+                self._dropped.add(name)
+                logger.warning(
+                    "%s: metric %r is left out of rows where it is not a finite number (%s); the "
+                    "reward counts.",
+                    self._reward,
+                    name,
+                    why,
+                )

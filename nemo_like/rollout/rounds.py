@@ -3,6 +3,7 @@
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +14,14 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.advantages import of_trained
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.rollout.trajectory import first_rows
-from nemo_like.rollout.worker import RolloutResult
+
+if TYPE_CHECKING:
+    from nemo_like.rollout.worker import RolloutResult
 
 logger = logging.getLogger(__name__)
 
 
-def rows_of(results: Sequence[RolloutResult]) -> dict[str, Tensor]:
+def rows_of(results: "Sequence[RolloutResult]") -> dict[str, Tensor]:
     """Row columns of all replicas."""
     return {name: torch.cat([result.rows[name] for result in results]) for name in results[0].rows}
 
@@ -27,7 +30,7 @@ class Round:
     """Completions of some prompts, and which of their groups are kept."""
 
     def __init__(
-        self, results: list[RolloutResult], keep: Callable[[RemoteBatch], Tensor] | None
+        self, results: "list[RolloutResult]", keep: Callable[[RemoteBatch], Tensor] | None
     ) -> None:
         """``keep``: see ``RolloutSource.next_batch``."""
         self.results = results
@@ -71,7 +74,7 @@ def join(rounds: Sequence[Round], num_prompts: int, refit: Metrics) -> tuple[Rem
 
 
 def rollout_metrics(
-    area: str, rows: dict[str, torch.Tensor], results: Sequence[RolloutResult]
+    area: str, rows: dict[str, torch.Tensor], results: "Sequence[RolloutResult]"
 ) -> Metrics:
     """Means over trajectories, each over those that it is defined for."""
     first, of_row = first_rows(rows)
@@ -97,7 +100,7 @@ def rollout_metrics(
     return {f"{area}/{name}": metric for name, metric in environment.items()} | metrics
 
 
-def _straggler(results: Sequence[RolloutResult]) -> Metrics:
+def _straggler(results: "Sequence[RolloutResult]") -> Metrics:
     """The slowest replica per call, and its time over the median of all."""
     calls: dict[int, list[float]] = {}
     for result in results:
@@ -109,24 +112,6 @@ def _straggler(results: Sequence[RolloutResult]) -> Metrics:
     rank = max(seconds, key=lambda rank: seconds[rank])
     ratio = seconds[rank] / statistics.median(seconds.values())
     return {"rollout/slowest_rank": Metric(rank), "rollout/slowest_over_median": Metric(ratio)}
-
-
-def warn_of_dropped(reward: str, results: Sequence[RolloutResult], known: set[str]) -> None:
-    """Say once of each metric of an environment that it is left out where it is not a number.
-
-    ``known``: metrics that were warned of; new ones are added.
-    """
-    for result in results:
-        for name, why in result.dropped_metrics.items():
-            if name not in known:
-                known.add(name)
-                logger.warning(
-                    "%s: metric %r is left out of rows where it is not a finite number (%s); the "
-                    "reward counts.",
-                    reward,
-                    name,
-                    why,
-                )
 
 
 def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int) -> Metrics:

@@ -15,9 +15,8 @@ from nemo_like.distributed.waiting import Pending
 from nemo_like.generation.protocol import SamplingParams
 from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import Metrics
-from nemo_like.rollout.ahead import Ahead
 from nemo_like.rollout.failures import RewardFailures
-from nemo_like.rollout.rounds import Round, join, rollout_metrics, rows_of, warn_of_dropped
+from nemo_like.rollout.rounds import Round, join, rollout_metrics, rows_of
 from nemo_like.rollout.trajectory import RolloutTask, Sample, seed_of
 from nemo_like.rollout.weight_sync import WeightSync
 from nemo_like.rollout.worker import RolloutRequest, RolloutResult, RolloutWorker
@@ -54,14 +53,16 @@ class RolloutSource:
         self._generation = generation
         self.sync = sync
         self._feed = feed
-        self._ahead = Ahead.of(config)
+        self._ahead = None
+        if config.max_lag:
+            from nemo_like.rollout.ahead import Ahead
+
+            self._ahead = Ahead.of(config)
         self._validation_rows = validation_rows
         self._stop_token_ids = stop_token_ids
         self._failures = failures
         self._span, self._show = span, show
         self._refit_metrics: Metrics = {}
-        self._dropped_metrics = set[str]()
-        """Metrics of the environment with a warning already logged."""
 
     def next_batch(
         self,
@@ -104,12 +105,8 @@ class RolloutSource:
         if self._ahead is not None:
             self._admit(step, count, sampling)
             used = self._ahead.next(step, count, self._generation.results)
-            results = [one.result for one in used if one.result is not None]
-            warn_of_dropped(
-                self._config.environment.name_in_messages, results, self._dropped_metrics
-            )
             self._feed.use_up(one.group for one in used)
-            return results
+            return [one.result for one in used if one.result is not None]
         drawn = self._feed.draw(max(count, self._generation.group.world_size))
         if early is not None:
             calls = [
@@ -151,7 +148,6 @@ class RolloutSource:
             calls = [call for call, one in zip(calls, found, strict=True) if not one]
             early(Round(new, None).batch)
             results += new
-        warn_of_dropped(self._config.environment.name_in_messages, results, self._dropped_metrics)
         return sorted(results, key=lambda one: int(one.rows[keys.GROUP_IDS][0]))
 
     def validate(self, step: int) -> Metrics:
@@ -256,7 +252,6 @@ class RolloutSource:
             for of_replica in tasks
         ]
         results = self._generation.group.scatter(RolloutWorker.rollout, requests)
-        warn_of_dropped(self._config.environment.name_in_messages, results, self._dropped_metrics)
         return [result for result in results if len(result.lengths)]
 
     def _tasks(

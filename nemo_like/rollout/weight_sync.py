@@ -10,7 +10,7 @@ which the same memory gets again. Dropped weights are gone, so that a refit foll
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_like.config.generation import RefitConfig, Transport
 from nemo_like.distributed.worker_group import wait_together
@@ -18,10 +18,12 @@ from nemo_like.generation.protocol import EngineConfig, EngineMemory, Link
 from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
 from nemo_like.planning.resources import ResourcePlan, refit_transport
-from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.policy.worker import PolicyWorker, SenderAddress
 from nemo_like.refit.buckets import numbered, total_bytes
 from nemo_like.refit.ipc import IpcLink
+
+if TYPE_CHECKING:
+    from nemo_like.policy.remote_model import RemoteModel
+    from nemo_like.policy.worker import SenderAddress
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class WeightSync:
     def __init__(
         self,
         config: RefitConfig,
-        policy: RemoteModel,
+        policy: "RemoteModel",
         generation: Generation[Any],
         plan: ResourcePlan,
         engine: EngineConfig,
@@ -47,9 +49,7 @@ class WeightSync:
         self._sleep = engine.sleep
         self._adapters_apart = engine.lora is not None
         transport = refit_transport(config, plan)
-        opened = policy.group.submit_each(
-            PolicyWorker.open_sender, receivers(transport, plan), transport, _BUCKET_BYTES
-        )
+        opened = policy.submit_senders(receivers(transport, plan), transport, _BUCKET_BYTES)
         senders = wait_together(opened)[0]
         links = links_to(transport, plan, senders, policy.group.contexts[0].meeting_address)
         buckets = senders[0].buckets
@@ -57,7 +57,7 @@ class WeightSync:
         alone = numbered(buckets, adapters_only=True)
         self._adapter_bytes = total_bytes([bucket for _, bucket in alone])
         wait_together(
-            policy.group.submit(PolicyWorker.accept_receivers),
+            policy.submit_accept(),
             generation.submit_connect(links, buckets),
         )
         logger.info(
@@ -109,7 +109,7 @@ def receivers(transport: Transport, plan: ResourcePlan) -> tuple[int, ...]:
 
 
 def links_to(
-    transport: Transport, plan: ResourcePlan, senders: Sequence[SenderAddress], host: str
+    transport: Transport, plan: ResourcePlan, senders: "Sequence[SenderAddress]", host: str
 ) -> Sequence[Link]:
     """How each replica reaches its sender or senders."""
     if transport == "ipc":

@@ -18,13 +18,11 @@ from torch import Tensor
 from nemo_like.batch.tensor_batch import as_arrays, as_tensors, prompt_columns
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.environments.protocol import ENDPOINT
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
     GenerationRequest,
     SamplingParams,
-    stopped,
 )
 from nemo_like.generation.worker import GenerationWorker
 from nemo_like.imports import freeze_objects
@@ -203,8 +201,13 @@ class RolloutWorker(GenerationWorker):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; stop strings end it across refits, too."""
+        completion = await super().generate(request)
+        if not completion.later_versions:
+            return completion
+        from nemo_like.generation.interrupted import stopped
+
         decode = partial(self._chat.decode, skip_special_tokens=False)
-        return stopped(await super().generate(request), request.sampling.stop, decode)
+        return stopped(completion, request.sampling.stop, decode)
 
     async def _run(self, task: RolloutTask, sampling: SamplingParams) -> Trajectory:
         """One trajectory; a failed reward is a result, not an exception."""
@@ -213,6 +216,7 @@ class RolloutWorker(GenerationWorker):
         fields = row.fields | {"messages": list(row.messages), IS_CHAT: row.is_chat}
         if limits is not None:
             assert self._endpoint is not None
+            from nemo_like.environments.protocol import ENDPOINT
             from nemo_like.rollout.recorder import Recorder
 
             recorder = Recorder(task, self.generate, self._chat, sampling, limits)

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, NonNegativeInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from nemo_like.config.run import CheckpointConfig, RunConfig
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _CHUNK_BYTES = 1 << 24
-_LISTED = TypeAdapter(dict[str, tuple[int, int]])
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -94,6 +93,8 @@ class Checkpoints:
 
     def latest(self) -> tuple[Path, DriverState] | None:
         """The newest checkpoint, as ``open_checkpoint`` reads it; None if there is none."""
+        from nemo_like.run.continued import open_checkpoint
+
         for leftover in sorted(self.folder.glob("*ing_step_*")):
             logger.warning("%s was not finished and is ignored", leftover)
         steps = self.steps()
@@ -113,30 +114,12 @@ class Checkpoints:
 
     def _metric(self, step: int, name: str | None) -> float:
         try:
-            state = _read_state(self.folder / f"step_{step}")
+            state = read_state(self.folder / f"step_{step}")
         except UserError as error:  # one that was damaged since must not end the run
             logger.warning("%s It counts as one without a metric.", error)
             return -math.inf
         metric, same = state.metric, state.metric_name in (None, name)
         return -math.inf if metric is None or math.isnan(metric) or not same else metric
-
-
-def open_checkpoint(path: Path) -> DriverState:
-    """The state of a checkpoint that is checked byte for byte; UserError names the damage."""
-    refuse_special(f"Checkpoint {path}", path, depth=2)
-    _verify(path)
-    from nemo_like.run.continued import who_else_writes
-
-    for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):
-        if who := who_else_writes(one):
-            logger.warning(
-                "%s can be written by %s, who could have changed the checkpoint and its checksums; "
-                "see that you trust them, or chown and chmod go-w it.",
-                one,
-                who,
-            )
-            break
-    return _read_state(path)
 
 
 def _remove(path: Path) -> None:
@@ -148,18 +131,18 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _read_state(path: Path) -> DriverState:
+def read_state(path: Path) -> DriverState:
     refuse_special(f"Checkpoint {path}", path, depth=1)
     try:
         return DriverState(**json.loads((path / "driver.json").read_text()))
     except (OSError, ValueError, TypeError, RecursionError) as error:  # TypeError: no object
         raise UserError(
-            f"Checkpoint {path} is not one of this version: driver.json: {_reason(error)}. "
-            f"{_remedy(path)}"
+            f"Checkpoint {path} is not one of this version: driver.json: {reason_of(error)}. "
+            f"{remedy_for(path)}"
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     return ", ".join(
@@ -171,34 +154,14 @@ def _reason(error: Exception) -> str:
 
 def _checksums(folder: Path) -> dict[str, list[int]]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): [path.stat().st_size, _crc(path)] for path in files}
+    return {str(path.relative_to(folder)): [path.stat().st_size, crc_of(path)] for path in files}
 
 
-def _remedy(path: Path) -> str:
+def remedy_for(path: Path) -> str:
     return f"Remove {path} to continue from an earlier checkpoint, or restore the file."
 
 
-def _verify(path: Path) -> None:
-    try:
-        files = _LISTED.validate_python(json.loads((path / "files.json").read_text()))
-        if "driver.json" not in files:
-            raise ValueError("driver.json is not in it")
-    except (OSError, ValueError, RecursionError) as error:
-        damaged = f"files.json: {_reason(error)}"
-        raise UserError(f"Checkpoint {path} is damaged: {damaged}. {_remedy(path)}") from error
-    for name, (size, crc) in files.items():
-        file, damaged = path / name, None
-        try:
-            if file.stat().st_size != size or _crc(file) != crc:
-                damaged = "has changed"
-        except (OSError, ValueError):  # also of a name that no file can have
-            damaged = "is missing or cannot be read"
-        if damaged:
-            what = f"{name[:200]} {damaged}"
-            raise UserError(f"Checkpoint {path} is damaged: {what}. {_remedy(path)}")
-
-
-def _crc(path: Path) -> int:
+def crc_of(path: Path) -> int:
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""What a run that continues looks at: changed keys, earlier attempts, who else writes its files."""
+"""What a run that continues looks at: its checkpoint, changed keys, earlier attempts."""
 
 import contextlib
 import functools
@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
+from nemo_like.doors import refuse_special
 from nemo_like.errors import RunError, UserError
+from nemo_like.run.checkpoint import DriverState, crc_of, read_state, reason_of, remedy_for
 from nemo_like.run.folder import STARTS
 
 logger = logging.getLogger(__name__)
@@ -24,6 +27,43 @@ _FIXED = (
 )
 """What a checkpoint's tensors are those of."""
 _MOST_EQUALSTARTS = 2
+_LISTED = TypeAdapter(dict[str, tuple[int, int]])
+
+
+def open_checkpoint(path: Path) -> DriverState:
+    """The state of a checkpoint that is checked byte for byte; UserError names the damage."""
+    refuse_special(f"Checkpoint {path}", path, depth=2)
+    _verify(path)
+    for one in (path, *sorted(file for file in path.rglob("*") if file.exists())):
+        if who := who_else_writes(one):
+            logger.warning(
+                "%s can be written by %s, who could have changed the checkpoint and its checksums; "
+                "see that you trust them, or chown and chmod go-w it.",
+                one,
+                who,
+            )
+            break
+    return read_state(path)
+
+
+def _verify(path: Path) -> None:
+    try:
+        files = _LISTED.validate_python(json.loads((path / "files.json").read_text()))
+        if "driver.json" not in files:
+            raise ValueError("driver.json is not in it")
+    except (OSError, ValueError, RecursionError) as error:
+        damaged = f"files.json: {reason_of(error)}"
+        raise UserError(f"Checkpoint {path} is damaged: {damaged}. {remedy_for(path)}") from error
+    for name, (size, crc) in files.items():
+        file, damaged = path / name, None
+        try:
+            if file.stat().st_size != size or crc_of(file) != crc:
+                damaged = "has changed"
+        except (OSError, ValueError):  # also of a name that no file can have
+            damaged = "is missing or cannot be read"
+        if damaged:
+            what = f"{name[:200]} {damaged}"
+            raise UserError(f"Checkpoint {path} is damaged: {what}. {remedy_for(path)}")
 
 
 def read_config(path: Path) -> dict[str, Any]:

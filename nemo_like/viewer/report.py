@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.errors import UserError
-from nemo_like.observe.phase_trace import joined
+from nemo_like.observe.phase_trace import SUFFIX
 from nemo_like.viewer.runs import Record, RunFolder, differences, find_runs, mean_phases
 
 _END = 10
@@ -57,10 +57,22 @@ def run(arguments: Sequence[str]) -> None:
         (out / name).write_text(text, encoding="utf-8")
         sys.stdout.write(f"{out / name}\n")
     if options.trace:
-        if not (trace := joined(runs[0].path / "logs"))["traceEvents"]:
+        if not (trace := joined_trace(runs[0].path / "logs"))["traceEvents"]:
             raise UserError(f"--trace: {runs[0].path}/logs has no *.trace.jsonl; copy them too.")
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
         sys.stdout.write(f"{options.trace}\n")
+
+
+def joined_trace(log_dir: Path) -> dict[str, Any]:
+    """The trace of all processes."""
+    events: list[dict[str, Any]] = []
+    for number, path in enumerate(sorted(log_dir.glob(f"*{SUFFIX}"))):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                events.append(json.loads(line) | {"pid": number})
+            except ValueError:  # cut off by a crash
+                continue
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def report(runs: Sequence[RunFolder]) -> Iterator[Block]:

@@ -39,7 +39,6 @@ class DistillationConfig(SamplingRunConfig):
             )
 
     def other_models(self) -> Iterator[tuple[str, str]]:
-        """The teacher's."""
         yield "teacher.model", str(self.teacher.model)
 
 
@@ -61,12 +60,10 @@ class OffPolicyDistillationConfig(TextRunConfig):
     data: ConversationsConfig = ConversationsConfig()
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """There is a teacher."""
         yield from super().rules(here, run)
         yield from _teacher_rules(self)
 
     def other_models(self) -> Iterator[tuple[str, str]]:
-        """The teacher's."""
         yield "teacher.model", str(self.teacher.model)
 
 

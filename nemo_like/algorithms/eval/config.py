@@ -105,7 +105,6 @@ class EvalConfig(SamplingRunConfig):
 
     @property
     def loop(self) -> SamplingLoop:
-        """One step of sampling, which sizes the engines."""
         return SamplingLoop(
             max_steps=1,
             num_prompts_per_step=PROMPTS_AT_ONCE,
@@ -114,12 +113,10 @@ class EvalConfig(SamplingRunConfig):
 
     @property
     def trains(self) -> bool:
-        """Nothing of what is sampled."""
         return False
 
     @property
     def longest_completion(self) -> tuple[str, int]:
-        """The key that limits completions, and its value."""
         if self.validation.max_new_tokens is None:
             return super().longest_completion
         return "validation.max_new_tokens", self.validation.max_new_tokens

@@ -19,7 +19,7 @@ from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
 from nemo_like.observe.sinks import JsonlFile
 from nemo_like.policy.remote_model import RemoteModel
-from nemo_like.run.checkpoint import open_checkpoint
+from nemo_like.run.continued import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -61,5 +61,5 @@ def check_category(rows: Sequence[Row], field: str | None) -> None:
 def load_checkpoint(policy: RemoteModel, folder: Path) -> None:
     """Bring the policy to a run's checkpoint, which is checked byte for byte."""
     state = open_checkpoint(folder)
-    policy.load_weights(str(folder / "policy"), state.weight_versions["policy"])
+    policy.load(str(folder / "policy"), state.weight_versions["policy"], weights_only=True)
     logger.info("Weights of %s, after step %d.", folder, state.step)

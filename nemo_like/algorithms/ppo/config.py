@@ -69,18 +69,15 @@ class PPOConfig(PolicyGradientRunConfig):
 
     @property
     def metric_areas(self) -> tuple[str, ...]:
-        """The critic's metrics too, where there is one."""
         areas = super().metric_areas
         return (*areas, "critic/") if self.critic.enabled else areas
 
     @property
     def scalar_heads(self) -> bool:
-        """Whether a model with a scalar head trains."""
         return self.critic.enabled
 
     @property
     def max_updates(self) -> int:
-        """Optimizer steps of the policy."""
         return (self.max_steps - self.ppo.num_critic_warmup_steps) * self.ppo.num_updates
 
     @property
@@ -99,7 +96,6 @@ class PPOConfig(PolicyGradientRunConfig):
         )
 
     def other_models(self) -> Iterator[tuple[str, str]]:
-        """The critic's."""
         if self.critic.enabled and self.critic.model is not None:
             yield "critic.model", self.critic.model
 

@@ -20,7 +20,7 @@ from nemo_like.algorithms.policy_gradient import (
     training_metrics,
 )
 from nemo_like.algorithms.ppo.config import PPOConfig
-from nemo_like.algorithms.sampling import Sampling, new_critic, start_sampling
+from nemo_like.algorithms.sampling import Sampling, start_sampling
 from nemo_like.algorithms.session import Session
 from nemo_like.batch import keys
 from nemo_like.data.chat import ChatTokenizer
@@ -45,7 +45,7 @@ def run(config: PPOConfig, session: Session) -> None:
     critic = None
     if config.critic.enabled:
         folder = find_critic(config, session.model_path)
-        critic = new_critic(config.critic_policy, session, folder, config.max_critic_updates)
+        critic = new_critic(config, session, folder)
     live = start_sampling(config, session, critic)
     train(config, live)
     models = {"final": live.policy} | ({"final_critic": critic} if critic is not None else {})
@@ -79,7 +79,7 @@ def find_critic(config: PPOConfig, model_path: str) -> str:
     folder = model_path
     if config.critic.model is not None:
         folder = str(resolve_model(config.critic.model, "critic.model"))
-        if not ChatTokenizer(folder).has_tokens_of(ChatTokenizer(model_path)):
+        if ChatTokenizer(folder).token_ids() != ChatTokenizer(model_path).token_ids():
             raise UserError(
                 f"critic.model={config.critic.model} has other tokens than "
                 f"policy.model={config.policy.model}, whose completions it reads; use a model with "
@@ -87,6 +87,18 @@ def find_critic(config: PPOConfig, model_path: str) -> str:
             )
     check_model_fits(config.critic_policy, len(plan_run(config).policy), Path(folder))
     return folder
+
+
+def new_critic(config: PPOConfig, session: Session, model_path: str) -> RemoteModel:
+    """A model that gives values, on the policy's bundles; not started yet."""
+    return RemoteModel(
+        config.critic_policy,
+        config.cluster,
+        session.new_group(config.critic_policy, model_path, "critic"),
+        model_path=model_path,
+        max_steps=config.max_critic_updates,
+        output="values_before",
+    )
 
 
 def add_advantages(batch: RemoteBatch, policy: RemoteModel, config: PPOConfig) -> Metrics:

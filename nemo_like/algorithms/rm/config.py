@@ -28,7 +28,6 @@ class RewardModelConfig(TextRunConfig):
 
     @property
     def scalar_heads(self) -> bool:
-        """The model's."""
         return True
 
 

@@ -2,29 +2,23 @@
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from nemo_like.generation.graph.decoder import Decoder
 from nemo_like.generation.graph.state import BURST, PAGE
-from nemo_like.generation.local_engine import GrowingRow
+from nemo_like.generation.local_engine import Ends, GrowingRow
 from nemo_like.generation.protocol import (
     Completion,
-    FinishReason,
     GenerationRequest,
-    SamplingParams,
 )
 
 PREFILL_TOKENS = 8192
 """Most tokens of prompts that one forward computes, or one longer prompt."""
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, *range(128, 1025, 64))
 """Rows of a batch, filled up with idle ones: each has a graph."""
-
-
-Ends = Callable[[SamplingParams, Sequence[int]], bool]
-"""Whether sampled tokens end with a stop string."""
 
 
 class Row(GrowingRow):
@@ -37,7 +31,6 @@ class Row(GrowingRow):
         self.done = done
         self.slot = -1
         self.pages: list[int] = []
-        self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._seed = ((request.seed ^ request.seed >> 32) & 0xFFFFFFFF) - 2**31  # 32 bits, signed
         self.end = len(request.prompt_ids) + self.most - 1
         """Positions to compute until the last token is drawn."""
@@ -59,22 +52,6 @@ class Row(GrowingRow):
     def floats(self) -> tuple[float, float]:
         """See ``FLOATS``."""
         return self.request.sampling.temperature, self.request.sampling.top_p
-
-    def extend(self, token_ids: list[int], logprobs: list[float], ends: Ends) -> None:
-        """Take tokens up to the one that ends the completion."""
-        sampling = self.request.sampling
-        new = token_ids[: self.most - len(self.token_ids)]
-        if not self._stop_ids.isdisjoint(new):
-            new = new[: 1 + next(i for i, each in enumerate(new) if each in self._stop_ids)]
-            self.finish_reason = FinishReason.stop
-        for part in [[each] for each in new] if sampling.stop else [new]:
-            self.token_ids += part
-            if sampling.stop and ends(sampling, self.token_ids):
-                self.finish_reason = FinishReason.stop
-                break
-        self.logprobs += logprobs[: len(self.token_ids) - len(self.logprobs)]
-        if self.finish_reason is None and len(self.token_ids) == self.most:
-            self.finish_reason = FinishReason.length
 
 
 class Sampler:

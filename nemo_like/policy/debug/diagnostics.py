@@ -28,12 +28,13 @@ from nemo_like.policy.debug.checks import (
     memory_metrics,
 )
 from nemo_like.policy.debug.profile import StepProfiles
+from nemo_like.policy.diagnostics import Diagnostics
 from nemo_like.policy.parallel.mesh import PolicyMesh
 
 logger = logging.getLogger(__name__)
 
 
-class Diagnostics:
+class DebugDiagnostics(Diagnostics):
     """Checks and measurements of one rank; each does nothing unless it is configured."""
 
     def __init__(
@@ -49,7 +50,13 @@ class Diagnostics:
             self._hangs = HangReport(path, config.hang_report_s, lambda: f"policy rank {mesh.rank}")
         self._measured: list[Metrics] = []
         path = Path(log_dir) / f"profile-{mesh.rank}"
-        self.profiles = StepProfiles(config, mesh.rank, device, path)
+        self._profiles = StepProfiles(config, mesh.rank, device, path)
+
+    def begin(self, step: int) -> None:
+        self._profiles.begin(step)
+
+    def end(self) -> None:
+        self._profiles.end()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -71,7 +78,6 @@ class Diagnostics:
         return merge(measured)
 
     def check_rows(self, micro_batches: Sequence[TensorBatch | None]) -> None:
-        """Stop unless every data-parallel rank has rows of its own; collective."""
         if not self._config.checks:
             return
         rows = [row for each in micro_batches if each is not None for row in fingerprint_rows(each)]
@@ -79,7 +85,6 @@ class Diagnostics:
         check_data(rows, self._mesh.group("dp"), same, self._mesh.rank)
 
     def check_copies(self, tensors: Mapping[str, Tensor | None], what: str) -> None:
-        """Stop unless copies of each tensor are equal; collective."""
         if not self._config.checks:
             return
         mesh, there = self._mesh, {name: one for name, one in tensors.items() if one is not None}

@@ -1,0 +1,46 @@
+"""The points of a step at which ``policy.debug`` looks, where it is on."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.config.debug import DebugConfig
+from nemo_like.observe.metrics import Metrics
+from nemo_like.policy.parallel.mesh import PolicyMesh
+
+
+class Diagnostics:
+    """Looks at nothing; ``policy/debug/diagnostics.py`` has the one that does."""
+
+    def begin(self, step: int) -> None:
+        """The first work of an optimizer step; later calls for the same step do nothing."""
+
+    def end(self) -> None:
+        """The optimizer step is over."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pop(self) -> Metrics:
+        """What was measured since the last call."""
+        return {}
+
+    def check_rows(self, micro_batches: Sequence[TensorBatch | None]) -> None:
+        """Stop unless every data-parallel rank has rows of its own; collective."""
+
+    def check_copies(self, tensors: Mapping[str, Tensor | None], what: str) -> None:
+        """Stop unless copies of each tensor are equal; collective."""
+
+
+def diagnostics_of(
+    config: DebugConfig, mesh: PolicyMesh, device: torch.device, log_dir: str
+) -> Diagnostics:
+    """Those that the configuration switches on."""
+    if config == DebugConfig():
+        return Diagnostics()
+    from nemo_like.policy.debug.diagnostics import DebugDiagnostics
+
+    return DebugDiagnostics(config, mesh, device, log_dir)
