@@ -517,7 +517,7 @@ def test_a_closed_terminal_ends_a_run_in_order_except_under_nohup(capsys):
     with pytest.raises(SystemExit) as ended:
         end_on_error(close_terminal)
     assert ended.value.code == 130
-    assert capsys.readouterr().err.startswith("Interrupted; ")
+    assert capsys.readouterr().err == "Interrupted.\n"
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         end_on_error(close_terminal)
@@ -532,7 +532,7 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, "Interrupted; workers are ended"),
+        (KeyboardInterrupt(), 130, "Interrupted.\n"),
         (StoppedError("Saved."), 75, "Saved.\n"),
         (UserError("no"), 2, "Error: no\n"),
         (OSError(28, "No space left on device"), 1, "Error: a file cannot be written: No space"),
@@ -644,5 +644,5 @@ def test_an_interrupt_ends_in_order_however_often_it_comes(warm, tmp_path):
         time.sleep(0.3)
     code, output = end_of_fork(warm, tmp_path, driver, timeout_s=120.0)
     assert code == 130, output
-    assert "Interrupted" in output
+    assert "Interrupted; workers are ended, finished checkpoints are kept." in output
     assert TRACEBACK not in output

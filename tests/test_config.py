@@ -562,6 +562,14 @@ def test_two_nodes_are_two_however_large_one_is():
             "set one of them to 1",
         ),
         (
+            ("cluster.gpus_per_node=1", "rollout.max_lag=1"),
+            "rollout.max_lag=1 lets engines sample while the policy trains, but here they sleep",
+        ),
+        (
+            ("cluster.gpus_per_node=1", "rollout.overlap=true"),
+            "set generation.sleep=false, or give them their own GPUs",
+        ),
+        (
             ("loss.importance=mask", "loss.importance_floor=3"),
             "loss.importance_floor=3 must be below loss.importance_cap=2",
         ),

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -169,6 +172,16 @@ def test_a_reward_is_tried_on_rows_without_a_run(reward_file, tmp_path, capfd):
     assert "9 scored: mean 1, from 1 to 1." in out
     main([*typed, "--rows=1", "--completion=6"])
     assert "1 scored: mean 0, from 0 to 0." in capfd.readouterr().out
+
+
+def test_an_interrupted_trial_of_a_reward_does_not_speak_of_a_run(reward_file, tmp_path, capfd):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "?", "answer": "hang"}\n')
+    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(SystemExit) as ended:
+        main(["try-reward", f"{reward_file}:prints", str(rows)])
+    assert ended.value.code == 130
+    assert capfd.readouterr().err == "to stderr\nInterrupted.\n"
 
 
 def test_a_reward_that_fails_on_every_row_ends_with_an_error(reward_file, tmp_path, capfd):

@@ -14,7 +14,7 @@ from nemo_like.planning.model_shape import (
     read_model_shape,
 )
 from nemo_like.planning.offload import Neighbours
-from nemo_like.planning.resources import ResourcePlan
+from nemo_like.planning.resources import ResourcePlan, engines_sleep
 from nemo_like.refit.buckets import travels_apart
 
 if TYPE_CHECKING:
@@ -35,15 +35,7 @@ def engine_config(
     groups = config.loop.num_prompts_per_step * (1 + config.max_lag)
     prompts = math.ceil(groups / len(plan.generation))
     most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
-    on_shared_gpus = plan.uses_gpus and plan.colocated
-    sleep = generation.sleep and on_shared_gpus and generation.kind.sleeps
-    if sleep and config.overlaps:
-        key = f"max_lag={config.max_lag}" if config.max_lag else "overlap=true"
-        raise UserError(
-            f"rollout.{key} lets engines sample while the policy trains, but here they sleep then, "
-            "since they share its GPUs; set generation.sleep=false, or give them their own GPUs "
-            "with cluster.num_generation_workers."
-        )
+    sleep = engines_sleep(generation, plan)
     share = _GPU_SHARE_SEPARATE
     if plan.colocated:
         share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE

@@ -11,7 +11,12 @@ from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.layout import ParallelSizes, common_divisors, num_stages, parallel_sizes
 from nemo_like.planning.model_shape import number, read_settings
-from nemo_like.planning.resources import ResourcePlan, plan_run, refit_transport
+from nemo_like.planning.resources import (
+    ResourcePlan,
+    engines_sleep,
+    plan_run,
+    refit_transport,
+)
 
 
 def check_placement(config: RunConfig) -> None:
@@ -29,7 +34,7 @@ def check_placement(config: RunConfig) -> None:
 
 
 def _broken_rules(config: RunConfig, sizes: ParallelSizes, plan: ResourcePlan) -> Iterator[str]:
-    """Errors in order: scalar heads, nodes, keys that need several ranks, replicas."""
+    """Errors in order: scalar heads, nodes, keys that need several ranks, engines."""
     parallel = config.policy.parallel
     for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
         if config.scalar_heads and getattr(parallel, name) > 1:
@@ -58,8 +63,17 @@ def _broken_rules(config: RunConfig, sizes: ParallelSizes, plan: ResourcePlan) -
             "policy.debug.checks=true would have no effect: the policy has one rank; use more "
             "workers."
         )
+    if not isinstance(config, SamplingRunConfig):
+        return
+    if config.overlaps and engines_sleep(config.generation, plan):
+        key = f"max_lag={config.max_lag}" if config.max_lag else "overlap=true"
+        yield (
+            f"rollout.{key} lets engines sample while the policy trains, but here they sleep then, "
+            "since they share its GPUs; set generation.sleep=false, or give them their own GPUs "
+            "with cluster.num_generation_workers."
+        )
     replicas = len(plan.generation)
-    if isinstance(config, SamplingRunConfig) and config.loop.num_prompts_per_step < replicas:
+    if config.loop.num_prompts_per_step < replicas:
         yield (
             f"{config.section}.num_prompts_per_step={config.loop.num_prompts_per_step} leaves some "
             f"of the {replicas} generation replicas without work; use at least {replicas}."

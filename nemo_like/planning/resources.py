@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_like.config.generation import RefitConfig, Transport
+from nemo_like.config.generation import GenerationConfig, RefitConfig, Transport
 from nemo_like.config.run import ClusterConfig, RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
@@ -132,6 +132,11 @@ def plan_run(config: RunConfig) -> ResourcePlan:
         generation.tensor_parallel_size,
         generation.num_engines_per_bundle,
     )
+
+
+def engines_sleep(generation: GenerationConfig, plan: ResourcePlan) -> bool:
+    """Whether engines free GPUs that they share with the policy while it trains."""
+    return generation.sleep and generation.kind.sleeps and plan.uses_gpus and plan.colocated
 
 
 def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:

@@ -14,7 +14,7 @@ from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.planning.activations import BYTES
 from nemo_like.planning.model_shape import FLOAT32, MOST_SEQUENCES, ModelShape, engine_bytes
 from nemo_like.planning.parameters import moments_bytes
-from nemo_like.planning.resources import ResourcePlan
+from nemo_like.planning.resources import ResourcePlan, engines_sleep
 
 PEAK_FLOPS = 989e12
 """Of an H100 or H200 in 16 bits, dense."""
@@ -89,7 +89,7 @@ def predict_step(
     trained = config.rows_per_step * tokens.completion
     train_s += train_seconds(policy, shape, ranks, count, row, trained)
     generation, products = config.generation, "matrix products"
-    sleeps = plan.colocated and generation.sleep and generation.kind.sleeps
+    sleeps = engines_sleep(generation, plan)
     refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
     phases = [
         _rollout(config, shape, plan, tokens),

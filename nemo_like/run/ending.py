@@ -37,7 +37,11 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
 _HANDLED = (signal.SIGINT, signal.SIGHUP, *SIGNALS)
 
 
-def end_on_error(action: Callable[[], T]) -> T:
+RUN_INTERRUPTED = "Interrupted; workers are ended, finished checkpoints are kept."
+
+
+def end_on_error(action: Callable[[], T], interrupted: str = "Interrupted.") -> T:
+    """``interrupted``: what to say of an interrupt."""
     with handlers_restored():
         for number in (signal.SIGTERM, signal.SIGHUP):
             handler = signal.getsignal(number)
@@ -49,7 +53,7 @@ def end_on_error(action: Callable[[], T]) -> T:
             raise
         except BaseException as error:
             if (told := told_to_end(error)) is not None:
-                end_early(told)
+                end_early(told, interrupted)
             if (sentence := _sentence(error)) is None:
                 raise
             logger.debug("The run ended here:", exc_info=True)
@@ -94,10 +98,9 @@ def told_to_end(error: BaseException) -> BaseException | None:
     return seen
 
 
-def end_early(told: BaseException) -> NoReturn:
+def end_early(told: BaseException, interrupted: str = "Interrupted.") -> NoReturn:
     """End the process as it was told to; signals that follow change nothing."""
     _ignore_signals()
-    interrupted = "Interrupted; workers are ended, finished checkpoints are kept."
     sys.stderr.write(f"{told if isinstance(told, StoppedError) else interrupted}\n")
     sys.exit(exit_code(told))
 
