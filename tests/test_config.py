@@ -590,6 +590,24 @@ def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, mo
         compose_config(CONFIGS, name, [*own, "validation.every_steps=7"])
 
 
+@pytest.mark.parametrize(
+    ("backend", "kwargs", "message"),
+    [
+        *(
+            ("vllm", f"{{{key}: 1}}", f"engine_kwargs.{key} follows from the rest")
+            for key in ("logprobs_mode", "override_generation_config", "quantization")
+        ),
+        ("vllm", "{trust_remote_code: true}", "trust_remote_code follows from the rest"),
+        ("replay", "{folder: /a, b: 1}", "engine_kwargs.b has no effect on"),
+        ("replay", "{folder: a}", "needs generation.engine_kwargs.folder; set it to the absolute"),
+        ("replay", "{}", "needs generation.engine_kwargs.folder; set it to the absolute"),
+    ],
+)
+def test_arguments_of_an_engine_are_looked_at_before_it_starts(backend, kwargs, message):
+    given = f"generation.backend={backend}", f"generation.engine_kwargs={kwargs}"
+    assert message in refusal(*given)
+
+
 @pytest.mark.parametrize("backend", ["vllm", "graph", "hf"])
 def test_engines_may_be_told_to_stay_awake_where_they_never_sleep(backend):
     compose_config(CONFIGS, "grpo", ["generation.sleep=false", f"generation.backend={backend}"])

@@ -661,7 +661,6 @@ def test_a_request_fails_wherever_the_end_of_its_engine_finds_it(tmp_path, run, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "engine_kwargs.logprobs_mode"),
         ({"engine_kwargs": {"max_num_seq": 4}}, "engine_kwargs.max_num_seq .*max_num_seqs"),
         ({"engine_kwargs": {"max_num_batched_tokens": 1}}, "vLLM refuses"),
         ({"device": "cuda"}, "built for cpu"),

@@ -183,15 +183,6 @@ def test_vllm_is_told_what_the_key_says(four_layers):
     for trusted in (False, True):
         set_trust(trusted)
         assert engine_args(config, (), 0)["trust_remote_code"] is trusted
-    config = EngineConfig(
-        model_path=four_layers(),
-        dtype="float32",
-        seed=0,
-        max_model_len=64,
-        engine_kwargs={"trust_remote_code": True},
-    )
-    with pytest.raises(UserError, match=r"engine_kwargs\.trust_remote_code follows from the rest"):
-        engine_args(config, ("trust_remote_code",), 0)
 
 
 def test_every_call_that_loads_a_model_says_whether_its_code_is_trusted():

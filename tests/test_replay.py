@@ -1,9 +1,11 @@
 """Training from what an earlier run sampled."""
 
 import asyncio
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -15,7 +17,7 @@ from nemo_like.generation.protocol import (
     SamplingParams,
 )
 from nemo_like.generation.replay import ReplayEngine
-from nemo_like.observe.trajectory_files import TrajectoryFiles
+from nemo_like.observe.trajectory_files import Resumed, TrajectoryFiles
 from tests.small_runs import records, run
 from tests.test_trajectory_files import keep, one, table
 
@@ -60,7 +62,7 @@ def test_each_request_gets_its_recorded_tokens_whatever_the_step_in_which_it_com
         assert asked(engine, f"validation-{step}-3-1").token_ids == [token]
     assert asked(engine, "train-1-6-0").finish_reason is FinishReason.length
     for request_id, prompt in (("train-1-5-0", (7, 8)), ("train-1-4-0", (7, 9))):
-        with pytest.raises(RunError, match="No single-turn completion is recorded"):
+        with pytest.raises(RunError, match="No single-turn completion . of group . is recorded"):
             asked(engine, request_id, prompt)
 
 
@@ -85,6 +87,51 @@ def test_each_part_of_each_workers_file_is_read_once_however_steps_alternate_bet
 def test_a_folder_without_trajectories_is_refused(tmp_path):
     with pytest.raises(UserError, match="has no trajectories; set generation"):
         engine_of(str(tmp_path))
+
+
+def damaged(path, how):
+    table = pq.read_table(path)
+    if how == "cut":
+        os.truncate(path, 300)
+    elif how == "column":
+        pq.write_table(table.drop(["generation_logprobs"]), path)
+    elif how == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        rows = table.to_pylist()
+        rows[0]["generation_logprobs"].pop()
+        pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("cut", r"parquet in trajectories is damaged \(.*copy the run again"),
+        ("column", "damaged .it has no column generation_logprobs"),
+        ("pipe", "is a pipe, not a file; put"),
+        ("row", "has 2 tokens and 1 logprobs in the recorded run"),
+    ],
+)
+def test_a_damaged_recording_is_refused_in_one_sentence(tmp_path, how, message):
+    keep(
+        TrajectoryFiles(tmp_path / "trajectories", 0, 1 << 20),
+        table(1, one(group=3, index=1, ids=(4, 5))),
+    )
+    (file,) = (tmp_path / "trajectories").glob("*.parquet")
+    damaged(file, how)
+    with pytest.raises((UserError, RunError), match=message):
+        asked(engine_of(str(tmp_path)), "train-1-3-1")
+
+
+def test_other_files_in_the_folder_are_the_users_and_are_left_alone(tmp_path):
+    folder = tmp_path / "trajectories"
+    files = TrajectoryFiles(folder, 0, 1 << 20)
+    keep(files, table(1, one(group=3, ids=(4, 5))))
+    pq.write_table(table(1, one(group=9)), folder / "mine.parquet")
+    assert asked(engine_of(str(tmp_path)), "train-1-3-0").token_ids == [4, 5]
+    files.truncate_after(Resumed(0, 0))
+    assert [path.name for path in folder.glob("*.parquet")] == ["mine.parquet"]
 
 
 @pytest.mark.usefixtures("local_ray")

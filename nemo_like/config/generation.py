@@ -1,8 +1,9 @@
 """Sections ``generation``, ``refit`` and ``mismatch``: engines, their weights, and their agreement
 with the policy."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,9 +13,55 @@ from nemo_like.doors import Door
 from nemo_like.errors import UserError
 
 _KEY = "generation.backend"
+_ARGUMENTS = "generation.engine_kwargs"
+_OWNED_BY_RUN = (
+    "model",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "dtype",
+    "seed",
+    "max_model_len",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "logprobs_mode",
+    "load_format",
+    "trust_remote_code",
+    "generation_config",
+    "override_generation_config",
+    "worker_extension_cls",
+    "scheduler_cls",
+    "enable_sleep_mode",
+    "distributed_executor_backend",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "lora_dtype",
+    "lora_target_modules",
+    "quantization",
+    "quantization_config",
+    # With drafts, logprobs of accepted tokens are not those of the distribution (0.32, on the CPU).
+    "speculative_config",
+)
+"""Arguments of vLLM that follow from the rest of the configuration or that exactness needs."""
 _PLAIN_KV_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 
 Transport = Literal["ipc", "broadcast"]
+
+
+def _refused_by_vllm(given: Mapping[str, Any]) -> Iterator[str]:
+    for key in filter(_OWNED_BY_RUN.__contains__, given):
+        yield (
+            f"{_ARGUMENTS}.{key} follows from the rest of the configuration, or would make "
+            "completions or their logprobs other ones; remove it."
+        )
+
+
+def _refused_by_replay(given: Mapping[str, Any]) -> Iterator[str]:
+    for key in given.keys() - {"folder"}:
+        yield f"{_ARGUMENTS}.{key} has no effect on {_KEY}=replay, which takes folder; remove it."
+    if not Path(str(given.get("folder", ""))).is_absolute():
+        yield f"{_KEY}=replay needs {_ARGUMENTS}.folder; set it to the absolute path of a run."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +77,8 @@ class EngineKind:
     """Whether several workers can share it."""
     takes_kwargs: bool = False
     """Whether ``engine_kwargs`` means anything to it."""
+    refused_kwargs: Callable[[Mapping[str, Any]], Iterable[str]] = lambda _: ()
+    """What is wrong with them, in sentences, as far as shows without importing it."""
     sleeps: bool = False
     """Whether ``sleep`` frees memory."""
     lowest_temperature: float = 0.0
@@ -50,6 +99,7 @@ VLLM = EngineKind(
     engine="nemo_like.generation.vllm.engine:VLLMEngine",
     tensor_parallel=True,
     takes_kwargs=True,
+    refused_kwargs=_refused_by_vllm,
     sleeps=True,
     lowest_temperature=0.01,  # it raises lower temperatures to this
     most_adapter_rank=512,
@@ -65,7 +115,10 @@ GRAPH = EngineKind(
     float32_logits_on=("cuda", "cpu"),
 )
 REPLAY = EngineKind(
-    engine="nemo_like.generation.replay:ReplayEngine", takes_kwargs=True, most_adapter_rank=2**31
+    engine="nemo_like.generation.replay:ReplayEngine",
+    takes_kwargs=True,
+    refused_kwargs=_refused_by_replay,
+    most_adapter_rank=2**31,
 )
 ENGINES = Door(
     "nemo_like.engines",
@@ -160,7 +213,8 @@ class GenerationConfig(Section):
             yield f"{found[0]} does not go with policy.lora.refit=adapters; set merged."
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """A temperature that the engine samples at, and corrected rounding."""
+        """Arguments of the engine, a temperature that it samples at, and corrected rounding."""
+        yield from self.kind.refused_kwargs(self.engine_kwargs)
         yield from self._rounding(here, run)
         if self.temperature < (least := self.kind.lowest_temperature):
             yield f"{here}.temperature={self.temperature:g} must be at least {least:g}."

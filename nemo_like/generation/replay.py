@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from nemo_like.doors import refuse_special
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.protocol import (
     Completion,
@@ -39,21 +40,23 @@ class ReplayEngine:
         self._config = config
         self._places: dict[Key, tuple[Path, int, int]] = {}
         """File, row group and row of each completion."""
+        self._last_step = 0
         self._rows_of = _rows_of
         self._receiver: Any = None
         self._version: int | None = None
 
     async def start(self) -> None:
         """Find all trajectories; UserError if there are none."""
-        folder = Path(str(self._config.engine_kwargs.get("folder", "")), "trajectories")
+        folder = Path(str(self._config.engine_kwargs["folder"]), "trajectories")
+        refuse_special(f"generation.engine_kwargs.folder={folder.parent}", folder, depth=1)
         for path in files_of(folder):
-            with pq.ParquetFile(path) as file:
-                for number in range(file.num_row_groups):
-                    columns = file.read_row_group(number, _IDENTITY).select(_IDENTITY).columns
-                    for place, one in enumerate(
-                        zip(*(one.to_pylist() for one in columns), strict=True)
-                    ):
-                        self._places[_key(*one)] = path, number, place
+            try:
+                self._find(path)
+            except (pa.ArrowException, OSError) as error:
+                raise UserError(
+                    f"generation.engine_kwargs.folder={folder.parent}: {path.name} in trajectories "
+                    f"is damaged ({error}); copy the run again, or remove that file."
+                ) from error
         num_files = len({path for path, _, _ in self._places.values()})
         self._rows_of = lru_cache(_GROUPS_HELD * max(2, num_files))(_rows_of)
         if not self._places:
@@ -61,6 +64,18 @@ class ReplayEngine:
                 f"generation.backend=replay: {folder} has no trajectories; set "
                 "generation.engine_kwargs.folder to the folder of a run."
             )
+
+    def _find(self, path: Path) -> None:
+        with pq.ParquetFile(path) as file:
+            if missing := {*_IDENTITY, *_COLUMNS} - {*file.schema_arrow.names}:
+                raise pa.ArrowInvalid(f"it has no column {min(missing)}")
+            for number in range(file.num_row_groups):
+                columns = file.read_row_group(number, _IDENTITY).select(_IDENTITY).columns
+                rows = zip(*(one.to_pylist() for one in columns), strict=True)
+                for place, (phase, step, group, index) in enumerate(rows):
+                    self._places[_key(phase, step, group, index)] = path, number, place
+                    if phase == "train":
+                        self._last_step = max(self._last_step, step)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """The recorded completion; RunError if there is none for this prompt."""
@@ -70,13 +85,21 @@ class ReplayEngine:
         count = len(request.prompt_ids)
         if row is None or row["turns"] != 1 or row["input_ids"][:count] != request.prompt_ids:
             raise RunError(
-                f"No single-turn completion is recorded for request {request.request_id} and its "
-                "prompt; data, run.seed, batch and group sizes must be those of the recorded run."
+                f"No single-turn completion {index} of group {group} is recorded for this prompt "
+                f"({phase}, step {step}); model, data, run.seed, batch and group sizes and "
+                "validation.every_steps must be those of the recorded run, which made "
+                f"{self._last_step} steps."
+            )
+        token_ids, logprobs = row["input_ids"][count:], row["generation_logprobs"][count:]
+        if not 0 < len(token_ids) == len(logprobs):
+            raise RunError(
+                f"Completion {index} of group {group} has {len(token_ids)} tokens and "
+                f"{len(logprobs)} logprobs in the recorded run; record it again."
             )
         assert self._version is not None
         return Completion(
-            token_ids=row["input_ids"][count:],
-            logprobs=row["generation_logprobs"][count:],
+            token_ids=token_ids,
+            logprobs=logprobs,
             finish_reason=FinishReason.length if row["end"] == "length" else FinishReason.stop,
             weight_version=self._version,
         )

@@ -6,10 +6,11 @@ under its own name is complete, even after a kill.
 """
 
 import logging
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ _WRITING: dict[str, Any] = {
 }
 VOCABULARY = "_tokenizer.json"
 """File for turning ids into text; Parquet readers skip names with a leading underscore."""
+_NAME = re.compile(r"\d+(-\d+){3}")
+"""Step, worker, first and last part; see ``span_of``."""
 _BETWEEN_FILES_S = 0.2
 """A file of 8 rows costs as much as one of 256."""
 _PARTS_TOGETHER = 32
@@ -69,7 +72,7 @@ _TOKENS_TOGETHER = 1 << 20
 
 def files_of(folder: Path) -> list[Path]:
     """Files to read, in order, without small files already merged into a larger one."""
-    found = sorted(folder.glob("*.parquet"))
+    found = sorted(_files_of_workers(folder))
     spans = [span_of(path) for path in found]
     held = {
         (rank, part)
@@ -82,6 +85,11 @@ def files_of(folder: Path) -> list[Path]:
         for path, (rank, first, last) in zip(found, spans, strict=True)
         if first < last or (rank, first) not in held
     ]
+
+
+def _files_of_workers(folder: Path) -> Iterator[Path]:
+    """All of them; what else lies in the folder is the user's."""
+    return (path for path in folder.glob("*.parquet") if _NAME.fullmatch(path.stem))
 
 
 def span_of(path: Path) -> tuple[int, int, int]:
@@ -191,7 +199,7 @@ class TrajectoryFiles:
         for path in self._folder.glob("*.tmp"):
             path.unlink()
         kept = files_of(self._folder)
-        for path in {*self._folder.glob("*.parquet")} - {*kept}:
+        for path in {*_files_of_workers(self._folder)} - {*kept}:
             path.unlink()
         for path in kept:
             try:

@@ -18,37 +18,6 @@ from nemo_like.planning.offload import WORKSPACE_BYTES
 
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of buffers that vLLM has for adapters that it computes with."""
-OWNED_KEYS = (
-    "model",
-    "tokenizer",
-    "skip_tokenizer_init",
-    "dtype",
-    "seed",
-    "max_model_len",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "logprobs_mode",
-    "load_format",
-    "trust_remote_code",
-    "generation_config",
-    "override_generation_config",
-    "worker_extension_cls",
-    "scheduler_cls",
-    "enable_sleep_mode",
-    "distributed_executor_backend",
-    "enable_lora",
-    "max_loras",
-    "max_lora_rank",
-    "lora_dtype",
-    "lora_target_modules",
-    "quantization",
-    "quantization_config",
-    # With drafts, logprobs of accepted tokens are not those of the distribution (0.32, on the CPU).
-    "speculative_config",
-)
-"""Engine arguments that follow from the rest of the configuration or that exactness needs."""
-
 CPU_KV_CACHE_BYTES = 2**30
 """Most KV cache of each rank on the CPU; by default vLLM takes nearly all memory."""
 CPU_BATCHED_TOKENS = 4096
@@ -74,11 +43,6 @@ def engine_args(
     Raises UserError for a key that may not or cannot be passed.
     """
     for key in config.engine_kwargs:
-        if key in OWNED_KEYS:
-            raise UserError(
-                f"generation.engine_kwargs.{key} follows from the rest of the configuration, or "
-                "would make completions or their logprobs other ones; remove it."
-            )
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else "remove it."
