@@ -120,6 +120,28 @@ def test_where_an_engine_has_slots_for_some_the_others_wait(tmp_path):
     assert waves == pytest.approx([1.0, 8.0])
 
 
+def test_a_large_step_of_one_engine_is_simulated_whole(tmp_path):
+    """4,096 completions of a second, 1,024 at once, take four seconds."""
+    config = small_config(tmp_path, "grpo.num_prompts_per_step=1024")
+    times = Times(
+        source="", token_s=lambda _: 1.0, slots=1024, train_s=0.0, refit_s=0.0, lengths=[1.0]
+    )
+    planner = Planner(config, times, plan_run(config))
+    assert planner.outcome(1, None, 0).found.step_s == pytest.approx(4.0)
+
+
+def test_an_earlier_run_with_a_time_that_is_none_is_refused(tmp_path, capsys):
+    earlier_run(tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for wrong in ('"1.75"', "NaN", "-1", "null"):
+        metrics.write_text(metrics.read_text().replace("1.75", wrong))
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--from", f"{tmp_path}/run"])
+        assert ended.value.code == 2
+        assert "time/step_s in its metrics.jsonl is not a number" in capsys.readouterr().err
+        metrics.write_text(metrics.read_text().replace(wrong, "1.75"))
+
+
 @pytest.mark.parametrize(
     "words", [[], ["run.dir=x"], ["lr=1e-4,seed=0/config.yaml", "run.dir=x"]], ids=str
 )
@@ -136,6 +158,10 @@ def test_a_part_of_a_sweep_is_planned_by_its_folder_or_file(tmp_path, monkeypatc
     ("arguments", "error"),
     [
         (["--simulate"], "add --from with the folder of a run on these CPUs"),
+        (
+            ["--simulate", "cluster.gpus_per_node=8", "grpo.num_prompts_per_step=1000000000"],
+            "1,000,000,000 completions a step, and at most 20,000 are simulated; lower one",
+        ),
         (["sft", "--simulate"], "for runs that sample what they train on"),
         (["--from", "FOLDER"], "has no config.yaml; give the folder of a run"),
         (["--from", "FOLDER/run"], "whose phases overlap; give one with rollout.max_lag=0"),

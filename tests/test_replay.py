@@ -62,7 +62,7 @@ def test_each_request_gets_its_recorded_tokens_whatever_the_step_in_which_it_com
         assert asked(engine, f"validation-{step}-3-1").token_ids == [token]
     assert asked(engine, "train-1-6-0").finish_reason is FinishReason.length
     for request_id, prompt in (("train-1-5-0", (7, 8)), ("train-1-4-0", (7, 9))):
-        with pytest.raises(RunError, match="No single-turn completion . of group . is recorded"):
+        with pytest.raises(RunError, match=r"No single-turn completion \d of group \d is recorded"):
             asked(engine, request_id, prompt)
 
 

@@ -1,5 +1,6 @@
 """The part of ``nemo-like plan`` on sampling ahead: which GPUs sample, and how far ahead."""
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ _NEARLY_BEST = 0.97
 """A smaller lag with this share of the most tokens/s is the better choice."""
 _MOST_ROWS, _MOST_COMPLETIONS = 2048, 30_000
 """Simulated ones of a step, of which larger steps have several times as many; and of all steps."""
+_MOST_OF_AN_ENGINE = 20_000
+"""Completions of a step that are simulated in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,13 @@ def measured(folder: Path, config: SamplingRunConfig, shape: ModelShape | None) 
     per_engine = -(-config.rows_per_step // len(plan.generation))
 
     def median(name: str) -> float:
-        return statistics.median(one.get(name, 0.0) for one in steps)
+        found = [one.get(name, 0.0) for one in steps]
+        if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in found):
+            raise UserError(
+                f"--from={folder}: {name} in its metrics.jsonl is not a number from 0 on; give "
+                "another run."
+            )
+        return statistics.median(found)
 
     refit, rollout = median("time/refit_s"), median("time/rollout_s")
     longest = max(median("rollout/completion_tokens_max"), 1)
@@ -173,11 +182,18 @@ class Planner:
         tokens = groups * size * self._mean
         engines = (sampling or workers) * generation.num_engines_per_bundle
         engines //= generation.tensor_parallel_size
-        parts = max(1, groups * size // _MOST_ROWS)
+        if groups * size > engines * _MOST_OF_AN_ENGINE:
+            key = f"{self._config.section}.num_prompts_per_step={loop.num_prompts_per_step}"
+            raise UserError(
+                f"{key} with num_generations_per_prompt={size} gives an engine "
+                f"{groups * size // engines:,} completions a step, and at most "
+                f"{_MOST_OF_AN_ENGINE:,} are simulated; lower one of them."
+            )
+        parts = min(engines, max(1, groups * size // _MOST_ROWS))
         work = Workload(
             groups=groups // parts,
             group_size=size,
-            engines=max(1, engines // parts),
+            engines=engines // parts,
             slots=min(times.slots, -(-groups * (1 + lag) // engines) * size),
             train_s=times.train_s * tokens / (workers - (sampling or 0)),
             refit_s=times.refit_s,
