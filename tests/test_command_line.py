@@ -313,6 +313,10 @@ WRONG_INPUTS = [
         "cluster.cpu_workers_per_node=2 policy.parallel.ddp.compression=powersgd",
         "compression=powersgd would have no effect: FSDP",
     ),
+    (
+        "generation.max_new_tokens=5000",
+        "generation.max_new_tokens=5000 does not fit the model's context",
+    ),
     ("--config-name=missing", "--config-name=missing: there is no missing.yaml"),
 ]
 
@@ -367,10 +371,6 @@ def cpu_s_of_children():
 # What only the tokenizer can tell, which is imported while Ray and the workers start.
 TOKENIZER_ERRORS = [
     ("policy.model=broken_model", "broken_model"),
-    (
-        "generation.max_new_tokens=5000",
-        "generation.max_new_tokens=5000 does not fit the model's context",
-    ),
     ("data.train=long.jsonl environment.reward=rewards.py:raises", "the prompt of row 0 has"),
 ]
 

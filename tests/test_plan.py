@@ -125,6 +125,12 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_refused(folder, sizes, me
     assert str(error.value).startswith("policy.parallel.")
 
 
+def test_completions_longer_than_the_context_are_refused_by_a_plan_too(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "generation.max_new_tokens=5000"])
+    assert "does not fit the model's context of 512 tokens" in capsys.readouterr().err
+
+
 def test_layouts_that_fit_the_model_pass(folder, tmp_path):
     for sizes in ({}, {"tp": 2}, {"cp": 4}, {"pp": 4}, {"pp": 2, "tp": 2, "cp": 2}):
         check_model_fits(policy(**sizes), 8, folder())

@@ -21,6 +21,7 @@ from nemo_like.config.paths import BUILT_IN_MODELS, check_model, is_checkpoint, 
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
+from nemo_like.planning.placement import refuse_long
 
 EMBEDDED = "embedded"
 SMOLLM2 = "smollm2"
@@ -229,9 +230,5 @@ def context_length(model_path: str) -> int:
 def context_for(model_path: str, key: str, max_new_tokens: int) -> int:
     """``context_length``; UserError, naming ``key``, if completions leave no room for a prompt."""
     context = context_length(model_path)
-    if max_new_tokens >= context:
-        raise UserError(
-            f"{key}={max_new_tokens} does not fit the model's context of {context} tokens with a "
-            "prompt; use less."
-        )
+    refuse_long(key, max_new_tokens, context)
     return context

@@ -113,6 +113,23 @@ def check_model_fits(policy: PolicyConfig, num_ranks: int, model_folder: Path) -
         )
 
 
+def check_context(config: RunConfig, model_folder: Path) -> None:
+    """``refuse_long`` by config.json, if it gives the model's context."""
+    if isinstance(config, SamplingRunConfig):
+        context = number(read_settings(model_folder), "max_position_embeddings")
+        if context is not None:
+            refuse_long(*config.longest_completion, context)
+
+
+def refuse_long(key: str, max_new_tokens: int, context: int) -> None:
+    """Raise UserError, naming ``key``, if completions leave no room for a prompt."""
+    if max_new_tokens >= context:
+        raise UserError(
+            f"{key}={max_new_tokens} does not fit the model's context of {context} tokens with a "
+            "prompt; use less."
+        )
+
+
 def _check_heads(settings: dict[str, Any], sizes: ParallelSizes) -> None:
     """Tensor-parallel ranks split heads; context-parallel ranks trade tokens for what is left.
 
