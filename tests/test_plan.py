@@ -126,9 +126,11 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_refused(folder, sizes, me
 
 
 def test_completions_longer_than_the_context_are_refused_by_a_plan_too(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "generation.max_new_tokens=5000"])
-    assert "does not fit the model's context of 512 tokens" in capsys.readouterr().err
+    for key in ("generation.max_new_tokens", "validation.max_new_tokens"):
+        with pytest.raises(SystemExit):
+            main(["plan", f"{key}=5000"])
+        told = f"{key}=5000 does not fit the model's context of 512 tokens"
+        assert told in capsys.readouterr().err
 
 
 def test_layouts_that_fit_the_model_pass(folder, tmp_path):

@@ -119,6 +119,7 @@ def check_context(config: RunConfig, model_folder: Path) -> None:
         context = number(read_settings(model_folder), "max_position_embeddings")
         if context is not None:
             refuse_long(*config.longest_completion, context)
+            refuse_long("validation.max_new_tokens", config.validation.max_new_tokens or 0, context)
 
 
 def refuse_long(key: str, max_new_tokens: int, context: int) -> None:
