@@ -207,7 +207,9 @@ def test_a_failed_write_leaves_earlier_checkpoints_and_no_new_one(tmp_path, erro
         raise error
 
     state = DriverState(step=2, loader={}, metric=None, totals={}, weight_versions={})
-    with pytest.raises(RunError, match=r"step_2 could not be written \(.* GiB are free .*No space"):
+    with pytest.raises(
+        RunError, match=r"step_2 could not be written \(.* GiB are free .*No space.*; make room"
+    ):
         checkpoints.save(state, full_disk)
     # What was written would fill the disk of the run that goes on.
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_1"]

@@ -72,6 +72,18 @@ def steps_in(folder):
     return [row["step"] for path in files_of(folder) for row in pq.read_table(path).to_pylist()]
 
 
+@pytest.mark.parametrize("content", [b"", b"PAR1 hello"])
+def test_a_damaged_file_is_left_out_and_said_once(tmp_path, caplog, content):
+    files = TrajectoryFiles(tmp_path, 0, 1 << 20)
+    keep(files, table(1, one(group=3)), table(2, one(group=4)))
+    damaged = files_of(tmp_path)[0]
+    damaged.write_bytes(content)
+    found = opened(tmp_path)
+    assert found.columns["group"].tolist() == [4]
+    found.refresh()
+    assert caplog.text.count(f"{damaged} cannot be read and is left out") == 1
+
+
 def test_what_a_model_wrote_is_read_again_with_every_number(tmp_path):
     given = one(3, 1, text="z\u00e9ro\n\udc9f", reward=0.5, version=4)
     keep(TrajectoryFiles(tmp_path, 0, 1e9), table(9, given))

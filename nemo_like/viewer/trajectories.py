@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nemo_like.observe.trajectory_files import VOCABULARY, files_of
+
+logger = logging.getLogger(__name__)
 
 NUMBERS = ("step", "group", "index", "reward", "num_tokens", "turns", "weight_version")
 WORDS = ("phase", "end")
@@ -41,7 +44,7 @@ class Trajectories:
         """The texts that codes in these columns stand for."""
         self._places: list[tuple[Stamp, int, bool]] = []
         """File and row group, and whether the last trajectory continues in the next group."""
-        self._files: dict[Stamp, Index] = {}
+        self._files: dict[Stamp, Index | None] = {}
         self._open: tuple[Stamp, pq.ParquetFile] | None = None
         self._tokenizer: Any = None
 
@@ -52,9 +55,22 @@ class Trajectories:
                 stamps = [_stamp(path) for path in files_of(self.folder)]
                 if stamps == [*self._files] and self.columns:
                     return
-                self._files = {one: self._files.get(one) or self._index_of(one) for one in stamps}
+                self._files = {
+                    one: self._files[one] if one in self._files else self._readable(one)
+                    for one in stamps
+                }
                 self._join()
                 return
+
+    def _readable(self, stamp: Stamp) -> Index | None:
+        """``_index_of``; None for a damaged file, as a power loss or a full disk leaves it."""
+        try:
+            return self._index_of(stamp)
+        except FileNotFoundError:
+            raise
+        except (pa.ArrowException, OSError, KeyError) as error:
+            logger.warning("%s cannot be read and is left out: %s", stamp[0], error)
+            return None
 
     def _index_of(self, stamp: Stamp) -> Index:
         with pq.ParquetFile(stamp[0], read_dictionary=WORDS) as file:
@@ -75,10 +91,11 @@ class Trajectories:
 
     def _join(self) -> None:
         self._places, placed = [], []
-        for stamp, (_, groups, goes_on) in self._files.items():
+        readable = {stamp: index for stamp, index in self._files.items() if index is not None}
+        for stamp, (_, groups, goes_on) in readable.items():
             placed.append(groups + len(self._places))
             self._places += [(stamp, i, more) for i, more in enumerate(goes_on)]
-        parts = [columns for columns, *_ in self._files.values()]
+        parts = [columns for columns, *_ in readable.values()]
         self.columns = {
             name: np.concatenate([np.empty(0, dtype=np.int32), *(one[name] for one in parts)])
             for name in (*NUMBERS, *WORDS)
