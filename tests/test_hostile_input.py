@@ -199,11 +199,14 @@ def test_a_disk_that_refuses_is_no_traceback(number, capsys):
     def write():
         raise OSError(number, os.strerror(number), "runs/x/config.yaml")
 
-    with pytest.raises(SystemExit) as ended:
-        end_on_error(write)
-    assert ended.value.code == 1
-    told = f"Error: runs/x/config.yaml cannot be written: {os.strerror(number)}; make room"
-    assert told in capsys.readouterr().err
+    for in_run, then in ((False, " or choose another folder."), (True, ", then continue with run")):
+        with pytest.raises(SystemExit) as ended:
+            end_on_error(write, in_run=in_run)
+        assert ended.value.code == 1
+        found = capsys.readouterr().err
+        told = f"Error: runs/x/config.yaml cannot be written: {os.strerror(number)}; make room"
+        assert found.startswith(told)
+        assert then in found
     with pytest.raises(FileNotFoundError):  # which no disk is at fault for
         end_on_error(lambda: Path("no/such").unlink())
 

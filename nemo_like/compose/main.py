@@ -22,13 +22,7 @@ from nemo_like.compose.overrides import accept_free_keys, refuse_twice
 from nemo_like.config.run import Algorithm, RunConfig
 from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import StoppedError, UserError
-from nemo_like.run.ending import (
-    RUN_INTERRUPTED,
-    end_early,
-    end_on_error,
-    handlers_restored,
-    listen,
-)
+from nemo_like.run.ending import end_early, end_on_error, handlers_restored, listen
 
 # Hydra's own modes, which compose by themselves and run nothing of ours.
 _HYDRA_FLAGS = ("--hydra-help", "--version", "--shell-completion", "-sc", "--info")
@@ -69,9 +63,7 @@ def _run_jobs(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]) 
     configs: list[RunConfig] = end_on_error(lambda: _checked(found))
     began: float | None = psutil.Process().create_time()
     for config in configs:
-        end_on_error(
-            lambda config=config, began=began: _run(algorithm, config, began), RUN_INTERRUPTED
-        )
+        end_on_error(lambda config=config, began=began: _run(algorithm, config, began), in_run=True)
         began = None
 
 

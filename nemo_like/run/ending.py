@@ -37,11 +37,8 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
 _HANDLED = (signal.SIGINT, signal.SIGHUP, *SIGNALS)
 
 
-RUN_INTERRUPTED = "Interrupted; workers are ended, finished checkpoints are kept."
-
-
-def end_on_error(action: Callable[[], T], interrupted: str = "Interrupted.") -> T:
-    """``interrupted``: what to say of an interrupt."""
+def end_on_error(action: Callable[[], T], *, in_run: bool = False) -> T:
+    """End the process with one sentence if ``action`` fails; ``in_run``: if it has workers too."""
     with handlers_restored():
         for number in (signal.SIGTERM, signal.SIGHUP):
             handler = signal.getsignal(number)
@@ -53,21 +50,22 @@ def end_on_error(action: Callable[[], T], interrupted: str = "Interrupted.") -> 
             raise
         except BaseException as error:
             if (told := told_to_end(error)) is not None:
-                end_early(told, interrupted)
-            if (sentence := _sentence(error)) is None:
+                end_early(told, in_run=in_run)
+            if (sentence := _sentence(error, in_run=in_run)) is None:
                 raise
             logger.debug("The run ended here:", exc_info=True)
             sys.stderr.write(f"Error: {sentence}\n")
             sys.exit(exit_code(error))
 
 
-def _sentence(error: BaseException) -> str | None:
+def _sentence(error: BaseException, *, in_run: bool) -> str | None:
     if isinstance(error, (UserError, RunError, WaitTimeoutError)):
         return str(error)
     if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
+        then = ", then continue with run.resume=true" if in_run else " or choose another folder"
         return (
             f"{error.filename or 'a file'} cannot be written: {error.strerror}; make room "
-            "or repair the file system, then continue with run.resume=true."
+            f"or repair the file system{then}."
         )
     return None
 
@@ -78,7 +76,7 @@ def note_error(error: BaseException, again: str) -> tuple[str, int]:
     ``again``: the command that continues the run. Returns the reason and the exit code.
     """
     told = told_to_end(error)
-    sentence = _sentence(error) if told is None else str(told) or "Interrupted."
+    sentence = _sentence(error, in_run=True) if told is None else str(told) or "Interrupted."
     logger.log(
         logging.ERROR if told is None else logging.INFO,
         "The run ended here: %s\nTo continue from its latest checkpoint: %s",
@@ -98,10 +96,11 @@ def told_to_end(error: BaseException) -> BaseException | None:
     return seen
 
 
-def end_early(told: BaseException, interrupted: str = "Interrupted.") -> NoReturn:
+def end_early(told: BaseException, *, in_run: bool = False) -> NoReturn:
     """End the process as it was told to; signals that follow change nothing."""
     _ignore_signals()
-    sys.stderr.write(f"{told if isinstance(told, StoppedError) else interrupted}\n")
+    kept = "; workers are ended, finished checkpoints are kept" if in_run else ""
+    sys.stderr.write(f"{told if isinstance(told, StoppedError) else f'Interrupted{kept}.'}\n")
     sys.exit(exit_code(told))
 
 

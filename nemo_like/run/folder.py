@@ -56,7 +56,8 @@ def make_run_dir(config: RunConfig, name: str) -> Path:
                 path.mkdir(parents=True)
                 return path
     except OSError as error:
-        raise UserError(f"run.dir={config.run.dir} cannot be written: {error}") from error
+        where = f"run.dir={config.run.dir}" if config.run.dir else "runs/, as run.dir is not set,"
+        raise UserError(f"{where} cannot be written: {error}; choose another folder.") from error
     raise UserError(f"runs/{stem} exists a hundred times; set run.dir.")
 
 
