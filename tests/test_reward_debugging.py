@@ -142,7 +142,12 @@ def test_a_metric_that_is_left_out_is_named_once(tmp_path, caplog):
 def test_what_failed_is_named_where_there_are_several_rewards_or_tasks(tmp_path):
     several = EnvironmentConfig(rewards={"one": {"function": "math"}})
     tasks = EnvironmentConfig(tasks={"game": EnvironmentConfig(name="guess")})
-    for environment, named in ((several, "environment.rewards"), (tasks, "environment.tasks")):
+    game = EnvironmentConfig(name="guess")
+    for environment, named in (
+        (several, "environment.rewards"),
+        (tasks, "environment.tasks"),
+        (game, "environment.name=guess"),
+    ):
         with pytest.raises(RunError, match=rf"{named} failed on all 4 completions of step 1"):
             RewardFailures(environment, tmp_path, -1).check(1, "train", *failing(4, 4, x=4))
 

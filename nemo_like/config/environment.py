@@ -212,6 +212,8 @@ class EnvironmentConfig(Section):
         """What scores, in messages."""
         if self.tasks:
             return "a reward of environment or environment.tasks"
+        if not self.is_single_turn:
+            return f"environment.name={self.name}"
         return "environment.rewards" if self.rewards else f"environment.reward={self.reward}"
 
     @property

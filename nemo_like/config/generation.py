@@ -44,6 +44,9 @@ _OWNED_BY_RUN = (
     "speculative_config",
 )
 """Arguments of vLLM that follow from the rest of the configuration or that exactness needs."""
+_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes")
+_SHARE = "gpu_memory_utilization"
+"""Arguments that the run computes with."""
 _PLAIN_KV_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 
 Transport = Literal["ipc", "broadcast"]
@@ -55,6 +58,13 @@ def _refused_by_vllm(given: Mapping[str, Any]) -> Iterator[str]:
             f"{_ARGUMENTS}.{key} follows from the rest of the configuration, or would make "
             "completions or their logprobs other ones; remove it."
         )
+
+    for key in filter(given.__contains__, _COUNTS):
+        if type(given[key]) is not int or given[key] < 1:
+            yield f"{_ARGUMENTS}.{key}={given[key]} must be a whole number from 1 on."
+    share = given.get(_SHARE, 1)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        yield f"{_ARGUMENTS}.{_SHARE}={share} must be a number above 0, and at most 1."
 
 
 def _refused_by_replay(given: Mapping[str, Any]) -> Iterator[str]:

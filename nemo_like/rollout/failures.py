@@ -73,7 +73,7 @@ class RewardFailures:
         if failed > self._most * len(scored):
             why, count = next(iter(reasons.items()))
             raise RunError(
-                f"environment.reward failed on {failed} of {len(scored)} completions of {when}, "
+                f"{self._reward} failed on {failed} of {len(scored)} completions of {when}, "
                 f"more than environment.max_failed_share={self._most:g} allows; most often "
                 f"({count}): {examples[why]}"
             )
@@ -84,7 +84,8 @@ class RewardFailures:
         if len(new) > _MOST_NAMED:
             new[_MOST_NAMED:] = [f"{len(new) - _MOST_NAMED} more in {FILE}"]
         logger.warning(
-            "environment.reward failed on %d of %d completions of %s, which are masked; %s",
+            "%s failed on %d of %d completions of %s, which are masked; %s",
+            self._reward,
             failed,
             len(scored),
             when,
