@@ -3,9 +3,10 @@
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
 from nemo_like.errors import UserError
@@ -107,13 +108,7 @@ def measured(folder: Path, config: SamplingRunConfig, shape: ModelShape | None) 
     per_engine = -(-config.rows_per_step // len(plan.generation))
 
     def median(name: str) -> float:
-        found = [one.get(name, 0.0) for one in steps]
-        if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in found):
-            raise UserError(
-                f"--from={folder}: {name} in its metrics.jsonl is not a number from 0 on; give "
-                "another run."
-            )
-        return statistics.median(found)
+        return _median(name, steps, folder)
 
     refit, rollout = median("time/refit_s"), median("time/rollout_s")
     longest = max(median("rollout/completion_tokens_max"), 1)
@@ -142,6 +137,16 @@ def measured(folder: Path, config: SamplingRunConfig, shape: ModelShape | None) 
         refit_s=refit,
         lengths=lengths,
     )
+
+
+def _median(name: str, steps: Sequence[dict[str, Any]], folder: Path) -> float:
+    found = [one.get(name, 0.0) for one in steps]
+    if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in found):
+        raise UserError(
+            f"--from={folder}: {name} in its metrics.jsonl is not a number from 0 on; give another "
+            "run."
+        )
+    return statistics.median(found)
 
 
 @dataclass(frozen=True, kw_only=True)
