@@ -5,13 +5,16 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import ParallelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.adapter_places import expected_adapters
+from nemo_like.models.naming import plain_name
 from nemo_like.models.resolve import resolve_model
+from nemo_like.policy.lora import add_adapters, initialize_adapters
 from nemo_like.refit.buckets import is_adapter, plan_refit
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference
 from tests.small_runs import run, small_config
@@ -37,6 +40,23 @@ def test_training_begins_with_the_model_itself_and_moves_all_matrices_but_the_he
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     assert moved == {name for name in after if "_proj." in name}
     assert metrics[-1]["loss"] < metrics[0]["loss"]
+
+
+def test_first_factors_are_drawn_by_name_each_its_own_with_or_without_recomputing():
+    def first_factors(wrapped):
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=9, intermediate_size=64, **heads))
+        add_adapters(model, LoraConfig(rank=4))
+        if wrapped:
+            model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+        initialize_adapters(model)
+        return {plain_name(n): p for n, p in model.named_parameters() if "lora_A" in n}
+
+    found, expected = first_factors(True), first_factors(False)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len({one.sum().item() for one in found.values()}) == len(found) == 2 * 7
+    most = max(one.abs().max().item() for one in found.values())
+    assert most == pytest.approx(64**-0.5, rel=0.01)  # as peft has it, and torch in linear layers
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,27 @@ def test_rows_that_a_mismatch_masks_count_in_no_whitening(tmp_path):
     assert list(records(tmp_path)) == [1]
 
 
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_advantages_are_made_as_configured_and_then_whitened_by_their_own_moments(kl_in):
+    """A KL that the loss has is not in the rewards too."""
+    made, moments = [], Moments.of(torch.tensor([1.0, 2.0, 6.0]))
+
+    def derive(_, make):
+        made.append(make)
+        return [moments]
+
+    overrides = (f"loss.kl_in={kl_in}", "loss.kl_coef=0.3", "ppo.gamma=0.9", "ppo.lam=0.7")
+    config = compose_config(ROOT / "configs", "ppo", [*overrides, "loss.kl_estimator=k2"])
+    metrics = ppo.add_advantages(None, SimpleNamespace(derive=derive), config)  # pyright: ignore
+    coef = KL_COEF if kl_in == "reward" else 0.0
+    assert made == [
+        replace(MAKE, kl_coef=coef, kl_estimator="k2"),
+        WhitenedAdvantages(Moments.joined([moments])),
+    ]
+    found = {name: one.value for name, one in metrics.items()}
+    assert found == {"train/advantage_mean": 3.0, "train/advantage_std": 7**0.5}
+
+
 def test_moments_of_equal_numbers_do_not_blow_up_their_rounding():
     """Two-pass deviations leave 1e-17 of the rounding of 0.95; dividing by it would give 1."""
     moments = Moments.joined([Moments.of(torch.full((n,), 0.95)) for n in (3, 0, 4)])

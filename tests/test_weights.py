@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,13 +14,14 @@ from nemo_like.distributed.worker import listening_store
 from nemo_like.errors import RunError
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
 from nemo_like.refit.buckets import announced_tensors, plan_buckets
-from nemo_like.refit.ipc import IpcLink, IpcSender
+from nemo_like.refit.ipc import IpcAddress, IpcLink, IpcSender
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
 NAMES = [f"layer.{i}" for i in range(9)]
 SPECS = {name: ((i + 1, 40), torch.float32) for i, name in enumerate(NAMES)}
 BUCKETS = plan_buckets(SPECS, 1500)
+NOBODY = IpcAddress("\0nobody listens here", b"")
 
 
 def tensors_of(version):
@@ -29,23 +31,26 @@ def tensors_of(version):
     }
 
 
-def sender_and_links(kind, num_receivers, buckets):
+def sender_and_ranks(kind, num_receivers, buckets, timeout_s=TIMEOUT_S):
+    """A sender, and the link and rank of each receiver, which are ranks of one engine."""
     if kind == "ipc":
-        sender = IpcSender(buckets, CPU, num_receivers, TIMEOUT_S)
-        return sender, [IpcLink((sender.address,))] * num_receivers
-    sender = BroadcastSender(
-        listening_store("127.0.0.1", None), buckets, CPU, num_receivers, TIMEOUT_S
-    )
-    world = 1 + num_receivers
-    links = [BroadcastLink("127.0.0.1", sender.port, 1 + i, world) for i in range(num_receivers)]
-    return sender, links
+        sender = IpcSender(buckets, CPU, num_receivers, timeout_s)
+        return sender, [(IpcLink((NOBODY, sender.address)), 1)] * num_receivers
+    store = listening_store("127.0.0.1", None)
+    sender = BroadcastSender(store, buckets, CPU, num_receivers, timeout_s)
+    link = BroadcastLink("127.0.0.1", sender.port, 1, sender.world_size)
+    return sender, [(link, rank) for rank in range(num_receivers)]
 
 
-def connected(kind, num_receivers=2, buckets=BUCKETS):
-    sender, links = sender_and_links(kind, num_receivers, buckets)
+def connected(kind, num_receivers=2, buckets=BUCKETS, timeout_s=TIMEOUT_S):
+    sender, ranks = sender_and_ranks(kind, num_receivers, buckets, timeout_s)
+
+    def connect(link, rank):
+        return link.receiver(rank, buckets, CPU, timeout_s)
+
     with ThreadPoolExecutor() as threads:
         accepting = threads.submit(sender.accept)
-        receivers = list(threads.map(lambda link: link.receiver(0, buckets, CPU, 30.0), links))
+        receivers = list(threads.map(connect, *zip(*ranks, strict=True)))
         accepting.result()
     return sender, receivers
 
@@ -153,22 +158,35 @@ def test_each_side_learns_why_the_other_failed():
     assert "RuntimeError: out of memory" in str(received)
 
 
-def receive_and_die(link):
-    tensors = link.receiver(0, BUCKETS, CPU, TIMEOUT_S).tensors(1)
+def receive_and_die(link, rank):
+    tensors = link.receiver(rank, BUCKETS, CPU, TIMEOUT_S).tensors(1)
     next(tensors)
     os._exit(1)
 
 
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 def test_a_sender_does_not_wait_for_a_receiver_that_died(kind):
-    sender, links = sender_and_links(kind, 1, BUCKETS)
-    process = multiprocessing.get_context("spawn").Process(target=receive_and_die, args=links)
+    sender, (rank,) = sender_and_ranks(kind, 1, BUCKETS)
+    process = multiprocessing.get_context("spawn").Process(target=receive_and_die, args=rank)
     process.start()
     sender.accept()
     with pytest.raises(RunError, match="The other side of the refit is gone"):
         for _ in range(3):  # What is in flight may still fit into the system's buffers.
             sender.send(iter(tensors_of(1).items()), 1)
     process.join()
+
+
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_neither_side_waits_for_ever_for_one_that_is_silent(kind):
+    pairs = [connected(kind, 1, ONE_OF_EACH[:1], timeout_s=1.5) for _ in range(2)]
+    (sender, _), (_, (receiver,)) = pairs
+    errors = together(
+        lambda: sender.send(iter([("layer.weight", torch.ones(8))]), 1),
+        lambda: next(receiver.tensors(1)),
+    )
+    for error in errors:
+        assert isinstance(error, RunError)
+        assert re.search("the refit (was silent for 1.5 s|is gone)", str(error))
 
 
 def test_a_refit_that_holds_a_tensor_twice_is_refused():

@@ -97,7 +97,7 @@ class IpcSender:
             self._send(tensors, version, numbered(self._buckets, adapters_only=adapters_only))
         except BaseException as error:
             for receiver in self._receivers:
-                receiver.send_last(_Failure(f"{type(error).__name__}: {error}"))
+                receiver.send(_Failure(f"{type(error).__name__}: {error}"))
             raise
 
     def _send(
@@ -162,10 +162,10 @@ class IpcReceiver:
                 _synchronize(self._device)
                 self._peer.send(number)
         except GeneratorExit:
-            self._peer.send_last(_Failure("it stopped reading; its own log says why."))
+            self._peer.send(_Failure("it stopped reading; its own log says why."))
             raise
         except BaseException as error:
-            self._peer.send_last(_Failure(f"{type(error).__name__}: {error}"))
+            self._peer.send(_Failure(f"{type(error).__name__}: {error}"))
             raise
 
 
@@ -177,13 +177,7 @@ class _Peer:
         self._timeout_s = timeout_s
 
     def send(self, message: Any) -> None:
-        try:
-            self._connection.send(message)
-        except OSError:
-            self.receive()  # It may have said why; raises in any case.
-
-    def send_last(self, message: Any) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # If the other end is gone, the wait for its answer raises.
             self._connection.send(message)
 
     def receive(self) -> Any:
