@@ -117,7 +117,7 @@ def trained(row: Conversation, train_on: TrainOn) -> list[bool]:
 def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRow:
     """Token ids of a row up to the last that trains: what comes after it has no effect.
 
-    The first token never trains, because nothing predicts it. Raises UserError naming the row.
+    Raises UserError naming the row.
     """
     try:
         chat = _with_tools(chat, row.tools)
@@ -133,7 +133,6 @@ def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRo
             ids, mask = chat.render_conversation(row.messages, from_message=first)
     except UserError as error:
         raise UserError(f"{row.where}: {error}") from error
-    mask[0] = False
     end = len(mask) - mask[::-1].index(True) if any(mask) else len(mask)
     return TokenRow(ids=torch.tensor(ids[:end]), mask=torch.tensor(mask[:end]))
 

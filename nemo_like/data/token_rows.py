@@ -50,7 +50,7 @@ def collate(rows: Sequence[TokenRow]) -> TensorBatch:
 
 
 def _cut(row: TokenRow, first: int, most: int) -> TokenRow:
-    """The ``most`` tokens from ``first`` on; the first one never trains."""
+    """The ``most`` tokens from ``first`` on; the first never trains, since nothing predicts it."""
     mask = row.mask[first : first + most].clone()
     mask[:1] = False
     return TokenRow(ids=row.ids[first : first + most], mask=mask)
