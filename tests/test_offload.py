@@ -7,17 +7,23 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like.algorithms.engine_size import share_gpus
 from nemo_like.cli import main
+from nemo_like.compose.load import compose_config
 from nemo_like.config.debug import DebugConfig
 from nemo_like.config.optimizer import Moments, OptimizerConfig
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
+from nemo_like.generation.protocol import EngineConfig
 from nemo_like.planning.model_shape import GIB, ModelShape, Role
 from nemo_like.planning.offload import MemoryNeeds, Neighbours, auto_line, choose, memory_needs
+from nemo_like.planning.resources import plan_run
 from nemo_like.policy.moments.flat_adamw import FlatAdamW, HostMemory
 from nemo_like.policy.optim import ShardwiseAdamW, check_host_memory, make_optimizers
 from tests.engine_cases import CASES, largest_difference
 from tests.layouts import LAYOUTS
+from tests.small_runs import ROOT
+from tests.test_policy_shards import Ranks, model_of
 
 SHAPES = ((37, 12), (300,), (5, 700), (3, 4, 50), (1,), (64, 64))
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -327,6 +333,21 @@ def test_needs_are_the_larger_of_training_and_sampling():
     more = Neighbours().and_shape(SEVEN_B, state, 1, Role(trains=False))
     assert more.training == more.sampling == pytest.approx(4 * parameters)
     assert not awake.and_engines(1, 1, None, sleeps=False).is_known
+
+
+def test_policy_and_critic_count_each_other_and_the_engines_that_share_their_gpus():
+    for sampling, engines in ("null", Neighbours().and_engines(1, 3, 4, sleeps=True)), ("1", None):
+        overrides = ["cluster.gpus_per_node=2", f"cluster.num_generation_workers={sampling}"]
+        config = compose_config(ROOT / "configs", "ppo", overrides)
+        policy, critic = model_of(Ranks(2)), model_of(Ranks(2), output="values_before")
+        engine = EngineConfig(
+            model_path="", dtype="float32", seed=0, max_model_len=8, engine_kwargs={},
+            weight_bytes=3, kv_cache_bytes=4, sleep=True,
+        )  # fmt: skip
+        share_gpus(config, engine, plan_run(config), Neighbours(), policy, critic)
+        assert policy.gpu_neighbours == critic.with_this_model(engines or Neighbours())
+        assert critic.gpu_neighbours == policy.with_this_model(engines or Neighbours())
+        assert policy.gpu_neighbours != critic.gpu_neighbours
 
 
 @pytest.mark.parametrize(("moments", "size"), [("float32", 8), ("bfloat16", 4), ("int8", 2.03125)])

@@ -5,12 +5,22 @@ import tempfile
 
 import pytest
 
+from nemo_like.algorithms.engine_size import engine_config
+from nemo_like.compose.load import compose_config
+from nemo_like.config.generation import GenerationConfig
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.environment import EngineDevices, start_fork_server
 from nemo_like.generation.vllm.settings import CPU_KV_CACHE_BYTES, WORKSPACE_BYTES, engine_args
 from nemo_like.models.resolve import resolve_model
-from nemo_like.planning.model_shape import ModelShape, kv_bytes_per_sequence
+from nemo_like.planning.model_shape import (
+    ModelShape,
+    engine_bytes,
+    kv_bytes_per_sequence,
+    read_model_shape,
+)
+from nemo_like.planning.resources import plan_run
+from tests.small_runs import ROOT
 
 GIB = 2**30
 GPU_BYTES = 80 * GIB
@@ -179,3 +189,48 @@ def test_a_folder_too_deep_for_sockets_is_refused(monkeypatch):
     devices = EngineDevices(device="cpu", tensor_parallel_size=1, engine_kwargs={})
     with pytest.raises(UserError, match=r"TMPDIR=/é+ is too long .* of at most 59 characters"):
         start_fork_server(devices)
+
+
+def of_run(*overrides):
+    """The engine of a run on two GPUs with 5 prompts a step, 4 completions each."""
+    small = ("grpo.num_prompts_per_step=5", "grpo.num_generations_per_prompt=4")
+    gpus = ("cluster.gpus_per_node=2", "policy.dtype=bfloat16")
+    config = compose_config(ROOT / "configs", "grpo", [*small, *gpus, *overrides])
+    return engine_config(config, str(resolve_model("embedded")), 64, plan_run(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        ([], 0.6),
+        (["generation.sleep=false"], 0.3),
+        (["generation.num_engines_per_bundle=2"], 0.3),
+        (["cluster.num_generation_workers=1"], 0.85),
+    ],
+    ids=str,
+)
+def test_an_engine_takes_less_of_a_gpu_that_it_shares(overrides, share):
+    assert of_run(*overrides).gpu_memory_share == pytest.approx(share)
+
+
+def test_an_engine_holds_the_completions_that_are_sampled_together():
+    shape = read_model_shape(resolve_model("embedded"))
+    found = of_run("run.seed=7")
+    weights, cache = engine_bytes(GenerationConfig(), "bfloat16", shape, 64)
+    assert (found.max_num_seqs, found.seed) == (3 * 4, 7)  # of 5 prompts one engine has 3
+    assert (found.weight_bytes, found.kv_cache_bytes) == (weights, 12 * cache)
+    assert of_run("grpo.num_prompts_per_step=5000").max_num_seqs == 1024
+    assert of_run("generation.engine_kwargs.max_num_seqs=3").kv_cache_bytes == 3 * cache
+    assert of_run("cluster.num_generation_workers=1").kv_cache_bytes is None
+
+
+def test_an_engine_has_adapters_only_if_they_travel_apart():
+    lora = "policy.lora.rank=4"
+    assert of_run(lora).lora is None
+    assert of_run(lora, "policy.lora.refit=adapters").lora.rank == 4
+
+
+def test_engines_that_sleep_while_the_policy_trains_cannot_sample_then():
+    with pytest.raises(UserError, match=r"rollout\.max_lag=1 .* they sleep then.*sleep=false"):
+        of_run("rollout.max_lag=1")
+    assert not of_run("rollout.max_lag=1", "generation.sleep=false").sleep
