@@ -14,7 +14,7 @@ from nemo_like.errors import UserError
 from nemo_like.models.adapter_places import expected_adapters
 from nemo_like.models.naming import plain_name
 from nemo_like.models.resolve import resolve_model
-from nemo_like.policy.lora import add_adapters, initialize_adapters
+from nemo_like.policy.lora import adapters_of, add_adapters, initialize_adapters
 from nemo_like.refit.buckets import is_adapter, plan_refit
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference
 from tests.small_runs import run, small_config
@@ -42,11 +42,16 @@ def test_training_begins_with_the_model_itself_and_moves_all_matrices_but_the_he
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+def small_model():
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=9, intermediate_size=64, **heads))
+    add_adapters(model, LoraConfig(rank=4, alpha=24))
+    return model
+
+
 def test_first_factors_are_drawn_by_name_each_its_own_with_or_without_recomputing():
     def first_factors(wrapped):
-        heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=9, intermediate_size=64, **heads))
-        add_adapters(model, LoraConfig(rank=4))
+        model = small_model()
         if wrapped:
             model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
         initialize_adapters(model)
@@ -57,6 +62,22 @@ def test_first_factors_are_drawn_by_name_each_its_own_with_or_without_recomputin
     assert len({one.sum().item() for one in found.values()}) == len(found) == 2 * 7
     most = max(one.abs().max().item() for one in found.values())
     assert most == pytest.approx(64**-0.5, rel=0.01)  # as peft has it, and torch in linear layers
+
+
+@torch.no_grad()
+def test_what_leaves_is_a_matrix_and_what_peft_adds_to_it():
+    model = small_model()
+    tensors = dict(model.named_parameters())
+    for name, parameter in tensors.items():
+        if "lora_" in name:
+            parameter.normal_()
+    found = adapters_of(model, {plain_name(name): one for name, one in tensors.items()})
+    assert len(found) == 2 * 7
+    for name, adapter in found.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        expected = layer.base_layer.weight + layer.get_delta_weight("default")
+        merged = adapter.merged(layer.base_layer.weight, lambda shard: shard)
+        assert torch.allclose(merged, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

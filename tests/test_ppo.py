@@ -22,6 +22,7 @@ from nemo_like.distributed.virtual_cluster import VirtualCluster
 from nemo_like.errors import UserError
 from nemo_like.losses.advantages import Moments
 from nemo_like.losses.value import TokenAdvantages, WhitenedAdvantages
+from nemo_like.observe.metrics import Metric, values
 from nemo_like.planning.resources import plan_resources
 from nemo_like.policy.remote_model import RemoteModel
 from tests.conftest import build_model
@@ -170,6 +171,30 @@ def test_advantages_are_made_as_configured_and_then_whitened_by_their_own_moment
     ]
     found = {name: one.value for name, one in metrics.items()}
     assert found == {"train/advantage_mean": 3.0, "train/advantage_std": 7**0.5}
+
+
+def test_a_critic_trains_on_every_part_and_is_judged_by_the_first_pass():
+    """Two mini-batches, twice; what it explains then is all, and of equal returns nothing."""
+    trained, released = [], []
+
+    def train(part, _):
+        trained.append(part)
+        numbers = {
+            "return": 1.0,
+            "return_square": 1.0 if part == "equal" else 5.0,
+            "value_error": 0.0,
+            "value_error_square": {"a1": 1.0, "b1": 3.0}.get(part, 0.0),
+        }
+        return {f"train/{name}": Metric(number) for name, number in numbers.items()}
+
+    critic = SimpleNamespace(train=train, release_memory=lambda: released.append(len(trained)))
+    parts = ["a1", "b1", "a2", "b2"]
+    found = values(ppo.train_critic(critic, parts, None, 2))  # pyright: ignore
+    assert (trained, released) == (parts, [4])
+    assert found["critic/explained_variance"] == 0.5
+    assert found["critic/value_error_square"] == 1.0
+    metrics = ppo.train_critic(critic, ["equal"], None, 1)  # pyright: ignore
+    assert "critic/explained_variance" not in metrics
 
 
 def test_moments_of_equal_numbers_do_not_blow_up_their_rounding():

@@ -260,13 +260,14 @@ def test_a_replica_that_has_one_group_more_is_not_slower():
     assert (found["rollout/slowest_rank"], found["rollout/slowest_over_median"]) == (1, 4 / 3.5)
 
 
-def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop):
+def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop, num_cached=0):
     row = Row(index=0, messages=(), fields={}, prompt_ids=tuple(prompt_ids))
     completion = Completion(
         token_ids=token_ids,
         logprobs=[-0.5 - one for one in range(len(token_ids))],
         finish_reason=reason,
         weight_version=4,
+        num_cached_tokens=num_cached,
     )
     task = RolloutTask(row=row, group=len(prompt_ids), index=0, seed=11, request_id="a")
     return single_turn(task, completion, "", RewardResult(reward=reward))
@@ -321,6 +322,11 @@ def test_what_rewards_report_is_averaged_over_the_rows_that_have_it(order):
         assert found["acc"] == 0.5
         assert found["score"] == 0.3
         assert "pred" not in found
+
+
+def test_the_share_of_prompts_that_was_cached_is_that_of_their_tokens():
+    rows = [trajectory([7] * 4, [3], 1.0, num_cached=2), trajectory([6], [3], 1.0)]
+    assert values(merge(list(map(_metrics, rows))))["cached_prompt_share"] == 2 / 5
 
 
 def test_prompts_of_equal_text_are_groups_of_their_own():
