@@ -322,6 +322,15 @@ def test_a_token_older_than_the_bound_stops_the_run():
             check_versions(batch, allowed)  # pyright: ignore
 
 
+def test_a_batch_may_be_as_old_as_its_lag_in_optimizer_steps_and_no_newer_than_the_policy():
+    updates = ("rollout.max_lag=2", "grpo.num_mini_batches=2", "mismatch.action=ignore")
+    config = small_config("never-made", *updates)
+    check_sampled(config, rows_of_versions(6, 10), 10, 4)  # pyright: ignore
+    for version in (5, 11):
+        with pytest.raises(RunError, match="a refit was missed"):
+            check_sampled(config, rows_of_versions(10, version), 10, 4)  # pyright: ignore
+
+
 def test_the_bound_is_in_steps_also_where_the_critic_trains_alone_at_first():
     """Steps 3 and 4 of 4 train the policy, and the last one on weights of the third."""
     config = PPOConfig(

@@ -28,7 +28,12 @@ from nemo_like.planning.memory import predict_memory
 from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_shape
 from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
-from nemo_like.planning.step_time import forward_seconds, predict_step
+from nemo_like.planning.step_time import (
+    SHARDS_BYTES_PER_S,
+    forward_seconds,
+    predict_step,
+    train_seconds,
+)
 
 
 def policy(**sizes):
@@ -750,3 +755,15 @@ def test_a_forward_pass_waits_only_for_parameters_of_others():
     alone = seconds(1) / 8
     assert seconds(8, data_parallel="ddp") == seconds(8, replicate=8) == pytest.approx(alone)
     assert alone < seconds(8, replicate=4) < seconds(8)
+
+
+def test_layers_are_gathered_once_a_micro_batch_and_pass_unless_they_stay_whole():
+    """By each of two ranks for its two micro-batches; a training step passes forth and back."""
+
+    def seconds(of, stays):
+        config = policy(reshard_after_forward=not stays).replace(micro_batch_tokens=2048)
+        return of(config, TINY, 2, 8192, 1024)
+
+    once = 4 * TOTAL / 2 / SHARDS_BYTES_PER_S
+    for of, times in ((forward_seconds, 2), (train_seconds, 4)):
+        assert seconds(of, False) - seconds(of, True) == pytest.approx((times - 1) * once)
