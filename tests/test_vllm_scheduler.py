@@ -20,8 +20,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.sample import sampler
 
 from nemo_like.generation.vllm.scheduler import LOGPROBS, LOOKAHEAD_TOKENS, STARTS, WholeCompletions
+from nemo_like.generation.vllm.worker import _keeping_adapters, use_cheap_logprobs
 
 BLOCK = 16
 STOP_ID = 2
@@ -334,3 +336,24 @@ def test_a_shared_prompt_is_found_in_the_cache_also_after_decoding(model):
     cached = len(told) - output.num_scheduled_tokens["second"]
     assert len(first.completions["a1"]) > 2 * BLOCK
     assert cached == (len(told) - 1) // BLOCK * BLOCK
+
+
+def test_adapters_outlive_the_buffers_that_brought_them():
+    buffer, kept = torch.zeros(1), {}
+    names = ("a.lora_A.weight", "a.weight", "a.lora_B.weight")
+    others = _keeping_adapters(((name, buffer.fill_(i)) for i, name in enumerate(names)), kept)
+    assert [name for name, _ in others] == ["a.weight"]
+    assert {name: one.item() for name, one in kept.items()} == {names[0]: 0, names[2]: 2}
+
+
+def test_logprobs_of_sampled_tokens_are_float32_and_of_whole_distributions():
+    """In place of kernels of vLLM's that only a GPU has."""
+    use_cheap_logprobs()
+    draw = torch.Generator().manual_seed(0)
+    logits = 8 * torch.randn(5, 40, generator=draw).bfloat16()
+    ids = torch.tensor([0, 39, 7, 7, 21], dtype=torch.int32)
+    found = sampler.compute_topk_scores(logits, 0, ids)
+    assert found.logprob_token_ids.flatten().tolist() == ids.tolist()
+    expected = logits.double().log_softmax(-1)[range(5), ids.long()]
+    assert found.logprobs.dtype == torch.float32
+    assert torch.allclose(found.logprobs[:, 0].double(), expected, rtol=0, atol=1e-5)
