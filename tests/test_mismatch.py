@@ -3,16 +3,28 @@
 import gc
 import math
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from nemo_like.algorithms.checks import (
+    MAX_LOG_RATIO,
+    MAX_MEAN_MISMATCH,
+    MAX_MISMATCH,
+    check_ratios,
+    check_sampled,
+    mismatch_check,
+    warn_of_mismatch,
+)
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
+from nemo_like.errors import RunError
 from nemo_like.losses.mismatch import MismatchSums, mismatch_of_rows
-from nemo_like.observe.metrics import merge, values
+from nemo_like.observe.metrics import Metric, merge, values
+from tests.small_runs import small_config
 
 CPU = torch.device("cpu")
 
@@ -191,3 +203,70 @@ def test_a_nan_of_any_rank_reaches_every_rank(bad_rank, pool):
     for numbers in pool.run(2, "tests.test_mismatch:report_of_a_nan_on", bad_rank):
         assert math.isnan(numbers["mismatch/mean_abs"])
         assert math.isnan(numbers["mismatch/max_abs"])
+
+
+# What a step must pass.
+
+
+def refused(check, *arguments):
+    try:
+        check(*arguments)
+    except RunError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("action", ["warn", "ignore", "stop"])
+def test_first_steps_may_differ_by_rounding_and_later_ones_by_what_is_configured(action):
+    config = small_config("never-made")
+    mismatch = config.mismatch.replace(action=action, max_mean_abs=1e-4)
+    config = config.replace(mismatch=mismatch)
+    usual, most = MAX_MEAN_MISMATCH["float32"], MAX_MISMATCH["float32"]
+    of_first = [] if action == "ignore" else [("mean_abs", usual), ("max_abs", most)]
+    always = [("mean_abs", 1e-4)] if action == "stop" else []
+    for num_made, expected in ((1, of_first + always), (3, of_first + always), (4, always)):
+        check = mismatch_check(config, num_made)
+        found = [(one.metric.removeprefix("mismatch/"), one.limit) for one in check.limits]
+        assert found == expected
+        for name, limit in expected:
+            metrics = {f"mismatch/{name}": Metric(min(limit, 1e-4))}
+            assert not refused(check, metrics)
+            for bad in (limit * 1.01, math.nan):
+                assert refused(check, {f"mismatch/{name}": Metric(bad)})
+
+
+def test_a_mismatch_above_its_limit_or_that_is_no_number_is_said(caplog):
+    config = small_config("never-made", "mismatch.max_mean_abs=0.5")
+    for number in (0.5, 0.51, math.nan):
+        warn_of_mismatch(config, {"mismatch/mean_abs": Metric(number)})
+    assert [record.args[0] for record in caplog.records] == pytest.approx(
+        [0.51, math.nan], nan_ok=True
+    )
+
+
+def test_ratios_of_the_first_update_are_1():
+    config = small_config("never-made")
+    limit = MAX_LOG_RATIO["float32"]
+    ratio = {"train/max_log_ratio": Metric(limit)}
+    assert not refused(check_ratios, config, ratio, 1)
+    assert not refused(check_ratios, config, {}, 1)
+    for bad in (1.01 * limit, math.nan):
+        ratio = {"train/max_log_ratio": Metric(bad)}
+        assert refused(check_ratios, config, ratio, 1)
+        assert not refused(check_ratios, config, ratio, 2)
+        ignored = config.replace(mismatch=config.mismatch.replace(action="ignore"))
+        assert not refused(check_ratios, ignored, ratio, 1)
+
+
+def test_equal_seeds_of_the_first_steps_are_refused():
+    config = small_config("never-made")
+    rows = {
+        keys.NUM_LOSS_TOKENS: torch.tensor([0, 1, 1]),
+        keys.WEIGHT_VERSIONS: torch.tensor([-1, 5, 5]),  # of the row without tokens it is no matter
+        keys.SEEDS: torch.tensor([3, 4, 3]),
+    }
+    batch = SimpleNamespace(rows=rows)
+    assert refused(check_sampled, config, batch, 5, 3)
+    assert not refused(check_sampled, config, batch, 5, 4)
+    ignored = config.replace(mismatch=config.mismatch.replace(action="ignore"))
+    assert not refused(check_sampled, ignored, batch, 5, 3)
