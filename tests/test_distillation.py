@@ -90,6 +90,8 @@ def test_logprobs_at_ids_and_gradients_are_those_of_log_softmax(options, chunk_t
     whole, every = top_logprobs(hidden, head, VOCABULARY, **chunks)
     assert torch.equal(every, torch.arange(VOCABULARY).expand(TOKENS, -1))
     near(whole, logs)
+    for none in top_logprobs(hidden[:0], head, K, **chunks):  # of a row that trains no token
+        assert none.shape == (0, K)
 
 
 def test_padding_is_left_out_as_worked_by_hand():
