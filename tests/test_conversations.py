@@ -901,6 +901,15 @@ def test_conversations_overlap_where_all_but_the_last_answer_is_the_same():
     assert without_overlap([row(*TURNS), other_start, other_answer], [row(*TURNS)]) == [other_start]
 
 
+def test_completions_of_several_messages_overlap_where_their_prompts_are_the_same():
+    def row(*messages):
+        return conversations.Conversation(where="", messages=messages, num_prompt_messages=1)
+
+    other_prompt = row({"role": "user", "content": "else"}, *TURNS[1:])
+    other_completion = row(TURNS[0], {"role": "assistant", "content": "else"}, *TURNS[2:])
+    assert without_overlap([other_completion, other_prompt], [row(*TURNS)]) == [other_prompt]
+
+
 def test_the_default_is_questions_with_answers_that_earn_full_marks():
     chat = ChatTokenizer(str(resolve_model("embedded")))
     config = ConversationsConfig(num_train_rows=20, num_validation_rows=5)

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import asdict
 from fractions import Fraction
 from itertools import combinations
 
@@ -170,6 +171,14 @@ def test_a_majority_needs_answers():
         found.report()
     list(found.add([sample(1, 0, 1.0, answer="3"), sample(1, 1, 1.0, answer="3")]))
     assert found.report()["majority_at"]["2"]["mean"] == 0.5
+
+
+def test_rewards_have_the_interval_of_a_mean_and_accuracy_that_of_a_share():
+    found = measured()
+    list(found.add([sample(i, 0, reward) for i, reward in enumerate((3.0, -1.0, 1.0))]))
+    report = found.report()
+    assert report["reward"] == asdict(mean_of_prompts([[3.0], [-1.0], [1.0]]))
+    assert report["accuracy"] == asdict(share_of_prompts([[1.0], [0.0], [1.0]]))
 
 
 @pytest.mark.parametrize(

@@ -540,6 +540,15 @@ def test_what_bounds_a_step_depends_on_the_model():
     assert bounds["qwen2.5-7b"] == "reading weights and cache"
 
 
+def test_completions_that_an_engine_cannot_hold_at_once_come_in_waves():
+    def rollout(prompts):
+        sizes = (f"grpo.num_prompts_per_step={prompts}", "grpo.num_generations_per_prompt=2")
+        config = compose_config(CONFIGS, "grpo", ["cluster.gpus_per_node=1", *sizes])
+        return predict_step(config, TINY, plan_run(config))[0].seconds
+
+    assert rollout(1024) == 2 * rollout(512)  # of 1,024 completions each
+
+
 # The command.
 
 

@@ -76,6 +76,10 @@ def test_the_kv_cache_is_what_the_step_needs_within_the_share():
 def test_a_share_without_room_for_one_sequence_is_refused():
     with pytest.raises(UserError, match=r"24.0 GiB .* next to 30.0 GiB of weights; set generation"):
         args_of(gpu_memory_share=0.3, weight_bytes=30 * GIB)
+    most = 40 * GIB - WORKSPACE_BYTES - 10 * GIB // 100
+    args_of(weight_bytes=most)
+    with pytest.raises(UserError, match="leaves no KV cache"):
+        args_of(weight_bytes=most + 1)
 
 
 def test_nested_engine_kwargs_join_ours():
