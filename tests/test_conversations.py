@@ -522,6 +522,10 @@ def test_a_message_may_be_empty_where_others_speak_or_tools_are_called(tmp_path)
         ({"text": ""}, "at least one character"),
         ({"text": 5}, "'text' must be text"),
         ({"messages": TURNS, "tools": [{}]}, "the model's chat template takes no tools; "),
+        (
+            {"prompt": "x", "completion": "y", "tools": [{}]},
+            "the model's chat template takes no tools; ",
+        ),
         ({"messages": TURNS, "tools": "[{"}, "'tools' is text that is not JSON"),
         ({"messages": TURNS, "tools": [1]}, "'tools' must be a list of objects"),
         ({"text": "x", "tools": [{}]}, "'tools' has no effect on 'text'"),

@@ -174,11 +174,14 @@ def test_a_majority_needs_answers():
 
 
 def test_rewards_have_the_interval_of_a_mean_and_accuracy_that_of_a_share():
-    found = measured()
-    list(found.add([sample(i, 0, reward) for i, reward in enumerate((3.0, -1.0, 1.0))]))
+    found = measured(pass_at=[1])
+    rewards = [[3.0, 3.0], [-1.0, 1.0], [1.0]]
+    for prompt, own in enumerate(rewards):
+        list(found.add([sample(prompt, i, reward, "same") for i, reward in enumerate(own)]))
     report = found.report()
-    assert report["reward"] == asdict(mean_of_prompts([[3.0], [-1.0], [1.0]]))
-    assert report["accuracy"] == asdict(share_of_prompts([[1.0], [0.0], [1.0]]))
+    assert report["reward"] == asdict(mean_of_prompts(rewards))
+    accuracy = share_of_prompts([[1, 1], [0, 1], [1]])
+    assert report["accuracy"] == report["pass_at"]["1"] == asdict(accuracy)
 
 
 @pytest.mark.parametrize(
