@@ -18,6 +18,7 @@ from nemo_like.errors import RunError
 from nemo_like.generation.protocol import Completion, FinishReason, SamplingParams
 from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import merge, values
+from nemo_like.observe.sinks import JsonlFile
 from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rollout.failures import FILE, RewardFailures
@@ -31,7 +32,7 @@ from nemo_like.rollout.trajectory import (
     seed_of,
     single_turn,
 )
-from nemo_like.rollout.worker import RolloutResult, _metrics
+from nemo_like.rollout.worker import RolloutResult, RolloutWorker, _metrics
 from tests.small_runs import records, small_config
 
 
@@ -261,7 +262,8 @@ def test_a_replica_that_has_one_group_more_is_not_slower():
 
 
 def trajectory(prompt_ids, token_ids, reward, reason=FinishReason.stop, num_cached=0):
-    row = Row(index=0, messages=(), fields={}, prompt_ids=tuple(prompt_ids))
+    user = {"role": "user", "content": "q"}
+    row = Row(index=0, messages=(user,), fields={}, prompt_ids=tuple(prompt_ids))
     completion = Completion(
         token_ids=token_ids,
         logprobs=[-0.5 - one for one in range(len(token_ids))],
@@ -322,6 +324,22 @@ def test_what_rewards_report_is_averaged_over_the_rows_that_have_it(order):
         assert found["acc"] == 0.5
         assert found["score"] == 0.3
         assert "pred" not in found
+
+
+def test_what_is_recorded_says_how_long_a_completion_was_and_how_it_ended(tmp_path):
+    rows = [
+        trajectory([7], [3, 4], 1.0),
+        trajectory([7], [5], None, FinishReason.length),
+        trajectory([7], [6], 1.0),
+    ]
+    rows[:2] = [replace(one, task=replace(one.task, record=True)) for one in rows[:2]]
+    worker = RolloutWorker(context=None)  # pyright: ignore
+    worker._trajectories = JsonlFile(tmp_path / "trajectories.jsonl")
+    worker._record(5, rows)
+    records = map(json.loads, (tmp_path / "trajectories.jsonl").open())
+    names = ("step", "reward", "finish_reason", "num_tokens", "weight_version")
+    found = [tuple(record[name] for name in names) for record in records]
+    assert found == [(5, 1.0, "stop", 2, 4), (5, None, "length", 1, 4)]
 
 
 def test_the_share_of_prompts_that_was_cached_is_that_of_their_tokens():
