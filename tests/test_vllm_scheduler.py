@@ -52,10 +52,10 @@ def make(cls, model, num_blocks, max_num_seqs):
     )
 
 
-def request_of(name, prompt, max_tokens, kind=RequestOutputKind.FINAL_ONLY):
+def request_of(name, prompt, max_tokens, kind=RequestOutputKind.FINAL_ONLY, stop=()):
     params = SamplingParams(
         max_tokens=max_tokens, logprobs=0, ignore_eos=True, stop_token_ids=[STOP_ID],
-        detokenize=False, output_kind=kind,
+        detokenize=bool(stop), stop=list(stop), output_kind=kind,
     )  # fmt: skip
     return Request(
         request_id=name,
@@ -153,7 +153,8 @@ def late_arrivals():
     first = [request_of(f"a{i}", list(range(3, 20 + i)), 150) for i in range(20)]
     group = [request_of(f"b{i}", list(range(3, 60)), 40) for i in range(20)]
     one = request_of("c", [5, 6], 240, RequestOutputKind.DELTA)
-    return {0: first, 7: group, 90: [one]}
+    told = request_of("d", [5, 6], 60, RequestOutputKind.DELTA, stop=["whose reader finds it"])
+    return {0: first, 7: group, 20: [told], 90: [one]}
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def test_every_step_and_completion_is_vllms(model):
         assert ours.completions[name] == theirs.completions[name], name
         assert ours.logprobs[name] == theirs.logprobs[name], name
     assert ours.reasons == theirs.reasons
-    assert len(ours.reasons) == 41 - len(gone)
+    assert len(ours.reasons) == 42 - len(gone)
     ours.scheduler.schedule()  # frees what the last step ended
     assert not ours.scheduler._held
     assert not ours.scheduler._starts
