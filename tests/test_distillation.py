@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from nemo_like.config.losses import DistillationLossConfig
 from nemo_like.errors import RunError, UserError
 from nemo_like.losses.distillation import divergence
 from nemo_like.models.resolve import resolve_model
-from nemo_like.policy.distributions import logprobs_at, top_logprobs
+from nemo_like.policy.distributions import logprobs_at, several, top_logprobs
 from nemo_like.policy.head import Head
 from tests.distillation_cases import CASES, answer, make_trainer
 from tests.key_steps import alone
@@ -111,6 +112,28 @@ def test_padding_is_left_out_as_worked_by_hand():
     near(loss, torch.tensor([0.25 * math.log(2)]))  # 1/2 log 2 + 0 + 1/4 log 1/2
     loss.sum().backward()
     near(ours.weight.grad[:, 0], torch.tensor([-0.25, 0, 0.25, 0]))  # student - teacher; none
+
+
+@pytest.mark.parametrize("end", [None, 12])
+def test_a_students_own_tokens_come_before_the_teachers_which_alone_are_of_common_ids(end):
+    hidden, weight, _, ids = leaves(False)
+    own, others = ids[:, :1].roll(1), ids % 12
+    request = SimpleNamespace(
+        ids=others,
+        inputs=SimpleNamespace(target_ids=own[:, 0]),
+        vocabulary=end,
+        temperature=TEMPERATURE,
+        top_k=0,
+        with_entropy=True,
+    )
+    found = several(hidden, Head(weight=weight), request, 3)  # pyright: ignore
+    logs = plain(hidden, weight, None)
+    near(found[:1].t(), logs.gather(1, own))
+    near(found[1], -(logs.exp() * logs).sum(-1))
+    near(found[2:].t(), plain(hidden, weight[:end], None).gather(1, others))
+    if end is not None:
+        (gradient,) = torch.autograd.grad(found[:2].sum(), hidden)
+        assert not gradient.any()
 
 
 # Layouts
