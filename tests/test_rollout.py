@@ -1,5 +1,6 @@
 """What a step asks engines for, and how their answers become rows; no engine and no Ray."""
 
+import asyncio
 import hashlib
 import json
 import pickle
@@ -324,6 +325,41 @@ def test_what_rewards_report_is_averaged_over_the_rows_that_have_it(order):
         assert found["acc"] == 0.5
         assert found["score"] == 0.3
         assert "pred" not in found
+
+
+def test_a_task_is_sampled_with_its_own_prompt_and_seed_and_ends_at_a_stop_string():
+    """Which was sampled in two parts, before a refit and after it."""
+    sampled, scored = [], []
+
+    async def sample(request):
+        sampled.append(request)
+        reason = FinishReason.interrupted if len(sampled) == 1 else FinishReason.length
+        return Completion(
+            token_ids=[5, 6] if len(sampled) == 1 else [7, 8],
+            logprobs=[-1.0] * 2,
+            finish_reason=reason,
+            weight_version=len(sampled),
+        )
+
+    async def score(*arguments):
+        scored.append(arguments)
+        return RewardResult(reward=0.5)
+
+    worker = RolloutWorker(context=None)  # pyright: ignore
+    worker._engine = SimpleNamespace(generate=sample)  # pyright: ignore
+    worker._pools = {"": SimpleNamespace(score=score)}  # pyright: ignore
+    worker._chat = SimpleNamespace(  # pyright: ignore
+        decode=lambda ids, **_: "".join(map(str, ids))
+    )
+    user = {"role": "user", "content": "q"}
+    row = Row(index=0, messages=(user,), fields={"answer": 4}, prompt_ids=(1, 2))
+    task = RolloutTask(row=row, group=3, index=1, seed=11, request_id="a")
+    found = asyncio.run(worker._run(task, SamplingParams(max_new_tokens=4, stop=("67",))))
+    assert (sampled[0].seed, sampled[0].prompt_ids) == (11, [1, 2])
+    assert found.text == "567"
+    assert found.result.reward == 0.5
+    ((prompt, completion, fields),) = scored
+    assert (prompt, completion, fields["answer"]) == ("q", "567", 4)
 
 
 def test_what_is_recorded_says_how_long_a_completion_was_and_how_it_ended(tmp_path):

@@ -223,6 +223,8 @@ def test_an_engine_holds_the_completions_that_are_sampled_together():
     weights, cache = engine_bytes(GenerationConfig(), "bfloat16", shape, 64)
     assert (found.max_num_seqs, found.seed) == (3 * 4, 7)  # of 5 prompts one engine has 3
     assert (found.weight_bytes, found.kv_cache_bytes) == (weights, 12 * cache)
+    on_two = GenerationConfig(tensor_parallel_size=2)
+    assert engine_bytes(on_two, "bfloat16", shape, 64) == (weights // 2, cache // 2)
     assert of_run("grpo.num_prompts_per_step=5000").max_num_seqs == 1024
     assert of_run("generation.engine_kwargs.max_num_seqs=3").kv_cache_bytes == 3 * cache
     assert of_run("cluster.num_generation_workers=1").kv_cache_bytes is None
