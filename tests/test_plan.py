@@ -29,6 +29,7 @@ from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_sha
 from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.planning.step_time import (
+    MOMENT_S,
     SHARDS_BYTES_PER_S,
     forward_seconds,
     predict_step,
@@ -776,3 +777,11 @@ def test_layers_are_gathered_once_a_micro_batch_and_pass_unless_they_stay_whole(
     once = 4 * TOTAL / 2 / SHARDS_BYTES_PER_S
     for of, times in ((forward_seconds, 2), (train_seconds, 4)):
         assert seconds(of, False) - seconds(of, True) == pytest.approx((times - 1) * once)
+
+
+def test_moments_on_the_host_take_no_time_of_the_passes():
+    on_gpu, on_host = (
+        train_seconds(PolicyConfig(offload=offload), TINY, 1, 8192, 1024)
+        for offload in ("none", "optimizer")
+    )
+    assert on_gpu - on_host == pytest.approx(MOMENT_S["float32"] * TOTAL)
