@@ -48,10 +48,11 @@ def connected(kind, num_receivers=2, buckets=BUCKETS, timeout_s=TIMEOUT_S):
     def connect(link, rank):
         return link.receiver(rank, buckets, CPU, timeout_s)
 
+    accepting = threading.Thread(target=sender.accept, daemon=True)  # for ever, if none connects
+    accepting.start()
     with ThreadPoolExecutor() as threads:
-        accepting = threads.submit(sender.accept)
         receivers = list(threads.map(connect, *zip(*ranks, strict=True)))
-        accepting.result()
+    accepting.join()
     return sender, receivers
 
 
