@@ -383,6 +383,15 @@ def test_the_share_of_prompts_that_was_cached_is_that_of_their_tokens():
     assert values(merge(list(map(_metrics, rows))))["cached_prompt_share"] == 2 / 5
 
 
+def test_a_task_has_its_own_rewards_failures_and_lengths():
+    rows = [trajectory([7], [3, 4], 0.5), trajectory([7], [3] * 4, None), trajectory([7], [3], 9.0)]
+    for one in rows[:2]:
+        object.__setattr__(one.task.row, "part", "sums")
+    found = values(merge(list(map(_metrics, rows))))
+    names = ("reward", "failed_share", "completion_tokens")
+    assert [found[f"sums/{name}"] for name in names] == [0.5, 0.5, 3.0]
+
+
 def test_prompts_of_equal_text_are_groups_of_their_own():
     source, replicas = source_of()
     loader = PromptLoader(["same"] * 9, fingerprint="", seed=0, shuffle=False)

@@ -165,7 +165,7 @@ def check_refit(
 
 def travels_apart(lora: LoraConfig) -> bool:
     """Whether engines get adapters separately instead of merged into the model."""
-    return lora.rank > 0 and lora.refit == "adapters"
+    return lora.refit == "adapters"  # which is refused for a rank of 0
 
 
 def plan_refit(
