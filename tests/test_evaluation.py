@@ -171,6 +171,11 @@ def test_a_majority_needs_answers():
         found.report()
     list(found.add([sample(1, 0, 1.0, answer="3"), sample(1, 1, 1.0, answer="3")]))
     assert found.report()["majority_at"]["2"]["mean"] == 0.5
+    found = measured(majority_at=[1, 3])
+    votes = ((1.0, "3"), (1.0, "3"), (0.0, "4"))
+    list(found.add([sample(0, i, reward, answer) for i, (reward, answer) in enumerate(votes)]))
+    shares = {k: one["mean"] for k, one in found.report()["majority_at"].items()}
+    assert shares == {"1": pytest.approx(2 / 3), "3": 1.0}
 
 
 def test_rewards_have_the_interval_of_a_mean_and_accuracy_that_of_a_share():
