@@ -140,9 +140,9 @@ def test_a_failed_reward_is_left_out_and_counted():
             [
                 sample(0, 0, 1.0),
                 sample(0, 1, 0.0, num_tokens=9, truncated=True),
-                sample(1, 0, 0.5),
-                sample(1, 1, None),
-                sample(2, 0, None),
+                sample(1, 0, 0.5, num_tokens=4),
+                sample(1, 1, None, num_tokens=5),
+                sample(2, 0, None, num_tokens=6),
                 sample(2, 1, None),
             ]
         )
@@ -158,7 +158,7 @@ def test_a_failed_reward_is_left_out_and_counted():
     assert report["pass_at"]["2"]["num_prompts"] == 1, "the other has one scored completion"
     assert list(report["categories"]) == ["a"], "all of b failed"
     assert report["categories"]["a"]["reward"]["mean"] == 0.5
-    assert report["completion_tokens"] == {"mean": 4.0, "median": 3.0, "min": 3, "max": 9}
+    assert report["completion_tokens"] == {"mean": 5.0, "median": 4.5, "min": 3, "max": 9}
     assert report["truncated_share"] == 1 / 6
     assert "all pass@2" in table(report)
     assert "the reward failed on 3" in table(report)

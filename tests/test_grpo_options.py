@@ -166,11 +166,14 @@ def test_a_group_has_a_signal_by_its_raw_rewards():
 
 def test_rewards_that_teach_nothing_for_five_steps_are_said_once(caplog):
     equal, mixed = batch_of([0, 0], [0, 1]), batch_of([0, 1], [0, 1])
+    masked = batch_of([0, 1], [0, 1], **{keys.SAMPLE_MASK: [True, False]})
     watch, unanswered = RewardWatch("reasoning_gym"), {"rollout/answered": Metric(0.0)}
     for batch in [equal] * 4 + [mixed] + [equal] * 4:
         watch(batch, unanswered)
     assert not caplog.records
-    for _ in range(9):
+    watch(masked, unanswered)
+    assert caplog.records
+    for _ in range(8):
         watch(equal, unanswered)
     (record,) = caplog.records
     assert record.message == (

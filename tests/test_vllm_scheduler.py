@@ -16,7 +16,12 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -30,7 +35,8 @@ STOP_ID = 2
 QUEUE = 2  # Steps in flight, as in vLLM's asynchronous engine.
 
 
-def make(cls, model, num_blocks, max_num_seqs):
+def make(cls, model, num_blocks, max_num_seqs, more=()):
+    """``more``: groups of other layers in the KV cache."""
     config = EngineArgs(
         model=model, max_model_len=256, max_num_seqs=max_num_seqs, max_num_batched_tokens=512,
         dtype="float32", enforce_eager=True, block_size=BLOCK,
@@ -43,7 +49,7 @@ def make(cls, model, num_blocks, max_num_seqs):
         kv_cache_config=KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec), *more],
         ),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK,
@@ -80,6 +86,7 @@ class Run:
         self.steps = []
         self.completions = collections.defaultdict(list)
         self.logprobs = collections.defaultdict(list)
+        self.num_outputs = collections.Counter()
         self.reasons = {}
         self.starts = {}
         pending = collections.deque()
@@ -131,6 +138,7 @@ class Run:
         for message in by_client.values():
             for output in message.outputs:
                 name = output.request_id
+                self.num_outputs[name] += 1
                 self.completions[name] += output.new_token_ids
                 if output.new_logprobs is None:  # ours
                     self.logprobs[name] += output.kv_transfer_params[LOGPROBS]
@@ -169,6 +177,7 @@ def test_every_step_and_completion_is_vllms(model):
     for name in theirs.completions.keys() - gone:
         assert ours.completions[name] == theirs.completions[name], name
         assert ours.logprobs[name] == theirs.logprobs[name], name
+    assert ours.num_outputs["d"] == theirs.num_outputs["d"] > ours.num_outputs["c"] == 1
     assert ours.reasons == theirs.reasons
     assert len(ours.reasons) == 42 - len(gone)
     ours.scheduler.schedule()  # frees what the last step ended
@@ -345,6 +354,18 @@ def test_adapters_outlive_the_buffers_that_brought_them():
     others = _keeping_adapters(((name, buffer.fill_(i)) for i, name in enumerate(names)), kept)
     assert [name for name, _ in others] == ["a.weight"]
     assert {name: one.item() for name, one in kept.items()} == {names[0]: 0, names[2]: 2}
+
+
+def test_no_step_is_repeated_where_layers_with_a_window_free_blocks_as_they_go(model):
+    spec = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=BLOCK
+    )
+    group = KVCacheGroupSpec(["windowed"], spec)
+    scheduler = make(WholeCompletions, model, 2000, 32, [group])
+    scheduler.add_request(request_of("r", [4] * 30, 100))
+    for _ in range(2):
+        scheduler.schedule()
+    assert not scheduler._repetitions
 
 
 def test_logprobs_of_sampled_tokens_are_float32_and_of_whole_distributions():

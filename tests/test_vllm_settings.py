@@ -65,7 +65,9 @@ def test_the_kv_cache_of_a_sequence_by_hand():
 
 
 def test_the_kv_cache_is_what_the_step_needs_within_the_share():
-    assert args_of()["kv_cache_memory_bytes"] == 10 * GIB
+    args = args_of()
+    assert (args["kv_cache_memory_bytes"], args["max_num_seqs"]) == (10 * GIB, 100)
+    assert args["gpu_memory_utilization"] == 0.01  # so that it says nothing of the cache
     room = 40 * GIB - WORKSPACE_BYTES - 3 * GIB
     assert args_of(kv_cache_bytes=50 * GIB)["kv_cache_memory_bytes"] == room
     kwargs = {"gpu_memory_utilization": 0.25}
