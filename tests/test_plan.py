@@ -25,7 +25,13 @@ from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.activations import layer_activations, layers_in_flight
 from nemo_like.planning.layout import layer_range, parallel_sizes
 from nemo_like.planning.memory import predict_memory
-from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_shape
+from nemo_like.planning.model_shape import (
+    GIB,
+    ModelShape,
+    Role,
+    read_model_shape,
+    read_settings,
+)
 from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.planning.step_time import (
@@ -678,6 +684,11 @@ def test_a_config_that_cannot_be_read_is_named_without_a_key_that_is_not_its_own
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=rf"^{tmp_path / 'config.json'}.*{sentence}"):
         read_model_shape(tmp_path)
+
+
+def test_what_is_said_of_the_text_part_counts(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": 1, "b": 1, "text_config": {"b": 2, "c": 2}}')
+    assert read_settings(tmp_path).items() >= {"a": 1, "b": 2, "c": 2}.items()
 
 
 def test_models_of_a_run_on_other_machines_are_not_looked_for_here():
