@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -488,6 +489,23 @@ def test_an_engine_whose_refit_failed_midway_refuses_to_generate(tmp_path, run, 
     with pytest.raises(RunError, match="no usable weights"):
         case.generate(case.requests(1))
     run(case.engine.shutdown())
+
+
+def test_vllm_refuses_to_generate_after_a_refit_that_failed(tmp_path, run):
+    """Here at its first call, which the engine's processes answer with an error."""
+    config = make_config(tmp_path)
+    engine = VLLMEngine(config)
+    case = Case(engine, config, run, tolerance=0)
+
+    async def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    engine._llm = SimpleNamespace(errored=False, collective_rpc=fail)  # pyright: ignore
+    engine._version = 1
+    with pytest.raises(RunError, match="out of memory"):
+        run(engine.load_weights(2))
+    with pytest.raises(RunError, match="no usable weights"):
+        case.generate(case.requests(1))
 
 
 def test_the_trainers_logprobs_of_a_conversation_are_the_engines(case, tmp_path):
