@@ -77,7 +77,7 @@ def test_what_leaves_is_a_matrix_and_what_peft_adds_to_it():
         layer = model.get_submodule(name.removesuffix(".weight"))
         expected = layer.base_layer.weight + layer.get_delta_weight("default")
         merged = adapter.merged(layer.base_layer.weight, lambda shard: shard)
-        assert torch.allclose(merged, expected, rtol=0, atol=1e-5)
+        assert torch.allclose(merged, expected, rtol=0, atol=1e-4)  # of numbers up to 100
 
 
 @pytest.mark.parametrize(
