@@ -1,11 +1,11 @@
-"""Kill -9 the engine's process or the policy's in mid-run, and let the run go on.
+"""Kill the engine's or the policy's process with SIGKILL in mid-run, then resume the run.
 
     python benchmarks/worker_kills.py engine policy --folder FOLDER --out kills.jsonl \
         policy.model=smollm2 cluster.gpus_per_node=2 policy.dtype=bfloat16
 
-Each run samples one step ahead, on a worker for the engine and one for the policy. On record are
-the seconds until the run has ended, its exit code, what it said, what it left running, and the
-steps in its metrics after it went on.
+Each run samples one step ahead, on one worker for the engine and one for the policy. It records the
+seconds until the run ends, its exit code and message, what it left running, and the steps in its
+metrics after it was resumed.
 """
 
 import argparse
@@ -36,8 +36,8 @@ OPTIONS = (
 
 
 def start(folder: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
-    """The run, or the rest of it."""
-    # Each key once: what is typed counts.
+    """Start the run, or the rest of it."""
+    # A key that is typed twice is refused; overrides win.
     keys = {one.partition("=")[0]: one for one in (*OPTIONS, *overrides)}
     command = [sys.executable, str(SCRIPT), f"run.dir={folder}/run", *keys.values()]
     with (folder / "output.txt").open("a") as output:
@@ -45,14 +45,14 @@ def start(folder: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Those in the run's metrics."""
+    """Steps in the run's metrics."""
     file = folder / "run" / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return [json.loads(line)["step"] for line in lines]
 
 
 def find(run: psutil.Process, victim: str) -> psutil.Process:
-    """The policy's worker, or what computes for the engine's worker."""
+    """The policy's worker, or the process of vLLM that computes for the engine's worker."""
     name = "PolicyWorker" if victim == "policy" else "GenerationWorker"
     (worker,) = (one for one in run.children(recursive=True) if f"ray::{name}" in _words(one))
     if victim == "policy":
@@ -67,7 +67,7 @@ def _words(process: psutil.Process) -> str:
 
 
 def case(folder: Path, victim: str, overrides: list[str], limit_s: float) -> dict[str, Any]:
-    """One run, killed and resumed."""
+    """Kill one run and resume it."""
     folder.mkdir(parents=True)
     run = start(folder, overrides)
     deadline = time.monotonic() + limit_s
@@ -95,7 +95,7 @@ def case(folder: Path, victim: str, overrides: list[str], limit_s: float) -> dic
 
 
 def main() -> None:
-    """One case a victim."""
+    """Run one case per victim."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("victims", nargs="+", choices=["engine", "policy"])
     parser.add_argument("--folder", type=Path, required=True, help="for the runs and their output")
@@ -108,7 +108,8 @@ def main() -> None:
         with args.out.open("a") as file:
             file.write(json.dumps(found) + "\n")
         sys.stdout.write(f"{json.dumps(found)}\n")
-        failed |= found["resumed_code"] != 0 or found["steps"] != [*range(1, NUM_STEPS + 1)]
+        failed |= found["resumed_code"] != 0 or bool(found["left_running"])
+        failed |= found["steps"] != [*range(1, NUM_STEPS + 1)]
     sys.exit(int(failed))
 
 

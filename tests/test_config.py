@@ -598,7 +598,7 @@ def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, mo
             for key in ("logprobs_mode", "override_generation_config", "quantization")
         ),
         *(
-            ("vllm", f"{{{one}}}", "must be a whole number from 1 on")
+            ("vllm", f"{{{one}}}", "must be a whole number, at least 1")
             for one in (
                 "max_num_seqs: 0",
                 "max_num_seqs: many",
@@ -606,8 +606,8 @@ def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, mo
                 "kv_cache_memory_bytes: 1.5e9",
             )
         ),
-        ("vllm", "{gpu_memory_utilization: 90}", "must be a number above 0, and at most 1"),
-        ("vllm", "{gpu_memory_utilization: high}", "must be a number above 0, and at most 1"),
+        ("vllm", "{gpu_memory_utilization: 90}", "must be a number above 0 and at most 1"),
+        ("vllm", "{gpu_memory_utilization: high}", "must be a number above 0 and at most 1"),
         ("vllm", "{trust_remote_code: true}", "trust_remote_code follows from the rest"),
         ("replay", "{folder: /a, b: 1}", "engine_kwargs.b has no effect on"),
         ("replay", "{folder: a}", "needs generation.engine_kwargs.folder; set it to the absolute"),

@@ -130,6 +130,18 @@ def test_a_large_step_of_one_engine_is_simulated_whole(tmp_path):
     assert planner.outcome(1, None, 0).found.step_s == pytest.approx(4.0)
 
 
+def test_groups_larger_than_what_is_simulated_stay_whole_where_engines_outnumber_them(tmp_path):
+    """Of 8 engines 2 work: each on 4,096 completions of a second, 1,024 at once."""
+    sizes = ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4096")
+    workers = ("cluster.cpu_workers_per_node=8", "cluster.num_generation_workers=1")
+    config = small_config(tmp_path, *sizes, *workers)
+    times = Times(
+        source="", token_s=lambda _: 1.0, slots=1024, train_s=0.0, refit_s=0.0, lengths=[1.0]
+    )
+    planner = Planner(config, times, plan_run(config))
+    assert planner.outcome(8, None, 0).found.step_s == pytest.approx(4.0)
+
+
 def test_an_earlier_run_with_a_time_that_is_none_is_refused(tmp_path, capsys):
     earlier_run(tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -37,6 +37,10 @@ def prints(prompt, completion):
         time.sleep(60)
     return 1.0
 
+def waits(prompt, completion):
+    open(completion, "w").close()
+    time.sleep(60)
+
 def imports(prompt, completion, **fields):
     slow_import()
     time.sleep(float(completion))
@@ -180,13 +184,21 @@ def test_a_reward_is_tried_on_rows_without_a_run(reward_file, tmp_path, capfd):
 
 
 def test_an_interrupted_trial_of_a_reward_does_not_speak_of_a_run(reward_file, tmp_path, capfd):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "?", "answer": "hang"}\n')
-    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    rows, scoring = tmp_path / "rows.jsonl", tmp_path / "scoring"
+    rows.write_text(json.dumps({"prompt": "?", "answer": str(scoring)}) + "\n")
+
+    def interrupt():
+        for _ in range(600):
+            if scoring.exists():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.1)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(SystemExit) as ended:
-        main(["try-reward", f"{reward_file}:prints", str(rows)])
+        main(["try-reward", f"{reward_file}:waits", str(rows)])
     assert ended.value.code == 130
-    assert capfd.readouterr().err == "to stderr\nInterrupted.\n"
+    assert capfd.readouterr().err == "Interrupted.\n"
 
 
 def test_a_reward_that_fails_on_every_row_ends_with_an_error(reward_file, tmp_path, capfd):

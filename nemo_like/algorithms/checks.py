@@ -45,7 +45,7 @@ def check_sampled(
 
 
 def compares(config: SamplingRunConfig, num_made: int, first: int = NUM_CHECKED_STEPS) -> bool:
-    """Whether step ``num_made`` of an execution is one of the ``first``, which are checked."""
+    """Whether step ``num_made`` of an execution is among the ``first``, which are checked."""
     return config.mismatch.action != "ignore" and num_made <= first
 
 

@@ -150,7 +150,7 @@ def no_such_file(folders: Sequence[Path], name: str, where: str) -> UserError:
 
 
 def unreadable(typed: str, schema: type[RunConfig]) -> UserError:
-    """What was typed as ``key=value`` and Hydra cannot read."""
+    """Refuse a word that Hydra cannot read as ``key=value``."""
     key, equals, value = typed.partition("=")
     if not equals and typed in dict(keys_of(schema)):
         return UserError(f"'{typed}' is not key=value; write {typed}=VALUE, without blanks.")
@@ -174,7 +174,7 @@ def unreadable(typed: str, schema: type[RunConfig]) -> UserError:
 
 
 def no_option(typed: str, schema: type[RunConfig]) -> UserError:
-    """``--learning_rate`` is no option; what it is as a key."""
+    """Refuse ``--learning_rate`` and name the key that was meant."""
     name = typed.lstrip("-").partition("=")[0]
     hint = hint_for(name.replace("-", "_"), schema) or ""
     if name in dict(keys_of(schema)):

@@ -1,4 +1,4 @@
-"""A checkpoint in place of ``policy.model``, which an evaluation may have."""
+"""Checks of a checkpoint as ``policy.model``, which evaluations accept."""
 
 from pathlib import Path
 from typing import Any

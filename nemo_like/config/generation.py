@@ -53,18 +53,17 @@ Transport = Literal["ipc", "broadcast"]
 
 
 def _refused_by_vllm(given: Mapping[str, Any]) -> Iterator[str]:
-    for key in filter(_OWNED_BY_RUN.__contains__, given):
-        yield (
-            f"{_ARGUMENTS}.{key} follows from the rest of the configuration, or would make "
-            "completions or their logprobs other ones; remove it."
-        )
-
-    for key in filter(given.__contains__, _COUNTS):
-        if type(given[key]) is not int or given[key] < 1:
-            yield f"{_ARGUMENTS}.{key}={given[key]} must be a whole number from 1 on."
+    for key, value in given.items():
+        if key in _OWNED_BY_RUN:
+            yield (
+                f"{_ARGUMENTS}.{key} follows from the rest of the configuration, or would make "
+                "completions or their logprobs other ones; remove it."
+            )
+        if key in _COUNTS and (type(value) is not int or value < 1):
+            yield f"{_ARGUMENTS}.{key}={value} must be a whole number, at least 1."
     share = given.get(_SHARE, 1)
     if type(share) not in (int, float) or not 0 < share <= 1:
-        yield f"{_ARGUMENTS}.{_SHARE}={share} must be a number above 0, and at most 1."
+        yield f"{_ARGUMENTS}.{_SHARE}={share} must be a number above 0 and at most 1."
 
 
 def _refused_by_replay(given: Mapping[str, Any]) -> Iterator[str]:
@@ -88,7 +87,7 @@ class EngineKind:
     takes_kwargs: bool = False
     """Whether ``engine_kwargs`` means anything to it."""
     refused_kwargs: Callable[[Mapping[str, Any]], Iterable[str]] = lambda _: ()
-    """What is wrong with them, in sentences, as far as shows without importing it."""
+    """Sentences on arguments that are wrong, as far as that shows without importing the engine."""
     sleeps: bool = False
     """Whether ``sleep`` frees memory."""
     lowest_temperature: float = 0.0
@@ -223,7 +222,7 @@ class GenerationConfig(Section):
             yield f"{found[0]} does not go with policy.lora.refit=adapters; set merged."
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Arguments of the engine, a temperature that it samples at, and corrected rounding."""
+        """The engine's arguments and lowest temperature, and corrected rounding."""
         yield from self.kind.refused_kwargs(self.engine_kwargs)
         yield from self._rounding(here, run)
         if self.temperature < (least := self.kind.lowest_temperature):

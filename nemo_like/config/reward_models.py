@@ -1,4 +1,4 @@
-"""``environment.reward_model``: what cannot score, by its files."""
+"""Checks ``environment.reward_model`` by its files."""
 
 from pathlib import Path
 

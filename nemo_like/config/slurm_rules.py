@@ -1,4 +1,4 @@
-"""What ``cluster.slurm`` breaks of the rules of sbatch and of bash."""
+"""Rules of sbatch and bash for ``cluster.slurm``."""
 
 import math
 import re
@@ -27,7 +27,7 @@ _LINES = ("time", "container")
 
 
 def broken(slurm: SlurmConfig, here: str, run: Any) -> Iterator[str]:
-    """A line break would end the comment that sbatch reads, and begin a command."""
+    """Yield what breaks them. A line break, for one, would begin a command in sbatch's comments."""
     lines = [(name, getattr(slurm, name)) for name in _LINES]
     for name, text in [*lines, *(("extra", option) for option in slurm.extra)]:
         if text is not None and (not text.strip() or not text.isprintable()):

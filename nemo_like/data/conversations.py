@@ -102,7 +102,7 @@ def tokenize(
     return collate(kept)
 
 
-load = partial(load_both, read, tokenize, 1)
+load = partial(load_both, read, tokenize, rows_per_unit=1)
 
 
 def trained(row: Conversation, train_on: TrainOn) -> list[bool]:

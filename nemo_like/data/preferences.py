@@ -88,7 +88,7 @@ def tokenize(
     return collate(kept)
 
 
-load = partial(load_both, read, tokenize, 2)
+load = partial(load_both, read, tokenize, rows_per_unit=2)
 
 
 def _pair(record: dict[str, Any], system_prompt: str | None, where: str) -> Pair:

@@ -157,10 +157,10 @@ class LengthFilter:
 def load_both(
     read: Callable[[Any, Part, int, int], list[R]],
     tokenize: Callable[[Any, list[R], ChatTokenizer, Limit, str], TensorBatch],
-    rows_per_unit: int,
     config: TextsConfig,
     chat: ChatTokenizer,
     *,
+    rows_per_unit: int,
     micro_batch_tokens: int,
     context: int,
     seed: int,

@@ -27,10 +27,12 @@ _LAGS = (0, 1, 2, 4)
 _SIZES = (8, 64, 512, 4096)
 _NEARLY_BEST = 0.97
 """A smaller lag with this share of the most tokens/s is the better choice."""
-_MOST_ROWS, _MOST_COMPLETIONS = 2048, 30_000
-"""Simulated ones of a step, of which larger steps have several times as many; and of all steps."""
+_MOST_ROWS = 2048
+"""Completions of a step that are simulated; of a larger step, one of several equal parts is."""
+_MOST_COMPLETIONS = 30_000
+"""Completions of all simulated steps together."""
 _MOST_OF_AN_ENGINE = 20_000
-"""Completions of a step that are simulated in seconds."""
+"""Completions of an engine and step; more would take minutes to simulate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +41,9 @@ class Times:
 
     source: str
     token_s: Callable[[int], float]
-    """Of one more token of each of so many completions, in an engine."""
+    """Seconds in which an engine makes one more token of each of so many completions."""
     slots: int
-    """Completions at once in an engine, at most."""
+    """The most completions that an engine works on at once."""
     row_s: float = 0.0
     group_s: float = 0.0
     """See ``Workload``."""
@@ -82,9 +84,9 @@ def predicted(
 
 
 def measured(folder: Path, config: SamplingRunConfig, shape: ModelShape | None) -> Times:
-    """Those of the run in ``folder``, whose configuration is ``config``; raises UserError.
+    """Read the times of the run in ``folder``, which has ``config``; raises UserError.
 
-    ``shape``: of a model on GPUs, whose engines sample more at once with more in flight.
+    ``shape``: of a model on GPUs, where engines sample more at once with more in flight.
     """
     from nemo_like.viewer.runs import RunFolder
 
@@ -143,8 +145,8 @@ def _median(name: str, steps: Sequence[dict[str, Any]], folder: Path) -> float:
     found = [one.get(name, 0.0) for one in steps]
     if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in found):
         raise UserError(
-            f"--from={folder}: {name} in its metrics.jsonl is not a number from 0 on; give another "
-            "run."
+            f"--from={folder}: {name} in its metrics.jsonl is not a number, or is below 0; give "
+            "another run."
         )
     return statistics.median(found)
 
@@ -171,12 +173,15 @@ class _Choice:
 
 
 class Planner:
+    """Simulates splits of workers between sampling and training, with different lags."""
+
     def __init__(self, config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> None:
         self._config, self._times, self._workers = config, times, plan.num_bundles
         sizes = parallel_sizes(config.policy, len(plan.policy))
         self._unit = sizes.num_ranks // sizes.dp
         """Workers that share one model in training."""
-        self._shares = plan.uses_gpus and not config.generation.sleep
+        self._may_share = plan.uses_gpus and not config.generation.sleep
+        """Whether engines can sample ahead on GPUs that train."""
         self._mean = statistics.mean(times.lengths)
 
     def outcome(self, workers: int, sampling: int | None, lag: int) -> _Choice:
@@ -194,7 +199,7 @@ class Planner:
                 f"{groups * size // engines:,} completions a step, and at most "
                 f"{_MOST_OF_AN_ENGINE:,} are simulated; lower one of them."
             )
-        parts = min(engines, max(1, groups * size // _MOST_ROWS))
+        parts = max(1, min(engines, groups, groups * size // _MOST_ROWS))
         work = Workload(
             groups=groups // parts,
             group_size=size,
@@ -230,12 +235,14 @@ class Planner:
     def searched(self, workers: int) -> list[_Choice]:
         """The best split of each lag."""
         lags = _LAGS if isinstance(self._config, PolicyGradientRunConfig) else (0,)
-        splits: list[int | None] = [*self.splits(workers)]
-        beside = [None] if self._shares else []
-        each = [
-            [self.outcome(workers, one, lag) for one in splits + beside * (lag > 0)] for lag in lags
-        ]
-        return [max(one, key=lambda choice: choice.tokens_per_s) for one in each if one]
+        found: list[_Choice] = []
+        for lag in lags:
+            splits: list[int | None] = [*self.splits(workers)]
+            if lag and self._may_share:
+                splits.append(None)
+            each = [self.outcome(workers, one, lag) for one in splits]
+            found += [max(each, key=lambda choice: choice.tokens_per_s)] if each else []
+        return found
 
     def scaled(self, best: _Choice, workers: int) -> list[_Choice]:
         """The same split of more workers."""

@@ -30,19 +30,20 @@ class Workload:
     slots: int
     """Completions that an engine works on at once."""
     train_s: float
-    """Of a step, in which engines go on."""
+    """Seconds of a step's training, while engines go on."""
     refit_s: float = 0.0
-    """Of a step, in which engines stand still."""
+    """Seconds of a refit, while engines stand still."""
     tokens: Draw
-    """Of a completion."""
+    """Draws the length of a completion."""
     token_s: Callable[[int], float]
-    """Of one more token of each of so many completions."""
+    """Seconds of one more token of each of so many completions."""
     row_s: float = 0.0
-    """For which an engine stands still to read a prompt; after a refit, what it had written too."""
+    """Seconds for which an engine stops to read a prompt, and to read a completion again after a
+    refit."""
     group_s: float = 0.0
-    """From a group's last token until it can train."""
+    """Seconds from a group's last token until it can train."""
     shares: bool = False
-    """Whether each engine has the GPU of a policy rank, which then take turns."""
+    """Whether each engine shares a GPU with a policy rank."""
     lag: int = 0
     by_readiness: bool = False
 
@@ -66,7 +67,7 @@ class _Engine:
     """See ``Workload``, by the number of completions."""
     now: float = 0.0
     tokens: float = 0.0
-    """Of a completion that began at first and never ended."""
+    """Length by now of a completion that began at time 0 and never ends."""
     busy: float = 0.0
     running: list[tuple[float, int]] = field(default_factory=list)
     """Heap of completions: ``tokens`` at its end, and its group."""
@@ -80,12 +81,12 @@ class _Engine:
         self.now += self.work.row_s
 
     def ends(self) -> dict[int, float]:
-        """When the groups end if no other begins."""
+        """When groups will end if no others begin."""
         running, waiting = self.running.copy(), self.waiting.copy()
         return replace(self, running=running, waiting=waiting).run(math.inf)
 
     def run(self, until: float) -> dict[int, float]:
-        """Sample until then; returns when the last completion of each group ended."""
+        """Sample until then; returns when the last completion of each group ended meanwhile."""
         ends: dict[int, float] = {}
         running, waiting, now, tokens = self.running, self.waiting, self.now, self.tokens
         while running and now <= until:
@@ -110,7 +111,7 @@ class _Engine:
         return ends
 
     def stop(self, begin: float, seconds: float) -> dict[int, float]:
-        """Sample until then, and stand still; a refit drops the cache."""
+        """Sample until ``begin``, then stand still; running completions are read again."""
         ends = self.run(begin)
         self.now = max(self.now, begin) + seconds + self.work.row_s * len(self.running)
         return ends
@@ -122,7 +123,7 @@ class _Engines:
         token_s = [0.0, *map(work.token_s, range(1, work.slots + 1))]
         self.all = [_Engine(work, token_s) for _ in range(work.engines)]
         self.ends: dict[int, float] = {}
-        """By group, when the last of its completions ended that has ended."""
+        """When the last completion of each group ended, so far."""
 
     def begin(self, group: int, draw: random.Random) -> Any:
         for _ in range(self.work.group_size):

@@ -88,7 +88,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def _files_of_workers(folder: Path) -> Iterator[Path]:
-    """All of them; what else lies in the folder is the user's."""
+    """Leaves out other files in the folder: they are the user's."""
     return (path for path in folder.glob("*.parquet") if _NAME.fullmatch(path.stem))
 
 

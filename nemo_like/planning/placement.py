@@ -114,7 +114,7 @@ def check_model_fits(policy: PolicyConfig, num_ranks: int, model_folder: Path) -
 
 
 def check_context(config: RunConfig, model_folder: Path) -> None:
-    """``refuse_long`` by config.json, if it gives the model's context."""
+    """Refuse completions that are too long for the context in config.json, if it has one."""
     if isinstance(config, SamplingRunConfig):
         context = number(read_settings(model_folder), "max_position_embeddings")
         if context is not None:

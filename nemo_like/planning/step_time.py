@@ -38,12 +38,12 @@ DECODE_BYTES_PER_S = 0.85 * 4.8e12
 LAYER_S = 42e-6
 """Of a layer's kernels for one token, on top of what they read."""
 DECODE_HOST_S, DECODE_ROW_S = 2.5e-3, 7.3e-6
-"""vLLM's work on the host for one token of all its sequences, in which the GPU computes, and for
-each of these, in which it waits."""
+"""vLLM's work on the host per token: for all sequences together, while the GPU computes, and for
+each of them, while it waits."""
 ROW_S = 0.51e-3
 """Of vLLM's host process to take in a row and give it back."""
 ROLLOUT_S = 0.086
-"""From a rollout's call to its rewards, on top."""
+"""Of calls and rewards, on top of sampling."""
 REFIT_S, REFIT_BYTES_PER_S = 0.053, 1e12
 """Of a refit: calls to workers, then copies."""
 GATHERED_BYTES_PER_S = 150e9
@@ -191,14 +191,17 @@ def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool
 
 
 def row_seconds(config: SamplingRunConfig) -> float:
-    """For which an engine makes no token, to take in a row and give it back."""
+    """Time in which an engine makes no token, since it takes in a row or gives it back."""
     return 0.0 if config.generation.backend == "graph" else ROW_S
 
 
 def decoding(
     config: SamplingRunConfig, shape: ModelShape, seen: int
 ) -> Callable[[float], tuple[float, str]]:
-    """One more token of each of so many rows of ``seen`` tokens: seconds, and what bounds them."""
+    """Gives seconds, and what bounds them, of one more token of each of so many rows.
+
+    ``seen``: tokens that a row has already.
+    """
     weights, cache = engine_bytes(config.generation, config.policy.dtype, shape, seen)
     in_python = config.generation.backend != "graph"
 

@@ -1,4 +1,4 @@
-"""The points of a step at which ``policy.debug`` looks, where it is on."""
+"""Hooks in a training step for ``policy.debug``, which do nothing where it is off."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,13 +13,13 @@ from nemo_like.policy.parallel.mesh import PolicyMesh
 
 
 class Diagnostics:
-    """Looks at nothing; ``policy/debug/diagnostics.py`` has the one that does."""
+    """Does nothing; ``policy/debug/diagnostics.py`` overrides every method."""
 
     def begin(self, step: int) -> None:
-        """The first work of an optimizer step; later calls for the same step do nothing."""
+        """Begin an optimizer step; later calls for the same step do nothing."""
 
     def end(self) -> None:
-        """The optimizer step is over."""
+        """End the optimizer step."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -38,7 +38,7 @@ class Diagnostics:
 def diagnostics_of(
     config: DebugConfig, mesh: PolicyMesh, device: torch.device, log_dir: str
 ) -> Diagnostics:
-    """Those that the configuration switches on."""
+    """The hooks for ``config``."""
     if config == DebugConfig():
         return Diagnostics()
     from nemo_like.policy.debug.diagnostics import DebugDiagnostics

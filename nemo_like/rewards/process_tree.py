@@ -1,4 +1,4 @@
-"""What a reward process has started: adopted when it is orphaned, buried, and killed with it."""
+"""Descendants of a reward process: adopts orphans, buries what has ended, kills the rest."""
 
 import contextlib
 import ctypes

@@ -94,13 +94,13 @@ class RewardFailures:
 
     def _warn_of_dropped(self, results: "Sequence[RolloutResult]") -> None:
         """Say once of each metric that it is left out where it is not a number."""
-        for name, why in (pair for one in results for pair in one.dropped_metrics.items()):
-            if name not in self._dropped:
-                self._dropped.add(name)
-                logger.warning(
-                    "%s: metric %r is left out of rows where it is not a finite number (%s); the "
-                    "reward counts.",
-                    self._reward,
-                    name,
-                    why,
-                )
+        dropped = {name: why for one in results for name, why in one.dropped_metrics.items()}
+        for name in [one for one in dropped if one not in self._dropped]:
+            self._dropped.add(name)
+            logger.warning(
+                "%s: metric %r is left out of rows where it is not a finite number (%s); the "
+                "reward counts.",
+                self._reward,
+                name,
+                dropped[name],
+            )

@@ -3,7 +3,6 @@
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,14 +13,12 @@ from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.losses.advantages import of_trained
 from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.rollout.trajectory import first_rows
-
-if TYPE_CHECKING:
-    from nemo_like.rollout.worker import RolloutResult
+from nemo_like.rollout.worker import RolloutResult
 
 logger = logging.getLogger(__name__)
 
 
-def rows_of(results: "Sequence[RolloutResult]") -> dict[str, Tensor]:
+def rows_of(results: Sequence[RolloutResult]) -> dict[str, Tensor]:
     """Row columns of all replicas."""
     return {name: torch.cat([result.rows[name] for result in results]) for name in results[0].rows}
 
@@ -30,7 +27,7 @@ class Round:
     """Completions of some prompts, and which of their groups are kept."""
 
     def __init__(
-        self, results: "list[RolloutResult]", keep: Callable[[RemoteBatch], Tensor] | None
+        self, results: list[RolloutResult], keep: Callable[[RemoteBatch], Tensor] | None
     ) -> None:
         """``keep``: see ``RolloutSource.next_batch``."""
         self.results = results
@@ -74,7 +71,7 @@ def join(rounds: Sequence[Round], num_prompts: int, refit: Metrics) -> tuple[Rem
 
 
 def rollout_metrics(
-    area: str, rows: dict[str, torch.Tensor], results: "Sequence[RolloutResult]"
+    area: str, rows: dict[str, torch.Tensor], results: Sequence[RolloutResult]
 ) -> Metrics:
     """Means over trajectories, each over those that it is defined for."""
     first, of_row = first_rows(rows)
@@ -100,7 +97,7 @@ def rollout_metrics(
     return {f"{area}/{name}": metric for name, metric in environment.items()} | metrics
 
 
-def _straggler(results: "Sequence[RolloutResult]") -> Metrics:
+def _straggler(results: Sequence[RolloutResult]) -> Metrics:
     """The slowest replica per call, and its time over the median of all."""
     calls: dict[int, list[float]] = {}
     for result in results:

@@ -86,7 +86,7 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             raise RunError(
                 f"Checkpoint {final} could not be written ({free / 2**30:.2f} GiB are free there): "
-                f"{error}; make room or repair that, then continue with run.resume=true."
+                f"{error}; make room or repair the disk, then continue with run.resume=true."
             ) from error
         self._prune(state.metric_name)
         return final

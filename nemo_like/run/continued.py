@@ -26,7 +26,7 @@ _FIXED = (
     *("policy.lora.targets", "critic.model"),
 )
 """What a checkpoint's tensors are those of."""
-_MOST_EQUALSTARTS = 2
+_MOST_EQUAL_STARTS = 2
 _LISTED = TypeAdapter(dict[str, tuple[int, int]])
 
 
@@ -110,7 +110,7 @@ def note_start(folder: Path, step: int) -> None:
         before = json.loads(path.read_text())
         count += before["count"] if before["step"] == step and counts_on else 0
     path.write_text(json.dumps({"step": step, "count": count}))
-    if count <= _MOST_EQUALSTARTS:
+    if count <= _MOST_EQUAL_STARTS:
         return
     told = (
         f"The run in {folder} has been started {count - 1} times after step {step} without saving "

@@ -38,7 +38,7 @@ _HANDLED = (signal.SIGINT, signal.SIGHUP, *SIGNALS)
 
 
 def end_on_error(action: Callable[[], T], *, in_run: bool = False) -> T:
-    """End the process with one sentence if ``action`` fails; ``in_run``: if it has workers too."""
+    """End the process with one sentence if ``action`` fails; ``in_run``: it can be continued."""
     with handlers_restored():
         for number in (signal.SIGTERM, signal.SIGHUP):
             handler = signal.getsignal(number)
@@ -62,11 +62,10 @@ def _sentence(error: BaseException, *, in_run: bool) -> str | None:
     if isinstance(error, (UserError, RunError, WaitTimeoutError)):
         return str(error)
     if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
-        then = ", then continue with run.resume=true" if in_run else " or choose another folder"
-        return (
-            f"{error.filename or 'a file'} cannot be written: {error.strerror}; make room "
-            f"or repair the file system{then}."
-        )
+        remedy = "make room, repair the file system, or choose another folder."
+        if in_run:
+            remedy = "make room or repair the file system, then continue with run.resume=true."
+        return f"{error.filename or 'a file'} cannot be written: {error.strerror}; {remedy}"
     return None
 
 
