@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -491,21 +490,23 @@ def test_an_engine_whose_refit_failed_midway_refuses_to_generate(tmp_path, run, 
     run(case.engine.shutdown())
 
 
-def test_vllm_refuses_to_generate_after_a_refit_that_failed(tmp_path, run):
-    """Here at its first call, which the engine's processes answer with an error."""
-    config = make_config(tmp_path)
-    engine = VLLMEngine(config)
-    case = Case(engine, config, run, tolerance=0)
+@pytest.mark.parametrize("case", [CASES["vllm-bfloat16-tied"]], ids=[""], indirect=True)
+def test_after_a_failed_refit_vllm_refuses_to_generate_until_the_next_one(case):
+    case.refit(0)
+    tensors = dict(case.model.state_dict())
 
-    async def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("out of memory")
+    async def both() -> list[BaseException | None]:
+        sends = (asyncio.to_thread(one.send, iter(tensors.items()), 99) for one in case.senders)
+        load = case.engine.load_weights(case.version + 1)
+        return await asyncio.gather(load, *sends, return_exceptions=True)
 
-    engine._llm = SimpleNamespace(errored=False, collective_rpc=fail)  # pyright: ignore
-    engine._version = 1
-    with pytest.raises(RunError, match="out of memory"):
-        run(engine.load_weights(2))
+    assert all(isinstance(one, RunError) for one in case.run(both()))
     with pytest.raises(RunError, match="no usable weights"):
         case.generate(case.requests(1))
+    case.version += 1
+    case.connect()
+    case.refit(1)
+    assert case.mismatch(case.requests(2)) < case.tolerance
 
 
 def test_the_trainers_logprobs_of_a_conversation_are_the_engines(case, tmp_path):
