@@ -22,7 +22,7 @@ from typing import Any
 from grpo import facts, ours_command, run
 from workloads import WORKLOADS, add_arguments, prepare, set_environment
 
-from nemo_like.observe.phase_trace import joined
+from nemo_like.viewer.report import joined_trace
 
 _OF_START = re.compile(r"Start to the end of the first step: .*")
 _OF_VLLM = re.compile(r"(\d\d-\d\d \d\d:\d\d:\d\d) \[.*?\] (.*\d seconds?.*|.*took .*)")
@@ -61,7 +61,7 @@ def main() -> None:
 
 def phases(run_dir: Path, began: float) -> Iterator[dict[str, Any]]:
     """Phases up to the end of the first step, and vLLM's lines, by when they ended."""
-    events = joined(run_dir / "logs")["traceEvents"]
+    events = joined_trace(run_dir / "logs")["traceEvents"]
     names = {each["pid"]: each["args"]["name"].split()[0] for each in events if each["ph"] == "M"}
     spans = [each for each in events if each["ph"] == "X"]
     steps = [each["ts"] + each["dur"] for each in spans if each["name"] == "step"]

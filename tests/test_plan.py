@@ -634,10 +634,10 @@ def test_the_plan_names_the_bottleneck_of_a_gpu_run_and_none_of_a_cpu_run(capsys
     gpu = lines(
         capsys,
         "cluster.gpus_per_node=8",
-        "generation.max_new_tokens=2000",
+        "generation.max_new_tokens=450",
         "policy.micro_batch_tokens=16384",
     )
-    assert gpu[-1].startswith("bottleneck: rollout, 99% of 5.39 s")
+    assert gpu[-1].startswith("bottleneck: rollout, 96% of 1.33 s")
     assert not any(line.startswith("bottleneck") for line in lines(capsys))
 
 

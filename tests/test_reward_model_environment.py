@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_like.compose.load import compose_config
-from nemo_like.config.environment import EnvironmentConfig
-from nemo_like.config.paths import REWARD_MODEL_KEY
+from nemo_like.config.environment import REWARD_MODEL_KEY, EnvironmentConfig
 from nemo_like.errors import UserError
 from nemo_like.rewards.reward_model import RewardModel
 from nemo_like.rewards.start import start_pool
