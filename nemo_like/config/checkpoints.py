@@ -11,7 +11,7 @@ from nemo_like.errors import UserError
 
 
 def model_of_checkpoint(folder: str) -> str:
-    """The model of the run that wrote a checkpoint; UserError if it cannot be told or sampled."""
+    """The model of the run that wrote a checkpoint; UserError if unknown, or a reward model."""
     settings = _settings_of_run(folder)
     if "reward_model" in settings:
         raise UserError(

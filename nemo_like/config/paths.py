@@ -100,7 +100,7 @@ def check_model(key: str, model: str, *, has_tokenizer: bool = True) -> None:
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether what is no folder may be a name on the hub, ``organisation/model``."""
+    """Whether ``model`` reads like ``organisation/model`` of the hub, and is no path here."""
     return bool(_HUB_NAME.fullmatch(model)) and not Path(model).exists()
 
 

@@ -1,4 +1,4 @@
-"""Section ``cluster.slurm``, whose rules (``slurm_rules.py``) are those of sbatch and of bash."""
+"""Section ``cluster.slurm``; ``slurm_rules.py`` checks it."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any

@@ -69,21 +69,21 @@ def signal_before_s(stop_grace_s: float) -> int:
     return min(max(120, math.ceil(2 * stop_grace_s)), 2**16 - 1)
 
 
-def _option_rules(told: str, option: str) -> Iterator[str]:
+def _option_rules(given: str, option: str) -> Iterator[str]:
     found = _OPTION.match(option)
     if found is None:
-        yield f"{told} must be an option of sbatch, such as --constraint=h100."
+        yield f"{given} must be an option of sbatch, such as --constraint=h100."
         return
     try:
         shlex.split(option)
     except ValueError as error:
-        yield f"{told}: {error}; close the quote."
+        yield f"{given}: {error}; close the quote."
     for key, names in _OPTIONS_OF_KEYS.items():
         if _is_one_of(found, names):
-            yield f"{told}: {key} decides that; use it instead."
+            yield f"{given}: {key} decides that; use it instead."
     if _is_one_of(found, _SUBMITS_OTHERWISE):
         yield (
-            f"{told}: nemo-like slurm submit hands over its script and ends with the job's id; "
+            f"{given}: nemo-like slurm submit hands over its script and ends with the job's id; "
             "leave it out."
         )
 

@@ -94,13 +94,14 @@ class RewardFailures:
 
     def _warn_of_dropped(self, results: "Sequence[RolloutResult]") -> None:
         """Say once of each metric that it is left out where it is not a number."""
-        dropped = {name: why for one in results for name, why in one.dropped_metrics.items()}
-        for name in [one for one in dropped if one not in self._dropped]:
+        for name, why in (each for one in results for each in one.dropped_metrics.items()):
+            if name in self._dropped:
+                continue
             self._dropped.add(name)
             logger.warning(
                 "%s: metric %r is left out of rows where it is not a finite number (%s); the "
                 "reward counts.",
                 self._reward,
                 name,
-                dropped[name],
+                why,
             )
