@@ -1,11 +1,11 @@
 """From the records that ``grpo.py`` collects to one table: steps, phases, floors, ratios.
 
 Times are medians over the steps after the first three, without the last (which this project also
-saves).
+saves). Steps with lag are long and short in turn: compare their means, over all after the fourth.
 """
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from workloads import Workload
@@ -59,14 +59,22 @@ def accuracies(record: Record) -> tuple[float, float] | None:
 
 
 def medians(record: Record) -> dict[str, float]:
-    """Of each number over the steps that count, with what no phase claims as ``rest_s``."""
-    counted = [each for each in steps_of(record) if each["step"] > NUM_WARMUP_STEPS][:-1]
+    """Of each number over the steps that count, with what no phase claims as ``rest_s``.
+
+    ``mean_s``: of whole steps after the fourth, the last one included.
+    """
+    later = [each for each in steps_of(record) if each["step"] > NUM_WARMUP_STEPS]
+    counted = later[:-1]
     if not counted:
         return {}
     names = ("wall_s", "tokens", *(f"{phase}_s" for phase in PHASES))
     found = {n: median(e[n] for e in counted) for n in names if all(n in e for e in counted)}
     parts = sum(found.get(f"{phase}_s", 0.0) for phase in PHASES)
-    return found | {"rest_s": found["wall_s"] - parts, "num_steps": float(len(counted))}
+    return found | {
+        "rest_s": found["wall_s"] - parts,
+        "num_steps": float(len(counted)),
+        "mean_s": mean(each["wall_s"] for each in later[1:]),
+    }
 
 
 def floor_times(record: Record) -> dict[str, float]:
@@ -137,6 +145,9 @@ def _step_lines(
         return [f"{name}: no step that counts"]
     title = f"{name}: step (median of {numbers['num_steps']:.0f})"
     lines = [_line(title, numbers["wall_s"], numbers["tokens"])]
+    # As many steps: without the fourth, with the last.
+    title = f"  mean of {numbers['num_steps']:.0f} after the fourth"
+    lines.append(_line(title, numbers["mean_s"]))
     lines += [
         _line(f"  {phase}", numbers[f"{phase}_s"])
         for phase in (*PHASES, "rest")

@@ -104,7 +104,6 @@ def measured(lag: int, order: str, seed: int, steps: int) -> dict[str, object]:
         "order": order,
         "seed": seed,
         "tokens_per_s": round(tokens / seconds, 1),
-        "step_s": round(statistics.median(one["time/step_s"] for one in later), 3),
         "step_s_mean": round(statistics.mean(one["time/step_s"] for one in later), 3),
         "step_s_simulated": round(simulate(work).step_s, 3),
         "train_s": round(statistics.median(one["time/train_s"] for one in later), 3),

@@ -163,6 +163,7 @@ def test_medians_are_of_steps_four_to_the_last_but_one():
         "train_s": 0.5,
         "rest_s": 0.25,
         "num_steps": 3,
+        "mean_s": pytest.approx((2.0 + 2.0 + 1.9) / 3),
     }
     trl = medians(record_of_trl())
     assert (trl["wall_s"], trl["rollout_s"], trl["rest_s"]) == (4.0, 1.5, 2.0)
@@ -182,6 +183,8 @@ def test_the_table_has_the_ratios_of_what_is_there():
     ratios = {line.split("  ")[0].strip(): line.split()[-1] for line in lines if " / " in line}
     assert ratios == {"ours / trl": "0.50", "ours / floor": "2.34", "rollout / floor": "1.25"}
     assert "  held-out reward 0.200 -> 0.800" in lines
+    mean = f"{'  mean of 3 after the fourth':42}{20.0:8.3f} s"  # of 6, 4 and 50
+    assert lines[lines.index(mean) - 1].startswith("trl: step (median of 3)")
     assert len(table(TINY, [])) == 1
 
 
