@@ -5,7 +5,7 @@
 One line for each record and phase: predicted and measured seconds or GiB, and their ratio. Records
 with lag, or a simulated step, are compared with ``nemo-like plan --simulate``. Left out are other
 contenders and algorithms, runs in ``LEFT_OUT`` and ``*-smollm2-h200.metrics.jsonl``, which shared
-their GPU, and starts, which depend on what was cached: the same command took 49 to 151 s.
+their GPU, and starts, which depend on what was cached: the same command took 43 to 151 s.
 """
 
 import json
