@@ -27,6 +27,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.sample import sampler
 
+from nemo_like.generation.protocol import SamplingParams as OurParams
+from nemo_like.generation.vllm.completions import sampling_params
 from nemo_like.generation.vllm.scheduler import LOGPROBS, LOOKAHEAD_TOKENS, STARTS, WholeCompletions
 from nemo_like.generation.vllm.worker import _keeping_adapters, use_cheap_logprobs
 
@@ -366,6 +368,16 @@ def test_no_step_is_repeated_where_layers_with_a_window_free_blocks_as_they_go(m
     for _ in range(2):
         scheduler.schedule()
     assert not scheduler._repetitions
+
+
+def test_requests_differ_by_their_seeds_and_by_what_was_asked():
+    asked = OurParams(max_new_tokens=9, temperature=0.5, stop_token_ids=(3,))
+    first, second = [sampling_params(asked, seed, 5) for seed in (1, 2)]
+    other = sampling_params(dataclasses.replace(asked, temperature=1.0), 3, 5)
+    shorter = sampling_params(asked, 4, 4)
+    found = [(p.seed, p.temperature, p.max_tokens) for p in (first, second, other, shorter)]
+    assert found == [(1, 0.5, 5), (2, 0.5, 5), (3, 1.0, 5), (4, 0.5, 4)]
+    assert first.stop_token_ids == [3]
 
 
 def test_logprobs_of_sampled_tokens_are_float32_and_of_whole_distributions():

@@ -1,8 +1,10 @@
 """Translate requests and completions to and from vLLM's types."""
 
+import copy
+import functools
 from collections.abc import Sequence
 
-import vllm
+from vllm import SamplingParams as VLLMSamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -19,13 +21,20 @@ from nemo_like.generation.vllm.scheduler import LOGPROBS, STARTS
 
 def sampling_params(
     sampling: SamplingParams, seed: int, max_new_tokens: int
-) -> vllm.SamplingParams:
+) -> VLLMSamplingParams:
     """Parameters of a request."""
-    return vllm.SamplingParams(
+    params = copy.copy(_checked(sampling, max_new_tokens))
+    params.seed = seed
+    return params
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(sampling: SamplingParams, max_new_tokens: int) -> VLLMSamplingParams:
+    """Parameters without a seed; vLLM's checks of them take as long as sending a request."""
+    return VLLMSamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k or -1,
-        seed=seed,
         max_tokens=max_new_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
