@@ -3,11 +3,12 @@
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
-from nemo_like.distributed.worker import Worker
+from nemo_like.distributed.worker import Worker, tokens_apart
 from nemo_like.errors import RunError, UserError, WorkerDiedError
 
 
@@ -45,6 +46,25 @@ class Probe(Worker):
 
     def hang(self) -> None:
         time.sleep(600)
+
+
+@dataclass(frozen=True)
+class Found:
+    num_bytes: int
+    tokens: object = None
+
+
+class Sampling(Worker):
+    """As a rollout worker: its results and tokens are returned apart."""
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @tokens_apart
+    async def sample(self, num_bytes: int) -> tuple[Found, bytes]:
+        if num_bytes < 0:
+            raise RunError("no tokens")
+        return Found(num_bytes), bytes(num_bytes)
 
 
 class Ending(Worker):

@@ -27,7 +27,7 @@ from nemo_like.generation.worker import Generation
 from nemo_like.observe.metrics import values
 from nemo_like.planning.resources import plan_resources
 from nemo_like.policy.state.files import written
-from tests.probe import Ending, Probe
+from tests.probe import Ending, Probe, Sampling
 
 
 def live_groups():
@@ -65,6 +65,25 @@ def test_calls_reach_every_rank_and_shards_follow_the_axis(group):
     assert group.scatter(Probe.echo, ["a", "b"]) == ["a", "b"]
     assert group.scatter(Probe.echo, ["x", "y"], axis="tp") == ["x", "y"]
     assert group.call_rank(2, Probe.echo, 7) == 7
+
+
+def test_tokens_come_apart_from_the_result_and_few_of_them_outlive_their_worker(
+    local_ray, tmp_path
+):
+    with VirtualCluster(plan_resources(ClusterConfig(cpu_workers_per_node=1), 1), 30.0) as cluster:
+        bundles = [[bundle] for bundle in cluster.bundles]
+        group = WorkerGroup(
+            lambda: Sampling, "sampling", bundles, timeout_s=300, log_dir=str(tmp_path),
+            asynchronous=True,
+        )  # fmt: skip
+        few, many = [group.call(Sampling.sample, size)[0] for size in (1_000, 1_000_000)]
+        assert (few.num_bytes, many.num_bytes) == (1_000, 1_000_000)
+        assert [len(ray.get(found.tokens)) for found in (few, many)] == [1_000, 1_000_000]
+        with pytest.raises(RunError, match="no tokens"):
+            group.call(Sampling.sample, -1)
+        kill(group, 0, group.call(Sampling.pid)[0])
+        assert len(ray.get(few.tokens)) == 1_000
+        group.shutdown()
 
 
 def test_the_first_failure_ends_the_wait_with_its_own_message(group):

@@ -5,7 +5,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Collection, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -51,9 +51,12 @@ class Pending(Generic[R]):
     group: "WorkerGroup[Any]"
     refs: dict[Any, int]
     phase: str
+    tokens: dict[Any, Any] = field(default_factory=dict)
+    """References to what calls return apart; see ``worker.tokens_apart``."""
 
     def result(self, ref: Any) -> R:
-        return self.group.result(ref, self.refs[ref], f"in {self.phase}")
+        found = self.group.result(ref, self.refs[ref], f"in {self.phase}")
+        return replace(found, tokens=self.tokens[ref]) if ref in self.tokens else found
 
     def late(self, pending: Collection[Any]) -> list[WorkerContext]:
         return [self.group.contexts[rank] for ref, rank in self.refs.items() if ref in pending]

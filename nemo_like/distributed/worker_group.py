@@ -14,7 +14,14 @@ from nemo_like.distributed.waiting import (
     wait_together,
     watched,
 )
-from nemo_like.distributed.worker import AsyncHost, Host, RankLayout, Worker, WorkerContext
+from nemo_like.distributed.worker import (
+    AsyncHost,
+    Host,
+    RankLayout,
+    Worker,
+    WorkerContext,
+    returns_tokens_apart,
+)
 
 if TYPE_CHECKING:
     from nemo_like.distributed.virtual_cluster import Bundle
@@ -210,12 +217,18 @@ class WorkerGroup(Generic[W]):
         name = method.__name__
         if looks and self.minds_idle:
             check_idle(self, f"before {name}")
-        refs = {}
+        refs, tokens = {}, {}
         for rank, (args, kwargs) in work.items():
             self.meter.count(args, kwargs)
-            refs[self.actors[rank].call.remote(name, *args, **kwargs)] = rank
+            call = self.actors[rank].call
+            if returns_tokens_apart(method):
+                ref, tokens_ref = call.options(num_returns=2).remote(name, *args, **kwargs)
+                tokens[ref] = tokens_ref
+            else:
+                ref = call.remote(name, *args, **kwargs)
+            refs[ref] = rank
         self.calls |= {ref: (rank, name) for ref, rank in refs.items()}
-        return Pending(group=self, refs=refs, phase=name)
+        return Pending(group=self, refs=refs, phase=name, tokens=tokens)
 
     def result(self, ref: Any, rank: int, when: str) -> Any:
         """What a finished call returned; a failure names the rank, and ``when`` it was noticed."""

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 from ray import ObjectRef
 from torch import Tensor
 
-from nemo_like.batch.tensor_batch import as_arrays, as_tensors, prompt_columns
+from nemo_like.batch.tensor_batch import TensorBatch, as_arrays, as_tensors, prompt_columns
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.data.chat import ChatTokenizer
+from nemo_like.distributed.worker import tokens_apart
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
@@ -90,7 +90,8 @@ class RolloutRequest:
 class RolloutResult:
     """What the driver gets: a reference to the tokens, and a few numbers per row."""
 
-    tokens: ObjectRef
+    tokens: ObjectRef | None = None
+    """Set once the result is with the driver."""
     lengths: Tensor
     """int64 [B], tokens of each row."""
     rows: dict[str, Tensor]
@@ -106,6 +107,12 @@ class RolloutResult:
     """Seconds that the replica took."""
     samples: tuple[Sample, ...] = ()
     """The completions as text, if requested."""
+
+    @property
+    def reference(self) -> ObjectRef:
+        """``tokens``, which are there by now."""
+        assert self.tokens is not None
+        return self.tokens
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"lengths": self.lengths.numpy(), "rows": as_arrays(self.rows)}
@@ -169,8 +176,9 @@ class RolloutWorker(GenerationWorker):
         self._files = self._open_files(setup)
         freeze_objects()
 
-    async def rollout(self, request: RolloutRequest) -> RolloutResult:
-        """Carry out all tasks at once; tokens go to the object store."""
+    @tokens_apart
+    async def rollout(self, request: RolloutRequest) -> tuple[RolloutResult, TensorBatch]:
+        """Carry out all tasks at once."""
         start = time.monotonic()
         trajectories = await asyncio.gather(
             *(self._run(task, request.sampling) for task in request.tasks)
@@ -186,8 +194,7 @@ class RolloutWorker(GenerationWorker):
             for t in trajectories
             if t.result.reward is None
         )
-        return RolloutResult(
-            tokens=ray.put(tokens),
+        result = RolloutResult(
             lengths=tokens.lengths,
             rows=collate_rows(trajectories, self._reward_parts, self._most_turns)
             | (prompt_columns(tokens) if self._shares_prompts else {}),
@@ -198,6 +205,7 @@ class RolloutWorker(GenerationWorker):
             dropped_metrics=dict(ChainMap(*(t.result.dropped for t in trajectories))),
             samples=tuple(map(as_sample, read if request.phase == "validation" else ())),
         )
+        return result, tokens
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; stop strings end it across refits, too."""

@@ -19,9 +19,7 @@ from nemo_like.generation.protocol import (
 from nemo_like.generation.vllm.scheduler import LOGPROBS, STARTS
 
 
-def sampling_params(
-    sampling: SamplingParams, seed: int, max_new_tokens: int
-) -> VLLMSamplingParams:
+def sampling_params(sampling: SamplingParams, seed: int, max_new_tokens: int) -> VLLMSamplingParams:
     """Parameters of a request."""
     params = copy.copy(_checked(sampling, max_new_tokens))
     params.seed = seed
