@@ -84,6 +84,7 @@ LEAVES = {
     "policy/state/twin.py": "the twins",
     "policy/warm_up.py": "`policy.compile`: compiling while engines start",
     "refit/broadcast.py": "weights to engines on other GPUs or nodes",
+    "refit/relay.py": "several engines on each of those GPUs",
     "rewards/code/": "grading of programs",
     "rewards/concurrent.py": "rewards that are `async def`",
     "rewards/judge.py": "grading by a model at a server",

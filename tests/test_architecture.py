@@ -82,6 +82,7 @@ CROSSINGS = {
     ("rewards/start.py", "rewards/reward_text.py"),
     ("rollout/sources.py", "rollout/ahead.py"),
     ("rollout/weight_sync.py", "refit/broadcast.py"),
+    ("rollout/weight_sync.py", "refit/relay.py"),
     ("rollout/worker.py", "environments/protocol.py"),
     ("rollout/worker.py", "generation/interrupted.py"),
     ("rollout/worker.py", "rollout/endpoint.py"),

@@ -547,14 +547,6 @@ def test_two_nodes_are_two_however_large_one_is():
         (("cluster.gpus_per_node=1", "refit.transport=broadcast"), "its sender's own GPU"),
         (
             (
-                "cluster.gpus_per_node=2",
-                "cluster.num_generation_workers=1",
-                "generation.num_engines_per_bundle=2",
-            ),
-            "generation.num_engines_per_bundle must be 1",
-        ),
-        (
-            (
                 "cluster.cpu_workers_per_node=2",
                 "generation.tensor_parallel_size=2",
                 "generation.num_engines_per_bundle=2",

@@ -195,8 +195,12 @@ def same_steps(steps, straight):
 @pytest.mark.parametrize(
     "overrides",
     [
-        # Two ranks that train, one that samples.
-        ("cluster.cpu_workers_per_node=3", "cluster.num_generation_workers=1"),
+        # Two ranks that train, and two engines in the bundle that samples.
+        (
+            "cluster.cpu_workers_per_node=3",
+            "generation.num_engines_per_bundle=2",
+            "cluster.num_generation_workers=1",
+        ),
         pytest.param(
             ("generation.num_engines_per_bundle=2", "refit.transport=broadcast"),
             marks=pytest.mark.full,

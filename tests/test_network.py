@@ -203,24 +203,34 @@ def test_what_a_refit_tells_each_side_does_not_grow_with_the_group(transport):
 
 @pytest.mark.parametrize(
     ("num_gpus", "num_apart", "tensor_parallel", "engines"),
-    [(4, None, 2, 1), (6, 4, 2, 1), (4, None, 1, 2), (3, 1, 1, 1), (8, None, 4, 1)],
+    [(4, None, 2, 1), (6, 4, 2, 1), (4, None, 1, 2), (3, 1, 1, 1), (8, None, 4, 1), (3, 2, 1, 3)],
 )
-def test_every_engine_rank_has_a_place_of_its_own_in_the_group_of_a_broadcast(
+def test_every_gpu_of_an_engine_has_one_place_in_the_group_of_a_broadcast(
     num_gpus, num_apart, tensor_parallel, engines
 ):
     config = ClusterConfig(gpus_per_node=num_gpus, num_generation_workers=num_apart)
     plan = plan_resources(config, tensor_parallel, engines)
     senders = [SenderAddress(ipc=None, port=40000)] * len(plan.policy)
     links = links_to("broadcast", plan, senders, "10.0.0.1")
-    sizes = [len(replica) for replica in plan.generation]
+    first = {}  # of each GPU
+    for bundles, link in zip(plan.generation, links, strict=True):
+        if bundles in first:
+            assert link.first == first[bundles].address
+        else:
+            first[bundles] = link
+    if engines > 1:
+        assert {link.num_others for link in first.values()} == {engines - 1}
+        assert len({link.address for link in first.values()}) == len(first)
+    members = [link.source if engines > 1 else link for link in first.values()]
     places = [
-        link.first_rank + rank
-        for link, size in zip(links, sizes, strict=True)
-        for rank in range(size)
+        member.first_rank + rank
+        for member, bundles in zip(members, first, strict=True)
+        for rank in range(len(bundles))
     ]
-    assert places == list(range(1, 1 + sum(sizes)))  # 0 sends
-    assert {link.world_size for link in links} == {1 + sum(sizes)}
-    assert receivers("broadcast", plan) == (sum(sizes), *[0] * (len(plan.policy) - 1))
+    size = 1 + sum(map(len, first))
+    assert places == list(range(1, size))  # 0 sends
+    assert {member.world_size for member in members} == {size}
+    assert receivers("broadcast", plan) == (size - 1, *[0] * (len(plan.policy) - 1))
     if num_apart is None:  # each GPU has as many engine ranks as engines
         assert receivers("ipc", plan) == (engines,) * num_gpus
 

@@ -15,6 +15,7 @@ from nemo_like.errors import RunError
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
 from nemo_like.refit.buckets import announced_tensors, plan_buckets
 from nemo_like.refit.ipc import IpcAddress, IpcLink, IpcSender
+from nemo_like.refit.relay import FirstReceiver, shared_link
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
@@ -37,8 +38,11 @@ def sender_and_ranks(kind, num_receivers, buckets, timeout_s=TIMEOUT_S):
         sender = IpcSender(buckets, CPU, num_receivers, timeout_s)
         return sender, [(IpcLink((NOBODY, sender.address)), 1)] * num_receivers
     store = listening_store("127.0.0.1", None)
-    sender = BroadcastSender(store, buckets, CPU, num_receivers, timeout_s)
+    num_members = 1 if kind == "relay" else num_receivers
+    sender = BroadcastSender(store, buckets, CPU, num_members, timeout_s)
     link = BroadcastLink("127.0.0.1", sender.port, 1, sender.world_size)
+    if kind == "relay":
+        return sender, [(one, 0) for one in reversed(shared_link(link, num_receivers - 1))]
     return sender, [(link, rank) for rank in range(num_receivers)]
 
 
@@ -67,7 +71,7 @@ def copies(receiver, version):
     return {name: tensor.clone() for name, tensor in receiver.tensors(version)}
 
 
-@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+@pytest.mark.parametrize("kind", ["ipc", "broadcast", "relay"])
 def test_what_arrives_is_what_was_sent_refit_after_refit(kind):
     assert len(BUCKETS) >= 4  # Each buffer is used more than once.
     sender, receivers = connected(kind)
@@ -157,6 +161,35 @@ def test_each_side_learns_why_the_other_failed():
     sent, received = together(lambda: sender.send(broken(), 1), lambda: list(receiver.tensors(1)))
     assert isinstance(sent, RuntimeError)
     assert "RuntimeError: out of memory" in str(received)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_engines_of_one_gpu_learn_why_another_failed(failing):
+    sender, receivers = connected("relay", 3)
+    first = next(i for i, one in enumerate(receivers) if isinstance(one, FirstReceiver))
+    receivers.insert(0, receivers.pop(first))
+
+    def fail_to_load():
+        for name, _ in receivers[failing].tensors(1):
+            if name == NAMES[4]:
+                raise ValueError("no such parameter")
+
+    def read(i):
+        return fail_to_load if i == failing else partial(copies, receivers[i], 1)
+
+    _, *found = together(
+        partial(sender.send, iter(tensors_of(1).items()), 1), *(read(i) for i in range(3))
+    )
+    assert isinstance(found.pop(failing), ValueError)
+    for error in found:
+        assert isinstance(error, RunError)
+        assert "The other side of the refit failed" in str(error)
+
+
+def test_an_engine_waits_for_the_first_of_its_gpu_no_longer_than_its_limit():
+    _, other = shared_link(BroadcastLink("127.0.0.1", 1, 1, 2), 1)
+    with pytest.raises(ConnectionRefusedError):
+        other.receiver(0, BUCKETS, CPU, 0.3)
 
 
 def receive_and_die(link, rank):

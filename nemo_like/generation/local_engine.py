@@ -18,13 +18,12 @@ from nemo_like.generation.protocol import (
     FinishReason,
     GenerationRequest,
     Link,
+    Receiver,
     SamplingParams,
     no_weights,
 )
 from nemo_like.models.build import model_settings
-from nemo_like.refit.broadcast import BroadcastReceiver
 from nemo_like.refit.buckets import Bucket, check_buckets, check_refit
-from nemo_like.refit.ipc import IpcReceiver
 
 Waiting = tuple[GenerationRequest, "asyncio.Future[Completion]"]
 Ends = Callable[[SamplingParams, Sequence[int]], bool]
@@ -84,7 +83,7 @@ class LocalEngine:
         self._server: asyncio.Task[None] | None = None
         self._version: int | None = None
         self._num_running = 0
-        self._receiver: IpcReceiver | BroadcastReceiver | None = None
+        self._receiver: Receiver | None = None
         self._model_in_use = asyncio.Lock()
         self._interrupted = threading.Event()
         self._idle = asyncio.Event()

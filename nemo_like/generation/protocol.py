@@ -1,21 +1,18 @@
 """The interface of sampling engines: requests in, completions out, weights in by version."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nemo_like.config.optimizer import LoraConfig
 from nemo_like.errors import RunError
 
 if TYPE_CHECKING:
-    from nemo_like.refit.broadcast import BroadcastLink
-    from nemo_like.refit.buckets import Bucket
-    from nemo_like.refit.ipc import IpcLink
+    import torch
 
-Link: TypeAlias = "IpcLink | BroadcastLink"
-"""How a replica connects to the sender of its weights."""
+    from nemo_like.refit.buckets import Bucket
 
 
 MAX_TOKENS_PER_CHARACTER = 4
@@ -128,6 +125,29 @@ class EngineConfig:
     sleep: bool = False
     """Whether ``sleep`` and ``wake`` will be called."""
     engine_kwargs: dict[str, object]
+
+
+class Receiver(Protocol):
+    """An engine rank's end of refits; see ``refit``."""
+
+    def tensors(
+        self, version: int, *, adapters_only: bool = False
+    ) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Every tensor of one refit by name; each is overwritten once two more buckets are drawn.
+
+        Raises RunError if the sender fails, is gone, or sends another version.
+        """
+        ...
+
+
+class Link(Protocol):
+    """How a replica connects to the sender of its weights."""
+
+    def receiver(
+        self, rank: int, buckets: "Sequence[Bucket]", device: "torch.device", timeout_s: float
+    ) -> Receiver:
+        """Connect rank ``rank`` of the replica."""
+        ...
 
 
 class Engine(Protocol):

@@ -153,11 +153,6 @@ def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:
             "refit.transport=ipc needs policy and generation in the same bundles, and "
             "cluster.num_generation_workers sets bundles apart; use broadcast, or leave it null."
         )
-    if plan.uses_gpus and len(set(plan.generation)) < len(plan.generation):
-        raise UserError(
-            "generation.num_engines_per_bundle must be 1 where cluster.num_generation_workers sets "
-            "GPUs apart: weights are broadcast there, and NCCL refuses two engines on one GPU."
-        )
     return "broadcast"
 
 

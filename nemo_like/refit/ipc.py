@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_like.errors import RunError
 from nemo_like.refit.buckets import NUM_BUFFERS, Bucket, numbered
+
+Tensors = Iterator[tuple[str, Tensor]]
 
 _DEVICE_ARGUMENT = 6
 """Position of the device index in what ``reduce_tensor`` returns for a CUDA tensor."""
@@ -32,6 +34,11 @@ class IpcAddress:
 
     socket: str
     key: bytes
+
+    @classmethod
+    def new(cls) -> Self:
+        """An abstract socket: it has no file, and ends with its process."""
+        return cls(f"\0nemo-like-{secrets.token_hex(8)}", secrets.token_bytes(32))
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,17 @@ class _Failure:
 
 
 class IpcSender:
-    """One policy rank's side."""
+    """The side of a policy rank, or of an engine that passes weights on."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], device: torch.device, num_receivers: int, timeout_s: float
+        self,
+        buckets: Sequence[Bucket],
+        device: torch.device,
+        num_receivers: int,
+        timeout_s: float,
+        address: IpcAddress | None = None,
     ) -> None:
-        # An abstract socket: it has no file, and ends with its process.
-        self.address = IpcAddress(f"\0nemo-like-{secrets.token_hex(8)}", secrets.token_bytes(32))
+        self.address = address or IpcAddress.new()
         self._listener = Listener(self.address.socket, "AF_UNIX", authkey=self.address.key)
         self._buckets = buckets
         self._device = device
@@ -86,26 +97,28 @@ class IpcSender:
             self._receivers.append(_Peer(connection, self._timeout_s))
         self._listener.close()
 
-    def send(
-        self, tensors: Iterator[tuple[str, Tensor]], version: int, *, adapters_only: bool = False
-    ) -> None:
+    def send(self, tensors: Tensors, version: int, *, adapters_only: bool = False) -> None:
         """Hand over all ``tensors`` in the order of the buckets.
 
         Raises RunError if a receiver refuses or is gone; receivers learn of a failure here.
         """
+        for _ in self.passed_on(tensors, version, adapters_only=adapters_only):
+            pass
+
+    def passed_on(self, tensors: Tensors, version: int, *, adapters_only: bool = False) -> Tensors:
+        """``send``, while the caller reads too; a tensor stays until two more buckets are drawn."""
         try:
-            self._send(tensors, version, numbered(self._buckets, adapters_only=adapters_only))
+            yield from self._send(
+                tensors, version, numbered(self._buckets, adapters_only=adapters_only)
+            )
         except BaseException as error:
             for receiver in self._receivers:
                 receiver.send(_Failure(f"{type(error).__name__}: {error}"))
             raise
 
     def _send(
-        self,
-        tensors: Iterator[tuple[str, Tensor]],
-        version: int,
-        buckets: Sequence[tuple[int, Bucket]],
-    ) -> None:
+        self, tensors: Tensors, version: int, buckets: Sequence[tuple[int, Bucket]]
+    ) -> Tensors:
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what receivers have let go of since the last refit
         with ExitStack() as stack:
@@ -120,6 +133,7 @@ class IpcSender:
                 bucket.fill(shared[i % NUM_BUFFERS].tensor, tensors)
                 _synchronize(self._device)
                 self._tell(number)
+                yield from bucket.views(shared[i % NUM_BUFFERS].tensor)
             for number, _ in buckets[-NUM_BUFFERS:]:
                 self._await_taken(number)
 
@@ -142,7 +156,7 @@ class IpcReceiver:
         self._buckets = buckets
         self._device = device
 
-    def tensors(self, version: int, *, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, version: int, *, adapters_only: bool = False) -> Tensors:
         """Every tensor of one refit by name; each is overwritten once two more buckets are drawn.
 
         Raises RunError if the sender fails, is gone, or sends another version.

@@ -9,7 +9,7 @@ which the same memory gets again. Dropped weights are gone, so that a refit foll
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.config.generation import RefitConfig, Transport
@@ -102,7 +102,7 @@ class WeightSync:
 def receivers(transport: Transport, plan: ResourcePlan) -> tuple[int, ...]:
     """Engine ranks that each policy rank sends to."""
     if transport == "broadcast":
-        everyone = sum(len(replica) for replica in plan.generation)
+        everyone = sum(len(replica) for replica in set(plan.generation))
         return (everyone,) + (0,) * (len(plan.policy) - 1)
     engine_ranks = Counter(bundle for replica in plan.generation for bundle in replica)
     return tuple(engine_ranks[bundle] for bundle in plan.policy)
@@ -120,11 +120,13 @@ def links_to(
         }
         return [IpcLink(tuple(of_bundle[bundle] for bundle in one)) for one in plan.generation]
     from nemo_like.refit.broadcast import BroadcastLink
+    from nemo_like.refit.relay import shared_link
 
-    links = []
-    first = 1
-    world_size = 1 + sum(len(replica) for replica in plan.generation)
-    for replica in plan.generation:
-        links.append(BroadcastLink(host, senders[0].port, first, world_size))
-        first += len(replica)
-    return links
+    links: dict[tuple[int, ...], Iterator[Link]] = {}
+    sharing, next_rank = Counter(plan.generation), 1
+    world_size = 1 + sum(map(len, sharing))
+    for bundles, count in sharing.items():
+        link = BroadcastLink(host, senders[0].port, next_rank, world_size)
+        links[bundles] = iter([link] if count == 1 else shared_link(link, count - 1))
+        next_rank += len(bundles)
+    return [next(links[bundles]) for bundles in plan.generation]
