@@ -52,9 +52,9 @@ def steps(folder: Path) -> list[int]:
 
 
 def find(run: psutil.Process, victim: str) -> psutil.Process:
-    """The policy's worker, or the process of vLLM that computes for the engine's worker."""
+    """The last worker of the policy, or the process that computes for the last engine's worker."""
     name = "PolicyWorker" if victim == "policy" else "GenerationWorker"
-    (worker,) = (one for one in run.children(recursive=True) if f"ray::{name}" in _words(one))
+    *_, worker = (one for one in run.children(recursive=True) if f"ray::{name}" in _words(one))
     if victim == "policy":
         return worker
     leaves = (one for one in worker.children(recursive=True) if not one.children())
