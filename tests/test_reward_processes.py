@@ -625,6 +625,13 @@ def test_an_async_row_that_ignores_its_cancellation_costs_itself_and_then_its_pr
     assert before.metrics["pid"] == other.metrics["pid"] != after.metrics["pid"]
 
 
+def test_an_async_row_that_began_before_the_first_was_scored_has_no_extra_time(start):
+    pool = start("judge", timeout_s=1.0)
+    late, other = score(pool, "sleep 30", "sleep 0.2")
+    assert late.error == "took longer than 1 s"
+    assert score(pool, "x")[0].metrics["pid"] == other.metrics["pid"], "it cancelled the row itself"
+
+
 def test_an_async_row_that_blocks_the_loop_meets_the_hard_limit(judges):
     score(judges, "x")
     start = time.monotonic()

@@ -10,16 +10,14 @@ import socket
 
 from nemo_like.rewards.frames import MOST_BYTES, Frames, read_rows, result_frame
 from nemo_like.rewards.function import RewardFunction, score_async
-from nemo_like.rewards.process import SELF_DESTRUCT_GRACE_S
+from nemo_like.rewards.process import SELF_DESTRUCT_GRACE_S, Limits
 from nemo_like.rewards.process_tree import bury_orphans
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
 
 _CANCEL_GRACE_S = 1.0
 
 
-def serve_concurrently(
-    pool: socket.socket, function: RewardFunction, timeout_s: float, first_s: float
-) -> None:
+def serve_concurrently(pool: socket.socket, function: RewardFunction, limits: Limits) -> None:
     """Score many rows at once until the pool closes; does not return.
 
     One event loop lives as long as the process, so a session or a semaphore that the user's module
@@ -28,7 +26,7 @@ def serve_concurrently(
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     pool.setblocking(False)
-    serving = loop.create_task(_Server(pool, function, timeout_s, first_s).run())
+    serving = loop.create_task(_Server(pool, function, limits).run())
     while not serving.done():
         # A SystemExit in a task of the user's comes out here too, not only where it is awaited.
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -37,14 +35,10 @@ def serve_concurrently(
 
 
 class _Server:
-    def __init__(
-        self, pool: socket.socket, function: RewardFunction, timeout_s: float, first_s: float
-    ) -> None:
+    def __init__(self, pool: socket.socket, function: RewardFunction, limits: Limits) -> None:
         self._pool = pool
         self._function = function
-        self._timeout_s = timeout_s
-        self._first_s = first_s
-        """Extra seconds for rows until one is scored."""
+        self._limits = limits
         self._answers: set[asyncio.Task[None]] = set()
         self._num_open = 0
         """Rows that are still scored."""
@@ -64,6 +58,7 @@ class _Server:
     async def _answer(self, row: RewardRow) -> None:
         result = await self._score(row)
         self._num_open -= 1
+        result = self._limits.checked(result, is_busy=self._num_open > 0)
         if not self._num_open:  # others may still wait for children, or for an alarm
             self._ended = bury_orphans(self._ended)
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -74,12 +69,12 @@ class _Server:
 
     async def _score(self, row: RewardRow) -> RewardResult:
         task = asyncio.create_task(score_async(self._function, row))
-        limit_s = self._timeout_s
+        limit_s = self._limits.timeout_s
         done, _ = await asyncio.wait({task}, timeout=limit_s)
-        if not done and self._first_s:
-            limit_s += self._first_s
-            done, _ = await asyncio.wait({task}, timeout=self._first_s)
-        self._first_s = 0.0
+        if not done and (first_s := self._limits.first_s):
+            limit_s += first_s
+            done, _ = await asyncio.wait({task}, timeout=first_s)
+        self._limits.first_s = 0.0
         if done:
             return task.result()
         task.cancel()
@@ -90,7 +85,7 @@ class _Server:
     def _watch_loop(self) -> None:
         """Called whenever the loop shows that it is not blocked."""
         if self._num_open:
-            limit_s = self._timeout_s + self._first_s + _CANCEL_GRACE_S + SELF_DESTRUCT_GRACE_S
-            faulthandler.dump_traceback_later(limit_s, exit=True)
+            limit_s = self._limits.timeout_s + self._limits.first_s + _CANCEL_GRACE_S
+            faulthandler.dump_traceback_later(limit_s + SELF_DESTRUCT_GRACE_S, exit=True)
         else:
             faulthandler.cancel_dump_traceback_later()

@@ -8,7 +8,6 @@ schema, and never run.
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -116,7 +115,7 @@ def read_rows(payload: bytes) -> list[RewardRow]:
 
 def result_frame(row_id: str, result: RewardResult) -> bytes:
     """One row's result; a result too large for a frame becomes a failed one."""
-    payload = json.dumps({"id": row_id, **asdict(result)}, allow_nan=False).encode()
+    payload = json.dumps({"id": row_id, **vars(result)}, allow_nan=False).encode()
     if len(payload) > MOST_RESULT_BYTES:
         why = f"returned {len(payload)} bytes, and {MOST_RESULT_BYTES} is the most"
         return result_frame(row_id, failed(why, spent=result.spent))

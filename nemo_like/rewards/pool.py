@@ -1,7 +1,7 @@
 """Scores rows in processes of their own, so that a reward function can fail in any way it likes.
 
 Every process has its own socket and a hard limit per row: a process that is late, dead, worn out or
-that writes what it should not is replaced, and only rows that it held are lost. (A pool whose
+that writes what it should not is replaced, and only the row that it scored is lost. (A pool whose
 workers share a queue, such as pebble's or the standard library's, is broken for good when a worker
 dies between two rows; ``multiprocessing`` would import the main module, here Ray's, in every
 process, and unpickle what a process sends, which a reward function can write.)
@@ -17,15 +17,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nemo_like.errors import UserError
 from nemo_like.rewards.frames import PlainDataError, write_row
-from nemo_like.rewards.pool_process import LostError, ProcessSettings, RewardProcess, WaitingRow
+from nemo_like.rewards.pool_process import (
+    LostError,
+    ProcessSettings,
+    RewardProcess,
+    WaitingRow,
+    answer,
+)
 from nemo_like.rewards.protocol import RewardResult, RewardRow, failed
-from nemo_like.rewards.variables import reward_variables, with_hint
+from nemo_like.rewards.variables import reward_variables
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,8 @@ START_TIMEOUT_S = 120.0
 MOST_ROWS = 10_000
 """Rows after which a process is replaced, for what leaks and is not measured."""
 MEMORY_SHARE = 0.5
+MOST_BYTES_AHEAD = 1 << 17
+"""Of rows in one message: a socket takes them at once, so the pool need not wait to write."""
 FIRST_S = 60.0
 """Most extra time for the first rows of a process, since they may import."""
 FIRST_SHARE = 5.0
@@ -83,7 +90,7 @@ class RewardPool:
             start_timeout_s=start_timeout_s,
             variables=variables,
             withheld=frozenset(os.environ.keys() - variables.keys()),
-            most_rows=most_rows,
+            most_rows=most_rows or 0,
             log=log,
         )
         self._concurrency = concurrency
@@ -115,12 +122,14 @@ class RewardPool:
             message = write_row(RewardRow(row_id, prompt, completion, dict(fields)))
         except PlainDataError as error:
             return failed(str(error))
-        row = WaitingRow(row_id, message)
+        row = WaitingRow(row_id, message, asyncio.get_running_loop().create_future())
         with self._lock:
             if self._is_shut_down:
                 return failed(_SHUT_DOWN)
-            self._loop.call_soon_threadsafe(self._add, row)
-        return await asyncio.wrap_future(row.result)
+            self._waiting.append(row)
+            if len(self._waiting) == 1:  # others are dealt with it, or when there is room
+                self._loop.call_soon_threadsafe(self._deal)
+        return await row.result
 
     def shutdown(self) -> None:
         """Kill the processes, and what they started; rows that wait come back as failed."""
@@ -137,51 +146,60 @@ class RewardPool:
         await asyncio.gather(*(lane.start() for lane in self._lanes))
 
     async def _end(self) -> None:
-        for row in self._waiting:
-            if row.result.set_running_or_notify_cancel():
-                row.result.set_result(failed(_SHUT_DOWN))
-        self._waiting.clear()
         await asyncio.gather(*(lane.end() for lane in self._lanes))
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        answer([(row, failed(_SHUT_DOWN)) for row in self._waiting])
         await self._loop.shutdown_default_executor()
-
-    def _add(self, row: WaitingRow) -> None:
-        self._waiting.append(row)
-        self._deal()
 
     def _deal(self) -> None:
         """Give rows that wait to the processes that have most room."""
-        while self._waiting:
+        while self._waiting and not self._is_shut_down:
             lane = max(self._lanes, key=self._room)
             if self._room(lane) <= 0:
                 return
-            rows: list[WaitingRow] = []
-            most = self._concurrency if lane.is_batched else 1
-            while self._waiting and len(rows) < most:
-                row = self._waiting.popleft()
-                if row.result.set_running_or_notify_cancel():
-                    rows.append(row)
-            if rows:
+            if rows := self._next_rows(lane):
                 lane.num_calls += 1
                 task = asyncio.create_task(self._score(lane, rows))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
+    def _next_rows(self, lane: "_Lane") -> list[WaitingRow]:
+        """Rows for one message: all that wait if they are scored one after the other anyway.
+
+        Where there are several processes, none waits behind a slow one while a process is idle.
+        """
+        is_only = len(self._lanes) == 1 and not lane.is_concurrent
+        most = self._concurrency if lane.is_batched else len(self._waiting) if is_only else 1
+        rows: list[WaitingRow] = []
+        num_bytes = 0
+        while self._waiting and len(rows) < most:
+            num_bytes += len(self._waiting[0].message)
+            if rows and num_bytes > MOST_BYTES_AHEAD and not lane.is_batched:
+                break
+            row = self._waiting.popleft()
+            if not row.result.cancelled():
+                rows.append(row)
+        return rows
+
     def _room(self, lane: "_Lane") -> int:
         return (self._concurrency if lane.is_concurrent else 1) - lane.num_calls
 
     async def _score(self, lane: "_Lane", rows: Sequence[WaitingRow]) -> None:
+        left: Sequence[WaitingRow] = ()
         try:
-            results = await lane.score(rows)
+            process = await lane.usable(max(row.since for row in rows))
+            left = await process.score(rows)
+        except (LostError, UserError) as error:  # no process could be started
+            lost = rows if lane.refused else rows[:1]
+            answer([(row, failed(str(error))) for row in lost])
+            left = rows[len(lost) :]
         except BaseException as error:  # whoever waits for a row is to see it
-            for row in rows:
-                row.result.set_exception(error)
+            answer([(row, error) for row in rows])
             raise
         finally:
             lane.num_calls -= 1
+            self._waiting.extendleft(reversed(left))
             self._deal()
-        for row, result in zip(rows, results, strict=True):
-            row.result.set_result(result)
 
 
 class _Lane:
@@ -189,12 +207,12 @@ class _Lane:
 
     def __init__(self, settings: ProcessSettings) -> None:
         self.num_calls = 0
-        """Of ``score``, that have not returned; the pool counts them."""
+        """That have not returned; the pool counts them."""
         self._settings = settings
         self._processes: list[RewardProcess] = []
         """The last one is in use; those before it end when their rows are scored."""
         self._replacing = asyncio.Lock()
-        self._refused: tuple[float, UserError] | None = None
+        self.refused: tuple[float, UserError] | None = None
         """When processes could not load the reward, and why."""
         self._num_refused = 0
         """Of the last processes."""
@@ -215,31 +233,19 @@ class _Lane:
         await self._start()
         await self._processes[-1].wait_until_ready()
 
-    async def score(self, rows: Sequence[WaitingRow]) -> list[RewardResult]:
-        """A result on each row, whatever happens."""
-        try:
-            process = await self._usable(max(row.since for row in rows))
-            return [
-                replace(result, error=with_hint(result.error, self._settings.withheld))
-                if result.error
-                else result
-                for result in await process.score(rows)
-            ]
-        except (LostError, UserError) as error:  # UserError: a replacement could not be loaded
-            return [failed(str(error)) for _ in rows]
-
     async def end(self) -> None:
         self._is_ended = True
         for process in self._processes:
             process.lose(_SHUT_DOWN)
         await asyncio.gather(*(asyncio.to_thread(process.kill) for process in self._processes))
 
-    async def _usable(self, since: float) -> RewardProcess:
+    async def usable(self, since: float) -> RewardProcess:
+        """A process for rows that have waited ``since``."""
         async with self._replacing:
             if self._is_ended:
                 raise LostError(_SHUT_DOWN)
-            if self._refused is not None and since <= self._refused[0]:
-                raise self._refused[1]  # or each row that waits would start a process
+            if self.refused is not None and since <= self.refused[0]:
+                raise self.refused[1]  # or each row that waits would start a process
             last = self._processes[-1]
             if not last.is_usable:
                 why = f": {last.spent}" if last.spent else ""
@@ -251,9 +257,9 @@ class _Lane:
             except UserError as error:
                 self._num_refused += 1
                 if self._num_refused >= TRIES:
-                    self._refused = time.monotonic(), error
+                    self.refused = time.monotonic(), error
                 raise
-            self._num_refused = 0
+            self._num_refused, self.refused = 0, None
             return self._processes[-1]
 
     def _first_s(self) -> float:

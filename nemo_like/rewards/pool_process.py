@@ -1,7 +1,8 @@
 """The pool's end of one reward process, from its start to its end."""
 
 import asyncio
-import os
+import contextlib
+import itertools
 import signal
 import socket
 import subprocess
@@ -9,9 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, cast
 
@@ -25,18 +25,14 @@ from nemo_like.rewards.frames import (
     rows_frame,
 )
 from nemo_like.rewards.process_tree import kill_tree
-from nemo_like.rewards.protocol import RewardResult
+from nemo_like.rewards.protocol import RewardResult, failed
 from nemo_like.rewards.variables import with_hint
 
 CONCURRENT_GRACE_S = 3.0
 """A process cancels rows of an ``async def`` itself; this much later it is taken to be blocked."""
 EXIT_GRACE_S = 1.0
-GROWTH_SHARE = 0.5
-"""Of the memory that was free after the first row: a process that keeps more is replaced."""
-GROWTH_SHARE_BUSY = 0.8
-"""The same while the process scores other rows, since their memory counts too."""
-
-_GIB = 2**30
+PAUSE_S = 0.002
+"""A process that answers faster than this is read this often: many results for one wake-up."""
 
 
 class LostError(Exception):
@@ -53,8 +49,8 @@ class ProcessSettings:
     variables: Mapping[str, str]
     withheld: frozenset[str]
     """Names of variables that it does not get."""
-    most_rows: int | None
-    """After so many it is replaced, and when it has grown. None: it is kept while it works."""
+    most_rows: int
+    """After so many it is replaced, and when it has grown. 0: it is kept while it works."""
     log: Path | None
     """File for its output. None: this process's own output."""
 
@@ -65,8 +61,43 @@ class WaitingRow:
 
     id: str
     message: bytes
-    result: Future[RewardResult] = field(default_factory=Future)
+    result: asyncio.Future[RewardResult]
+    """Of the caller's event loop."""
     since: float = field(default_factory=time.monotonic)
+
+
+Answers = Sequence[tuple[WaitingRow, RewardResult | BaseException]]
+
+
+def answer(answers: Answers) -> None:
+    """Hand over what rows wait for, with one wake-up of the event loop where they wait."""
+    for loop, of_loop in itertools.groupby(answers, key=lambda one: one[0].result.get_loop()):
+        with contextlib.suppress(RuntimeError):  # it is closed, so nobody waits
+            loop.call_soon_threadsafe(_hand_over, list(of_loop))
+
+
+def _hand_over(answers: Answers) -> None:
+    for row, result in answers:
+        if not row.result.done():  # or its caller was cancelled
+            if isinstance(result, BaseException):
+                row.result.set_exception(result)
+            else:
+                row.result.set_result(result)
+
+
+@dataclass
+class _Call:
+    """Rows that a process got in one message."""
+
+    rows: dict[str, WaitingRow]
+    """By id, in order; those that have no result yet."""
+    num_together: int
+    """Rows that share a time limit."""
+    done: asyncio.Future[None]
+    since: float = field(default_factory=time.monotonic)
+    """When the first of ``rows`` began, as far as the pool knows: at the result before."""
+    extra_s: float = 0.0
+    """Of the first row that a process scores."""
 
 
 class RewardProcess(asyncio.Protocol):
@@ -85,7 +116,7 @@ class RewardProcess(asyncio.Protocol):
         self._settings = settings
         self._first_s = first_s
         self._frames = Frames(MOST_RESULT_BYTES)
-        self._in_flight: dict[str, asyncio.Future[RewardResult]] = {}
+        self._in_flight: dict[str, _Call] = {}
         self._first_word = asyncio.get_running_loop().create_future()
         """Gets what ``read_first_word`` returns."""
         self._ready_by = time.monotonic() + settings.start_timeout_s
@@ -94,14 +125,12 @@ class RewardProcess(asyncio.Protocol):
         self._is_ready = False
         self._is_retired = False
         self.num_scored = 0
-        self._first_bytes: int | None = None
-        """Memory that it had after its first row."""
         self._killing = threading.Lock()
         self.is_gone = False
         """Whether nothing is left of it."""
         self._socket, theirs = socket.socketpair()
         with theirs, settings.log.open("ab") if settings.log else nullcontext() as log:
-            limits = [settings.timeout_s, first_s, settings.memory_limit_bytes]
+            limits = [settings.timeout_s, first_s, settings.memory_limit_bytes, settings.most_rows]
             command = [settings.module, theirs.fileno(), settings.reward, *limits]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *map(str, command)],
@@ -145,29 +174,47 @@ class RewardProcess(asyncio.Protocol):
         gone = self._lost is not None or self._transport is None or self._transport.is_closing()
         return not (spoilt or gone or self.spent or self._process.poll() is not None)
 
-    async def score(self, rows: Sequence[WaitingRow]) -> list[RewardResult]:
-        """Results on rows, within their time limits; LostError if there will be none."""
+    async def score(self, rows: Sequence[WaitingRow]) -> Sequence[WaitingRow]:
+        """Answer rows as their results come; returns those that it did not begin.
+
+        Rows of a function that takes several are sent together and share their time limits; others
+        are scored one after the other, so what ends the process costs the first that is left.
+        """
         assert self._transport is not None
-        for row in rows:
-            self._in_flight[row.id] = asyncio.get_running_loop().create_future()
-        results = asyncio.gather(*(self._in_flight[row.id] for row in rows))
-        self._transport.write(rows_frame([row.message for row in rows]))
-        limit_s = self._settings.timeout_s
-        grace_s = CONCURRENT_GRACE_S if self.is_concurrent else 0.0
-        done, _ = await asyncio.wait({results}, timeout=limit_s * len(rows) + grace_s)
-        if not done and not self.num_scored:  # it may still import
-            limit_s += self._first_s
-            done, _ = await asyncio.wait({results}, timeout=self._first_s)
-        if not done:
-            late = f"took longer than {limit_s:g} s"
-            results.cancel()
-            self.lose(f"the reward process was ended with another row, which {late}")
-            raise LostError(f"{late} each" if len(rows) > 1 else late)
-        found = results.result()
-        self._wear(found)
+        together = len(rows) if self.is_batched else 1
+        done = asyncio.get_running_loop().create_future()
+        call = _Call({row.id: row for row in rows}, together, done)
+        self._in_flight |= dict.fromkeys(call.rows, call)
+        messages = [row.message for row in rows]
+        frames = [messages] if self.is_batched else [[message] for message in messages]
+        self._transport.write(b"".join(map(rows_frame, frames)))
+        try:
+            while not done.done():
+                await asyncio.wait({done}, timeout=self._left_s(call))
+            done.result()
+        except LostError as error:
+            lost = [*call.rows][:together]
+            answer([(call.rows.pop(row_id), failed(str(error))) for row_id in lost])
+        for row_id in call.rows:
+            self._in_flight.pop(row_id, None)
         if self._is_retired and not self._in_flight:
             self.lose("the reward process was replaced")
-        return found
+        return [*call.rows.values()]
+
+    def _left_s(self, call: _Call) -> float:
+        """Seconds until the row that is scored is late; if it is, ends the process: LostError."""
+        limit_s = self._settings.timeout_s
+        left_s = call.since + limit_s * call.num_together + call.extra_s - time.monotonic()
+        if self.is_concurrent:
+            left_s += CONCURRENT_GRACE_S
+        if left_s <= 0 and not (self.num_scored or call.extra_s):  # it may still import
+            call.extra_s = self._first_s
+            left_s += call.extra_s
+        if left_s <= 0:
+            late = f"took longer than {limit_s + call.extra_s:g} s"
+            self.lose(f"the reward process was ended with another row, which {late}")
+            raise LostError(f"{late} each" if call.num_together > 1 else late)
+        return left_s
 
     def retire(self) -> None:
         """No more rows come; end the process when it has scored those that it holds."""
@@ -180,7 +227,7 @@ class RewardProcess(asyncio.Protocol):
         if self._lost is not None:
             return
         self._lost = why
-        for waiting in (self._first_word, *self._in_flight.values()):
+        for waiting in (self._first_word, *(call.done for call in self._in_flight.values())):
             if not waiting.done():
                 waiting.set_exception(LostError(why))
                 waiting.exception()  # perhaps nobody waits
@@ -203,28 +250,42 @@ class RewardProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio, whenever the process has written something."""
+        answers: list[tuple[WaitingRow, RewardResult]] = []
         try:
             for payload in self._frames.feed(data):
-                self._receive(payload)
+                self._receive(payload, answers)
         except FrameError as error:
             self.lose(f"the reward process wrote something else to its socket: {error}")
+        answer(answers)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._lost is None:
             self._ending = asyncio.create_task(self._lose_ended())
 
-    def _receive(self, payload: bytes) -> None:
+    def _receive(self, payload: bytes, answers: list[tuple[WaitingRow, RewardResult]]) -> None:
         if self._lost is not None:
             return
+        assert self._transport is not None
         if not self._first_word.done():
             self._first_word.set_result(read_first_word(payload))
             return
         row_id, result = read_result(payload)
-        if row_id not in self._in_flight:
+        call = self._in_flight.pop(row_id, None)
+        if call is None:
             raise FrameError("a result on a row that it does not hold")
-        waiting = self._in_flight.pop(row_id)
-        if not waiting.done():  # its time may just be over
-            waiting.set_result(result)
+        if result.error:
+            result = replace(result, error=with_hint(result.error, self._settings.withheld))
+        answers.append((call.rows.pop(row_id), result))
+        now = time.monotonic()
+        if call.rows and now - call.since < PAUSE_S and self._transport.is_reading():
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(PAUSE_S, self._transport.resume_reading)
+        call.since, call.extra_s = now, 0.0
+        self.num_scored += 1
+        self.spent = self.spent or result.spent
+        ends = not call.rows or (self.spent and not self.is_batched)
+        if ends and not call.done.done():
+            call.done.set_result(None)
 
     async def _lose_ended(self) -> None:
         deadline = time.monotonic() + EXIT_GRACE_S
@@ -236,23 +297,3 @@ class RewardProcess(asyncio.Protocol):
             cause = " (out of memory?)" if -code == signal.SIGKILL else ""
             how = f"was ended by {names.get(-code, f'signal {-code}')}{cause}"
         self.lose(f"the reward process {how}")
-
-    def _wear(self, results: Sequence[RewardResult]) -> None:
-        """Notice what later rows would suffer from."""
-        self.num_scored += len(results)
-        self.spent = self.spent or next((v.spent for v in results if v.spent), None)
-        most_rows, limit = self._settings.most_rows, self._settings.memory_limit_bytes
-        if most_rows is None or self.spent:
-            return
-        if self.num_scored >= most_rows:
-            self.spent = f"it has scored {self.num_scored} rows"
-        try:  # memory of the kind that its limit counts
-            pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[5])
-        except (OSError, IndexError):  # it has ended, or this is not Linux
-            return
-        held = pages * os.sysconf("SC_PAGE_SIZE")
-        if self._first_bytes is None:
-            self._first_bytes = held
-        share = GROWTH_SHARE_BUSY if self._in_flight else GROWTH_SHARE
-        if held - self._first_bytes > share * max(0, limit - self._first_bytes):
-            self.spent = f"it has grown to {held / _GIB:.2f} GiB of at most {limit / _GIB:.2f}"

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -34,13 +35,56 @@ PARENT_POLL_S = 1.0
 # works while native code holds the interpreter lock.
 SELF_DESTRUCT_GRACE_S = 5.0
 
+GROWTH_SHARE = 0.5
+"""Of the memory that was free after the first row: a process that keeps more is replaced."""
+GROWTH_SHARE_BUSY = 0.8
+"""The same while the process scores other rows, since their memory counts too."""
+
+_GIB = 2**30
+
 BatchReward = Callable[[Sequence[RewardRow]], list[RewardResult]]
 """One result for each row, in their order; never raises."""
 
 
+@dataclass
+class Limits:
+    """Of the time of rows, and of what a process takes before it is replaced."""
+
+    timeout_s: float
+    first_s: float
+    """Extra seconds for rows until one is scored."""
+    memory_bytes: float
+    most_rows: float
+    """0: it is kept while it works, however much it grows."""
+    _num_scored: int = field(default=0, init=False)
+    _first_bytes: int | None = field(default=None, init=False)
+
+    def checked(self, result: RewardResult, *, is_busy: bool = False) -> RewardResult:
+        """One row's result, which says if later rows would suffer from this process."""
+        self._num_scored += 1
+        if self.most_rows and not result.spent:
+            result = replace(result, spent=self._spent(is_busy))
+        return result
+
+    def _spent(self, is_busy: bool) -> str | None:
+        if self._num_scored >= self.most_rows:
+            return f"it has scored {self._num_scored} rows"
+        try:  # memory of the kind that its limit counts
+            pages = int(Path("/proc/self/statm").read_bytes().split()[5])
+        except OSError:  # no files are left, or this is not Linux
+            return None
+        held, limit = pages * resource.getpagesize(), self.memory_bytes
+        first = self._first_bytes = self._first_bytes or held
+        share = GROWTH_SHARE_BUSY if is_busy else GROWTH_SHARE
+        if held - first <= share * max(0, limit - first):
+            return None
+        return f"it has grown to {held / _GIB:.2f} GiB of at most {limit / _GIB:.2f}"
+
+
 def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFunction]") -> None:
     """Load what the pool's spec names (UserError goes to the pool), then score until it closes."""
-    file_descriptor, spec, timeout_s, first_s, memory_limit_bytes = argv
+    file_descriptor, spec, *numbers = argv
+    limits = Limits(*map(float, numbers))
     pool = socket.socket(fileno=int(file_descriptor))
     for stream in (sys.stdout, sys.stderr):
         cast(io.TextIOWrapper, stream).reconfigure(
@@ -51,7 +95,7 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
     leave_sigterm_to_driver()
     adopt_orphans()
     _die_with_parent(os.getppid())
-    _limit_memory(int(memory_limit_bytes))
+    _limit_memory(int(limits.memory_bytes))
     try:
         with without_collector():
             scorer = load(spec)
@@ -60,32 +104,38 @@ def serve(argv: Sequence[str], load: "Callable[[str], BatchReward | RewardFuncti
         return
     if not isinstance(scorer, RewardFunction):
         pool.sendall(first_word_frame(None, is_batched=True))
-        _serve(pool, scorer, float(timeout_s), float(first_s))
+        _serve(pool, scorer, limits)
     elif scorer.is_async:
         pool.sendall(first_word_frame(None, is_concurrent=True))
         from nemo_like.rewards.concurrent import serve_concurrently
 
-        serve_concurrently(pool, scorer, float(timeout_s), float(first_s))
+        serve_concurrently(pool, scorer, limits)
     else:
         pool.sendall(first_word_frame(None, is_batched=scorer.is_batched))
         runner = asyncio.Runner()
         by_row = partial(score_rows, scorer, runner=runner)
-        _serve(pool, by_row, float(timeout_s), float(first_s))
+        _serve(pool, by_row, limits)
 
 
-def _serve(pool: socket.socket, scorer: BatchReward, timeout_s: float, first_s: float) -> None:
-    ended, frames = set[int](), Frames(MOST_BYTES)
+def _serve(pool: socket.socket, scorer: BatchReward, limits: Limits) -> None:
+    ended, frames, is_spent = set[int](), Frames(MOST_BYTES), False
     while data := pool.recv(1 << 16):
+        watched_until = 0.0
         for rows in map(read_rows, frames.feed(data)):
-            limit_s = timeout_s * len(rows) + first_s + SELF_DESTRUCT_GRACE_S
-            faulthandler.dump_traceback_later(limit_s, exit=True)
+            if is_spent:
+                continue  # the pool gives them to another process
+            if time.monotonic() > watched_until:  # not for each row, since it starts a thread
+                limit_s = limits.timeout_s * len(rows) + limits.first_s
+                faulthandler.dump_traceback_later(limit_s + SELF_DESTRUCT_GRACE_S, exit=True)
+                watched_until = time.monotonic() + SELF_DESTRUCT_GRACE_S / 2
             results = scorer(rows)
-            faulthandler.cancel_dump_traceback_later()
-            first_s = 0.0
+            limits.first_s = 0.0
             ended = bury_orphans(ended)
             signal.setitimer(signal.ITIMER_REAL, 0)  # one left behind must not hit the next row
-            for row, result in zip(rows, results, strict=True):
+            for row, result in zip(rows, map(limits.checked, results), strict=True):
+                is_spent = is_spent or result.spent is not None
                 pool.sendall(result_frame(row.id, result))
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _keep_from_children(pool: socket.socket) -> None:
