@@ -252,13 +252,14 @@ def test_processes_are_started_without_torch():
 
 
 def cached(tmp_path, code):
-    """What a process leaves in its home and in TMPDIR, and where it has torch's compiler cache."""
+    """What a process leaves in its home and in TMPDIR, and where it has caches of compiled code."""
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     home.mkdir()
     temporary.mkdir()
-    unset = ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+    caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    unset = (*caches, "XDG_CACHE_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    code += "\nimport os; print(os.environ.get('TORCHINDUCTOR_CACHE_DIR'))"
+    code += f"\nimport os; print(*map(os.environ.get, {caches}))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment | {"HOME": str(home), "TMPDIR": str(temporary)},
@@ -281,7 +282,7 @@ def test_every_file_can_be_imported():
 
 def test_importing_the_package_writes_nothing(tmp_path):
     code = "import nemo_like.cli, nemo_like.algorithms.session"
-    assert cached(tmp_path, code) == (set(), "None")
+    assert cached(tmp_path, code) == (set(), "None None")
 
 
 WORKER = """
@@ -297,8 +298,9 @@ transformers.AutoModelForCausalLM
 
 
 def test_a_workers_compiler_cache_is_the_users(tmp_path):
-    left, cache = cached(tmp_path, WORKER.format(log_dir=f"{tmp_path}/home/logs"))
-    assert cache == f"{tmp_path}/home/.cache/nemo_like/inductor"
+    left, caches = cached(tmp_path, WORKER.format(log_dir=f"{tmp_path}/home/logs"))
+    folder = f"{tmp_path}/home/.cache/nemo_like/inductor"
+    assert caches.split() == [folder, f"{folder}/triton"]
     assert "home/.cache/nemo_like/inductor" in left
     assert not [path for path in left if path.startswith("tmp")]
 

@@ -7,6 +7,7 @@ plain forward over the finished tokens gives, to rounding error.
 import asyncio
 import itertools
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -28,6 +29,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from vllm.model_executor.models import registry
 
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.tokenizer import end_token_ids
@@ -607,14 +609,18 @@ def test_the_event_loop_turns_while_the_engine_samples(case):
     assert case.run(longest_stall_s()) < 0.5
 
 
-def vllm_processes() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.name().startswith("VLLM")]
+def test_vllm_looks_at_a_models_class_in_a_fork(case):
+    """Its own way imports vLLM anew, which takes as long as all else of an engine's start."""
+    if not isinstance(case.engine, VLLMEngine):
+        pytest.skip("no vLLM")
+    servers = {process.ppid() for process in case.engine._processes}
+    assert registry._run_in_subprocess(os.getppid) in servers
 
 
 def test_the_end_of_an_engine_fails_what_is_pending_and_leaves_no_process(case):
     """The last test of each engine, which does not survive it."""
-    processes = vllm_processes()
+    processes: list[psutil.Process] = [*vars(case.engine).get("_processes", [])]
+    assert bool(processes) == isinstance(case.engine, VLLMEngine)
 
     async def end_amid_sampling() -> list[BaseException | Completion]:
         tasks = [

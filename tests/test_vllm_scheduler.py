@@ -4,6 +4,7 @@ and what reaches the caller, are the same.
 
 import collections
 import dataclasses
+import inspect
 import time
 import zlib
 
@@ -25,8 +26,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu import warmup
 from vllm.v1.worker.gpu.sample import sampler
 
+import nemo_like.generation.vllm.processes  # noqa: F401, it replaces parts of vLLM
 from nemo_like.generation.protocol import SamplingParams as OurParams
 from nemo_like.generation.vllm.completions import sampling_params
 from nemo_like.generation.vllm.scheduler import LOGPROBS, LOOKAHEAD_TOKENS, STARTS, WholeCompletions
@@ -391,3 +394,10 @@ def test_logprobs_of_sampled_tokens_are_float32_and_of_whole_distributions():
     expected = logits.double().log_softmax(-1)[range(5), ids.long()]
     assert found.logprobs.dtype == torch.float32
     assert torch.allclose(found.logprobs[:, 0].double(), expected, rtol=0, atol=1e-5)
+
+
+def test_an_engine_warms_up_what_training_samples_with():
+    assert "SamplingParams.for_sampler_warmup()" in inspect.getsource(warmup)
+    sampled = SamplingParams.for_sampler_warmup()
+    assert (sampled.top_k, sampled.top_p, sampled.logprobs) == (0, 1.0, 0)
+    assert sampled.temperature not in (0.0, 1.0), "no kernel would apply it"

@@ -174,17 +174,18 @@ class AsyncHost(Host):
 
 
 def keep_compiler_cache() -> None:
-    """Keep the cache of this process, and those that it starts, in the user's cache folder.
+    """Keep compiled code of this process, and those that it starts, in the user's cache folder.
 
     Call it before torch is imported, which makes a folder in TMPDIR by then, and leaves it there.
     """
-    if _VARIABLE in os.environ:
-        return
     with contextlib.suppress(OSError, RuntimeError):  # no home, or a read-only one: as torch has it
         caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        folder = caches / "nemo_like" / "inductor"
+        folder = Path(os.environ.get(_VARIABLE) or caches / "nemo_like" / "inductor")
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[_VARIABLE] = str(folder)
+        # Torch sets it when it compiles, but not when it loads what it had compiled: the second run
+        # would look elsewhere for the kernels of others (vLLM's sampler), and compile them again.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 @dataclass(frozen=True)
