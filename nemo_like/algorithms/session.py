@@ -1,7 +1,7 @@
 """From a configuration to a run's folder, Ray, and the processes of its workers.
 
-Workers start as soon as Ray is up, and import at the same time as this process, which begins while
-Ray starts. Nothing here imports torch; the algorithm's loop is imported last.
+Workers start as soon as Ray is up, and import at the same time as this process. Nothing here
+imports torch; the algorithm's loop is imported last.
 """
 
 import shlex
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from nemo_like.policy.worker import PolicyWorker
     from nemo_like.rollout.worker import RolloutWorker
 
-_EVERY_LOOP = ("torch", "nemo_like.data.chat", "nemo_like.policy.remote_model")
-"""What every algorithm's loop imports, slowly."""
 _MEASURED = (
     *("run.seed", "policy.dtype", "policy.trust_remote_code", "data.", "environment."),
     *("generation.backend", "generation.max_new_tokens", "generation.stop", "validation."),
@@ -165,7 +163,7 @@ def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator
             with run.start_phase("data"):
                 rows = read_rows(config)
         with run.start_phase("ray"):
-            stack.callback(connect(_EVERY_LOOP))
+            stack.callback(connect())
             limit_s, interface = config.cluster.start_timeout_s, config.cluster.network_interface
             cluster = stack.enter_context(VirtualCluster(plan_run(config), limit_s, interface))
         meter = DriverMeter()

@@ -1,7 +1,6 @@
 """Joining and leaving a Ray cluster, with limits where Ray itself would wait for minutes."""
 
 import atexit
-import importlib
 import logging
 import os
 import signal
@@ -9,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -18,19 +17,21 @@ from typing import Any
 import psutil
 import ray
 from ray import JobID
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._private.node import Node
+from ray._private.state import GlobalState
 
 from nemo_like.distributed.sweeper import Sweeper
 from nemo_like.errors import RunError, StoppedError, exit_code
-from nemo_like.imports import without_collector
 
 # Workers write logs of their own; Ray's greetings say nothing that ours do not.
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """What starts Ray's autoscaler, its reader of logs and its dashboard, which a start waits for."""
+_WITHOUT_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
+"""By default Ray starts a worker for each processor, and waits for all of them."""
 _ANSWER_TIMEOUT_S = 10.0
 _ABANDONED = "ray.init, abandoned"
 _BUSY = 3.0
@@ -42,10 +43,8 @@ _HTTP2_SETTINGS = 4
 logger = logging.getLogger(__name__)
 
 
-def connect(modules: Sequence[str] = ()) -> Callable[[], None]:
+def connect() -> Callable[[], None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine; returns how to leave.
-
-    ``modules`` are imported while a Ray of this machine starts, as far as the time goes.
 
     A process that is connected already stays so, and leaving does nothing. Raises UserError if no
     Ray of this version answers, RunError if its head does not go on answering, both within half a
@@ -61,7 +60,7 @@ def connect(modules: Sequence[str] = ()) -> Callable[[], None]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
-        leave = partial(_leave, _start(modules))
+        leave = partial(_leave, _start())
     else:
         from nemo_like.distributed.joining import join
 
@@ -135,7 +134,7 @@ def _end_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _start(modules: Sequence[str]) -> Callable[[], None]:
+def _start() -> Callable[[], None]:
     began = time.monotonic()
     try:
         sweeper = Sweeper()
@@ -143,10 +142,9 @@ def _start(modules: Sequence[str]) -> Callable[[], None]:
         # Then Ray takes 127.0.0.1 for this node, and its processes listen there alone, as on macOS
         # and Windows; elsewhere its argument for the address refuses loopback.
         on_loopback = _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
-        with on_loopback, _few_processes(), _environment(sweeper.environment | {"TMPDIR": folder}):
-            end_thread = init_in_thread(
-                None, sweeper.close, modules, address="local", _temp_dir=folder
-            )
+        variables = _WITHOUT_IDLE_WORKERS | sweeper.environment | {"TMPDIR": folder}
+        with on_loopback, _few_processes(), _environment(variables):
+            end_thread = init_in_thread(None, sweeper.close, address="local", _temp_dir=folder)
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         told = why_not_started(
             error,
@@ -189,11 +187,22 @@ def _few_processes() -> Iterator[None]:
     reason = ImportError("no run reads Ray's metrics")
     instead: list[tuple[Any, str, Any]] = [(Node, one, lambda *_, **__: None) for one in _UNUSED]
     instead.append((ray_utils, "get_dashboard_dependency_error", lambda: reason))
+    get_node: Any = getattr(services, "get_node", None)
+    instead.append((services, "get_node", partial(_node_at_once, get_node)))
     with ExitStack() as stack:
         for where, name, value in instead:
             if hasattr(where, name):  # Other versions of Ray only start more slowly.
                 stack.enter_context(_replaced(where, name, value))
         yield
+
+
+def _node_at_once(get_node: Callable[..., Any], address: str, node_id: str) -> Any:
+    """What Ray's ``get_node`` returns, which looks for a node only once a second."""
+    state, end = GlobalState(), time.monotonic() + _ANSWER_TIMEOUT_S
+    state._initialize_global_state(services._get_gcs_client_options(address))
+    while node_id not in (one["NodeID"] for one in state.node_table()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return get_node(address, node_id)
 
 
 @contextmanager
@@ -227,10 +236,7 @@ def in_a_line(error: Exception) -> str:
 
 
 def init_in_thread(
-    limit_s: float | None,
-    if_abandoned: Callable[[], None],
-    modules: Sequence[str] = (),
-    **options: Any,
+    limit_s: float | None, if_abandoned: Callable[[], None], **options: Any
 ) -> Callable[[], None]:
     """ray.init; TimeoutError after ``limit_s``. Returns how to end the thread, and all it started.
 
@@ -261,7 +267,6 @@ def init_in_thread(
     thread = threading.Thread(target=init, name="ray.init", daemon=True)
     thread.start()
     try:
-        _import_until(done, modules)
         done.result(limit_s)
     except (TimeoutError, KeyboardInterrupt, StoppedError) as error:
         thread.name = _ABANDONED
@@ -269,14 +274,6 @@ def init_in_thread(
         _give_up_ray(error)
         raise
     return left.set
-
-
-def _import_until(done: Future[None], modules: Sequence[str]) -> None:
-    with without_collector():
-        for module in modules:
-            if not done.done():
-                with suppress(Exception):  # Who needs it will say what is wrong with it.
-                    importlib.import_module(module)
 
 
 def expect_head(address: str) -> None:

@@ -112,5 +112,5 @@ def _sampled_to_warm_up() -> vllm.SamplingParams:
 for _module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
     vars(_module)["get_mp_context"] = _context
 
-vars(vllm.model_executor.models.registry)["_run_in_subprocess"] = _in_fork
+vllm.model_executor.models.registry._run_in_subprocess = _in_fork
 vllm.SamplingParams.for_sampler_warmup = staticmethod(_sampled_to_warm_up)
