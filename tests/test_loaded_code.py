@@ -227,6 +227,7 @@ OUR_PROCESSES = "what our own process sent over a channel that no other user can
 ALLOWED = {
     ("doors.py", "spec.loader.exec_module"): "the file that the user named as code",
     ("rewards/code/harness.py", "exec"): "the program of a completion, inside the sandbox",
+    ("generation/vllm/processes.py", "cloudpickle.loads"): OUR_PROCESSES,
     ("generation/vllm/worker.py", "pickle.loads"): OUR_PROCESSES,
     ("policy/state/checkpoint_files.py", f"{loaded_code.DCP}.state_dict_loader.load"): (
         "with a reader and a planner of ours, which unpickle nothing"

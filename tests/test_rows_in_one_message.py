@@ -41,7 +41,7 @@ def together(prompts, completions, **fields):
     return [float(len(completions))] * len(completions)
 """
 BREAKS_ONCE = """
-import os
+import asyncio, os
 from pathlib import Path
 
 BROKEN = Path(__file__).parent / "broken"
@@ -53,6 +53,27 @@ def reward(prompt, completion, **fields):
     if completion == "die":
         BROKEN.touch()
         os._exit(1)
+    return 1.0
+
+def batched(prompts, completions, **fields):
+    for completion in completions:
+        reward("", completion)
+    return [float(len(completions))] * len(completions)
+
+OPEN = []
+
+async def concurrent(prompt, completion, **fields):
+    OPEN.append(1)
+    reward("", completion)
+    await asyncio.sleep(0.05)
+    most = len(OPEN)
+    OPEN.pop()
+    return float(most)
+
+async def waits(prompt, completion, **fields):
+    if completion == "exit":
+        os._exit(1)
+    await asyncio.sleep(float(completion.split()[1]))
     return 1.0
 """
 LONG = "x" * 20_000
@@ -160,6 +181,50 @@ def test_a_process_that_cannot_start_costs_one_row(tmp_path):
     pool.shutdown()
     assert "the disk is gone" in lost.error
     assert [one.reward for one in others] == [1.0] * 19
+
+
+@pytest.mark.parametrize("kind", ["reward", "batched", "concurrent"])
+def test_after_one_that_cannot_start_no_more_rows_are_scored_at_once_than_allowed(tmp_path, kind):
+    (tmp_path / "breaks.py").write_text(BREAKS_ONCE)
+    pool = RewardPool(f"{tmp_path}/breaks.py:{kind}", concurrency=4)
+    results = score(pool, "die", *["good"] * 60)
+    assert any("the disk is gone" in (one.error or "") for one in results)
+    most = max(one.reward for one in results if not one.error)
+    pool.shutdown()
+    assert most == {"reward": 1.0, "batched": 4.0, "concurrent": 4.0}[kind]
+
+
+def test_short_rows_are_scored_beside_a_long_one_by_a_process_that_has_just_started(tmp_path):
+    (tmp_path / "breaks.py").write_text(BREAKS_ONCE)
+    pool = RewardPool(f"{tmp_path}/breaks.py:waits")
+
+    async def seconds_of_short():
+        assert (await pool.score("", "exit", {})).error
+        long = asyncio.create_task(pool.score("", "sleep 4", {}))
+        await asyncio.sleep(0.05)  # It is given to the next process, which still starts.
+        start = time.monotonic()
+        for _ in range(10):
+            short = asyncio.create_task(pool.score("", "sleep 0", {}))
+            await asyncio.sleep(0.02)
+        await short
+        seconds = time.monotonic() - start
+        long.cancel()
+        return seconds
+
+    assert asyncio.run(seconds_of_short()) < 3.5
+    pool.shutdown()
+
+
+def test_results_that_came_while_the_pool_stood_still_are_in_time(shared):
+    async def stall():
+        rows = [asyncio.create_task(shared.score("", f"row {i}", {})) for i in range(60)]
+        while not rows[0].done():
+            await asyncio.sleep(0)
+        shared._loop.call_soon_threadsafe(time.sleep, 1.3)  # the limit is 1 s
+        return await asyncio.gather(*rows)
+
+    for _ in range(3):
+        assert [one.error for one in asyncio.run(stall())] == [None] * 60
 
 
 def test_rows_of_one_call_share_their_time_limits(reward):

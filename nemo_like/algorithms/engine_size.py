@@ -20,9 +20,11 @@ from nemo_like.refit.buckets import travels_apart
 if TYPE_CHECKING:
     from nemo_like.policy.remote_model import RemoteModel
 
-# Most of a GPU that its engines take: where they have it to themselves, where they sleep while the
-# policy trains, and where the policy trains next to them.
+# Most of a GPU that its engines take: where one has it to itself, where several have, of which one
+# holds four buckets of a refit, where they sleep while the policy trains, and where the policy
+# trains next to them.
 _GPU_SHARE_SEPARATE = 0.85
+_GPU_SHARE_SEVERAL = 0.75
 _GPU_SHARE_SLEEPING = 0.6
 _GPU_SHARE_BESIDE = 0.3
 
@@ -36,7 +38,8 @@ def engine_config(
     prompts = math.ceil(groups / len(plan.generation))
     most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     sleep = engines_sleep(generation, plan)
-    share = _GPU_SHARE_SEPARATE
+    several = generation.num_engines_per_bundle > 1
+    share = _GPU_SHARE_SEVERAL if several else _GPU_SHARE_SEPARATE
     if plan.colocated:
         share = _GPU_SHARE_SLEEPING if sleep else _GPU_SHARE_BESIDE
     engine = EngineConfig(

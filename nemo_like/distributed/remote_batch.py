@@ -1,4 +1,4 @@
-"""A batch by reference: tokens stay with the workers, the driver holds a few numbers per row.
+"""A batch by reference: the driver reads a few numbers per row, and no tokens.
 
 Legend: ``B`` rows of the whole batch.
 """
@@ -46,7 +46,7 @@ class _Source:
 
 @dataclass(kw_only=True)
 class RemoteBatch:
-    """Rows by reference. Row columns are here; token columns are in the object store."""
+    """Rows by reference. Row columns are here; token columns are Ray's objects."""
 
     lengths: Tensor
     """int64 [B], tokens of each row."""
@@ -60,7 +60,7 @@ class RemoteBatch:
     def from_chunks(
         refs: Sequence[ObjectRef], lengths: Sequence[Tensor], rows: Sequence[dict[str, Tensor]]
     ) -> "RemoteBatch":
-        """Join chunks that workers put into the store: row j of chunk i is row j of ``refs[i]``."""
+        """Join chunks of workers: row j of chunk i is row j of ``refs[i]``."""
         batch = RemoteBatch(
             lengths=torch.cat(list(lengths)),
             rows={name: torch.cat([chunk[name] for chunk in rows]) for name in rows[0]},

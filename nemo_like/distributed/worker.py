@@ -92,9 +92,9 @@ def tokens_apart(
 ) -> Callable[P, Coroutine[Any, Any, R]]:
     """Mark a method that returns a result and its tokens, which Ray then returns separately.
 
-    Tokens of less than 100 kB come with the answer, which saves two thirds of a call's time; others
-    stay in the object store. The driver looks at neither: it gets the result, and a reference as
-    the result's ``tokens``.
+    Tokens of less than 100 kB come with the answer, which saves two thirds of a call's time, and
+    lie unread in the driver's process; others stay in the object store. The driver gets the result,
+    a dataclass, with a reference as its ``tokens``.
     """
     vars(method)[_MARK] = True
     return cast("Callable[P, Coroutine[Any, Any, R]]", method)
@@ -185,7 +185,8 @@ def keep_compiler_cache() -> None:
         os.environ[_VARIABLE] = str(folder)
         # Torch sets it when it compiles, but not when it loads what it had compiled: the second run
         # would look elsewhere for the kernels of others (vLLM's sampler), and compile them again.
-        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+        if "TRITON_HOME" not in os.environ:
+            os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 @dataclass(frozen=True)

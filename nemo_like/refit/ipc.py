@@ -92,7 +92,7 @@ class IpcSender:
                 connection = self._listener.accept()
             except (EOFError, OSError, AuthenticationError) as error:
                 raise RunError(
-                    f"An engine did not connect to its policy rank: {error!r}"
+                    f"An engine did not connect to the sender of its weights: {error!r}"
                 ) from error
             self._receivers.append(_Peer(connection, self._timeout_s))
         self._listener.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_like.errors import RunError
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastReceiver
 from nemo_like.refit.buckets import Bucket
 from nemo_like.refit.ipc import IpcAddress, IpcReceiver, IpcSender, Tensors
@@ -49,16 +50,22 @@ class OtherLink:
         while True:
             try:
                 return IpcReceiver(self.first, buckets, device, timeout_s)
-            except ConnectionRefusedError:
+            except ConnectionRefusedError as error:
                 if time.monotonic() > end:
-                    raise
+                    raise RunError(
+                        f"The first engine of this GPU did not listen within {timeout_s:g} s."
+                    ) from error
                 time.sleep(_RETRY_S)
 
 
-def shared_link(source: BroadcastLink, num_others: int) -> list[FirstLink | OtherLink]:
-    """Links of engines that share one GPU."""
-    address = IpcAddress.new()
-    return [FirstLink(source, address, num_others), *[OtherLink(address)] * num_others]
+def links_of_gpu(
+    source: BroadcastLink, num_engines: int
+) -> Sequence[BroadcastLink | FirstLink | OtherLink]:
+    """Links of the engines on one GPU."""
+    if num_engines == 1:
+        return [source]
+    address, others = IpcAddress.new(), num_engines - 1
+    return [FirstLink(source, address, others), *[OtherLink(address)] * others]
 
 
 class FirstReceiver:

@@ -1,7 +1,7 @@
 """Scores rows in processes of their own, so that a reward function can fail in any way it likes.
 
 Every process has its own socket and a hard limit per row: a process that is late, dead, worn out or
-that writes what it should not is replaced, and only the row that it scored is lost. (A pool whose
+that writes what it should not is replaced, and only what it was scoring is lost. (A pool whose
 workers share a queue, such as pebble's or the standard library's, is broken for good when a worker
 dies between two rows; ``multiprocessing`` would import the main module, here Ray's, in every
 process, and unpickle what a process sends, which a reward function can write.)
@@ -58,7 +58,8 @@ class RewardPool:
     count) or more than ``memory_limit_bytes`` fails. Processes get ``pass_variables`` besides those
     that ``variables`` lists. Their output goes to ``log`` (None: this process's own output).
 
-    A process scores one row after the other, or ``concurrency`` at once by an ``async def``. It is
+    A process scores one row after the other, or ``concurrency`` at once by an ``async def``. A
+    single process of the first kind holds more rows than it scores. It is
     replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``
     (None: it is kept while it works). If the reward takes several rows in one call, a free process
     gets up to ``concurrency`` waiting rows, which share time limits and succeed or fail together.
@@ -209,6 +210,8 @@ class _Lane:
         self.num_calls = 0
         """That have not returned; the pool counts them."""
         self._settings = settings
+        self.is_concurrent = self.is_batched = False
+        """What the reward is, once a process has loaded it."""
         self._processes: list[RewardProcess] = []
         """The last one is in use; those before it end when their rows are scored."""
         self._replacing = asyncio.Lock()
@@ -220,18 +223,10 @@ class _Lane:
         self._has_scored = False
         self._is_ended = False
 
-    @property
-    def is_concurrent(self) -> bool:
-        return bool(self._processes) and self._processes[-1].is_concurrent
-
-    @property
-    def is_batched(self) -> bool:
-        return bool(self._processes) and self._processes[-1].is_batched
-
     async def start(self) -> None:
         """Start the first process; UserError if it cannot load its reward."""
         await self._start()
-        await self._processes[-1].wait_until_ready()
+        await self._ready()
 
     async def end(self) -> None:
         self._is_ended = True
@@ -253,7 +248,7 @@ class _Lane:
                 last.retire()
                 await self._start()
             try:
-                await self._processes[-1].wait_until_ready()
+                await self._ready()
             except UserError as error:
                 self._num_refused += 1
                 if self._num_refused >= TRIES:
@@ -261,6 +256,11 @@ class _Lane:
                 raise
             self._num_refused, self.refused = 0, None
             return self._processes[-1]
+
+    async def _ready(self) -> None:
+        process = self._processes[-1]
+        await process.wait_until_ready()
+        self.is_concurrent, self.is_batched = process.is_concurrent, process.is_batched
 
     def _first_s(self) -> float:
         """Extra seconds for the first rows of the next process.

@@ -103,8 +103,7 @@ class _Call:
 class RewardProcess(asyncio.Protocol):
     """One process and its socket, on the pool's event loop; ``kill`` may come from other threads.
 
-    Whatever it writes is read at once and checked. Anything but a result on a row that it holds
-    ends it, and costs the rows that it holds.
+    Whatever it writes is checked. Anything but a result on a row that it holds ends it.
     """
 
     def __init__(self, settings: ProcessSettings, first_s: float) -> None:
@@ -191,6 +190,8 @@ class RewardProcess(asyncio.Protocol):
         try:
             while not done.done():
                 await asyncio.wait({done}, timeout=self._left_s(call))
+                if not done.done():
+                    await self._read()
             done.result()
         except LostError as error:
             lost = [*call.rows][:together]
@@ -200,6 +201,13 @@ class RewardProcess(asyncio.Protocol):
         if self._is_retired and not self._in_flight:
             self.lose("the reward process was replaced")
         return [*call.rows.values()]
+
+    async def _read(self) -> None:
+        """Read what lies in the socket: this event loop may have stood still."""
+        assert self._transport is not None
+        self._transport.resume_reading()
+        for _ in range(2):  # one turn to look, and one to read
+            await asyncio.sleep(0)
 
     def _left_s(self, call: _Call) -> float:
         """Seconds until the row that is scored is late; if it is, ends the process: LostError."""
@@ -223,7 +231,7 @@ class RewardProcess(asyncio.Protocol):
             self.lose("the reward process was replaced")
 
     def lose(self, why: str) -> None:
-        """End the process; rows that it holds fail."""
+        """End the process, and all calls of ``score``."""
         if self._lost is not None:
             return
         self._lost = why

@@ -32,7 +32,7 @@ class Round:
         """``keep``: see ``RolloutSource.next_batch``."""
         self.results = results
         self.batch = RemoteBatch.from_chunks(
-            [result.reference for result in results],
+            [result.tokens for result in results],
             [result.lengths for result in results],
             [result.rows for result in results],
         )

@@ -9,7 +9,8 @@ which the same memory gets again. Dropped weights are gone, so that a refit foll
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.config.generation import RefitConfig, Transport
@@ -120,13 +121,12 @@ def links_to(
         }
         return [IpcLink(tuple(of_bundle[bundle] for bundle in one)) for one in plan.generation]
     from nemo_like.refit.broadcast import BroadcastLink
-    from nemo_like.refit.relay import shared_link
+    from nemo_like.refit.relay import links_of_gpu
 
-    links: dict[tuple[int, ...], Iterator[Link]] = {}
-    sharing, next_rank = Counter(plan.generation), 1
-    world_size = 1 + sum(map(len, sharing))
-    for bundles, count in sharing.items():
+    links: list[Link] = []
+    next_rank, world_size = 1, 1 + sum(map(len, set(plan.generation)))
+    for bundles, replicas in groupby(plan.generation):
         link = BroadcastLink(host, senders[0].port, next_rank, world_size)
-        links[bundles] = iter([link] if count == 1 else shared_link(link, count - 1))
+        links += links_of_gpu(link, len(list(replicas)))
         next_rank += len(bundles)
-    return [next(links[bundles]) for bundles in plan.generation]
+    return links

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ray import ObjectRef
 from torch import Tensor
 
 from nemo_like.batch.tensor_batch import TensorBatch, as_arrays, as_tensors, prompt_columns
@@ -90,8 +89,8 @@ class RolloutRequest:
 class RolloutResult:
     """What the driver gets: a reference to the tokens, and a few numbers per row."""
 
-    tokens: ObjectRef | None = None
-    """Set once the result is with the driver."""
+    tokens: Any = None
+    """An ObjectRef, once the result is with the driver."""
     lengths: Tensor
     """int64 [B], tokens of each row."""
     rows: dict[str, Tensor]
@@ -107,12 +106,6 @@ class RolloutResult:
     """Seconds that the replica took."""
     samples: tuple[Sample, ...] = ()
     """The completions as text, if requested."""
-
-    @property
-    def reference(self) -> ObjectRef:
-        """``tokens``, which are there by now."""
-        assert self.tokens is not None
-        return self.tokens
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"lengths": self.lengths.numpy(), "rows": as_arrays(self.rows)}

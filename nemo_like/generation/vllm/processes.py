@@ -2,7 +2,7 @@
 
 vLLM spawns them, and each would import vLLM again, after our own process has: seconds on top.
 Importing this module replaces how they are started, both in our process and in the fork server,
-which imports it beforehand (``vllm_environment.start_fork_server``) and whose forks start further
+which imports it beforehand (``environment.start_fork_server``) and whose forks start further
 ranks in the same way. Two more replacements make an engine's first start on a machine shorter.
 """
 
@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.context
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -26,6 +27,7 @@ with without_collector():
     import vllm.v1.engine.utils
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.executor.uniproc_executor
+    from vllm.plugins import load_general_plugins
 
 _END = signal.SIGUSR2
 """What SIGTERM is to others: that may come from whoever ends all processes of a run."""
@@ -82,29 +84,40 @@ def _context() -> multiprocessing.context.BaseContext:
 
 
 def _in_fork(look: Callable[[], Any]) -> Any:
-    """What ``look`` finds out about a model's class, whose import may start to use the GPU.
+    """What ``look`` finds out about a model's class; RuntimeError with the traceback if it fails.
 
-    vLLM does that in a process that imports all of vLLM anew.
+    Not here, since the import of a model may start to use the GPU; vLLM looks in a process that
+    first imports all of vLLM.
     """
     found, sender = multiprocessing.Pipe(duplex=False)
     process = EngineProcess(target=_send, args=(sender, cloudpickle.dumps(look)))
     process.start()
     sender.close()
     try:
-        return found.recv()
+        result, error = found.recv()
+    except EOFError:
+        result, error = None, "The process that looked at the model's class has died."
     finally:
         process.join()
+    if error is not None:
+        raise RuntimeError(error)
+    return result
 
 
 def _send(sender: Connection, look: bytes) -> None:
-    sender.send(cloudpickle.loads(look)())
+    try:
+        load_general_plugins()
+        sender.send((cloudpickle.loads(look)(), None))
+    except Exception:  # whatever a model's file may raise
+        sender.send((None, traceback.format_exc()))
 
 
 def _sampled_to_warm_up() -> vllm.SamplingParams:
     """What training samples with.
 
-    vLLM's own has all there is. Of the kernels that it compiles, the one for top-k and top-p takes
-    four fifths of the time; the first request with either compiles it then.
+    vLLM's own parameters use every feature of its sampler. Of the kernels that are compiled for
+    them, the one for top-k and top-p takes four fifths of the time; now the first request with
+    either compiles it.
     """
     return vllm.SamplingParams(temperature=0.9, seed=0, logprobs=0)
 

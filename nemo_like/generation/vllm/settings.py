@@ -148,8 +148,9 @@ def _gpu_args(config: EngineConfig, memory_bytes: int) -> dict[str, Any]:
             raise UserError(
                 f"An engine may take {share / 2**30:.1f} GiB of its GPU, which leaves no KV cache "
                 f"next to {config.weight_bytes / 2**30:.1f} GiB of weights; set "
-                "generation.sleep=true, a larger generation.engine_kwargs.gpu_memory_utilization "
-                "or a larger generation.tensor_parallel_size."
+                "generation.sleep=true, a larger generation.engine_kwargs.gpu_memory_utilization, "
+                "a larger generation.tensor_parallel_size, or fewer engines on each GPU "
+                "(generation.num_engines_per_bundle)."
             )
         args["kv_cache_memory_bytes"] = min(config.kv_cache_bytes, room)
     if "kv_cache_memory_bytes" in args:
