@@ -254,6 +254,9 @@ def test_shutdown_ends_the_processes_and_what_they_started(reward_file):
 
     results = asyncio.run(shut_down_while_busy())
     assert all(g.reward is None and "shut down" in g.error for g in results)
+    ends = time.monotonic() + 5  # a killed process is gone a moment later
+    while any(running(f"sleep {seconds}{kind}") for kind in ("", 1, 2)) and time.monotonic() < ends:
+        time.sleep(0.02)
     assert not running(f"sleep {seconds}")
     assert not running(f"sleep {seconds}1"), "in a session of its own"
     assert not running(f"sleep {seconds}2"), "in a session of its own, whose leader had ended"
