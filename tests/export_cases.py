@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.state_dict_loader as dcp_load
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_like.batch import keys
@@ -18,7 +22,7 @@ from nemo_like.models.build import architecture
 from nemo_like.models.naming import plain_name
 from nemo_like.policy import scoring
 from nemo_like.policy.parallel.full_tensors import local_part
-from nemo_like.policy.state.files import read_tensors, stored_files
+from nemo_like.policy.state.files import AsStored, read_tensors, stored_files
 from nemo_like.policy.state.state import export_folder, refit_tensors
 from nemo_like.policy.trainer import Trainer
 from tests.engine_cases import make_trainer, step
@@ -154,6 +158,15 @@ def reads_own_experts(path: str) -> list[str]:
         assert torch.equal(local_part(tensor), expected[name])
         read += own
     return read
+
+
+def sharded_as_stored(folder: str) -> torch.Tensor:
+    """A float32 matrix of two ranks, read from a bfloat16 one as on GPUs."""
+    mesh = init_device_mesh("cpu", (2,))
+    matrix = distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)])
+    reader = HuggingFaceStorageReader(folder)
+    dcp_load.load({"matrix": matrix}, storage_reader=reader, planner=AsStored())
+    return matrix.full_tensor()
 
 
 def vllm_gaps(folder: str) -> tuple[float, float]:

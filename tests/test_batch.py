@@ -354,3 +354,24 @@ def test_the_kernel_for_unequal_rows_sees_prompts_in_common():
     inputs = (x.cuda().bfloat16() for x in (q, k, v))
     actual, _ = packed_attention(torch.nn.Identity(), *inputs, None, **on_gpu)
     torch.testing.assert_close(actual.float().cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_compiled_attention_pads_equal_rows_and_single_ones_without_another_compilation():
+    torch.compiler.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    compiled = torch.compile(packed_attention, backend="aot_eager")
+    generator, counts = torch.Generator().manual_seed(0), []
+    for lengths in ([5, 9, 3], [3, 6, 2, 6, 7], [13] * 4, [2, 10], [8], [11]):
+        index = row_index(torch.tensor(lengths))
+        q, k, v = (
+            torch.randn(1, heads, sum(lengths), 8, generator=generator, requires_grad=True)
+            for heads in (4, 2, 2)
+        )
+        expected, _ = packed_attention(torch.nn.Identity(), q, k, v, None, **index)
+        actual, _ = compiled(torch.nn.Identity(), q, k, v, None, **index)
+        torch.testing.assert_close(actual, expected)
+        pull = torch.randn(expected.shape, generator=generator)
+        gradients = (torch.autograd.grad(out, (q, k, v), pull) for out in (actual, expected))
+        torch.testing.assert_close(*gradients)
+        counts.append(graphs["unique_graphs"])
+    assert [one - counts[0] for one in counts] == [0, 1, 1, 1, 2, 2], "sizes that change; one row"

@@ -167,6 +167,14 @@ def test_a_checkpoint_of_experts_goes_on_on_one_and_on_four_ranks(pool, model_of
         assert engine_cases.largest_difference(parameters, expected) < 1e-4
 
 
+def test_tensors_of_another_type_are_read_into_each_ranks_rows(pool, tmp_path):
+    matrix = torch.randn(5, 3).bfloat16()
+    save_file({"matrix": matrix}, tmp_path / "model.safetensors")
+    for found in pool.run(2, f"{CASES}:sharded_as_stored", str(tmp_path)):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, matrix.float())
+
+
 def test_a_rank_reads_its_own_experts_alone(pool, model_of):
     first, second = pool.run(2, f"{CASES}:reads_own_experts", model_of("qwen3-moe"))
     assert {name.split(".")[5] for name in first} == {"0", "1"}

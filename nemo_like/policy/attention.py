@@ -118,7 +118,7 @@ def packed_attention(
         k, v = (_pad(x, of_keys, (rows, max_length_k)) for x in (k, v))
         skipped = None if key_index is None else (cu_seq_lens_k - cu_seq_lens_q).diff()
         out = _padded(q, k, v, skipped, scaling).transpose(1, 2).flatten(0, 1)
-        out = out if len(out) == len(padded_index) else out[padded_index]
+        out = out[padded_index] if _may_pad(padded_index, len(out)) else out
     if context_group is not None:
         from nemo_like.policy.parallel.collectives import tokens_for_heads
 
@@ -138,10 +138,19 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, skipped: Tensor | None, scale: floa
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=has_gqa)
 
 
+def _may_pad(index: Tensor, num_places: int) -> bool:
+    """False if rows are equally long, and so lie where they should.
+
+    Compiled code always pads: it would be compiled once more for such rows, and again for a single
+    one, which takes seconds each, and copies are fused.
+    """
+    return torch.compiler.is_compiling() or len(index) < num_places
+
+
 def _pad(x: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
     """[N, H, D] -> [B, H, T, D] with zeros behind each row."""
     padded = x
-    if len(x) < shape[0] * shape[1]:  # else rows are equally long, and lie where they should
+    if _may_pad(index, shape[0] * shape[1]):
         padded = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, index, x)
     return padded.view(*shape, *x.shape[1:]).transpose(1, 2)
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.compiler import set_stance
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
@@ -17,10 +18,13 @@ from nemo_like.policy.inputs import made_up_rows
 if TYPE_CHECKING:
     from nemo_like.policy.trainer import Trainer
 
-# Torch compiles each again: rows of similar and of different lengths, for which attention has a
-# kernel each, and one row. It takes a size for one that changes when it sees a second value.
-_ROWS = ((60, 64), (90, 96, 94), (16, 80), (24, 120, 20), (80,))
-_EQUAL = 64
+# Torch takes a size for one that changes when it sees a second value: the first rows are traced
+# only, and all code is compiled for changing sizes, once.
+_TRACED = (60, 64)
+# Each is compiled again: rows of similar and of different lengths, for which attention has a kernel
+# each, and one row.
+_LONGEST = 96
+_ROWS = ((24, 120, 20), (80,))
 
 
 def warm_up(trainer: "Trainer", temperature: float) -> None:
@@ -28,22 +32,28 @@ def warm_up(trainer: "Trainer", temperature: float) -> None:
     if trainer.mesh.sizes.pp > 1:
         return  # All passes through a pipeline have one shape, which is the step's own.
     measures = trainer.setup.output == "logprobs"
-    equal = _equal_rows(trainer.config)
-    for lengths, on_policy in (*((one, measures) for one in (*_ROWS, equal)), (equal, False)):
-        rows = made_up_rows(lengths, trainer.device)
-        rows.tokens[keys.GENERATION_LOGPROBS] = torch.zeros(rows.num_tokens, device=trainer.device)
-        rows.rows[keys.SAMPLE_MASK] = torch.ones(len(rows), dtype=torch.bool, device=trainer.device)
-        sums = MismatchSums(trainer.device) if on_policy else None
-        trainer.backward(
-            [rows], _NoLoss(), Denominators(tokens=1.0, sequences=1.0), temperature, sums
-        )
+    with set_stance("default", force_backend="eager"):
+        _pass(trainer, _TRACED, temperature, on_policy=measures)
+    similar = _similar_rows(trainer.config)
+    for lengths, on_policy in (*((one, measures) for one in (similar, *_ROWS)), (similar, False)):
+        _pass(trainer, lengths, temperature, on_policy=on_policy)
     forget_gradients(trainer.parameters)
 
 
-def _equal_rows(config: PolicyConfig) -> tuple[int, ...]:
-    """Rows that need no padding, as siblings have them, and more tokens than a chunk of logits."""
-    most = min(config.logprob_chunk_tokens + _EQUAL, config.micro_batch_tokens)
-    return (_EQUAL,) * max(2, most // _EQUAL)
+def _pass(
+    trainer: "Trainer", lengths: tuple[int, ...], temperature: float, *, on_policy: bool
+) -> None:
+    rows = made_up_rows(lengths, trainer.device)
+    rows.tokens[keys.GENERATION_LOGPROBS] = torch.zeros(rows.num_tokens, device=trainer.device)
+    rows.rows[keys.SAMPLE_MASK] = torch.ones(len(rows), dtype=torch.bool, device=trainer.device)
+    sums = MismatchSums(trainer.device) if on_policy else None
+    trainer.backward([rows], _NoLoss(), Denominators(tokens=1.0, sequences=1.0), temperature, sums)
+
+
+def _similar_rows(config: PolicyConfig) -> tuple[int, ...]:
+    """Three or more, with more tokens than a chunk of logits."""
+    most = min(config.logprob_chunk_tokens + _LONGEST, config.micro_batch_tokens)
+    return (_LONGEST - 1, *(_LONGEST,) * max(2, most // _LONGEST))
 
 
 class _NoLoss:

@@ -12,7 +12,9 @@ import torch.distributed.checkpoint.state_dict_loader as dcp_load
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -88,11 +90,32 @@ def read_tensors(
     renamed = {name: one for name, one in sources.items() if one.converter is None}
     with told_as(UserError, _UNREADABLE.format(path)):
         same = {renamed[name].names[0]: wanted[name] for name in wanted if name in renamed}
-        dcp_load.load(same, storage_reader=HuggingFaceStorageReader(path))
+        on_host = all(tensor.device.type == "cpu" for tensor in same.values())
+        planner = None if on_host else AsStored()
+        dcp_load.load(same, storage_reader=HuggingFaceStorageReader(path), planner=planner)
         with ExitStack() as stack:
             get = _reader(stored, stack)
             for name in wanted.keys() - renamed.keys():
                 _read_converted(wanted[name], name, sources[name], naming, get)
+
+
+class AsStored(DefaultLoadPlanner):
+    """Tensors travel to a GPU as they are stored, and change their type there.
+
+    Otherwise torch makes a converted copy of each on the host: as much fresh memory as the float32
+    model, whose pages alone take a second or more for each GB on some machines.
+    """
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """See torch's ``LoadPlanner``."""
+        self._target = super().resolve_tensor(read_item)
+        assert self.metadata is not None
+        stored: Any = self.metadata.state_dict_metadata[read_item.storage_index.fqn]
+        return self._target.new_empty(self._target.shape, dtype=stored.properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """See torch's ``LoadPlanner``."""
+        self._target.detach().copy_(tensor)
 
 
 def _reader(stored: Mapping[str, Path], stack: ExitStack) -> Callable[[str], Tensor]:
