@@ -16,7 +16,7 @@ if ((${GPUS:-1} == 2)); then
   variants="colocated lag0 lag1 lag2 lag4"
   shared+=(cluster.gpus_per_node=2 generation.num_engines_per_bundle=1)
 else
-  variants="lag0 overlap lag1"
+  variants="lag0 overlap lag1 lag1-mps"
 fi
 for workload in ${WORKLOADS:-learning tail}; do
   name=$workload options=("${shared[@]}")
@@ -29,7 +29,9 @@ for workload in ${WORKLOADS:-learning tail}; do
     case $variant in
     overlap) of_variant=(rollout.overlap=true) ;;
     lag*)
-      of_variant=("rollout.max_lag=${variant#lag}")
+      lag=${variant#lag}
+      of_variant=("rollout.max_lag=${lag%-mps}")
+      [[ $variant == *-mps ]] && of_variant+=(cluster.mps=true)
       ((${GPUS:-1} == 2)) && of_variant+=(cluster.num_generation_workers=1)
       ;;
     esac

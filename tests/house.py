@@ -49,6 +49,7 @@ LEAVES = {
     "data/turns.py": "tokens of later turns",
     "distributed/failures.py": "what ended a wait, in words",
     "distributed/joining.py": "joining a Ray cluster that runs already",
+    "distributed/mps.py": "`cluster.mps`: NVIDIA's MPS for processes that share a GPU",
     "environments/": "conversations of several turns: tools, search, games, programs",
     "generation/graph/": "our own engine",
     "generation/hf_engine.py": "the engine on transformers",

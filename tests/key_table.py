@@ -89,6 +89,11 @@ ANY_RUN = [
     *seen(placed, "cluster.num_nodes=2", f"{_GPU[:-1]}2", "cluster.cpu_workers_per_node=2"),
     *seen(placed, "cluster.cpus_per_worker=2"),
     *proven(
+        "tests/test_mps.py::test_a_run_asks_for_it_before_it_starts_ray",
+        "cluster.mps=true",
+        beside=_GPU,
+    ),
+    *proven(
         "tests/test_network.py::test_the_configured_interface_wins_over_all",
         "cluster.network_interface=eth0",
     ),

@@ -34,6 +34,7 @@ LAYERS = [
 CROSSINGS = {
     ("algorithms/rows.py", "data/columns.py"),
     ("algorithms/sampling.py", "data/mixtures.py"),
+    ("algorithms/session.py", "distributed/mps.py"),
     ("compose/files.py", "compose/refusals.py"),
     ("compose/load.py", "compose/refusals.py"),
     ("compose/main.py", "compose/help.py"),
@@ -119,6 +120,7 @@ MAY_READ_ENVIRONMENT = {
     "config/model_files.py",
     "environments/program.py",
     "distributed/connection.py",
+    "distributed/mps.py",
     "distributed/sweeper.py",
     "distributed/virtual_cluster.py",
     "distributed/worker.py",

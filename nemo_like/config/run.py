@@ -84,6 +84,14 @@ class ClusterConfig(Section):
     """CPUs of each bundle; fractions let more workers than cores start."""
     num_generation_workers: int | None = None
     """Bundles set apart for generation. None: colocated, every bundle holds both."""
+    mps: Annotated[
+        bool,
+        OnlyIf(
+            lambda here, _: here.gpus_per_node > 0, "the run has no GPUs (cluster.gpus_per_node)"
+        ),
+    ] = False
+    """Start NVIDIA's MPS with a Ray of the run's own: engine and policy on one GPU, or several
+    engines, then compute at the same time instead of taking turns. Changes no numbers."""
     network_interface: str | None = None
     """Interface that workers talk over (gloo, NCCL), the same name on every node. None: on several
     nodes the one that has the node's Ray address, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
