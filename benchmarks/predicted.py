@@ -43,7 +43,13 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 LEFT_OUT = {
     **dict.fromkeys([("lag-h200", i) for i in range(4)], "the other seed ran on the same GPUs"),
     ("lag-h200", 8): "overlap at lag 0 is not predicted",
-    **dict.fromkeys([("lag-h200", 17), ("lag-h200", 28)], "MPS, of which a plan does not know"),
+    **dict.fromkeys(
+        [("lag-h200", i) for i in (17, 28, 37, 40)], "MPS, of which a plan does not know"
+    ),
+    **dict.fromkeys(
+        [("lag-h200", 41), ("lag-h200", 42), ("fp8-h200", 2), ("fp8-h200", 3)],
+        "all four, and verl's start, on one GPU",
+    ),
 }
 _NEIGHBOURS = "runs on the machine's other GPUs took its cores"
 _PARTS = "an engine then sent tokens in parts of eight, and got its requests anew at each refit"
@@ -95,6 +101,7 @@ MISSED = {
     ("lag-h200 32 smollm2 lag0, one GPU, graph", "rollout"): "two engines share the GPU's time",
     ("lag-h200 33 learning lag1, one GPU, graph", "step"): _SHARED,
     ("lag-h200 34 smollm2 lag1, one GPU, graph", "step"): _SHARED,
+    ("lag-h200 36 learning lag1, one GPU", "step"): _SHARED,
     ("lag-lr1e-3-cpu seed 1 lag 0", "step"): "other work took the cores from sampling, too",
     ("scaling-h200 1 qwen1.5b", "refit"): "ranks then gathered each parameter by itself",
 }
