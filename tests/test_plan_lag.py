@@ -30,6 +30,8 @@ def work(**changes):
         ({"lag": 2}, 3.0, 0.0, 2 / 3),
         ({"lag": 1, "engines": 2}, 2.0, 0.25, 0.5),  # 4 s from beginning to training, 2 steps
         ({"lag": 1, "train_s": 9.0}, 9.0, 2 / 3, 0.0),
+        ({"lag": 1, "shared": 1.0}, 4.0, 0.25, 0.75),  # the engine stands still for 1 s
+        ({"lag": 1, "shared": 0.5}, 3.5, 1 / 7, 5 / 7),
     ],
     ids=str,
 )
@@ -118,6 +120,22 @@ def test_where_an_engine_has_slots_for_some_the_others_wait(tmp_path):
     plan = plan_run(config)
     waves = [Planner(config, one, plan).outcome(8, 1, 0).found.step_s for one in times]
     assert waves == pytest.approx([1.0, 8.0])
+
+
+def test_mps_lets_a_shared_gpu_sample_and_train_at_the_same_time(tmp_path):
+    """One completion a step, of 1 s, and training of 1 s: in turns, or for the most part at once."""
+    same = ("cluster.gpus_per_node=1", "generation.sleep=false", "rollout.max_lag=1")
+    same = (*same, "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2")
+    times = Times(
+        source="", token_s=lambda _: 1.0, slots=4, train_s=0.25, refit_s=0.0, lengths=[1.0]
+    )
+    seconds = []
+    for options in ((), ("cluster.mps=true",)):
+        config = small_config(tmp_path, *same, *options)
+        outcome = Planner(config, times, plan_run(config)).outcome(1, None, 1)
+        seconds.append(outcome.found.step_s)
+    assert seconds[0] == pytest.approx(2.0)
+    assert 1.0 < seconds[1] < 1.6
 
 
 def test_a_large_step_of_one_engine_is_simulated_whole(tmp_path):

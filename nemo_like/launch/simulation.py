@@ -42,8 +42,9 @@ class Workload:
     refit."""
     group_s: float = 0.0
     """Seconds from a group's last token until it can train."""
-    shares: bool = False
-    """Whether each engine shares a GPU with a policy rank."""
+    shared: float = 0.0
+    """Seconds that each second of training takes longer, and engines stand still, where these share
+    a GPU with policy ranks: 1 if they take turns."""
     lag: int = 0
     by_readiness: bool = False
 
@@ -150,8 +151,8 @@ class _Engines:
         pause_s = self.work.refit_s
         for engine in self.all:
             self.ends |= engine.run(self.now)
-        if self.work.shares and any(engine.running for engine in self.all):
-            pause_s += self.work.train_s  # half the speed for twice the time, for both
+        if any(engine.running for engine in self.all):
+            pause_s += self.work.shared * self.work.train_s
         self.now += self.work.train_s
         for engine in self.all:
             self.ends |= engine.stop(self.now, pause_s)
