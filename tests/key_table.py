@@ -89,11 +89,6 @@ ANY_RUN = [
     *seen(placed, "cluster.num_nodes=2", f"{_GPU[:-1]}2", "cluster.cpu_workers_per_node=2"),
     *seen(placed, "cluster.cpus_per_worker=2"),
     *proven(
-        "tests/test_mps.py::test_a_run_asks_for_it_before_it_starts_ray",
-        "cluster.mps=true",
-        beside=_GPU,
-    ),
-    *proven(
         "tests/test_network.py::test_the_configured_interface_wins_over_all",
         "cluster.network_interface=eth0",
     ),
@@ -240,6 +235,11 @@ _JUDGED = "environment.reward=judge environment.judge.url=http://x environment.j
 _TALKS = "environment.name=guess"
 _SCORED = "environment.reward=reward_model environment.reward_model={scores}"
 ENGINES = [
+    *proven(
+        "tests/test_mps.py::test_a_run_asks_for_it_where_it_can_have_it",
+        "cluster.mps=true",
+        beside=f"{_GPU} generation.num_engines_per_bundle=2",
+    ),
     *seen(placed, "cluster.num_generation_workers=1", beside="cluster.cpu_workers_per_node=2"),
     *seen(loop, "generation.backend=hf", "generation.engine_kwargs={{max_num_seqs: 3}}"),
     *seen(placed, "generation.tensor_parallel_size=2", beside="cluster.cpu_workers_per_node=2"),
@@ -410,6 +410,7 @@ _NO_SAMPLES = (
 TEXTS = [
     *TRAINING,
     *refused("this run samples no completions", *_NO_SAMPLES),
+    *refused("no processes of this run compute on one GPU", "cluster.mps=true", beside=_GPU),
     *refused("no engines to refit", "policy.lora.refit=adapters", beside="policy.lora.rank=4"),
     *proven(
         f"{_ENGINE}local_sgd_averages_every_so_many_steps_and_before_weights_leave",

@@ -35,6 +35,7 @@ CROSSINGS = {
     ("algorithms/rows.py", "data/columns.py"),
     ("algorithms/sampling.py", "data/mixtures.py"),
     ("algorithms/session.py", "distributed/mps.py"),
+    ("distributed/connection.py", "distributed/mps.py"),
     ("compose/files.py", "compose/refusals.py"),
     ("compose/load.py", "compose/refusals.py"),
     ("compose/main.py", "compose/help.py"),

@@ -1,47 +1,53 @@
 """Starting NVIDIA's MPS, by a stand-in for its command: there is none without a GPU."""
 
+import logging
 import os
 import subprocess
 import sys
 
 import pytest
 
+from nemo_like.distributed.mps import recommend_mps
+from tests.small_runs import small_config
+
 DAEMON = """#!/bin/sh
 test "$1" = -d || exit 3
-env > "{folder}/seen"
+env -0 > "{folder}/seen"
 echo starting
 sleep 300 &
 echo $! > "{folder}/pid"
 """
-WITHIN = """
-import os, pathlib, psutil
-from nemo_like.distributed.mps import mps
+CONNECTS = """
+import os, pathlib, psutil, ray
+from nemo_like.distributed.connection import connect
 
 folder = pathlib.Path("FOLDER")
-with mps():
-    pipes = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
-    assert pipes.is_dir()
-    seen = dict(line.split("=", 1) for line in (folder / "seen").read_text().splitlines())
-    assert seen["CUDA_MPS_PIPE_DIRECTORY"] == seen["CUDA_MPS_LOG_DIRECTORY"] == str(pipes)
-    assert "CUDA_VISIBLE_DEVICES" not in seen, "its numbers would be those of the daemon"
-    process = psutil.Process(int((folder / "pid").read_text()))
-    assert process.is_running()
+leave = connect(folder / "logs")
+seen = dict(one.split("=", 1) for one in (folder / "seen").read_text().split("\\0") if one)
+process = psutil.Process(int((folder / "pid").read_text()))
+pipes = pathlib.Path(seen["CUDA_MPS_PIPE_DIRECTORY"])
+assert pipes.is_dir() and process.is_running()
+assert seen["CUDA_MPS_LOG_DIRECTORY"] == str(folder / "logs")
+assert "CUDA_VISIBLE_DEVICES" not in seen
+names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICES")
+of_worker = ray.get(ray.remote(lambda: [os.environ.get(name) for name in names]).remote())
+assert of_worker[:2] == [seen[name] for name in names[:2]], of_worker
+assert [os.environ.get(name) for name in names] == [None, None, "1"]
+leave()
 assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 assert not pipes.exists()
-assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-assert os.environ["CUDA_MPS_LOG_DIRECTORY"] == "/of/the/user"
-assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 print("as it was")
 """
-ASKED = """
-import logging, sys
-from nemo_like.errors import RunError, UserError, WaitTimeoutError
+GPU = "cluster.gpus_per_node=1"
+AHEAD = (GPU, "rollout.max_lag=1", "generation.sleep=false")
+RUNS = """
+import sys
+from nemo_like.errors import RunError, UserError
 from tests.small_runs import run
 
-logging.basicConfig(level=logging.INFO)
 try:
-    run("FOLDER/run", "cluster.gpus_per_node=1", *sys.argv[1:])
-except (RunError, UserError, WaitTimeoutError) as error:
+    run("FOLDER/run", *sys.argv[1:])
+except (RunError, UserError) as error:
     print(error)
 """
 
@@ -65,38 +71,53 @@ def execute(tmp_path):
             check=False,
         )
         assert result.returncode == 0, result.stderr[-3000:]
-        return result.stdout + result.stderr
+        return result.stdout
 
     return execute
 
 
-def test_a_daemon_serves_what_is_started_within_and_ends_with_it(execute):
-    said = execute(WITHIN, CUDA_VISIBLE_DEVICES="1", CUDA_MPS_LOG_DIRECTORY="/of/the/user")
-    assert "as it was" in said
+def test_workers_have_a_daemon_that_ends_with_them(execute):
+    assert "as it was" in execute(CONNECTS, CUDA_VISIBLE_DEVICES="1")
 
 
 def test_a_daemon_that_does_not_start_says_why(execute):
-    said = execute(
-        ASKED, "cluster.mps=true", daemon="#!/bin/sh\necho no\necho GPU here >&2\nexit 1\n"
-    )
-    assert "nvidia-cuda-mps-control -d did not start (no GPU here); mend that" in said
+    broken = "#!/bin/sh\necho no\necho GPU here >&2\nexit 1\n"
+    said = execute(RUNS, *AHEAD, "cluster.mps=true", daemon=broken)
+    assert "nvidia-cuda-mps-control -d did not start (no GPU here); see " in said
 
 
-def test_a_run_asks_for_it_before_it_starts_ray(execute, tmp_path):
-    said = execute(ASKED, "cluster.mps=true", PATH="/usr/bin:/bin")
+def test_a_run_asks_for_it_where_it_can_have_it(execute, tmp_path):
+    (tmp_path / "empty").mkdir()
+    said = execute(RUNS, *AHEAD, "cluster.mps=true", PATH=str(tmp_path / "empty"))
     assert (
         "cluster.mps=true needs nvidia-cuda-mps-control, which comes with NVIDIA's driver" in said
     )
-    said = execute(ASKED, "cluster.mps=true", RAY_ADDRESS="auto")
-    assert "start MPS on each node before Ray (docs/training.md), and leave cluster.mps out" in said
+    said = execute(RUNS, *AHEAD, "cluster.mps=true", RAY_ADDRESS="127.0.0.1:1")
+    assert "start MPS on each node before Ray, and set CUDA_MPS_PIPE_DIRECTORY here too" in said
+    theirs = {"RAY_ADDRESS": "127.0.0.1:1", "CUDA_MPS_PIPE_DIRECTORY": "/of/the/user"}
+    assert "no Ray answers there" in execute(RUNS, *AHEAD, "cluster.mps=true", **theirs)
     assert not (tmp_path / "seen").exists()
-    said = execute(ASKED, "cluster.mps=true", "cluster.gpus_per_node=0")
-    assert "cluster.mps=true would have no effect: the run has no GPUs" in said
 
 
-def test_a_run_that_would_gain_is_told(execute):
-    advice = "with cluster.mps=true they compute at the same time"
-    ahead = ("rollout.max_lag=1", "generation.sleep=false", "cluster.start_timeout_s=1")
-    assert advice in execute(ASKED, *ahead)
-    assert advice not in execute(ASKED, *ahead, CUDA_MPS_PIPE_DIRECTORY="/of/the/user")
-    assert advice not in execute(ASKED, *ahead[1:])
+def test_it_is_refused_and_not_recommended_where_it_would_do_nothing(tmp_path, monkeypatch, caplog):
+    for options, takes_turns in (
+        (AHEAD, True),
+        ((GPU, "rollout.overlap=true", "generation.sleep=false"), True),
+        ((GPU,), False),
+        (("rollout.max_lag=1",), False),
+        ((*AHEAD, "cluster.gpus_per_node=2", "cluster.num_generation_workers=1"), False),
+    ):
+        config = small_config(tmp_path, *options)
+        assert config.cluster.takes_turns(config) == takes_turns, options
+        if takes_turns:
+            small_config(tmp_path, *options, "cluster.mps=true")
+        else:
+            with pytest.raises(ValueError, match=r"no processes of this run compute on one GPU"):
+                small_config(tmp_path, *options, "cluster.mps=true")
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/of/the/user")
+    recommend_mps()
+    assert not caplog.text
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
+    recommend_mps()
+    assert "cluster.mps=true" in caplog.text

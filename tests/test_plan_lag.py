@@ -123,7 +123,7 @@ def test_where_an_engine_has_slots_for_some_the_others_wait(tmp_path):
 
 
 def test_mps_lets_a_shared_gpu_sample_and_train_at_the_same_time(tmp_path):
-    """One completion a step, of 1 s, and training of 1 s: in turns, or for the most part at once."""
+    """Completions of 1 s, and 1 s of training: in turns, or for the most part at once."""
     same = ("cluster.gpus_per_node=1", "generation.sleep=false", "rollout.max_lag=1")
     same = (*same, "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2")
     times = Times(

@@ -149,15 +149,30 @@ def test_a_submitted_run_on_two_nodes_is_queued_again_before_its_time_limit_and_
             assert list(logs.glob("worker-*.out")), f"no worker ran on {node}"
 
 
+def mps_in(folder: Path) -> str:
+    """Bash that finds a stand-in for NVIDIA's command, which notes its words by node."""
+    (folder / "bin").mkdir()
+    program = folder / "bin" / "nvidia-cuda-mps-control"
+    told = f"{folder}/$SLURMD_NODENAME"
+    program.write_text(f'#!/bin/sh\necho "${{1:-$(cat)}} $CUDA_MPS_PIPE_DIRECTORY" >>"{told}"\n')
+    program.chmod(0o755)
+    return f"export PATH={folder}/bin:$PATH"
+
+
 def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmCluster):
     two_nodes = (*TWO_NODES, "--gres=gpu:1", str(SCRIPT))
     go = slurm.folder / "go"
     waits = f"until [[ -e {go} ]]; do sleep 0.1; done; exit $SLURM_ARRAY_TASK_ID"
-    command = slurm.submit(
-        "--array=7-7", *two_nodes, NEMO_LIKE_COMMAND=waits, NEMO_LIKE_SETUP=SETUP
-    )
+    with_mps = {"NEMO_LIKE_MPS": "1", "NEMO_LIKE_SETUP": f"{SETUP}; {mps_in(slurm.folder)}"}
+    command = slurm.submit("--array=7-7", *two_nodes, NEMO_LIKE_COMMAND=waits, **with_mps)
     # One after the other: a node's Ray ends if its own helpers take long to start.
     command.wait_for("2 nodes with 1 GPUs each are up", 120)
+    pipes = {
+        one.environ()["SLURMD_NODENAME"]: one.environ()["CUDA_MPS_PIPE_DIRECTORY"]
+        for one in processes(command)
+        if one.name() == "raylet"
+    }
+    assert (slurm.folder / "gpu01").read_text() == f"-d {pipes['gpu01']}\n"
     interactive = slurm.submit(*two_nodes, NEMO_LIKE_SETUP=SETUP)
     interactive.wait_for("2 nodes with 1 GPUs each are up", 120)
     token = slurm.cwd / f"slurm-{interactive.id}" / "ray-token"
@@ -167,6 +182,8 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
     go.touch()
     assert command.exit_code(120) == 7
     assert_nothing_is_left(command)
+    for node in NODES:
+        assert (slurm.folder / node).read_text() == f"-d {pipes[node]}\nquit {pipes[node]}\n"
 
     attach = ("bash", f"attach-{interactive.id}.sh")
     program = "import ray; ray.init(); print(sorted(node['NodeName'] for node in ray.nodes()))"

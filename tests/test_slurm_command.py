@@ -97,6 +97,7 @@ export NEMO_LIKE_MOUNTS=/data:/data:ro,/home:/home
 export NEMO_LIKE_LOG_DIR={folder}/slurm-logs/"$SLURM_JOB_ID"
 export NEMO_LIKE_GPUS_PER_NODE=8
 export NEMO_LIKE_CPUS_PER_NODE=''
+export NEMO_LIKE_MPS=''
 export NEMO_LIKE_START_TIMEOUT_S=91
 export NEMO_LIKE_REQUEUE=1
 export NEMO_LIKE_STOP_TIMEOUT_S=60

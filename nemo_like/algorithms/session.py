@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.algorithms.processes import policy_group, rollout_group
@@ -163,15 +164,12 @@ def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator
             with run.start_phase("data"):
                 rows = read_rows(config)
         with run.start_phase("ray"):
-            if config.cluster.mps:
-                from nemo_like.distributed.mps import mps
-
-                stack.enter_context(mps())
-            elif _take_turns(config):
+            cluster_config = config.cluster
+            if cluster_config.takes_turns(config) and not cluster_config.mps:
                 from nemo_like.distributed.mps import recommend_mps
 
                 recommend_mps()
-            stack.callback(connect())
+            stack.callback(connect(Path(run.log_dir, "mps") if cluster_config.mps else None))
             limit_s, interface = config.cluster.start_timeout_s, config.cluster.network_interface
             cluster = stack.enter_context(VirtualCluster(plan_run(config), limit_s, interface))
         meter = DriverMeter()
@@ -203,13 +201,6 @@ def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator
         for group in groups:
             group.submit(Worker.ready)  # A process imports at its first call; nobody waits for it.
         yield session
-
-
-def _take_turns(config: RunConfig) -> bool:
-    """Whether engine and policy share GPUs and have work at the same time."""
-    cluster = config.cluster
-    shares = cluster.gpus_per_node > 0 and cluster.num_generation_workers is None
-    return shares and isinstance(config, SamplingRunConfig) and config.overlaps
 
 
 def find_model(config: RunConfig) -> str:

@@ -87,11 +87,14 @@ class ClusterConfig(Section):
     mps: Annotated[
         bool,
         OnlyIf(
-            lambda here, _: here.gpus_per_node > 0, "the run has no GPUs (cluster.gpus_per_node)"
+            lambda here, run: here.takes_turns(run) or here.packs_engines(run),
+            "no processes of this run compute on one GPU at the same time, as engine and policy do "
+            "with rollout.max_lag=1, or engines with generation.num_engines_per_bundle=2",
         ),
     ] = False
-    """Start NVIDIA's MPS with a Ray of the run's own: engine and policy on one GPU, or several
-    engines, then compute at the same time instead of taking turns. Changes no numbers."""
+    """Start NVIDIA's MPS with a Ray of the run's own, or of its Slurm job: engine and policy on one
+    GPU, or several engines, then compute at the same time instead of taking turns. Changes no
+    numbers."""
     network_interface: str | None = None
     """Interface that workers talk over (gloo, NCCL), the same name on every node. None: on several
     nodes the one that has the node's Ray address, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
@@ -102,6 +105,15 @@ class ClusterConfig(Section):
     """Longest wait for one phase of one step; four times as long for a checkpoint or an export to
     be written, or a checkpoint to be read."""
     slurm: SlurmConfig = SlurmConfig()
+
+    def takes_turns(self, run: Any) -> bool:
+        """Whether engine and policy share GPUs and have work at the same time."""
+        shares = self.gpus_per_node > 0 and self.num_generation_workers is None
+        return shares and run.samples and run.overlaps
+
+    def packs_engines(self, run: Any) -> bool:
+        """Whether several engines share each GPU."""
+        return self.gpus_per_node > 0 and run.samples and run.generation.num_engines_per_bundle > 1
 
 
 class CheckpointConfig(Section):

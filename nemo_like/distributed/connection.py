@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,7 +25,7 @@ from ray._private.node import Node
 from ray._private.state import GlobalState
 
 from nemo_like.distributed.sweeper import Sweeper
-from nemo_like.errors import RunError, StoppedError, exit_code
+from nemo_like.errors import RunError, StoppedError, UserError, exit_code
 
 # Workers write logs of their own; Ray's greetings say nothing that ours do not.
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -43,24 +44,30 @@ _HTTP2_SETTINGS = 4
 logger = logging.getLogger(__name__)
 
 
-def connect() -> Callable[[], None]:
+def connect(mps_logs: Path | None = None) -> Callable[[], None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine; returns how to leave.
 
-    A process that is connected already stays so, and leaving does nothing. Raises UserError if no
-    Ray of this version answers, RunError if its head does not go on answering, both within half a
-    minute; RunError if Ray cannot be started here.
+    ``mps_logs``: start NVIDIA's MPS with it, which writes its logs there. A process that is
+    connected already stays so, and leaving does nothing. Raises UserError if no Ray of this version
+    answers, RunError if its head does not go on answering, both within half a minute; RunError if
+    Ray cannot be started here; either for MPS.
     """
     for thread in threading.enumerate():
         if thread.name == _ABANDONED:
             thread.join()  # It ends a Ray whose start was interrupted, in a notebook.
+    address = os.environ.get("RAY_ADDRESS", "")
+    starts = not ray.is_initialized() and address in ("", "local")
+    if mps_logs and not starts:
+        from nemo_like.distributed.mps import check_mps
+
+        check_mps()
     if ray.is_initialized():
         return lambda: None
     # The next call to a worker tells of a failure that nobody waited for, and one rank's of all
     # others'; Ray would print their tracebacks next to that sentence.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address in ("", "local"):
-        leave = partial(_leave, _start())
+    if starts:
+        leave = partial(_leave, _start(mps_logs))
     else:
         from nemo_like.distributed.joining import join
 
@@ -134,7 +141,7 @@ def _end_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _start() -> Callable[[], None]:
+def _start(mps_logs: Path | None) -> Callable[[], None]:
     began = time.monotonic()
     try:
         sweeper = Sweeper()
@@ -143,8 +150,14 @@ def _start() -> Callable[[], None]:
         # and Windows; elsewhere its argument for the address refuses loopback.
         on_loopback = _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
         variables = _WITHOUT_IDLE_WORKERS | sweeper.environment | {"TMPDIR": folder}
+        if mps_logs:
+            from nemo_like.distributed.mps import start_mps
+
+            variables |= start_mps(sweeper, mps_logs)
         with on_loopback, _few_processes(), _environment(variables):
             end_thread = init_in_thread(None, sweeper.close, address="local", _temp_dir=folder)
+    except (UserError, RunError):  # of MPS
+        raise
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
         told = why_not_started(
             error,

@@ -4,11 +4,7 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-import ray
 
 from nemo_like.distributed.sweeper import Sweeper
 from nemo_like.errors import RunError, UserError
@@ -20,49 +16,48 @@ _STARTS_WITHIN_S = 20.0
 
 
 def recommend_mps() -> None:
-    """Say how processes that share a GPU need not take turns, where nobody has seen to it."""
-    if _PIPES not in os.environ:
+    """Recommend MPS unless somebody has started it."""
+    if not _is_started():
         logger.info(
-            "Engine and policy share each GPU and take turns on it; with cluster.mps=true they "
-            "compute at the same time."
+            "Engine and policy share each GPU and take turns on it; NVIDIA's MPS lets them compute "
+            "at the same time: cluster.mps=true (docs/training.md)."
         )
 
 
-@contextmanager
-def mps() -> Iterator[None]:
-    """A daemon for all processes that are started within, which end before it, however this ends.
+def _is_started() -> bool:
+    """By the user, or by ``slurm/ray.sbatch`` on each node."""
+    return _PIPES in os.environ or os.environ.get("NEMO_LIKE_MPS") == "1"
 
-    Raises UserError without the command, or where Ray runs already; RunError if it does not start.
-    """
-    if ray.is_initialized() or os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
+
+def check_mps() -> None:
+    """UserError on a Ray that runs already, unless MPS was started before it."""
+    if not _is_started():
         raise UserError(
             "cluster.mps=true starts MPS with a Ray of the run's own, and this run joins another; "
-            "start MPS on each node before Ray (docs/training.md), and leave cluster.mps out."
+            f"start MPS on each node before Ray, and set {_PIPES} here too (docs/training.md), or "
+            "leave cluster.mps out."
         )
+
+
+def start_mps(sweeper: Sweeper, logs: Path) -> dict[str, str]:
+    """Start its daemon, which ``sweeper`` ends; returns what workers need in their environment.
+
+    Raises UserError without its command, RunError if it does not start.
+    """
+    if _is_started():
+        return {}
     command = shutil.which(_COMMAND)
     if command is None:
         raise UserError(
             f"cluster.mps=true needs {_COMMAND}, which comes with NVIDIA's driver, in a folder of "
             "PATH; add that folder, or leave cluster.mps out."
         )
-    sweeper = Sweeper()
-    before = dict(os.environ)
-    variables = (_PIPES, "CUDA_MPS_LOG_DIRECTORY")
-    os.environ |= dict.fromkeys(variables, str(sweeper.folder))
-    try:
-        _start(command, os.environ | sweeper.environment, sweeper.folder)
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name)
-        os.environ |= {name: before[name] for name in variables if name in before}
-        sweeper.close()
-
-
-def _start(command: str, environment: dict[str, str], folder: Path) -> None:
-    # Workers name GPUs as the machine counts them; a daemon that saw some would count those.
+    logs.mkdir(exist_ok=True)
+    variables = {_PIPES: str(sweeper.folder), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
+    environment = os.environ | sweeper.environment | variables
+    # Workers use the machine's GPU numbers; a restricted daemon would renumber them.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    answer = folder / "answer.txt"  # A pipe would stay open as long as the daemon lives.
+    answer = logs / "answer.txt"  # A pipe would stay open as long as the daemon lives.
     try:
         with answer.open("w") as file:
             subprocess.run(
@@ -77,6 +72,7 @@ def _start(command: str, environment: dict[str, str], folder: Path) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         said = " ".join(answer.read_text(errors="replace").split())
         raise RunError(
-            f"cluster.mps=true: {command} -d did not start ({said or error}); mend that, or leave "
+            f"cluster.mps=true: {command} -d did not start ({said or error}); see {logs}, or leave "
             "cluster.mps out."
         ) from error
+    return variables

@@ -249,6 +249,7 @@ def _variables(job: BatchJob) -> Iterator[tuple[str, str]]:
     yield "LOG_DIR", f'{shlex.quote(str(job.logs))}/"{number}"'
     yield "GPUS_PER_NODE", str(cluster.gpus_per_node)
     yield "CPUS_PER_NODE", "''"  # those that Slurm gave
+    yield "MPS", "1" if cluster.mps else "''"
     yield "START_TIMEOUT_S", str(math.ceil(cluster.start_timeout_s))
     yield "REQUEUE", "1" if slurm.requeue else "''"
     # What is left of it is for Ray to end, and for Slurm, which may give the signal late.

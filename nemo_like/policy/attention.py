@@ -141,8 +141,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, skipped: Tensor | None, scale: floa
 def _may_pad(index: Tensor, num_places: int) -> bool:
     """False if rows are equally long, and so lie where they should.
 
-    Compiled code always pads: it would be compiled once more for such rows, and again for a single
-    one, which takes seconds each, and copies are fused.
+    Compiled code always pads: each kind of rows that it treats in another way takes seconds more to
+    compile.
     """
     return torch.compiler.is_compiling() or len(index) < num_places
 

@@ -18,8 +18,8 @@ from nemo_like.policy.inputs import made_up_rows
 if TYPE_CHECKING:
     from nemo_like.policy.trainer import Trainer
 
-# Torch takes a size for one that changes when it sees a second value: the first rows are traced
-# only, and all code is compiled for changing sizes, once.
+# Torch treats a size as fixed until it sees a second value. The first rows are therefore only
+# traced, and code is compiled once, for changing sizes.
 _TRACED = (60, 64)
 # Each is compiled again: rows of similar and of different lengths, for which attention has a kernel
 # each, and one row.
@@ -51,9 +51,10 @@ def _pass(
 
 
 def _similar_rows(config: PolicyConfig) -> tuple[int, ...]:
-    """Three or more, with more tokens than a chunk of logits."""
-    most = min(config.logprob_chunk_tokens + _LONGEST, config.micro_batch_tokens)
-    return (_LONGEST - 1, *(_LONGEST,) * max(2, most // _LONGEST))
+    """Three or more, which want more logprobs than a chunk has, if micro-batches are so large."""
+    more = config.logprob_chunk_tokens // (_LONGEST - 1) + 1
+    more = max(2, min(more, config.micro_batch_tokens // _LONGEST - 1))
+    return (_LONGEST - 1, *[_LONGEST] * more)
 
 
 class _NoLoss:

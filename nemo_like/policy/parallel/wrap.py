@@ -61,8 +61,7 @@ def wrap_layers(model: "LogprobModel", config: PolicyConfig) -> None:
             if config.activation_offload:
                 layers[i] = offload_wrapper(layers[i])
             if config.compile:
-                # Sizes that change become dynamic on their second value: two compilations, not one
-                # a micro-batch, and none of the cost of dynamic sizes where they stay.
+                # A warm-up shows torch two sizes first: it compiles once, for sizes that change.
                 layers[i].compile(options=_compile_options())
 
 

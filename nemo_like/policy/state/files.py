@@ -102,8 +102,8 @@ def read_tensors(
 class AsStored(DefaultLoadPlanner):
     """Tensors travel to a GPU as they are stored, and change their type there.
 
-    Otherwise torch makes a converted copy of each on the host: as much fresh memory as the float32
-    model, whose pages alone take a second or more for each GB on some machines.
+    Otherwise torch converts each on the host, into new memory the size of the float32 model, which
+    takes some machines more than a second for each GB.
     """
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
