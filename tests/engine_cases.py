@@ -116,11 +116,12 @@ def train_warmed_up(model_path: str, config: dict[str, Any], num_steps: int) -> 
 
 
 def graphs_compiled(model_path: str, config: dict[str, Any]) -> tuple[int, list[int]]:
-    """By a warm-up, and by each of three steps after it."""
-    stats = torch._dynamo.utils.counters["stats"]
+    """Graphs that a warm-up traced and did not compile, and new ones of each of three steps."""
+    stats, compiled = (torch._dynamo.utils.counters[name] for name in ("stats", "aot_autograd"))
     trainer = make_trainer(model_path, config)
     warm_up(trainer, TEMPERATURE)
     counts = [stats["unique_graphs"]]
+    traced = counts[0] - compiled["total"]
     loss = make_loss("policy_gradient")
     for lengths in ([9, 30, 4], [20] * 8, [25]):
         rows = made_up_rows(lengths)
@@ -135,7 +136,7 @@ def graphs_compiled(model_path: str, config: dict[str, Any]) -> tuple[int, list[
         }
         trainer.train([rows], loss, denominators(rows), TEMPERATURE, on_policy=True)
         counts.append(stats["unique_graphs"])
-    return counts[0], [after - before for before, after in pairwise(counts)]
+    return traced, [after - before for before, after in pairwise(counts)]
 
 
 def save_then_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:

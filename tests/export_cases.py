@@ -160,13 +160,21 @@ def reads_own_experts(path: str) -> list[str]:
     return read
 
 
-def sharded_as_stored(folder: str) -> torch.Tensor:
-    """A float32 matrix of two ranks, read from a bfloat16 one as on GPUs."""
+def sharded_as_stored(folder: str) -> tuple[torch.Tensor, set[torch.dtype]]:
+    """A float32 matrix of two ranks, read from another one as on GPUs; types that were read."""
+    read = set()
+
+    class Noted(AsStored):
+        def resolve_tensor(self, read_item: Any) -> Tensor:
+            tensor = super().resolve_tensor(read_item)
+            read.add(tensor.dtype)
+            return tensor
+
     mesh = init_device_mesh("cpu", (2,))
     matrix = distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)])
     reader = HuggingFaceStorageReader(folder)
-    dcp_load.load({"matrix": matrix}, storage_reader=reader, planner=AsStored())
-    return matrix.full_tensor()
+    dcp_load.load({"matrix": matrix}, storage_reader=reader, planner=Noted())
+    return matrix.full_tensor(), read
 
 
 def vllm_gaps(folder: str) -> tuple[float, float]:

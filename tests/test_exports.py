@@ -170,8 +170,8 @@ def test_a_checkpoint_of_experts_goes_on_on_one_and_on_four_ranks(pool, model_of
 def test_tensors_of_another_type_are_read_into_each_ranks_rows(pool, tmp_path):
     matrix = torch.randn(5, 3).bfloat16()
     save_file({"matrix": matrix}, tmp_path / "model.safetensors")
-    for found in pool.run(2, f"{CASES}:sharded_as_stored", str(tmp_path)):
-        assert found.dtype == torch.float32
+    for found, types in pool.run(2, f"{CASES}:sharded_as_stored", str(tmp_path)):
+        assert types == {torch.bfloat16}
         assert torch.equal(found, matrix.float())
 
 
