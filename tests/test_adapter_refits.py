@@ -23,7 +23,13 @@ from nemo_like.generation.vllm.settings import engine_args
 from nemo_like.models.adapter_places import expected_adapters
 from nemo_like.models.build import expected_tensors
 from nemo_like.refit.broadcast import BroadcastLink, BroadcastSender
-from nemo_like.refit.buckets import check_refit, is_adapter, plan_buckets, plan_refit
+from nemo_like.refit.buckets import (
+    announced_tensors,
+    check_refit,
+    is_adapter,
+    plan_buckets,
+    plan_refit,
+)
 from nemo_like.refit.ipc import IpcLink, IpcSender
 from tests.test_engines import (
     BUCKET_BYTES,
@@ -186,6 +192,19 @@ def test_an_engine_that_was_started_without_adapters_refuses_them(tmp_path, run)
     run(engine.shutdown())
     with pytest.raises(RunError, match="Refit 2 matches no adapter"):
         check_refit(2, 1, None, adapters_only=True, running=0)
+
+
+def test_a_model_smaller_than_a_bucket_is_sent_in_several(tmp_path):
+    """450 MB in nine and 44 MB in three, as 16 MiB are small enough."""
+    shape = {"intermediate_size": 2048, "vocab_size": 5000}
+    large, small = str(tmp_path / "large"), str(tmp_path / "small")
+    LlamaConfig(hidden_size=1024, num_hidden_layers=21, **shape).save_pretrained(large)
+    buckets = plan_refit(large, torch.bfloat16, None, 1 << 30)
+    assert len(buckets) == 9, "an eighth of the total, and what does not fit"
+    LlamaConfig(hidden_size=512, num_hidden_layers=4, **shape).save_pretrained(small)
+    buckets = plan_refit(small, torch.bfloat16, None, 1 << 30)
+    assert [one.num_bytes >> 20 for one in buckets] == [14, 15, 11]
+    assert list(announced_tensors(buckets)) == list(expected_tensors(small, torch.bfloat16))
 
 
 def test_targets_that_name_no_layer_are_an_error(tmp_path):

@@ -106,6 +106,14 @@ def test_it_is_refused_and_not_recommended_where_it_would_do_nothing(tmp_path, m
         ((GPU,), False),
         (("rollout.max_lag=1",), False),
         ((*AHEAD, "cluster.gpus_per_node=2", "cluster.num_generation_workers=1"), False),
+        (
+            (
+                *AHEAD,
+                "generation.backend=replay",
+                f"generation.engine_kwargs={{folder: {tmp_path}}}",
+            ),
+            False,
+        ),
     ):
         config = small_config(tmp_path, *options)
         assert config.cluster.takes_turns(config) == takes_turns, options
@@ -117,7 +125,10 @@ def test_it_is_refused_and_not_recommended_where_it_would_do_nothing(tmp_path, m
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/of/the/user")
     recommend_mps()
-    assert not caplog.text
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
+    monkeypatch.setenv("NEMO_LIKE_MPS", "1")
+    recommend_mps()
+    assert not caplog.text
+    monkeypatch.delenv("NEMO_LIKE_MPS")
     recommend_mps()
     assert "cluster.mps=true" in caplog.text

@@ -5,6 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,15 @@ def processes(job: Job) -> list[psutil.Process]:
         ours = environment.get("SLURM_CONF") == job.cluster.environment["SLURM_CONF"]
         if ours and environment.get("SLURM_JOB_ID") == job.id:
             found.append(process)
+    return found
+
+
+def raylets(job: Job) -> list[psutil.Process]:
+    found = []
+    for process in processes(job):
+        with suppress(psutil.NoSuchProcess):  # It has ended meanwhile.
+            if process.name() == "raylet":
+                found.append(process)
     return found
 
 
@@ -168,9 +178,8 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
     # One after the other: a node's Ray ends if its own helpers take long to start.
     command.wait_for("2 nodes with 1 GPUs each are up", 120)
     pipes = {
-        one.environ()["SLURMD_NODENAME"]: one.environ()["CUDA_MPS_PIPE_DIRECTORY"]
-        for one in processes(command)
-        if one.name() == "raylet"
+        one["SLURMD_NODENAME"]: one["CUDA_MPS_PIPE_DIRECTORY"]
+        for one in (raylet.environ() for raylet in raylets(command))
     }
     assert (slurm.folder / "gpu01").read_text() == f"-d {pipes['gpu01']}\n"
     interactive = slurm.submit(*two_nodes, NEMO_LIKE_SETUP=SETUP)
@@ -194,11 +203,7 @@ def test_two_jobs_on_the_same_hosts_run_side_by_side_and_end_alone(slurm: SlurmC
     # A node whose Ray dies ends its job, in seconds, with its name.
     secret = token.read_text()
     everything = [" ".join(process.cmdline()) for process in processes(interactive)]
-    (raylet,) = (
-        process
-        for process in processes(interactive)
-        if process.name() == "raylet" and process.environ()["SLURMD_NODENAME"] == "gpu02"
-    )
+    (raylet,) = (one for one in raylets(interactive) if one.environ()["SLURMD_NODENAME"] == "gpu02")
     raylet.kill()
     assert interactive.exit_code(120) == 1, interactive.log()
     assert "is ended: Ray on node gpu02 ended; see" in interactive.log()

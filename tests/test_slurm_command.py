@@ -111,8 +111,17 @@ def test_what_a_job_takes_is_stated_even_where_an_outer_job_says_otherwise(capsy
     text = rendered(capsys)
     for line in ("nodes=1", "ntasks-per-node=1", "cpus-per-task=1", "no-requeue"):
         assert f"#SBATCH --{line}\n" in text
-    for line in ("GPUS_PER_NODE=0", "CONTAINER=''", "SETUP=''", "MOUNTS=''", "REQUEUE=''"):
+    for line in (
+        "GPUS_PER_NODE=0",
+        "CONTAINER=''",
+        "SETUP=''",
+        "MOUNTS=''",
+        "REQUEUE=''",
+        "MPS=''",
+    ):
         assert f"export NEMO_LIKE_{line}\n" in text
+    ahead = ("cluster.gpus_per_node=1", "rollout.max_lag=1", "generation.sleep=false")
+    assert "export NEMO_LIKE_MPS=1\n" in rendered(capsys, *ahead, "cluster.mps=true")
 
 
 def dump(folder):

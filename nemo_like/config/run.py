@@ -93,8 +93,7 @@ class ClusterConfig(Section):
         ),
     ] = False
     """Start NVIDIA's MPS with a Ray of the run's own, or of its Slurm job: engine and policy on one
-    GPU, or several engines, then compute at the same time instead of taking turns. Changes no
-    numbers."""
+    GPU, or several engines, then compute at the same time instead of taking turns."""
     network_interface: str | None = None
     """Interface that workers talk over (gloo, NCCL), the same name on every node. None: on several
     nodes the one that has the node's Ray address, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
@@ -109,7 +108,7 @@ class ClusterConfig(Section):
     def takes_turns(self, run: Any) -> bool:
         """Whether engine and policy share GPUs and have work at the same time."""
         shares = self.gpus_per_node > 0 and self.num_generation_workers is None
-        return shares and run.samples and run.overlaps
+        return shares and run.samples and run.overlaps and run.generation.backend != "replay"
 
     def packs_engines(self, run: Any) -> bool:
         """Whether several engines share each GPU."""

@@ -50,7 +50,7 @@ def connect(mps_logs: Path | None = None) -> Callable[[], None]:
     ``mps_logs``: start NVIDIA's MPS with it, which writes its logs there. A process that is
     connected already stays so, and leaving does nothing. Raises UserError if no Ray of this version
     answers, RunError if its head does not go on answering, both within half a minute; RunError if
-    Ray cannot be started here; either for MPS.
+    Ray cannot be started here; either if MPS cannot be used.
     """
     for thread in threading.enumerate():
         if thread.name == _ABANDONED:

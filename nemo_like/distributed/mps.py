@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -34,17 +35,18 @@ def check_mps() -> None:
     if not _is_started():
         raise UserError(
             "cluster.mps=true starts MPS with a Ray of the run's own, and this run joins another; "
-            f"start MPS on each node before Ray, and set {_PIPES} here too (docs/training.md), or "
-            "leave cluster.mps out."
+            f"start MPS on each node before Ray, and set {_PIPES} here too (docs/training.md; "
+            "NEMO_LIKE_MPS=1 has slurm/ray.sbatch do it), or leave cluster.mps out."
         )
 
 
 def start_mps(sweeper: Sweeper, logs: Path) -> dict[str, str]:
     """Start its daemon, which ``sweeper`` ends; returns what workers need in their environment.
 
-    Raises UserError without its command, RunError if it does not start.
+    Does nothing if the user has started one. Raises UserError without its command, RunError if it
+    does not start.
     """
-    if _is_started():
+    if _PIPES in os.environ:
         return {}
     command = shutil.which(_COMMAND)
     if command is None:
@@ -58,6 +60,8 @@ def start_mps(sweeper: Sweeper, logs: Path) -> dict[str, str]:
     # Workers use the machine's GPU numbers; a restricted daemon would renumber them.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     answer = logs / "answer.txt"  # A pipe would stay open as long as the daemon lives.
+    # Signals to all of a job's processes are none of its business: workers live until all is saved.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         with answer.open("w") as file:
             subprocess.run(
@@ -67,6 +71,7 @@ def start_mps(sweeper: Sweeper, logs: Path) -> dict[str, str]:
                 stdout=file,
                 stderr=file,
                 timeout=_STARTS_WITHIN_S,
+                start_new_session=True,
                 check=True,
             )
     except (OSError, subprocess.SubprocessError) as error:
@@ -75,4 +80,6 @@ def start_mps(sweeper: Sweeper, logs: Path) -> dict[str, str]:
             f"cluster.mps=true: {command} -d did not start ({said or error}); see {logs}, or leave "
             "cluster.mps out."
         ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     return variables

@@ -32,8 +32,8 @@ _MOST_ROWS = 2048
 _MOST_COMPLETIONS = 30_000
 """Completions of all simulated steps together."""
 _WITH_MPS = 0.43
-"""What MPS leaves of the time that sharing a GPU costs (``Workload.shared``): three steps on H200s
-(``lag-h200.jsonl`` 17, 37 and 40) are within 15 % of it."""
+"""``Workload.shared`` with MPS. Fitted to three steps on H200s (``lag-h200.jsonl`` 17, 37 and 40),
+which are simulated within 15 %."""
 _MOST_OF_AN_ENGINE = 20_000
 """Completions of an engine and step; more would take minutes to simulate."""
 

@@ -51,7 +51,7 @@ def _pass(
 
 
 def _similar_rows(config: PolicyConfig) -> tuple[int, ...]:
-    """Three or more, which want more logprobs than a chunk has, if micro-batches are so large."""
+    """Three or more rows, with more logprobs than a chunk has if a micro-batch has room."""
     more = config.logprob_chunk_tokens // (_LONGEST - 1) + 1
     more = max(2, min(more, config.micro_batch_tokens // _LONGEST - 1))
     return (_LONGEST - 1, *[_LONGEST] * more)

@@ -19,6 +19,9 @@ from nemo_like.models.naming import is_adapter
 ALIGNMENT_BYTES = 256
 """Tensors start at multiples of it: copies of several at once use wide loads."""
 NUM_BUFFERS = 2
+_LEAST_BUCKETS = 8
+_SMALL_BYTES = 16 << 20
+"""A bucket is not made smaller than this for the sake of their number."""
 _MOST_NAMES = 3
 
 
@@ -171,8 +174,14 @@ def travels_apart(lora: LoraConfig) -> bool:
 def plan_refit(
     model_path: str, dtype: torch.dtype, lora: LoraConfig | None, bucket_bytes: int
 ) -> list[Bucket]:
-    """All buckets that a new engine needs; none mixes adapters and other tensors."""
-    buckets = plan_buckets(expected_tensors(model_path, dtype), bucket_bytes)
+    """All buckets that a new engine needs; none mixes adapters and other tensors.
+
+    Models of some 100 MB and more are split into about eight or more, so that an engine loads one
+    while the next is filled.
+    """
+    specs = expected_tensors(model_path, dtype)
+    total = sum(math.prod(shape) * kind.itemsize for shape, kind in specs.values())
+    buckets = plan_buckets(specs, min(bucket_bytes, max(total // _LEAST_BUCKETS, _SMALL_BYTES)))
     if lora is not None:
         buckets += plan_buckets(_adapters(model_path, dtype, lora), bucket_bytes)
     return buckets

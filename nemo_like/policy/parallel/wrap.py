@@ -61,7 +61,7 @@ def wrap_layers(model: "LogprobModel", config: PolicyConfig) -> None:
             if config.activation_offload:
                 layers[i] = offload_wrapper(layers[i])
             if config.compile:
-                # A warm-up shows torch two sizes first: it compiles once, for sizes that change.
+                # A warm-up shows torch two sizes first, so that it compiles for changing sizes.
                 layers[i].compile(options=_compile_options())
 
 
