@@ -164,12 +164,11 @@ def opened(config: RunConfig, name: str, began: float | None = None) -> Iterator
             with run.start_phase("data"):
                 rows = read_rows(config)
         with run.start_phase("ray"):
-            cluster_config = config.cluster
-            if cluster_config.takes_turns(config) and not cluster_config.mps:
+            if config.cluster.takes_turns(config) and not config.cluster.mps:
                 from nemo_like.distributed.mps import recommend_mps
 
                 recommend_mps()
-            stack.callback(connect(Path(run.log_dir, "mps") if cluster_config.mps else None))
+            stack.callback(connect(Path(run.log_dir, "mps") if config.cluster.mps else None))
             limit_s, interface = config.cluster.start_timeout_s, config.cluster.network_interface
             cluster = stack.enter_context(VirtualCluster(plan_run(config), limit_s, interface))
         meter = DriverMeter()

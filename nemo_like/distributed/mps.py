@@ -59,27 +59,28 @@ def start_mps(sweeper: Sweeper, logs: Path) -> dict[str, str]:
     environment = os.environ | sweeper.environment | variables
     # Workers use the machine's GPU numbers; a restricted daemon would renumber them.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    answer = logs / "answer.txt"  # A pipe would stay open as long as the daemon lives.
-    # Signals to all of a job's processes are none of its business: workers live until all is saved.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
-    try:
-        with answer.open("w") as file:
+    # A file, as a pipe would stay open as long as the daemon lives.
+    with (logs / "answer.txt").open("w+", errors="replace") as answer:
+        # A job's signals are none of the daemon's business: workers live until all is saved.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+        try:
             subprocess.run(
                 [command, "-d"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
+                stdout=answer,
+                stderr=answer,
                 timeout=_STARTS_WITHIN_S,
                 start_new_session=True,
                 check=True,
             )
-    except (OSError, subprocess.SubprocessError) as error:
-        said = " ".join(answer.read_text(errors="replace").split())
-        raise RunError(
-            f"cluster.mps=true: {command} -d did not start ({said or error}); see {logs}, or leave "
-            "cluster.mps out."
-        ) from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        except (OSError, subprocess.SubprocessError) as error:
+            answer.seek(0)
+            said = " ".join(answer.read().split())
+            raise RunError(
+                f"cluster.mps=true: {command} -d did not start ({said or error}); see {logs}, or "
+                "leave cluster.mps out."
+            ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     return variables

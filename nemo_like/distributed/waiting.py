@@ -55,7 +55,7 @@ class Pending(Generic[R]):
     """References to what calls return apart; see ``worker.tokens_apart``."""
 
     def result(self, ref: Any) -> R:
-        """What the call returned, a dataclass with ``tokens`` if these are returned apart."""
+        """What the call returned; its ``tokens`` are filled in if they came apart."""
         found = self.group.result(ref, self.refs[ref], f"in {self.phase}")
         return replace(found, tokens=self.tokens[ref]) if ref in self.tokens else found
 

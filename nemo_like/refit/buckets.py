@@ -176,8 +176,8 @@ def plan_refit(
 ) -> list[Bucket]:
     """All buckets that a new engine needs; none mixes adapters and other tensors.
 
-    Models of some 100 MB and more are split into about eight or more, so that an engine loads one
-    while the next is filled.
+    A small model too is split, into about eight buckets of 16 MiB or more, so that an engine loads
+    one while the next is filled.
     """
     specs = expected_tensors(model_path, dtype)
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in specs.values())

@@ -1,7 +1,7 @@
 """Scores rows in processes of their own, so that a reward function can fail in any way it likes.
 
-Every process has its own socket and a hard limit per row: a process that is late, dead, worn out or
-that writes what it should not is replaced, and only what it was scoring is lost. (A pool whose
+Every process has its own socket and a hard limit per row: one that is late, dead or worn out, or
+writes what it should not, is replaced, and only what it was scoring is lost. (A pool whose
 workers share a queue, such as pebble's or the standard library's, is broken for good when a worker
 dies between two rows; ``multiprocessing`` would import the main module, here Ray's, in every
 process, and unpickle what a process sends, which a reward function can write.)
@@ -58,8 +58,8 @@ class RewardPool:
     count) or more than ``memory_limit_bytes`` fails. Processes get ``pass_variables`` besides those
     that ``variables`` lists. Their output goes to ``log`` (None: this process's own output).
 
-    A process scores one row after the other, or ``concurrency`` at once by an ``async def``. A
-    single process of the first kind holds more rows than it scores. It is
+    A process scores one row after the other, or ``concurrency`` at once by an ``async def``. If
+    there is only one, of the first kind, it gets all waiting rows in one message. A process is
     replaced when it holds on to much of its memory, or runs out of it, and after ``most_rows``
     (None: it is kept while it works). If the reward takes several rows in one call, a free process
     gets up to ``concurrency`` waiting rows, which share time limits and succeed or fail together.

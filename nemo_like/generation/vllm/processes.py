@@ -1,9 +1,9 @@
 """vLLM's processes are forked from one that imported vLLM while the run's other parts started.
 
 vLLM spawns them, and each would import vLLM again, after our own process has: seconds on top.
-Importing this module replaces how they are started, both in our process and in the fork server,
-which imports it beforehand (``environment.start_fork_server``) and whose forks start further
-ranks in the same way. Two more replacements make an engine's first start on a machine shorter.
+Importing this module replaces how they are started. The fork server imports it too, beforehand
+(``environment.start_fork_server``), so that its forks start further ranks in the same way. Two more
+replacements make an engine's first start on a machine shorter.
 """
 
 import multiprocessing
