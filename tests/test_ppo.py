@@ -252,11 +252,12 @@ def test_values_are_those_before_each_token_and_advantages_join_two_ranks(
         one_row = RemoteBatch.put(whole.select([0]), rows_per_chunk=1)  # fewer rows than ranks
         critic.score(one_row, keys.VALUES)
         assert len(critic.derive(one_row, MAKE)) == 1
+        fetched_row = one_row.fetch()  # while its owner lives
     assert len(parts) == 2
     assert_as_plain(fetched)
     first = slice(0, LENGTHS[0])
     assert torch.allclose(
-        one_row.fetch().tokens[keys.RETURNS], fetched.tokens[keys.RETURNS][first], atol=1e-6
+        fetched_row.tokens[keys.RETURNS], fetched.tokens[keys.RETURNS][first], atol=1e-6
     )
 
     model = AutoModelForSequenceClassification.from_pretrained(scored_model).eval()
