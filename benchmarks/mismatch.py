@@ -38,6 +38,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, str], bool]] = {
     "16-bit head": (_EAGER, {}, True),
     "as in runs": (_GRAPHS | _FLOAT32_HEAD, {}, True),
     "batch-invariant": (_EAGER | _FLOAT32_HEAD, {"VLLM_BATCH_INVARIANT": "1"}, True),
+    "float16": (_GRAPHS | _FLOAT32_HEAD | {"dtype": "float16"}, {}, True),
     "float32": (_EAGER | {"dtype": "float32"}, {}, False),
 }
 """Arguments of ``vllm.LLM``, environment variables, and whether it needs a GPU."""
@@ -50,6 +51,7 @@ POLICIES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "float32 head": ({"float32_head": True}, False, False),
     "compiled": ({"compile": True}, False, True),
     "compiled, casts emulated": ({"compile": True}, True, True),
+    "float16, compiled": ({"compile": True, "dtype": "float16"}, False, True),
 }
 """Changed policy keys, Inductor's ``emulate_precision_casts``, and whether it needs a GPU."""
 EXACT = "float32"

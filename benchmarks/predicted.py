@@ -42,7 +42,7 @@ RESULTS = Path(__file__).parent / "results"
 CONFIGS = Path(__file__).parents[1] / "configs"
 LEFT_OUT = {
     **dict.fromkeys([("lag-h200", i) for i in range(4)], "the other seed ran on the same GPUs"),
-    ("lag-h200", 8): "overlap at lag 0 is not predicted",
+    **dict.fromkeys([("lag-h200", 8), ("lag-h200", 45)], "overlap at lag 0 is not predicted"),
     ("lag-h200", 28): "MPS at lag 0",
     **dict.fromkeys(
         [("lag-h200", 41), ("lag-h200", 42), ("fp8-h200", 2), ("fp8-h200", 3)],

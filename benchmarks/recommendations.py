@@ -210,6 +210,7 @@ CASES = {
 
 NOT_MEASURED = {
     "policy.lora.refit": "mismatch_adapters, which needs a GPU",
+    "policy.micro_batch_tokens": "tight_memory, which needs a GPU",
     "cluster.slurm.extra": "needs Slurm, with other jobs on the nodes or a slow one",
     "checkpoint.every_minutes": "bounds what is lost by the clock, at ten minutes",
     "run.resume": "continues a run, and claims no gain",

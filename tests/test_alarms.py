@@ -19,6 +19,7 @@ MEASURED_SINCE = {
     "rollout/slowest_over_median": 1.2,
     "rollout/memory_gib": 1.5,
     "train/memory_gib": 2.5,
+    "train/gpu_memory_retries": 0.0,
 }
 """Numbers of a good run that the kept ones did not measure."""
 SETTINGS = flat(GRPOConfig().model_dump())
@@ -72,6 +73,14 @@ FAULTS = {
     "memory_growth": (
         {"rollout/memory_gib": lambda value, after: value + 0.1 * after},
         ["rollout/memory_gib grew from 1.50 to ", "checkpoint.every_minutes=10"],
+    ),
+    "tight_memory": (
+        {"train/gpu_memory_retries": lambda _, __: 64.0},
+        [
+            "ran out of memory 64 times in a step",
+            "policy.micro_batch_tokens=4096",
+            "(policy.offload)",
+        ],
     ),
     "slow_steps": (
         {

@@ -364,7 +364,8 @@ def test_scripts_import_what_the_package_has():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_like"):
                 module = importlib.import_module(node.module)
                 for name in node.names:
-                    assert hasattr(module, name.name), f"{script.name}: {ast.unparse(node)}"
+                    if not hasattr(module, name.name):
+                        importlib.import_module(f"{node.module}.{name.name}")
 
 
 def test_scripts_set_keys_that_exist():

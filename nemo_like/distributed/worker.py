@@ -72,19 +72,25 @@ class Worker:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
+        self._retries = 0
 
     def ready(self) -> int:
         return os.getpid()
 
     def memory(self, area: str = "") -> Metrics:
-        """GiB of memory of this process, and the peak that torch allocated on its GPU."""
-        held = {"memory_gib": psutil.Process().memory_info().rss}
+        """GiB of memory of this process, and what torch says of its GPU's.
+
+        That is the peak it allocated, and how often since the last call the GPU had no more: torch
+        then waits for the GPU, frees what it caches, and asks again.
+        """
+        held = {"memory_gib": psutil.Process().memory_info().rss / 2**30}
         if self.context.gpu_ids and "torch" in sys.modules:
-            held["gpu_memory_gib"] = sys.modules["torch"].cuda.max_memory_allocated()
-        return {
-            f"{area}{name}": Metric(count / 2**30, reduce=Reduce.max)
-            for name, count in held.items()
-        }
+            cuda = sys.modules["torch"].cuda
+            held["gpu_memory_gib"] = cuda.max_memory_allocated() / 2**30
+            retries = cuda.memory_stats().get("num_alloc_retries", 0)
+            held["gpu_memory_retries"] = retries - self._retries
+            self._retries = retries
+        return {f"{area}{name}": Metric(of, reduce=Reduce.max) for name, of in held.items()}
 
 
 def tokens_apart(

@@ -211,6 +211,19 @@ def _memory_growth(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> 
     return None
 
 
+def _tight_memory(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
+    if not last.median("train/gpu_memory_retries") >= 1:
+        return None
+    retries = last.of("train/gpu_memory_retries")[-1]
+    tokens = settings.get("policy.micro_batch_tokens", 2) // 2
+    return (
+        f"the policy's GPU ran out of memory {retries:.0f} times in a step; torch then waits for "
+        "it and frees what it caches, which slows training; set "
+        f"policy.micro_batch_tokens={tokens}, if your longest row fits, or offload more "
+        "(policy.offload)"
+    )
+
+
 def _slow_steps(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
     before, now = first.median("time/step_s"), last.median("time/step_s")
     slower = last.median("train/tokens_per_s") <= first.median("train/tokens_per_s") / 2
@@ -249,7 +262,8 @@ def _straggler(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | No
 
 
 _RULES: dict[Rule, int] = {
-    **dict.fromkeys((_groups_without_signal, _equal_rewards, _truncation, _straggler), _WINDOW),
+    **dict.fromkeys((_groups_without_signal, _equal_rewards, _truncation), _WINDOW),
+    **dict.fromkeys((_tight_memory, _straggler), _WINDOW),
     **dict.fromkeys((_entropy_collapse, _length_explosion, _length_collapse), 2 * _WINDOW),
     **dict.fromkeys((_mismatch_growth, _slow_steps), 2 * _WINDOW),
     _memory_growth: _SETTLED,
