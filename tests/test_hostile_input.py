@@ -40,6 +40,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
         ("=1", "'=1' is not key=value"),
         ("policy[model]=x", "policy[model] is not a key of the configuration; did you mean policy"),
         ("POLICY.MODEL=x", "did you mean policy.model?"),
+        ("cluster.msp=true", "did you mean cluster.mps?"),
         ("+run.seed=1", "+run.seed=1: the key exists; write run.seed=1, without +"),
         ("+model=smollm2", "write model=smollm2, without +"),
         ("~policy", "~policy: keys cannot be removed"),

@@ -208,7 +208,8 @@ def _is_typo(one: str, other: str) -> bool:
     """Whether the words are the same but for a few letters, which are not the first."""
     if one[:1] != other[:1] or abs(len(one) - len(other)) > _LETTERS:
         return False
-    return difflib.SequenceMatcher(None, one, other).ratio() >= _TYPO
+    swapped = sorted(one) == sorted(other)  # which in a short word is a large part
+    return swapped or difflib.SequenceMatcher(None, one, other).ratio() >= _TYPO
 
 
 def unknown_key(key: str, schema: type[Section]) -> UserError:
