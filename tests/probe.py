@@ -1,5 +1,6 @@
 """Workers of tests of placement and failures; apart, since their processes import this file."""
 
+import asyncio
 import os
 import sys
 import time
@@ -59,6 +60,9 @@ class Sampling(Worker):
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def hang(self) -> None:
+        await asyncio.sleep(60)
 
     @tokens_apart
     async def sample(self, num_bytes: int) -> tuple[Found, bytes]:

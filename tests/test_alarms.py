@@ -7,7 +7,7 @@ import pytest
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.config.typed import flat
-from nemo_like.observe.alarms import Alarms, find_alarms
+from nemo_like.observe.alarms import Alarms
 from nemo_like.observe.metrics import Metric
 from nemo_like.run.run import Run
 from tests.small_runs import ROOT, small_config
@@ -27,6 +27,11 @@ SETTINGS = flat(GRPOConfig().model_dump())
 
 def steps_of(path):
     return [json.loads(line) | MEASURED_SINCE for line in path.open()]
+
+
+def find_alarms(rows, settings):
+    alarms = Alarms(settings)
+    return [alarm for row in rows for alarm in alarms.add(row)]
 
 
 def names(rows, **settings):
@@ -75,9 +80,9 @@ FAULTS = {
         ["rollout/memory_gib grew from 1.50 to ", "checkpoint.every_minutes=10"],
     ),
     "tight_memory": (
-        {"train/gpu_memory_retries": lambda _, __: 64.0},
+        {"train/gpu_memory_retries": lambda _, after: 64.0 if after > 0 else 0.0},
         [
-            "ran out of memory 64 times in a step",
+            "ran out of memory 32 times in a step",
             "policy.micro_batch_tokens=4096",
             "(policy.offload)",
         ],
@@ -117,6 +122,16 @@ def test_a_fault_raises_its_alarm_once_with_a_key_and_a_value(name):
     assert alarm.name == name
     assert 20 < alarm.step <= 50
     assert [part for part in FAULTS[name][1] if part not in alarm.text] == []
+
+
+def test_a_gpu_that_is_short_of_memory_now_and_then_is_told_by_how_much():
+    retries = [2.0] * 9 + [0.0]
+    rows = [
+        {"step": i, "time/step_s": 1.0, "train/gpu_memory_retries": one}
+        for i, one in enumerate(retries)
+    ]
+    (alarm,) = find_alarms(rows, SETTINGS)
+    assert "ran out of memory 2 times in a step" in alarm.text
 
 
 def test_a_straggler_is_named_with_its_node():

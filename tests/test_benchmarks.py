@@ -29,9 +29,8 @@ from workloads import WORKLOADS, coin, count_parameters, make_rows, prepare, rea
 
 from nemo_like.compose import registry
 from nemo_like.config.section import keys_of
-from nemo_like.observe.alarms import find_alarms
 from nemo_like.observe.phase_trace import PhaseTrace
-from tests.test_alarms import SETTINGS, faulty
+from tests.test_alarms import SETTINGS, faulty, find_alarms
 
 ROOT = Path(__file__).parents[1]
 TINY = WORKLOADS["tiny"]

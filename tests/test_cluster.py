@@ -86,6 +86,20 @@ def test_tokens_come_apart_from_the_result_and_few_of_them_outlive_their_worker(
         group.shutdown()
 
 
+def test_a_worker_with_more_calls_than_rays_default_answers_another_at_once(local_ray, tmp_path):
+    with VirtualCluster(plan_resources(ClusterConfig(cpu_workers_per_node=1), 1), 30.0) as cluster:
+        bundles = [[bundle] for bundle in cluster.bundles]
+        group = WorkerGroup(
+            lambda: Sampling, "sampling", bundles, timeout_s=300, log_dir=str(tmp_path),
+            asynchronous=True,
+        )  # fmt: skip
+        group.timeout_s = 30  # calls that hang do so for a minute
+        calls = [group.submit(Sampling.hang) for _ in range(1_100)]
+        assert group.call(Sampling.pid)
+        assert len(calls) == 1_100
+        group.shutdown()
+
+
 def test_the_first_failure_ends_the_wait_with_its_own_message(group):
     start = time.monotonic()
     with pytest.raises(RunError, match="loss is nan"):

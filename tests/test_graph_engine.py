@@ -206,3 +206,31 @@ def test_rows_are_filtered_by_their_own_settings_in_parts_too():
         mask_unlikely(parts[start : start + 4], state, start)
     assert torch.equal(whole, parts)
     assert whole.isinf().sum(1).tolist()[2:] == [47, *whole[3:4].isinf().sum(1).tolist(), 0, 0]
+
+
+def test_a_server_that_breaks_fails_every_request_and_those_that_come_later(tiny_model):
+    """Neither one that it holds nor one that it has not taken waits for ever."""
+    config = config_of(tiny_model(), max_num_seqs=4)
+    requests = requests_of(6)
+
+    async def run() -> list[object]:
+        engine = GraphEngine(config)
+        await engine.start()
+        give_weights(engine, config)
+        take, taken = engine._take, []
+
+        def breaks(waiting: object) -> None:
+            taken.append(waiting)
+            if len(taken) == 3:
+                raise KeyError("a bug")
+            take(waiting)  # type: ignore[arg-type]
+
+        engine._take = breaks  # type: ignore[method-assign]
+        first = await asyncio.gather(*map(engine.generate, requests[:5]), return_exceptions=True)
+        last = await asyncio.gather(engine.generate(requests[5]), return_exceptions=True)
+        await asyncio.wait_for(engine.interrupt(), 10)
+        await engine.shutdown()
+        return [*first, *last]
+
+    found = asyncio.run(asyncio.wait_for(run(), 60))
+    assert [str(one) for one in found] == ["The engine failed: KeyError('a bug')."] * 6

@@ -86,6 +86,28 @@ def test_a_daemon_that_does_not_start_says_why(execute):
     assert "nvidia-cuda-mps-control -d did not start (no GPU here); see " in said
 
 
+def test_a_start_that_fails_leaves_nothing_that_runs(execute):
+    fails = """
+import pathlib, psutil
+from nemo_like.distributed import connection
+
+def fail(*args, **options):
+    raise OSError("no Ray today")
+
+connection.init_in_thread = fail
+for _ in range(2):
+    try:
+        connection.connect(pathlib.Path("FOLDER/logs"))
+    except connection.RunError as error:
+        print(error)
+left = [one.cmdline() for one in psutil.Process().children(recursive=True)]
+assert not left, left
+process = pathlib.Path("FOLDER/pid").read_text().strip()
+assert not psutil.pid_exists(int(process)) or psutil.Process(int(process)).status() == "zombie"
+"""
+    assert execute(fails).count("no Ray today") == 2
+
+
 def test_a_run_asks_for_it_where_it_can_have_it(execute, tmp_path):
     (tmp_path / "empty").mkdir()
     said = execute(RUNS, *AHEAD, "cluster.mps=true", PATH=str(tmp_path / "empty"))

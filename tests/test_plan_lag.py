@@ -138,6 +138,34 @@ def test_mps_lets_a_shared_gpu_sample_and_train_at_the_same_time(tmp_path):
     assert 1.0 < seconds[1] < 1.6
 
 
+def test_what_is_simulated_of_many_engines_has_as_many_groups_for_each_as_all_have(tmp_path):
+    """512 groups of 16 on 4 to 7 of 8 workers; a fifth engine is no slower for the others."""
+    sizes = ("grpo.num_prompts_per_step=512", "grpo.num_generations_per_prompt=16")
+    config = small_config(tmp_path, "cluster.cpu_workers_per_node=8", *sizes)
+    times = Times(
+        source="", token_s=lambda _: 1.0, slots=1024, train_s=0.0, refit_s=0.0, lengths=[1.0],
+        row_s=0.001,
+    )  # fmt: skip
+    planner = Planner(config, times, plan_run(config))
+    seconds = [planner.outcome(8, engines, 0).found.step_s for engines in (4, 5, 6, 7)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[1] < 0.9 * seconds[0]
+
+
+def test_the_same_split_of_more_workers_leaves_whole_models_to_both_sides(tmp_path):
+    sizes = ("cluster.cpu_workers_per_node=12", "grpo.num_prompts_per_step=12")
+    config = small_config(tmp_path, *sizes, "policy.parallel.tensor_parallel_size=2")
+    times = Times(
+        source="", token_s=lambda _: 1.0, slots=8, train_s=1.0, refit_s=0.0, lengths=[1.0]
+    )
+    planner = Planner(config, times, plan_run(config))
+    best = planner.outcome(12, 4, 1)
+    for workers in (32, 64, 4096):
+        (choice,) = planner.scaled(best, workers)
+        assert 0 < choice.sampling <= workers / 3
+        assert (workers - choice.sampling) % 2 == 0
+
+
 def test_a_large_step_of_one_engine_is_simulated_whole(tmp_path):
     """4,096 completions of a second, 1,024 at once, take four seconds."""
     config = small_config(tmp_path, "grpo.num_prompts_per_step=1024")

@@ -54,7 +54,9 @@ def connect(mps_logs: Path | None = None) -> Callable[[], None]:
     """
     for thread in threading.enumerate():
         if thread.name == _ABANDONED:
-            thread.join()  # It ends a Ray whose start was interrupted, in a notebook.
+            thread.join(_SLOW_S)  # It ends a Ray whose start was interrupted, in a notebook.
+            if thread.is_alive():
+                raise RunError("An earlier start of Ray has not ended yet; start Python again.")
     address = os.environ.get("RAY_ADDRESS", "")
     starts = not ray.is_initialized() and address in ("", "local")
     if mps_logs and not starts:
@@ -143,6 +145,7 @@ def _end_at_once(code: int) -> None:
 
 def _start(mps_logs: Path | None) -> Callable[[], None]:
     began = time.monotonic()
+    sweeper: Sweeper | None = None
     try:
         sweeper = Sweeper()
         folder = str(sweeper.folder)
@@ -156,15 +159,14 @@ def _start(mps_logs: Path | None) -> Callable[[], None]:
             variables |= start_mps(sweeper, mps_logs)
         with on_loopback, _few_processes(), _environment(variables):
             end_thread = init_in_thread(None, sweeper.close, address="local", _temp_dir=folder)
-    except (UserError, RunError):  # of MPS
-        raise
     except Exception as error:  # Ray raises a plain one where a process of its own does not come up
-        told = why_not_started(
-            error,
-            waited_s=time.monotonic() - began,
-            load=os.getloadavg()[0] / (os.cpu_count() or 1),
-            free_gib=psutil.virtual_memory().available / 2**30,
-        )
+        if sweeper is not None:
+            sweeper.close()
+        if isinstance(error, UserError | RunError):
+            raise  # of MPS
+        waited, load = time.monotonic() - began, os.getloadavg()[0] / (os.cpu_count() or 1)
+        free = psutil.virtual_memory().available / 2**30
+        told = why_not_started(error, waited_s=waited, load=load, free_gib=free)
         raise RunError(f"Ray could not be started on this machine: {told}") from error
 
     def end() -> None:

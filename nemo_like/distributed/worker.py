@@ -80,16 +80,18 @@ class Worker:
     def memory(self, area: str = "") -> Metrics:
         """GiB of memory of this process, and what torch says of its GPU's.
 
-        That is the peak it allocated, and how often since the last call the GPU had no more: torch
-        then waits for the GPU, frees what it caches, and asks again.
+        Since the last call: the most it allocated, and how often the GPU had no more. Torch then
+        waits for the GPU, frees what it caches, and asks again.
         """
         held = {"memory_gib": psutil.Process().memory_info().rss / 2**30}
         if self.context.gpu_ids and "torch" in sys.modules:
             cuda = sys.modules["torch"].cuda
-            held["gpu_memory_gib"] = cuda.max_memory_allocated() / 2**30
-            retries = cuda.memory_stats().get("num_alloc_retries", 0)
-            held["gpu_memory_retries"] = retries - self._retries
-            self._retries = retries
+            if cuda.is_initialized():  # not where vLLM's processes have the GPU
+                held["gpu_memory_gib"] = cuda.max_memory_allocated() / 2**30
+                cuda.reset_peak_memory_stats()
+                retries = cuda.memory_stats()["num_alloc_retries"]
+                held["gpu_memory_retries"] = retries - self._retries
+                self._retries = retries
         return {f"{area}{name}": Metric(of, reduce=Reduce.max) for name, of in held.items()}
 
 

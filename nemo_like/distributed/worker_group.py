@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from nemo_like.distributed.virtual_cluster import Bundle
 
 W = TypeVar("W", bound=Worker)
+_MOST_CALLS = 100_000
+"""At once, to one rank with coroutines; by Ray's default of 1,000 a refit waits for rollouts."""
 _DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,12 +98,14 @@ class WorkerGroup(Generic[W]):
         self.contexts = worker_contexts(role, bundles, log_dir)
         # Ray titles processes by the name of their actor's class.
         host = type(f"{role.capitalize()}Worker", (AsyncHost if asynchronous else Host,), {})
+        at_once = {"max_concurrency": _MOST_CALLS} if asynchronous else {}
         actor_class = ray.remote(host)
         self.actors: list[Any] = [
             actor_class.options(
                 num_cpus=0,
                 num_gpus=0,
                 max_restarts=0,
+                **at_once,
                 scheduling_strategy=bundles[context.rank][0].scheduling_strategy(),
             ).remote(context, worker_class)
             for context in self.contexts

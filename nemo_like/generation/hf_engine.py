@@ -65,18 +65,13 @@ class HFEngine(LocalEngine):
 
     async def _serve(self) -> None:
         """Batch what arrived and sample it, until cancelled."""
-        batch: list[Waiting] = []
-        try:
-            while True:
-                batch = [await self._queue.get()]
-                # Callers that became ready together all get to enqueue before the batch closes.
-                await asyncio.sleep(0)
-                while len(batch) < self._config.max_num_seqs and not self._queue.empty():
-                    batch.append(self._queue.get_nowait())
-                await self._answer(batch)
-        finally:
-            for _, done in batch:
-                fail(done, RunError("The engine was shut down."))
+        while True:
+            batch = [await self._queue.get()]
+            # Callers that became ready together all get to enqueue before the batch closes.
+            await asyncio.sleep(0)
+            while len(batch) < self._config.max_num_seqs and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            await self._answer(batch)
 
     async def _answer(self, batch: list[Waiting]) -> None:
         requests = [request for request, _ in batch]

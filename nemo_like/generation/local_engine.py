@@ -90,7 +90,7 @@ class LocalEngine:
         self._idle.set()
 
     async def _serve(self) -> None:
-        """Answer the requests of ``_queue``, until cancelled; then fail what is under way."""
+        """Answer the requests of ``_queue``, until cancelled."""
         raise NotImplementedError
 
     def _copy_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -104,7 +104,8 @@ class LocalEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; RunError if the model fails."""
-        if self._server is None or self._version is None:
+        server = self._server
+        if server is None or self._version is None:
             raise no_weights(request)
         self._check_prompt(request)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -112,8 +113,14 @@ class LocalEngine:
         self._idle.clear()
         try:
             self._queue.put_nowait((request, done))
-            return await done
+            await asyncio.wait({done, server}, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                broke = None if server.cancelled() else server.exception()
+                told = f"failed: {broke!r}" if broke else "was shut down"
+                raise RunError(f"The engine {told}.")
+            return done.result()
         finally:
+            done.cancel()
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
@@ -156,13 +163,11 @@ class LocalEngine:
         """Nothing: this engine keeps its memory."""
 
     async def shutdown(self) -> None:
-        """Stop serving; completions that are under way fail."""
+        """Stop serving; completions that are under way or wait fail."""
         if self._server is not None:
             self._server.cancel()
             await asyncio.wait({self._server})
         self._server = self._version = None
-        while not self._queue.empty():
-            fail(self._queue.get_nowait()[1], RunError("The engine was shut down."))
 
     def ends_with_string(self, sampling: SamplingParams, token_ids: Sequence[int]) -> bool:
         """Whether the last token completed a stop string; special tokens count as text."""

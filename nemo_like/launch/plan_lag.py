@@ -203,10 +203,11 @@ class Planner:
                 f"{_MOST_OF_AN_ENGINE:,} are simulated; lower one of them."
             )
         parts = max(1, min(engines, groups, groups * size // _MOST_ROWS))
+        simulated = engines // parts
         work = Workload(
-            groups=groups // parts,
+            groups=max(1, round(groups * simulated / engines)),  # as many for an engine as all have
             group_size=size,
-            engines=engines // parts,
+            engines=simulated,
             slots=min(times.slots, -(-groups * (1 + lag) // engines) * size),
             train_s=times.train_s * tokens / (workers - (sampling or 0)),
             refit_s=times.refit_s,
@@ -253,7 +254,9 @@ class Planner:
             return [self.outcome(workers, None, best.lag)] if best.lag else []
         tp = self._config.generation.tensor_parallel_size
         sampling = best.sampling * workers // best.workers // tp * tp
-        return [self.outcome(workers, sampling, best.lag)]
+        while sampling and (workers - sampling) % self._unit:
+            sampling -= tp
+        return [self.outcome(workers, sampling, best.lag)] if sampling else []
 
 
 def lag_lines(config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> Iterator[str]:

@@ -10,7 +10,7 @@ import re
 import shlex
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 NODES = "nodes.json"
@@ -91,12 +91,6 @@ class Alarms:
     def _begin(self, least: int) -> _Steps:
         """First steps to compare with; for memory later ones, since the first steps fill caches."""
         return _Steps(self._first[_WINDOW:] if least == _SETTLED else self._first[:_WINDOW])
-
-
-def find_alarms(rows: Iterable[Row], settings: Mapping[str, Any]) -> list[Alarm]:
-    """All alarms of a run, in order."""
-    alarms = Alarms(settings)
-    return [alarm for row in rows for alarm in alarms.add(row)]
 
 
 def _is_learned(last: _Steps) -> bool:
@@ -207,14 +201,16 @@ def _memory_growth(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> 
     for name in [name for name in last.rows[-1] if name.endswith("memory_gib")]:
         before, now = first.mean(name), last.mean(name)
         if now - before > max(0.5, 0.3 * before):
-            return f"{name} grew from {before:.2f} to {now:.2f}, so something leaks; {remedy}"
+            longer = "rows are longer or " if "gpu" in name else ""
+            grew = f"{name} grew from {before:.2f} to {now:.2f}, so {longer}something leaks"
+            return f"{grew}; {remedy}"
     return None
 
 
 def _tight_memory(_: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
-    if not last.median("train/gpu_memory_retries") >= 1:
+    retries = last.median("train/gpu_memory_retries")
+    if not retries >= 1:
         return None
-    retries = last.of("train/gpu_memory_retries")[-1]
     tokens = settings.get("policy.micro_batch_tokens", 2) // 2
     return (
         f"the policy's GPU ran out of memory {retries:.0f} times in a step; torch then waits for "

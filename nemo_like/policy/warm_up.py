@@ -28,7 +28,7 @@ _ROWS = ((24, 120, 20), (80,))
 
 
 def warm_up(trainer: "Trainer", temperature: float) -> None:
-    """Compile while engines start, by a pass without gradient; collective."""
+    """Compile while engines start, by passes whose loss is 0; collective."""
     if trainer.mesh.sizes.pp > 1:
         return  # All passes through a pipeline have one shape, which is the step's own.
     measures = trainer.setup.output == "logprobs"

@@ -3,7 +3,7 @@
 The order keeps the peak low. To generation: the policy gives back what its last step only cached
 (its optimizer state is on the host already with ``policy.offload``), engines take memory for
 weights, weights move bucket by bucket, the policy gives back the buckets, engines take memory for
-their KV cache. To the policy: engines drop both. Their CUDA graphs stay, as they hold addresses,
+their KV cache. To the policy: engines drop both. vLLM's CUDA graphs stay, as they hold addresses,
 which the same memory gets again. Dropped weights are gone, so that a refit follows every sleep.
 """
 

@@ -108,7 +108,7 @@ class GraphEngine(LocalEngine):
             num_pages = min(num_pages, config.kv_cache_bytes // page_bytes)
         if config.device == "cuda":
             share = torch.cuda.get_device_properties(0).total_memory * config.gpu_memory_share
-            room = share - self._model.num_bytes - WORKSPACE_BYTES
+            room = max(0.0, share - self._model.num_bytes - WORKSPACE_BYTES)
             num_pages = min(num_pages, int(room) // page_bytes)
         if num_pages < most:
             raise UserError(
@@ -120,18 +120,14 @@ class GraphEngine(LocalEngine):
         return Sampler(Decoder(self._model, self._ops, state), self.ends_with_string)
 
     async def _serve(self) -> None:
-        try:
-            while True:
-                if not self._rows:
-                    self._take(await self._queue.get())
-                # Callers that became ready together all get to enqueue before the burst begins.
-                await asyncio.sleep(0)
-                while not self._queue.empty():
-                    self._take(self._queue.get_nowait())
-                await self._answer()
-        finally:
-            for row in self._rows:
-                fail(row.done, RunError("The engine was shut down."))
+        while True:
+            if not self._rows:
+                self._take(await self._queue.get())
+            # Callers that became ready together all get to enqueue before the burst begins.
+            await asyncio.sleep(0)
+            while not self._queue.empty():
+                self._take(self._queue.get_nowait())
+            await self._answer()
 
     def _take(self, waiting: Waiting) -> None:
         assert self._sampler is not None
