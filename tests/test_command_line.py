@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from nemo_like.errors import StoppedError, UserError
-from nemo_like.run.ending import end_on_error
+from nemo_like.run.ending import StopRequest, end_on_error
 from nemo_like.viewer.trajectories import Trajectories
 from tests.small_runs import ROOT, SMALL, SMALL_ON_A_FILE, last_of, prompts_of, records
 from tests.warm_process import WarmProcess
@@ -636,10 +636,42 @@ def test_ctrl_c_while_a_command_imports_ends_it_without_a_word(tmp_path, start, 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_ctrl_c_saves_the_step_in_progress(warm, tmp_path):
+    driver = start_run(warm, tmp_path, **warm.workers)
+    wait_for_step(tmp_path, 2)
+    os.kill(driver, signal.SIGINT)
+    code, output = end_of_fork(warm, tmp_path, driver, timeout_s=120.0)
+    assert code == 75, output
+    assert "which is saved; Ctrl-C again ends the run at once." in output
+    last = max(
+        int(path.name.removeprefix("step_"))
+        for path in (tmp_path / "run" / "checkpoints").glob("step_*")
+    )
+    assert f"Stopped on request after step {last} of 500, which is saved in " in output
+    assert not processes_of(tmp_path)
+
+
+def test_a_second_ctrl_c_and_one_before_the_first_step_interrupt():
+    request = StopRequest()
+    with pytest.raises(KeyboardInterrupt):
+        request(signal.SIGINT, None)
+    request.within_steps()
+    request(signal.SIGINT, None)
+    with pytest.raises(StoppedError, match="in the middle"):
+        request.obey("in the middle")
+    with pytest.raises(KeyboardInterrupt):
+        request(signal.SIGINT, None)
+    request = StopRequest()
+    request.within_steps()
+    request.when_done()
+    with pytest.raises(KeyboardInterrupt):
+        request(signal.SIGINT, None)
+
+
 def test_an_interrupt_ends_in_order_however_often_it_comes(warm, tmp_path):
     driver = start_run(warm, tmp_path, **warm.workers)
     wait_for_step(tmp_path, 2)
-    for number in [signal.SIGINT, *[signal.SIGTERM, signal.SIGINT] * 4]:
+    for number in [signal.SIGHUP, *[signal.SIGTERM, signal.SIGINT] * 4]:
         os.kill(driver, number)
         time.sleep(0.3)
     code, output = end_of_fork(warm, tmp_path, driver, timeout_s=120.0)

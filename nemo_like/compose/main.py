@@ -22,7 +22,7 @@ from nemo_like.compose.overrides import accept_free_keys, refuse_twice
 from nemo_like.config.run import Algorithm, RunConfig
 from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import StoppedError, UserError
-from nemo_like.run.ending import end_early, end_on_error, handlers_restored, listen
+from nemo_like.run.ending import end_early, end_on_error, handlers_restored, heed_ctrl_c, listen
 
 # Hydra's own modes, which compose by themselves and run nothing of ours.
 _HYDRA_FLAGS = ("--hydra-help", "--version", "--shell-completion", "-sc", "--info")
@@ -37,6 +37,7 @@ def run_command(algorithm: Algorithm, config_dir: Path, arguments: Sequence[str]
     keep_compiler_cache()
     with handlers_restored():
         listen()  # Run takes it over; until then SIGUSR1 and SIGTERM would end the process unheard.
+        heed_ctrl_c()
         try:
             _run_jobs(algorithm, config_dir, arguments)
         except (StoppedError, KeyboardInterrupt) as told:  # between jobs, or before the first one

@@ -99,6 +99,12 @@ class Checkpoints:
             logger.warning("%s was not finished and is ignored", leftover)
         steps = self.steps()
         if not steps:
+            records = self.folder.parent / "metrics.jsonl"
+            if records.is_file() and records.stat().st_size > 0:
+                logger.warning(
+                    "%s has no checkpoint yet: the run begins again, and replaces its records.",
+                    self.folder.parent,
+                )
             return None
         path = self.folder / f"step_{steps[-1]}"
         return path, open_checkpoint(path)

@@ -78,7 +78,7 @@ def note_error(error: BaseException, again: str) -> tuple[str, int]:
     sentence = _sentence(error, in_run=True) if told is None else str(told) or "Interrupted."
     logger.log(
         logging.ERROR if told is None else logging.INFO,
-        "The run ended here: %s\nTo continue from its latest checkpoint: %s",
+        "The run ended here: %s\nTo continue from its latest checkpoint, if it has one: %s",
         sentence or repr(error),
         again,
         exc_info=None if sentence else error,
@@ -140,10 +140,10 @@ class LeftError(BaseException):
 
 
 class StopRequest:
-    """The handler of SIGUSR1 and SIGTERM: finish the step in progress, save it and end.
+    """The handler of SIGUSR1, SIGTERM and a command's Ctrl-C: finish the step, save it and end.
 
     SIGTERM has a limit, ``run.stop_grace_s``: whoever sends it kills what is left soon after. While
-    a run starts it ends the run at once; a second one always does.
+    a run starts, SIGTERM and Ctrl-C end it at once; a second one always does.
     """
 
     def __init__(self) -> None:
@@ -151,6 +151,7 @@ class StopRequest:
         self.grace_s = 0.0
         """Seconds from SIGTERM until what is in progress is abandoned."""
         self._pid = os.getpid()
+        self._takes_steps = False
         self._terminated = False
         self._clock_runs = False
         self._on_term = self.obey_before_first_step
@@ -167,12 +168,15 @@ class StopRequest:
             )
         if signum == signal.SIGTERM and self._terminated:
             raise KeyboardInterrupt
+        if signum == signal.SIGINT and (self.came or not self._takes_steps):
+            raise KeyboardInterrupt
         self.came = True
         if signum == signal.SIGTERM:
             self._terminated = True
             self._on_term()
         else:
-            logger.info("Stopping after the step in progress, which is saved.")
+            again = "; Ctrl-C again ends the run at once" if signum == signal.SIGINT else ""
+            logger.info("Stopping after the step in progress, which is saved%s.", again)
 
     def obey(self, where: str) -> None:
         """Raise StoppedError if it came; ``where`` it ends, and how to go on."""
@@ -183,23 +187,23 @@ class StopRequest:
     def start(self, grace_s: float) -> None:
         """A run begins: until its first step nothing is lost by ending at once."""
         self.grace_s = grace_s
-        self._on_term = self.obey_before_first_step
+        self._takes_steps, self._on_term = False, self.obey_before_first_step
 
     def obey_before_first_step(self) -> None:
         self.obey(_NOTHING_LOST)
 
     def within_steps(self) -> None:
         """From now on SIGTERM grants the step in progress time to finish."""
-        self._on_term = self._start_clock
+        self._takes_steps, self._on_term = True, self._start_clock
 
     def without_checkpoints(self, where: Callable[[], str]) -> None:
         """From now on SIGTERM ends the run at once: there is nothing to save."""
         self._on_term = lambda: self.obey(where())
 
     def when_done(self) -> None:
-        """From now on signals change nothing: the run is about to end anyway."""
+        """From now on SIGTERM changes nothing: the run is about to end anyway."""
         self._stop_clock()
-        self._on_term = lambda: None
+        self._takes_steps, self._on_term = False, lambda: None
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -238,3 +242,9 @@ def listen() -> StopRequest:
     for number in SIGNALS:
         signal.signal(number, request)
     return request
+
+
+def heed_ctrl_c() -> None:
+    """For commands: in a notebook, an interrupt is the exception that everyone expects."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, listen())
