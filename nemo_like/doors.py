@@ -72,7 +72,8 @@ class Door:
         path = Path(file).expanduser()
         refuse_special(f"{key}={spec}: {file}", path)
         if not path.is_file():
-            raise UserError(f"{key}={spec}: there is no file {file}.")
+            where = "" if Path(file).is_absolute() else f" in {Path.cwd()}"
+            raise UserError(f"{key}={spec}: there is no file {file}{where}.")
         try:
             ast.parse(path.read_text(encoding="utf-8"), filename=file)
         except (SyntaxError, UnicodeDecodeError) as error:

@@ -188,6 +188,21 @@ def test_groups_larger_than_what_is_simulated_stay_whole_where_engines_outnumber
     assert planner.outcome(8, None, 0).found.step_s == pytest.approx(4.0)
 
 
+def test_an_earlier_run_that_was_continued_is_read_unless_it_sampled_ahead_for_a_while(
+    tmp_path, capsys
+):
+    earlier_run(tmp_path, "run.resume=true")
+    main(["plan", "--from", f"{tmp_path}/run"])
+    assert "3 steps and 4 completions of " in capsys.readouterr().out
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    first, *others = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first.replace("{", '{"staleness/max": 1.0, ', 1) + "".join(others))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--from", f"{tmp_path}/run"])
+    assert ended.value.code == 2
+    assert "is a run whose phases overlap" in capsys.readouterr().err
+
+
 def test_an_earlier_run_with_a_time_that_is_none_is_refused(tmp_path, capsys):
     earlier_run(tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"

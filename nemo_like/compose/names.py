@@ -149,6 +149,8 @@ def hint_for(key: str, schema: type[Section]) -> str | None:
         return f"write its parts below each other, as in {key.replace('.', ': {')}: ...}}"
     if (lower := key.strip().lower()) in fields:
         return f"did you mean {lower}? Keys are in lower case."
+    if found := [one for one in keys if _letters(one) == _letters(lower)]:
+        return f"did you mean {' or '.join(found)}?"
     others = {name: registry.find(name).config for name in registry.names()}
     if owners := [name for name, other in others.items() if key in dict(keys_of(other))]:
         return f"it is a key of {', '.join(owners)}."
@@ -161,6 +163,11 @@ def hint_for(key: str, schema: type[Section]) -> str | None:
     close = {one.name: _likeness(lower, one.name, bare=True) for one in read()}
     best = max(close, key=close.__getitem__)
     return answer(best, schema) if close[best] else None
+
+
+def _letters(key: str) -> str:
+    """Without what separates words: ``maxlag`` is ``max_lag``."""
+    return re.sub("[._-]", "", key)
 
 
 def _nearest(key: str, keys: Sequence[str]) -> list[str]:

@@ -108,6 +108,8 @@ def _sentence(error: Any, key: str, schema: type[Section]) -> str:
     if rule := _KINDS.get(kind):
         if isinstance(value, str) and kind in _NUMBERS and _is_number(value):
             rule += ", and this is text: leave out the quotes"
+        if isinstance(value, float) and value.is_integer() and kind == "int_type":
+            rule += f"; write {int(value)}"
         return f"{key}={_shown(value)} {rule.format(key=key)}."
     return f"{key}={_shown(value)}: {error['msg']}."
 

@@ -88,8 +88,9 @@ class ClusterConfig(Section):
         bool,
         OnlyIf(
             lambda here, run: here.takes_turns(run) or here.packs_engines(run),
-            "no processes of this run compute on one GPU at the same time, as engine and policy do "
-            "with rollout.max_lag=1, or engines with generation.num_engines_per_bundle=2",
+            "no processes of this run compute on one GPU at the same time; with "
+            "cluster.gpus_per_node engine and policy do under rollout.max_lag=1, without "
+            "cluster.num_generation_workers, and engines under generation.num_engines_per_bundle=2",
         ),
     ] = False
     """Start NVIDIA's MPS with a Ray of the run's own, or of its Slurm job: engine and policy on one

@@ -203,9 +203,10 @@ def check_lengths(
             raise UserError(f"{key}, row {row.index}: {error}") from error
         if length > most and config.overlong == "refuse":
             raise UserError(
-                f"{key}: the prompt of row {row.index} has {length} tokens, and {limit} leaves "
-                f"{most} beside the completion; shorten it, lower generation.max_new_tokens, or "
-                "set data.overlong to drop, truncate_left or truncate_right."
+                f"{key}: the prompt of row {row.index} has {length} tokens (the first row is 0), "
+                f"and {limit} leaves {most} beside the completion; shorten it, lower "
+                "generation.max_new_tokens, or set data.overlong to drop, truncate_left or "
+                "truncate_right."
             )
         if 0 < len(prompt_ids) <= most:
             kept.append(replace(row, prompt_ids=prompt_ids))

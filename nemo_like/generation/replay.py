@@ -86,9 +86,9 @@ class ReplayEngine:
         if row is None or row["turns"] != 1 or row["input_ids"][:count] != request.prompt_ids:
             raise RunError(
                 f"No single-turn completion {index} of group {group} is recorded for this prompt "
-                f"({phase}, step {step}); model, data, run.seed, batch and group sizes and "
-                "validation.every_steps must be those of the recorded run, which made "
-                f"{self._last_step} steps."
+                f"({phase}, step {step}); model, data, run.seed, batch and group sizes, "
+                "validation.every_steps and max_steps (the last step validates) must be those of "
+                f"the recorded run, which made {self._last_step} steps."
             )
         token_ids, logprobs = row["input_ids"][count:], row["generation_logprobs"][count:]
         if not 0 < len(token_ids) == len(logprobs):

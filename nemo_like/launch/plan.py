@@ -46,8 +46,9 @@ def run(arguments: Sequence[str]) -> None:
     earlier = options.earlier and earlier_run(options.earlier)
     if earlier and not options.config_name and not any(map(is_name, options.words)):
         options.config_name = f"{options.earlier}/config.yaml"
-        if not any(word.startswith("run.dir=") for word in options.words):
-            options.words.append("run.dir=null")  # that folder is full
+        for key, value in (("run.dir", "null"), ("run.resume", "false")):  # it is full, and made
+            if not any(word.startswith(f"{key}=") for word in options.words):
+                options.words.append(f"{key}={value}")
     config = parser.load(options, runs=False)
     set_trust(config.policy.trust_remote_code)
     folder = resolve_policy(config, only_config=True)

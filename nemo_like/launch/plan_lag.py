@@ -93,13 +93,14 @@ def measured(folder: Path, config: SamplingRunConfig, shape: ModelShape | None) 
     """
     from nemo_like.viewer.runs import RunFolder
 
-    if config.overlaps:
+    run, plan = RunFolder(folder, folder.name), plan_run(config)
+    steps = run.steps()
+    # It may have been continued with another lag.
+    if config.overlaps or any((row.get("staleness/max") or 0) > 0 for row in steps):
         raise UserError(
             f"--from={folder} is a run whose phases overlap; give one with rollout.max_lag=0 and "
             "rollout.overlap=false."
         )
-    run, plan = RunFolder(folder, folder.name), plan_run(config)
-    steps = run.steps()
     steps = steps[min(2, len(steps) // 2) :]  # the first ones compile and fill caches
     run.trajectories.refresh()
     columns = run.trajectories.columns

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_like.errors import UserError
 from nemo_like.observe.console import printable
 from nemo_like.viewer.runs import Record, RunFolder, find_runs, mean_phases
 
@@ -33,6 +34,9 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _show(console: Console, run: RunFolder, step: int | None, num_samples: int) -> None:
+    if step is not None and step not in (made := [one["step"] for one in run.records()]):
+        has = f"it has {made[0]} to {made[-1]}" if made else "it has none yet"
+        raise UserError(f"{run.name} has no step {step}; {has}.")
     _say(console, f"{run.name}: {run.state()}", "bold")
     _say(console, str(run.path))
     for line in run.outcome():
