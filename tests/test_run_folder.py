@@ -115,7 +115,7 @@ def test_the_log_says_what_ended_a_run_and_how_to_go_on(tmp_path, capsys, error,
     log = (folder / "run.log").read_text()
     assert said in log
     command = f"nemo-like grpo '{folder}/config.yaml' 'run.dir=\"{folder}\"' run.resume=true\n"
-    assert f"To continue from its latest checkpoint: {command}" in log
+    assert f"To continue from its latest checkpoint, if it has one: {command}" in log
     assert ("Traceback" in log) == isinstance(error, KeyError)
     assert (" ERROR " in log) == isinstance(error, Exception)  # not where one asked for the end
     assert "ended here" not in capsys.readouterr().err
