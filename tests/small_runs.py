@@ -30,7 +30,7 @@ SMALL_ON_A_FILE = tuple(one for one in SMALL if "rows" not in one)
 """The file has as many rows as it has."""
 
 
-_MEASURED = re.compile(r"time|driver/|.*(tokens_per_s|memory_gib|/slowest)")
+_MEASURED = re.compile(r"time|driver/|.*(tokens_per_s|memory_(gib|retries)|/slowest)")
 
 
 def numbers(record):

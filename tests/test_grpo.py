@@ -1,7 +1,9 @@
 """The whole loop in one process tree, with the ``hf`` engine: fast, and exact to the last bit."""
 
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 
@@ -11,6 +13,7 @@ from nemo_like.algorithms.grpo import loop
 from nemo_like.algorithms.sampling import start_sampling
 from nemo_like.algorithms.session import opened
 from nemo_like.batch import keys
+from nemo_like.distributed import waiting
 from nemo_like.errors import RunError, StoppedError, UserError
 from nemo_like.viewer.trajectories import Trajectories
 from tests.small_runs import ROOT, SMALL_ON_A_FILE, numbers, records, run, small_config
@@ -325,6 +328,22 @@ def test_a_reward_that_fails_in_some_way_costs_those_rows_only(tmp_path, caplog,
     assert steps[1]["train/num_tokens"] < steps[1]["rollout/num_tokens"]
     assert f"failed on {failed:.0f} of 8 completions of step 1" in caplog.text
     assert reason in caplog.text
+
+
+def test_who_waits_long_for_a_reward_is_told_so(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(waiting, "_PROGRESS_EVERY_S", 1.0)
+    run(
+        tmp_path / "run",
+        *write_reward(tmp_path, "time.sleep(4)\n    return 1.0"),
+        "grpo.max_steps=1",
+        "grpo.num_prompts_per_step=1",
+        "grpo.num_generations_per_prompt=2",
+        "environment.num_processes=2",
+        small=SMALL_ON_A_FILE,
+    )
+    told = r"Waiting for generation rank 0 in rollout, \d s: it samples .* waits for their rewards"
+    assert re.search(told, caplog.text)
 
 
 def test_a_metric_that_is_none_is_said_once_and_costs_no_reward(tmp_path, caplog):

@@ -50,6 +50,11 @@ CONFIG = small_config("never-made", "grpo.num_generations_per_prompt=2", "run.se
 class Clocked:
     """Replicas that take ``seconds(group)``, and remember when each group began and trained."""
 
+    timeout_s = 0.0
+
+    def waiting(self, *_, **__):
+        return self
+
     def __init__(self, seconds, num=2):
         self.world_size, self.group, self.seconds = num, self, seconds
         self.now, self.step, self.most_open = 0.0, 0, 0

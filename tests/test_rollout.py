@@ -75,6 +75,11 @@ class Replicas:
     def sleep(self):
         self.rounds_before_sleep.append(len(self.rounds))
 
+    timeout_s = 0.0
+
+    def waiting(self, *_, **__):
+        return self
+
     def scatter(self, _, requests):
         self.rounds.append([task for request in requests for task in request.tasks])
         self.sampling.append(requests[0].sampling)

@@ -28,6 +28,8 @@ _RECORDED = 4
 _MOST_ROUNDS = 4
 """Times that prompts are sampled for one step, where groups are left out."""
 
+_DOING = "it samples completions, and waits for their rewards and tools"
+
 
 class RolloutSource:
     """Samples groups in the order of their numbers, up to ``rollout.max_lag`` steps ahead.
@@ -51,6 +53,8 @@ class RolloutSource:
         """``show`` gets a validation's first completions; see ``Run.show``."""
         self._config = config
         self._generation = generation
+        group = generation.group
+        self._replicas = group.waiting(group.timeout_s, doing=_DOING)
         self.sync = sync
         self._feed = feed
         self._ahead = None
@@ -130,7 +134,7 @@ class RolloutSource:
         self, step: int, planned: int, place: int, group: int, row: Row, sampling: SamplingParams
     ) -> Pending[RolloutResult]:
         """Start a group planned for step ``planned``, as number ``place`` of its groups."""
-        config, replicas = self._config, self._generation.group
+        config, replicas = self._config, self._replicas
         replica = group % replicas.world_size
         record = place // replicas.world_size < _RECORDED
         size = config.loop.num_generations_per_prompt
@@ -234,7 +238,7 @@ class RolloutSource:
     ) -> list[RolloutResult]:
         """Deal whole groups to replicas in turn; rows come back by replica, with their ids."""
         num_recorded = _RECORDED if phase == "train" else _SHOWN
-        num_replicas = self._generation.group.world_size
+        num_replicas = self._replicas.world_size
         tasks: list[list[RolloutTask]] = [[] for _ in range(num_replicas)]
         for position, (group, row) in enumerate(groups):
             replica = position % num_replicas
@@ -251,7 +255,7 @@ class RolloutSource:
             )
             for of_replica in tasks
         ]
-        results = self._generation.group.scatter(RolloutWorker.rollout, requests)
+        results = self._replicas.scatter(RolloutWorker.rollout, requests)
         return [result for result in results if len(result.lengths)]
 
     def _tasks(
