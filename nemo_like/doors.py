@@ -72,7 +72,7 @@ class Door:
         path = Path(file).expanduser()
         refuse_special(f"{key}={spec}: {file}", path)
         if not path.is_file():
-            where = "" if Path(file).is_absolute() else f" in {Path.cwd()}"
+            where = "" if path.is_absolute() else f" in {Path.cwd()}"
             raise UserError(f"{key}={spec}: there is no file {file}{where}.")
         try:
             ast.parse(path.read_text(encoding="utf-8"), filename=file)

@@ -50,6 +50,18 @@ def group(local_ray, tmp_path):
         workers.shutdown()
 
 
+@pytest.fixture
+def sampling(local_ray, tmp_path):
+    """A group of one worker with coroutines."""
+    with VirtualCluster(plan_resources(ClusterConfig(cpu_workers_per_node=1), 1), 30.0) as cluster:
+        workers = WorkerGroup(
+            lambda: Sampling, "sampling", [[bundle] for bundle in cluster.bundles], timeout_s=300,
+            log_dir=str(tmp_path), asynchronous=True,
+        )  # fmt: skip
+        yield workers
+        workers.shutdown()
+
+
 def kill(group, rank, pid):
     """End a worker, and wait until the driver's Ray knows."""
     os.kill(pid, signal.SIGKILL)
@@ -67,37 +79,21 @@ def test_calls_reach_every_rank_and_shards_follow_the_axis(group):
     assert group.call_rank(2, Probe.echo, 7) == 7
 
 
-def test_tokens_come_apart_from_the_result_and_few_of_them_outlive_their_worker(
-    local_ray, tmp_path
-):
-    with VirtualCluster(plan_resources(ClusterConfig(cpu_workers_per_node=1), 1), 30.0) as cluster:
-        bundles = [[bundle] for bundle in cluster.bundles]
-        group = WorkerGroup(
-            lambda: Sampling, "sampling", bundles, timeout_s=300, log_dir=str(tmp_path),
-            asynchronous=True,
-        )  # fmt: skip
-        few, many = [group.call(Sampling.sample, size)[0] for size in (1_000, 1_000_000)]
-        assert (few.num_bytes, many.num_bytes) == (1_000, 1_000_000)
-        assert [len(ray.get(found.tokens)) for found in (few, many)] == [1_000, 1_000_000]
-        with pytest.raises(RunError, match="no tokens"):
-            group.call(Sampling.sample, -1)
-        kill(group, 0, group.call(Sampling.pid)[0])
-        assert len(ray.get(few.tokens)) == 1_000
-        group.shutdown()
+def test_tokens_come_apart_from_the_result_and_few_of_them_outlive_their_worker(sampling):
+    few, many = [sampling.call(Sampling.sample, size)[0] for size in (1_000, 1_000_000)]
+    assert (few.num_bytes, many.num_bytes) == (1_000, 1_000_000)
+    assert [len(ray.get(found.tokens)) for found in (few, many)] == [1_000, 1_000_000]
+    with pytest.raises(RunError, match="no tokens"):
+        sampling.call(Sampling.sample, -1)
+    kill(sampling, 0, sampling.call(Sampling.pid)[0])
+    assert len(ray.get(few.tokens)) == 1_000
 
 
-def test_a_worker_with_more_calls_than_rays_default_answers_another_at_once(local_ray, tmp_path):
-    with VirtualCluster(plan_resources(ClusterConfig(cpu_workers_per_node=1), 1), 30.0) as cluster:
-        bundles = [[bundle] for bundle in cluster.bundles]
-        group = WorkerGroup(
-            lambda: Sampling, "sampling", bundles, timeout_s=300, log_dir=str(tmp_path),
-            asynchronous=True,
-        )  # fmt: skip
-        group.timeout_s = 30  # calls that hang do so for a minute
-        calls = [group.submit(Sampling.hang) for _ in range(1_100)]
-        assert group.call(Sampling.pid)
-        assert len(calls) == 1_100
-        group.shutdown()
+def test_a_worker_with_more_calls_than_rays_default_answers_another_at_once(sampling):
+    sampling.timeout_s = 30  # calls that hang do so for a minute
+    calls = [sampling.submit(Sampling.hang) for _ in range(1_100)]
+    assert sampling.call(Sampling.pid)
+    assert len(calls) == 1_100
 
 
 def test_the_first_failure_ends_the_wait_with_its_own_message(group):

@@ -250,7 +250,7 @@ def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(
     limits = {"micro_batch_tokens": 9999, "context": shortest + 8, "max_new_tokens": 8}
     with pytest.raises(
         UserError,
-        match=f"row 1 has {shortest + 49} tokens .the first row is 0., and the model's context",
+        match=rf"row 1 has {shortest + 49} tokens \(the first row is 0\), and the model's context",
     ):
         check_lengths(rows, chat, **limits, config=PromptsConfig(), key="data.train")
     config = PromptsConfig(overlong="drop")

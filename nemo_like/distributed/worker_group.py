@@ -26,9 +26,9 @@ from nemo_like.distributed.worker import (
 if TYPE_CHECKING:
     from nemo_like.distributed.virtual_cluster import Bundle
 
-W = TypeVar("W", bound=Worker)
 _MOST_CALLS = 100_000
 """At once, to one rank with coroutines; by Ray's default of 1,000 a refit waits for rollouts."""
+W = TypeVar("W", bound=Worker)
 _DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 P = ParamSpec("P")
 R = TypeVar("R")

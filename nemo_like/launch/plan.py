@@ -46,7 +46,8 @@ def run(arguments: Sequence[str]) -> None:
     earlier = options.earlier and earlier_run(options.earlier)
     if earlier and not options.config_name and not any(map(is_name, options.words)):
         options.config_name = f"{options.earlier}/config.yaml"
-        for key, value in (("run.dir", "null"), ("run.resume", "false")):  # it is full, and made
+        # That folder is full, and nothing is to be continued in it.
+        for key, value in (("run.dir", "null"), ("run.resume", "false")):
             if not any(word.startswith(f"{key}=") for word in options.words):
                 options.words.append(f"{key}={value}")
     config = parser.load(options, runs=False)
